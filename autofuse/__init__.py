@@ -1,0 +1,3 @@
+"""autofuse: profile-guided optimisation for PyTorch."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The vocabulary: frozen, serialisable, torch-free records that pass between stages."""

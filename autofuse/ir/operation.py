@@ -1,0 +1,211 @@
+"""Operations, tensors and fusion nodes: what passes from planning to code generation, tuning and routing.
+
+In: what capture read from a graph. Out: plain data that can be run op by op through aten (the unfused
+variant and the reference), printed as C, sent to another process as JSON and rebuilt from the store.
+Guarantee: a node's text form is canonical (inputs ``i0..``, values ``v0..``, symbols ``s0..``), so
+equal code in different layers has one ``fusion_id``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim
+
+BYTES_PER_ELEMENT = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before it exists."""
+
+    shape: SymbolicShape  # sizes
+    dtype: str  # torch's name without the prefix, such as "float32"
+    strides: SymbolicShape  # in elements, as the traced metadata promises
+    device: str = "cpu"  # device type, never an index
+
+    def to_json(self) -> list[Any]:
+        return [self.shape.to_json(), self.dtype, self.strides.to_json(), self.device]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> TensorSpec:
+        return cls(SymbolicShape(data[0]), data[1], SymbolicShape(data[2]), data[3])
+
+    @property
+    def numel(self) -> Dim:
+        return self.shape.numel
+
+    @property
+    def nbytes(self) -> Dim:
+        """Bytes of the elements, without gaps between strides."""
+        return as_dim(self.numel * BYTES_PER_ELEMENT[self.dtype])
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """A use of a tensor: output ``index`` of the operation or input called ``name``."""
+
+    name: str
+    index: int = 0
+
+
+# An argument is a ValueRef, a Dim, a plain constant, a dtype/memory format as {"torch": "float32"}-like
+# tagged tuple ("dtype", "float32"), or a tuple of arguments.
+Arg = Any
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One aten call on named values."""
+
+    name: str  # name of its result
+    target: str  # overload, such as "aten.add.Tensor"
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[TensorSpec, ...]  # several for native_layer_norm and its like
+    source: str | None = None  # "file.py:12 code" of the user's line
+
+    @property
+    def inputs(self) -> tuple[ValueRef, ...]:
+        """Tensors read, in order of the arguments, repeats included."""
+        return tuple(_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def short_name(self) -> str:
+        """``aten.native_layer_norm.default`` is ``native_layer_norm``."""
+        return self.target.split(".")[1]
+
+    def kwarg(self, name: str, default: Arg = None) -> Arg:
+        return dict(self.kwargs).get(name, default)
+
+    def arg(self, index: int, default: Arg = None) -> Arg:
+        return self.args[index] if index < len(self.args) else default
+
+    def to_json(self) -> dict[str, Any]:
+        data = {
+            "name": self.name,
+            "target": self.target,
+            "args": [encode_arg(a) for a in self.args],
+            "kwargs": {k: encode_arg(v) for k, v in self.kwargs},
+            "outputs": [o.to_json() for o in self.outputs],
+        }
+        if self.source:
+            data["source"] = self.source
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Operation:
+        return cls(
+            name=data["name"],
+            target=data["target"],
+            args=tuple(decode_arg(a) for a in data["args"]),
+            kwargs=tuple((k, decode_arg(v)) for k, v in data["kwargs"].items()),
+            outputs=tuple(TensorSpec.from_json(o) for o in data["outputs"]),
+            source=data.get("source"),
+        )
+
+
+def map_arg(arg: Arg, on_ref: Any, on_dim: Any = lambda d: d) -> Arg:
+    """Rebuild an argument with each ValueRef and each symbolic dim replaced."""
+    if isinstance(arg, ValueRef):
+        return on_ref(arg)
+    if isinstance(arg, sympy.Expr):
+        return on_dim(arg)
+    if isinstance(arg, tuple):
+        return tuple(map_arg(a, on_ref, on_dim) for a in arg)
+    return arg
+
+
+def _refs(arg: Arg) -> Iterable[ValueRef]:
+    if isinstance(arg, ValueRef):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _refs(item)
+
+
+def encode_arg(arg: Arg) -> Any:
+    """To JSON. Floats keep inf and nan, which JSON has no numbers for."""
+    if isinstance(arg, ValueRef):
+        return {"ref": arg.name, "index": arg.index}
+    if isinstance(arg, sympy.Expr):
+        return {"dim": str(arg)}
+    if isinstance(arg, float):
+        return {"float": arg.hex() if arg == arg and abs(arg) != float("inf") else str(arg)}
+    if isinstance(arg, tuple):
+        return [encode_arg(a) for a in arg]
+    if arg is None or isinstance(arg, bool | int | str):
+        return arg
+    raise TypeError(f"expected a value, a size or a plain constant as an argument, found {arg!r}")
+
+
+def decode_arg(data: Any) -> Arg:
+    if isinstance(data, dict):
+        if "ref" in data:
+            return ValueRef(data["ref"], data["index"])
+        if "dim" in data:
+            return as_dim(data["dim"])
+        text = data["float"]
+        return float(text) if text in ("inf", "-inf", "nan") else float.fromhex(text)
+    if isinstance(data, list):
+        return tuple(decode_arg(a) for a in data)
+    return data
+
+
+@dataclass(frozen=True)
+class NodeInput:
+    """A tensor that enters a node."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class NodeForm:
+    """The canonical, immutable content of a fusion node."""
+
+    inputs: tuple[NodeInput, ...]
+    operations: tuple[Operation, ...]
+    outputs: tuple[ValueRef, ...]  # the values that leave, in order
+    symbols: tuple[str, ...] = field(default=())  # free symbols s0.., in the order kernels take them
+
+    def spec(self, ref: ValueRef) -> TensorSpec:
+        for item in self.inputs:
+            if item.name == ref.name:
+                return item.spec
+        for op in self.operations:
+            if op.name == ref.name:
+                return op.outputs[ref.index]
+        raise KeyError(ref)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "inputs": [[i.name, i.spec.to_json()] for i in self.inputs],
+            "operations": [op.to_json() for op in self.operations],
+            "outputs": [[o.name, o.index] for o in self.outputs],
+            "symbols": list(self.symbols),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> NodeForm:
+        return cls(
+            inputs=tuple(NodeInput(name, TensorSpec.from_json(spec)) for name, spec in data["inputs"]),
+            operations=tuple(Operation.from_json(op) for op in data["operations"]),
+            outputs=tuple(ValueRef(name, index) for name, index in data["outputs"]),
+            symbols=tuple(data["symbols"]),
+        )
+
+    def text(self) -> str:
+        """Canonical JSON text without source lines: equal text means equal code."""
+        data = self.to_json()
+        for op in data["operations"]:
+            op.pop("source", None)
+        return json.dumps(data, sort_keys=True, separators=(",", ":"))

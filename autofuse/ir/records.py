@@ -1,0 +1,316 @@
+"""The small records that stages exchange: buckets, candidates, measurements, decisions, requests, profiles.
+
+In: what one stage found. Out: what the next one needs, and what the store keeps.
+Guarantee: frozen, JSON-serialisable through ``dataclasses.asdict`` (tuples become lists), torch-free.
+Times are in microseconds (``_us``) or seconds (``_seconds``), sizes in bytes (``_bytes``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# ---- where things run ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What a decision depends on about the machine; two machines with equal fields share decisions."""
+
+    kind: str  # "cpu" or "cuda"
+    name: str  # model name, such as "AMD EPYC 9654"
+    cores: int  # processors this process may run on (CPU) or multiprocessors (GPU)
+    isa: str  # widest vector extension ("avx512", "avx2", ...) or compute capability ("sm_90")
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}:{self.name}:{self.cores}:{self.isa}"
+
+
+# ---- buckets ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A region of symbol values that shares one decision: an inclusive range per symbol of the node."""
+
+    ranges: tuple[tuple[int, int], ...]  # (low, high) per symbol, in the node's symbol order
+
+    @property
+    def is_exact(self) -> bool:
+        return all(low == high for low, high in self.ranges)
+
+    def contains(self, values: Sequence[int]) -> bool:
+        return len(values) == len(self.ranges) and all(
+            low <= v <= high for v, (low, high) in zip(values, self.ranges, strict=True)
+        )
+
+    @property
+    def label(self) -> str:
+        """Text for people and for keys: ``s0=4 s1=65..128``; ``static`` for a node without symbols."""
+        parts = [
+            f"s{i}={low}" if low == high else f"s{i}={low}..{high}" for i, (low, high) in enumerate(self.ranges)
+        ]
+        return " ".join(parts) or "static"
+
+
+# ---- variants, candidates, measurements -----------------------------------------------------------
+
+Config = tuple[tuple[str, int | str | bool], ...]  # sorted (knob, value) pairs
+
+EAGER = "eager"  # the unfused variant: the node's operations one by one through aten
+
+
+def make_config(values: Mapping[str, int | str | bool]) -> Config:
+    return tuple(sorted(values.items()))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variant and a point in its search space."""
+
+    variant: str  # "eager", "c_generic", "c_specialised"
+    config: Config = ()
+
+
+Status = Literal["ok", "wrong", "crash", "timeout", "out_of_memory", "compile_error", "pruned", "refused"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What became of one candidate in one bucket."""
+
+    candidate: Candidate
+    status: Status
+    symbol_values: tuple[int, ...] = ()  # the shape it was timed on
+    median_us: float | None = None  # wall time of a call
+    eager_us: float | None = None  # eager's median in the same interleaved rounds
+    speedup: float | None = None  # median of eager/candidate, pair by pair
+    speedup_low: float | None = None  # 95 % interval
+    speedup_high: float | None = None
+    error_ratio: float | None = None  # error against float64 over eager's own error
+    compile_key: str | None = None
+    compile_seconds: float = 0.0
+    measure_seconds: float = 0.0
+    message: str = ""  # for people, where status is not "ok"
+
+
+# ---- keys ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompileKey:
+    """Exactly what determines a binary."""
+
+    source_hash: str  # SHA-256 of the generated source
+    compiler: str  # first line of ``cc --version``
+    flags: str  # all flags, in order
+    target: str  # instruction set the flags resolve to on this machine
+
+    @property
+    def digest(self) -> str:
+        return _digest((self.source_hash, self.compiler, self.flags, self.target))
+
+
+@dataclass(frozen=True)
+class DecisionKey:
+    """What a decision is valid for."""
+
+    fusion_id: str  # content hash of the node: operations, dtypes, layouts, constants
+    bucket: str  # label of the region of symbol values
+    device: str  # DeviceInfo.key
+    threads: int  # torch.get_num_threads() of the workload
+    versions: str  # torch major.minor and the code generator's version
+
+    @property
+    def digest(self) -> str:
+        return _digest((self.fusion_id, self.bucket, self.device, str(self.threads), self.versions))
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()[:32]
+
+
+# ---- work and its outcome -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ObservedShape:
+    """One shape signature of a node as the script ran it."""
+
+    symbol_values: tuple[int, ...]
+    calls: int
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """Please find the winner of this node in this bucket."""
+
+    key: DecisionKey
+    node: Mapping[str, Any]  # NodeForm.to_json()
+    bucket: Bucket
+    shapes: tuple[ObservedShape, ...]  # most frequent first
+    calls: int  # calls seen in this bucket
+    unfused_us: float  # live time of a call, 0.0 where unknown
+    estimated_speedup: float  # from the planner's cost model
+    run_id: int | None = None
+
+    @property
+    def expected_saving_us(self) -> float:
+        """Time the calls seen so far would have saved; orders the queue."""
+        return self.calls * self.unfused_us * max(0.0, 1.0 - 1.0 / max(self.estimated_speedup, 1e-9))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The winner of a bucket, with its reason."""
+
+    key: DecisionKey
+    bucket: Bucket
+    candidate: Candidate  # variant "eager" where nothing beat eager by the margin
+    compile_key: str | None  # kernel to load, None for eager
+    unfused_us: float
+    fused_us: float  # of the best verified fused candidate, or of eager where there was none
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    reason: str  # machine-readable code: "won", "below_margin", "all_wrong", "compile_failed", "crashed", ...
+    detail: str = ""  # a sentence for people
+    trials: int = 0
+    tuning_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """A generated kernel: source and binary under their compile key."""
+
+    key: CompileKey
+    name: str  # symbol name a profiler shows
+    source: str
+    binary: bytes
+
+
+# ---- what a run tells the store -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """The start of one process that autofuse watches."""
+
+    command: str
+    device: DeviceInfo
+    versions: str
+    mode: str  # --tune
+    pid: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunTotals:
+    """The counters of a run so far; written again and again, the last one stands."""
+
+    steps: int = 0
+    fused_calls: int = 0  # calls of nodes that ran a fused kernel
+    unfused_calls: int = 0  # calls of nodes that ran eager's kernels
+    observer_seconds: float = 0.0  # the observer's own cost
+    run_seconds: float = 0.0  # wall time of the script so far
+    capture_seconds: float = 0.0
+    held_out_calls: int = 0
+    exit_code: int | None = None  # None while running
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One timed step: from one call of a root to the next call of the same root."""
+
+    root: str
+    signature: str  # shapes of the root's inputs
+    held_out: bool  # the original module ran, forward and backward
+    fused_nodes: int  # nodes on fused kernels in that call, 0 when held out
+    index: int  # running number of the call
+    step_us: float
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """How one node was used in one bucket during a run; counters so far, the last one stands."""
+
+    fusion_id: str
+    node: Mapping[str, Any]  # NodeForm.to_json()
+    label: str  # af_<kind>_<ops>_<hash>
+    operations: str  # short names joined by " + "
+    bucket: Bucket
+    calls: int
+    fused_calls: int
+    live_us: float  # median of sampled live calls, 0.0 where none was sampled
+    time_share: float  # share of the sampled time of its step, 0..1
+    shapes: tuple[ObservedShape, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """What the observer saw of one aten overload with one set of shapes."""
+
+    overload: str
+    module: str  # path of the owning nn.Module, "" outside of modules
+    phase: Literal["forward", "backward", "other"]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    strides: tuple[tuple[int, ...], ...]
+    device: str
+    calls: int
+    time_us: float  # total
+    producers: tuple[str, ...] = ()  # overloads that made its inputs
+
+
+@dataclass(frozen=True)
+class DimHistogram:
+    """How often a dim of an argument of a root or op had each size."""
+
+    owner: str  # root key or overload
+    argument: str  # path of the argument, such as "args[0]"
+    dim: int
+    counts: tuple[tuple[int, int], ...]  # (size, calls), most frequent first
+    tail_calls: int = 0  # calls with sizes beyond the kept ones
+
+
+@dataclass(frozen=True)
+class RootRecord:
+    """What is known of a root, across runs."""
+
+    root: str  # stable key: class and parameter shapes
+    name: str  # class name for people
+    state: Literal["observing", "captured", "eager"]
+    reason: str  # code: "paid_off", "too_small", "capture_failed", "not_yet", ...
+    detail: str = ""
+    calls: int = 0
+    eager_seconds: float = 0.0
+    operations: int = 0  # aten calls in one forward
+    capture_seconds: float = 0.0
+    predicted_capture_seconds: float = 0.0
+    dynamic_dims: tuple[tuple[str, int], ...] = ()  # (argument path, dim)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A fusion that was not made, or made, with its reason."""
+
+    code: str  # such as "size_limit", "random_op", "cycle", "no_rule"
+    accepted: bool
+    operations: str
+    detail: str
+    bytes_saved: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a person may want to know later."""
+
+    kind: str  # "fallback", "daemon_start", "store_unusable", ...
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
