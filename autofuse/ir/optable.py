@@ -1,0 +1,98 @@
+"""What each aten operator is, as far as fusion is concerned: the first of the rule tables.
+
+In: the name of an overload. Out: its kind and its cost. An overload that is not listed is opaque: it
+runs as eager runs it and no fusion reaches across it. The lowering table of the code generator covers
+exactly the fusible kinds; a test holds the two tables together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class OpKind(Enum):
+    """How an operator moves through a loop nest."""
+
+    POINTWISE = "elementwise"  # one output element from one element of each (broadcast) input
+    CREATION = "creation"  # no tensor input: constants, arange
+    VIEW = "view"  # same elements under another index, free inside a kernel
+    REDUCTION = "reduction"  # dims disappear or become 1
+    NORMALISATION = "normalisation"  # reduction and pointwise together along the same dims
+    LOSS = "loss"  # reads one element a row by an index
+    RANDOM = "random"  # draws from the generator; keeps its place in the order
+    OPAQUE = "opaque"  # everything else
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """Facts about an overload."""
+
+    kind: OpKind
+    flops: float = 1.0  # floating-point operations per element of the largest tensor, roughly
+
+
+_P, _V, _R, _N, _L, _C = (
+    OpKind.POINTWISE,
+    OpKind.VIEW,
+    OpKind.REDUCTION,
+    OpKind.NORMALISATION,
+    OpKind.LOSS,
+    OpKind.CREATION,
+)
+
+_GROUPS: tuple[tuple[OpKind, float, str], ...] = (
+    (_P, 1, "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Tensor mul.Scalar"),
+    (_P, 4, "div.Tensor div.Scalar reciprocal.default sqrt.default rsqrt.default"),
+    (_P, 1, "neg.default abs.default sign.default sgn.default floor.default ceil.default round.default trunc.default"),
+    (_P, 1, "square.default maximum.default minimum.default clamp.default clamp.Tensor clamp_min.default"),
+    (_P, 1, "clamp_max.default clamp_min.Tensor clamp_max.Tensor relu.default hardtanh.default leaky_relu.default"),
+    (_P, 10, "exp.default exp2.default expm1.default log.default log2.default log10.default log1p.default"),
+    (_P, 12, "sin.default cos.default tan.default tanh.default sinh.default cosh.default asin.default acos.default"),
+    (_P, 12, "atan.default erf.default erfc.default sigmoid.default silu.default mish.default softplus.default"),
+    (_P, 12, "elu.default gelu.default hardswish.default hardsigmoid.default log_sigmoid_forward.default"),
+    (_P, 20, "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar atan2.default fmod.Scalar remainder.Scalar"),
+    (_P, 1, "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor"),
+    (_P, 1, "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor"),
+    (_P, 1, "gt.Scalar gt.Tensor ge.Scalar ge.Tensor isnan.default isinf.default"),
+    (_P, 1, "logical_and.default logical_or.default logical_xor.default logical_not.default"),
+    (_P, 1, "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not.default bitwise_and.Scalar"),
+    (_P, 0, "_to_copy.default clone.default copy.default"),
+    (_P, 2, "addcmul.default addcdiv.default lerp.Scalar lerp.Tensor"),
+    (_P, 1, "tril.default triu.default"),
+    (_P, 1, "threshold_backward.default hardtanh_backward.default leaky_relu_backward.default"),
+    (_P, 15, "gelu_backward.default silu_backward.default tanh_backward.default sigmoid_backward.default"),
+    (_P, 15, "elu_backward.default softplus_backward.default mish_backward.default hardswish_backward.default"),
+    (_P, 4, "hardsigmoid_backward.default log_sigmoid_backward.default native_dropout_backward.default"),
+    (_C, 0, "full.default zeros.default ones.default scalar_tensor.default arange.default arange.start"),
+    (_C, 0, "arange.start_step full_like.default zeros_like.default ones_like.default"),
+    (_V, 0, "view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.dim squeeze.dims"),
+    (_V, 0, "expand.default permute.default transpose.int t.default alias.default"),
+    (_R, 1, "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default prod.dim_int"),
+    (_R, 1, "any.dim all.dim any.default all.default"),
+    (_R, 4, "var.correction var_mean.correction std.correction logsumexp.default linalg_vector_norm.default"),
+    (_N, 15, "_softmax.default _log_softmax.default _safe_softmax.default"),
+    (_N, 4, "_softmax_backward_data.default _log_softmax_backward_data.default"),
+    (_N, 8, "native_layer_norm.default native_layer_norm_backward.default"),
+    (_N, 8, "_fused_rms_norm.default _fused_rms_norm_backward.default"),
+    (_N, 8, "_native_batch_norm_legit_no_training.default native_batch_norm_backward.default"),
+    (_N, 8, "_native_batch_norm_legit.no_stats native_group_norm.default"),
+    (_L, 2, "nll_loss_forward.default nll_loss_backward.default mse_loss.default mse_loss_backward.default"),
+)
+
+OPS: dict[str, OpInfo] = {
+    f"aten.{name}": OpInfo(kind, flops) for kind, flops, names in _GROUPS for name in names.split()
+}
+# Ours: what `native_dropout` becomes when capture reads it. The mask is drawn in eager's order and from
+# eager's stream; the scaling is `x * mask * scale` as eager computes it.
+OPS["autofuse.bernoulli_mask.default"] = OpInfo(OpKind.RANDOM, 2)  # (shape of) x, keep probability -> bool mask
+OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, scale -> x * mask * scale
+
+FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C})
+
+_OPAQUE = OpInfo(OpKind.OPAQUE)
+
+
+def info(target: str) -> OpInfo:
+    """The facts about an overload; opaque where it is not listed."""
+    return OPS.get(target, _OPAQUE)
