@@ -66,7 +66,7 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_P, 4, "hardsigmoid_backward.default log_sigmoid_backward.default native_dropout_backward.default"),
     (_C, 0, "full.default zeros.default ones.default scalar_tensor.default arange.default arange.start"),
     (_C, 0, "arange.start_step full_like.default zeros_like.default ones_like.default"),
-    (_V, 0, "view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.dim squeeze.dims"),
+    (_V, 0, "view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.dim squeeze.dims detach.default"),
     (_V, 0, "expand.default permute.default transpose.int t.default alias.default"),
     (_R, 1, "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default prod.dim_int"),
     (_R, 1, "any.dim all.dim any.default all.default"),

@@ -1,0 +1,326 @@
+"""`FusionCandidateAnalyzer`: which operations of a graph become nodes.
+
+In: operations in program order (or a `FusionGraph`). Out: `FusionNode`s that partition the fusible
+operations, and a `Refusal` record for each fusion made or not made.
+Guarantee: contracting every node to a point leaves the graph acyclic, random operations keep their
+order, and no node holds an operation whose value is only complete after the node's own loops.
+Method: greedy growth in topological order along producer edges, then a pass over siblings that read the
+same tensors. Views are free: a node takes the views between its members, the graph keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
+from autofuse.fusion.config import FusionConfig
+from autofuse.fusion.extent import Extent, extent_of
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode, join_extents
+from autofuse.ir.operation import NodeForm, Operation, ValueRef, map_arg
+from autofuse.ir.optable import FUSIBLE, OpKind, info
+from autofuse.ir.records import Refusal
+
+# A single operation is worth a kernel of its own only where it does some work; one addition is not.
+MIN_FLOPS_ALONE = 4.0
+# Sibling nodes are joined over tensors of at least this size; below it a launch costs more than the reads.
+MIN_SHARED_BYTES = 1 << 14
+
+
+@dataclass(eq=False)
+class _Cluster:
+    """Operations on their way to becoming a node; ``extents`` runs beside ``operations``."""
+
+    operations: list[Operation]
+    extents: list[Extent]
+    seeded: bool = False  # began as a custom pattern, which may pass the size limit
+
+
+@dataclass
+class FusionCandidateAnalyzer:
+    """Finds nodes and judges them (seed: operator fusion with dynamic shapes).
+
+    ``lowerable``: optional last word on a node, None where a kernel can be generated and a (code, message)
+    where not; the node is then split.
+    """
+
+    config: FusionConfig = field(default_factory=FusionConfig)
+    lowerable: Callable[[NodeForm], tuple[str, str] | None] | None = None
+    refusals: list[Refusal] = field(default_factory=list)
+
+    # ---- the seed's questions ----------------------------------------------------------------------
+
+    def find_fusible_operations(
+        self, ops: Sequence[Operation] | FusionGraph, seeds: Iterable[Sequence[str]] = ()
+    ) -> list[FusionNode]:
+        """Nodes in program order. ``seeds``: names of operations to start clusters from (custom patterns)."""
+        graph = ops if isinstance(ops, FusionGraph) else _closed_graph(ops)
+        self.refusals = []
+        if not self.config.enabled:
+            return []
+        nodes = [node for cluster in self._clusters(graph, seeds) for node in self._finish(graph, cluster)]
+        return sorted(nodes, key=lambda node: graph.position[node.kernels[0].name])
+
+    def analyze_benefit(self, node: FusionNode, graph: FusionGraph | None = None) -> FusionBenefit:
+        return estimate_benefit(node, graph)
+
+    def is_shape_preserving(self, op: Operation) -> bool:
+        """Whether the output has the shape of the (broadcast) inputs."""
+        return info(op.target).kind is OpKind.POINTWISE or op.short_name in (
+            "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+        )  # fmt: skip
+
+    def requires_runtime_shape_check(self, node: FusionNode) -> bool:
+        """Whether some size of the node is only known when it runs."""
+        return bool(node.symbols)
+
+    # ---- growing clusters --------------------------------------------------------------------------
+
+    def _clusters(self, graph: FusionGraph, seeds: Iterable[Sequence[str]]) -> list[_Cluster]:
+        home: dict[str, _Cluster] = {}
+        clusters: list[_Cluster] = []
+        for names in seeds:
+            members = [graph.by_name[n] for n in names]
+            extents = [self._extent(graph, op) for op in members]
+            if None in extents or join_extents([e for e in extents if e]) is None or any(n in home for n in names):
+                self._refuse("pattern_loops_differ", members, "the pattern's operations do not share one loop nest")
+                continue
+            cluster = _Cluster(members, [e for e in extents if e], seeded=True)
+            clusters.append(cluster)
+            home.update(dict.fromkeys(names, cluster))
+        for op in graph.operations:
+            if op.name in home or info(op.target).kind is OpKind.VIEW:
+                continue
+            extent = self._extent(graph, op)
+            if extent is None:
+                continue
+            cluster = _Cluster([op], [extent])
+            clusters.append(cluster)
+            home[op.name] = cluster
+            for producer in graph.producers(op):
+                self._join(graph, home, clusters, home.get(producer.name), home[op.name])
+        self._join_siblings(graph, home, clusters)
+        return clusters
+
+    def _extent(self, graph: FusionGraph, op: Operation) -> Extent | None:
+        """The extent of an operation that may be fused, None for the rest."""
+        kind = info(op.target).kind
+        if kind not in FUSIBLE or not self.config.allows(kind):
+            return None
+        if not all(self.config.device_enabled(spec.device) for spec in op.outputs):
+            return None
+        specs = [graph.spec(ref) for ref in op.inputs] + list(op.outputs)
+        if any(spec.dtype not in _DTYPES for spec in specs):
+            self._refuse("dtype", [op], f"no kernel computes with {sorted({s.dtype for s in specs} - _DTYPES)}")
+            return None
+        return extent_of(op, graph.spec)
+
+    def _join(
+        self,
+        graph: FusionGraph,
+        home: dict[str, _Cluster],
+        clusters: list[_Cluster],
+        first: _Cluster | None,
+        second: _Cluster,
+    ) -> bool:
+        """Merge two clusters where that is sound; ``home`` and ``clusters`` follow. Returns whether it was."""
+        if first is None or first is second:
+            return False
+        operations = sorted([*first.operations, *second.operations], key=lambda o: graph.position[o.name])
+        refusal = self._why_not(graph, home, first, second)
+        if refusal is not None:
+            self._refuse(refusal[0], operations, refusal[1])
+            return False
+        by_name = {
+            op.name: extent
+            for cluster in (first, second)
+            for op, extent in zip(cluster.operations, cluster.extents, strict=True)
+        }
+        first.operations, first.extents = operations, [by_name[op.name] for op in operations]
+        first.seeded = first.seeded or second.seeded
+        clusters.remove(second)
+        home.update((op.name, first) for op in second.operations)
+        return True
+
+    def _why_not(
+        self, graph: FusionGraph, home: dict[str, _Cluster], first: _Cluster, second: _Cluster
+    ) -> tuple[str, str] | None:
+        size = len(first.operations) + len(second.operations)
+        if size > self.config.max_fusion_size and not (first.seeded or second.seeded):
+            return "size_limit", f"{size} operations are more than max_fusion_size={self.config.max_fusion_size}"
+        if join_extents([*first.extents, *second.extents]) is None:
+            return "loops_differ", "the operations do not share one loop nest"
+        if _reads_terminal(graph, first, second) or _reads_terminal(graph, second, first):
+            return "needs_whole_reduction", "a value is complete only after all rows, and a second kernel reads it"
+        if _has_outside_path(graph, home, first, second) or _has_outside_path(graph, home, second, first):
+            return "cycle", "an operation between the two must run outside of the kernel"
+        return None
+
+    def _join_siblings(self, graph: FusionGraph, home: dict[str, _Cluster], clusters: list[_Cluster]) -> None:
+        """Join clusters that read the same large tensor: it is then read once."""
+        for op in graph.operations:
+            readers = [home[r.name] for r in graph.readers[op.name] if r.name in home]
+            if graph.nbytes(op.outputs[0]) < MIN_SHARED_BYTES:
+                continue
+            for first, second in zip(readers, readers[1:], strict=False):
+                if first in clusters and second in clusters and first is not second:
+                    self._join(graph, home, clusters, first, second)
+
+    # ---- from cluster to node ----------------------------------------------------------------------
+
+    def _finish(self, graph: FusionGraph, cluster: _Cluster) -> list[FusionNode]:
+        operations = cluster.operations
+        while operations:
+            node = build_node(graph, operations)
+            problem = self._problem(graph, node)
+            if problem is None:
+                self._accept(graph, node)
+                rest = [op for op in cluster.operations if op not in operations]
+                extents = [e for op, e in zip(cluster.operations, cluster.extents, strict=True) if op in rest]
+                return [node, *(self._finish(graph, _Cluster(rest, extents)) if rest else [])]
+            code, message = problem
+            self._refuse(code, operations, message)
+            if code in _FINAL:
+                return []
+            # No kernel for all of it: what comes first may still be one.
+            operations = operations[:-1]
+        rest = cluster.operations[1:]
+        return self._finish(graph, _Cluster(rest, cluster.extents[1:])) if rest else []
+
+    def _problem(self, graph: FusionGraph, node: FusionNode) -> tuple[str, str] | None:
+        kernels = node.kernels
+        if not kernels:
+            return "no_work", "only views"
+        if all(info(op.target).kind is OpKind.CREATION for op in kernels):
+            return "no_work", "only constants"
+        if len(kernels) == 1 and info(kernels[0].target).flops < MIN_FLOPS_ALONE and not _is_transpose(graph, kernels[0]):
+            return "single_op", "one cheap operation gains nothing from a kernel of its own"
+        largest = max(graph.numel(spec) for op in kernels for spec in op.outputs)
+        largest = max([largest, *(graph.numel(spec) for spec in node.inputs.values())])
+        if largest < self.config.min_tensor_size:
+            return "small_tensors", f"{largest} elements are fewer than min_tensor_size={self.config.min_tensor_size}"
+        benefit = estimate_benefit(node, graph)
+        if not benefit.should_fuse(self.config.min_fusion_benefit):
+            return (
+                "low_benefit",
+                f"estimated {benefit.estimated_speedup:.2f}x is below "
+                f"min_fusion_benefit={self.config.min_fusion_benefit}",
+            )
+        return self.lowerable(node.form) if self.lowerable else None
+
+    def _accept(self, graph: FusionGraph, node: FusionNode) -> None:
+        benefit = estimate_benefit(node, graph)
+        self.refusals.append(
+            Refusal(
+                code="fused",
+                accepted=True,
+                operations=node.operation_names,
+                detail=f"estimated {benefit.estimated_speedup:.2f}x, {benefit.kernel_count_reduction} launches fewer",
+                bytes_saved=benefit.memory_saved,
+                source=node.kernels[0].source or "",
+            )
+        )
+
+    def _refuse(self, code: str, operations: Sequence[Operation], detail: str) -> None:
+        names = " + ".join(op.short_name.strip("_") for op in operations)
+        self.refusals.append(Refusal(code, False, names, detail, source=operations[0].source or ""))
+
+
+_DTYPES = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+)
+_FINAL = frozenset({"no_work", "single_op", "small_tensors", "low_benefit"})
+
+
+def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
+    """A node of these operations, the views between them, and the values that the rest of the graph needs."""
+    inside = {op.name for op in kernels}
+    members: dict[str, Operation] = {op.name: op for op in kernels}
+    for op in kernels:
+        for ref in op.inputs:
+            chain = []
+            while ref.name in graph.by_name and info(graph.by_name[ref.name].target).kind is OpKind.VIEW:
+                chain.append(graph.by_name[ref.name])
+                ref = chain[-1].inputs[0]
+            if ref.name in inside:  # a view of an input stays outside: aten makes it for nothing
+                members.update((view.name, view) for view in chain)
+    operations = sorted(members.values(), key=lambda o: graph.position[o.name])
+    own = {op.name for op in operations}
+    needed: dict[ValueRef, None] = {}
+    leaving = {graph.base(ref) for ref in graph.outputs}
+    for reader in graph.operations:
+        if reader.name not in inside and info(reader.target).kind is not OpKind.VIEW:
+            leaving.update(graph.base(ref) for ref in reader.inputs)
+    for op in kernels:
+        for index in range(len(op.outputs)):
+            if ValueRef(op.name, index) in leaving:
+                needed[ValueRef(op.name, index)] = None
+    inputs = {
+        ref.name: graph.spec(ref) for op in operations for ref in op.inputs if ref.name not in own and ref.index == 0
+    }
+    split = {ref for op in operations for ref in op.inputs if ref.name not in own and ref.index != 0}
+    if split:  # a later output of an operation with several: it enters under a name of its own
+        operations = [_with_flat_inputs(op, split) for op in operations]
+        inputs |= {flat_name(ref): graph.spec(ref) for ref in split}
+    return FusionNode(operations, inputs, tuple(needed))
+
+
+def flat_name(ref: ValueRef) -> str:
+    """The name under which output ``index`` of an operation enters a node."""
+    return ref.name if ref.index == 0 else f"{ref.name}@{ref.index}"
+
+
+def _with_flat_inputs(op: Operation, split: set[ValueRef]) -> Operation:
+    rename = lambda ref: ValueRef(flat_name(ref)) if ref in split else ref  # noqa: E731
+    return replace(op, args=map_arg(op.args, rename), kwargs=tuple((k, map_arg(v, rename)) for k, v in op.kwargs))
+
+
+def _closed_graph(ops: Sequence[Operation]) -> FusionGraph:
+    """A graph of operations whose outside inputs are not described: they get the reader's output spec."""
+    names = {op.name for op in ops}
+    inputs = {ref.name: op.outputs[0] for op in ops for ref in op.inputs if ref.name not in names}
+    read = {ref for op in ops for ref in op.inputs}
+    outputs = [ValueRef(op.name, i) for op in ops for i in range(len(op.outputs)) if ValueRef(op.name, i) not in read]
+    return FusionGraph(ops, inputs, outputs)
+
+
+def _is_transpose(graph: FusionGraph, op: Operation) -> bool:
+    """A copy into another layout, which costs a pass over memory."""
+    return op.short_name == "clone" and graph.spec(op.inputs[0]).strides != op.outputs[0].strides
+
+
+def _reads_terminal(graph: FusionGraph, producer: _Cluster, consumer: _Cluster) -> bool:
+    """Whether ``consumer`` reads a value that ``producer`` completes only after all its rows."""
+    terminal = {
+        ValueRef(op.name, i)
+        for op, extent in zip(producer.operations, producer.extents, strict=True)
+        for i, level in enumerate(extent.levels)
+        if level == "terminal"
+    }
+    return any(graph.base(ref) in terminal for op in consumer.operations for ref in op.inputs)
+
+
+def _has_outside_path(graph: FusionGraph, home: dict[str, _Cluster], first: _Cluster, second: _Cluster) -> bool:
+    """Whether something outside both must run after ``first`` and before ``second``, other clusters contracted."""
+    inside = {op.name for op in (*first.operations, *second.operations)}
+    targets = {op.name for op in second.operations}
+    last = max(graph.position[name] for name in targets)
+    stack = [r for op in first.operations for r in graph.readers[op.name] if r.name not in inside]
+    seen: set[str] = set()
+    while stack:
+        op = stack.pop()
+        if op.name in seen:
+            continue
+        cluster = home.get(op.name)
+        members = cluster.operations if cluster is not None else [op]
+        seen.update(member.name for member in members)
+        for member in members:
+            if cluster is None and graph.position[member.name] > last:
+                continue
+            for reader in graph.readers[member.name]:
+                if reader.name in targets:
+                    return True
+                if reader.name not in seen and reader.name not in inside:
+                    stack.append(reader)
+    return False

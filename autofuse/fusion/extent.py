@@ -1,0 +1,160 @@
+"""The extent of an operation: which loop nest it needs, and what becomes of its outputs there.
+
+In: an operation and the specs of its inputs. Out: an `Extent`: how many elements it iterates over, how
+that splits into rows (kept) and columns (reduced), and per output whether it is a full tensor, one
+value a row, or only complete when all rows are done.
+Guarantee: two operations with compatible extents can share one loop nest; the lowering has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autofuse.ir.operation import Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import OpKind, info
+from autofuse.ir.shape import Dim, product
+
+Level = Literal["full", "row", "terminal"]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Iteration space of one operation."""
+
+    numel: Dim  # elements iterated over
+    rows: Dim | None  # elements kept when columns are reduced; None: no split asked for
+    levels: tuple[Level, ...]  # per output
+    general: tuple[object, ...] = ()  # not empty: an unusual reduction that only matches itself
+
+
+def extent_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Extent | None:
+    """The extent of a fusible operation, None for one that has none (opaque, random)."""
+    kind = info(op.target).kind
+    rule = _RULES.get(op.short_name)
+    if rule is not None:
+        return rule(op, [spec(ref) for ref in op.inputs])
+    if kind in (OpKind.POINTWISE, OpKind.CREATION):
+        return Extent(op.outputs[0].numel, None, ("full",) * len(op.outputs))
+    if kind is OpKind.REDUCTION:
+        return _reduction(op, spec(op.inputs[0]))
+    return None
+
+
+def reduced_dims(op: Operation, rank: int) -> tuple[int, ...]:
+    """The dims that a reduction or softmax reduces, normalised to 0..rank-1; all of them where none are named."""
+    name = op.short_name
+    dims = op.arg(1) if name not in ("_softmax_backward_data", "_log_softmax_backward_data") else op.arg(2)
+    if name in ("linalg_vector_norm",):
+        dims = op.arg(2)
+    if op.target.endswith(".default") and name in ("sum", "mean", "any", "all"):
+        dims = None
+    if dims is None or dims == ():
+        return tuple(range(rank))
+    if isinstance(dims, int):
+        dims = (dims,)
+    return tuple(sorted(d % rank if rank else 0 for d in dims))
+
+
+def _split(shape: Sequence[Dim], dims: Sequence[int]) -> tuple[Dim | None, Level, tuple[object, ...]]:
+    """How reducing ``dims`` splits the space: (rows, level of the result, general key)."""
+    rank = len(shape)
+    kept = [i for i in range(rank) if i not in dims]
+    sized = [i for i in range(rank) if shape[i] != 1]  # dims of size 1 belong to either side
+    reduced_sized = [i for i in sized if i in dims]
+    if not [i for i in sized if i in kept]:
+        return None, "terminal", ()
+    if sized[len(sized) - len(reduced_sized) :] == reduced_sized:
+        return product(shape[i] for i in kept), "row", ()
+    if sized[: len(reduced_sized)] == reduced_sized:
+        return product(shape[i] for i in dims), "terminal", ()
+    return product(shape[i] for i in kept), "row", ("dims", tuple(dims), tuple(map(str, shape)))
+
+
+def _reduction(op: Operation, source: TensorSpec) -> Extent:
+    rows, level, general = _split(source.shape.dims, reduced_dims(op, len(source.shape)))
+    return Extent(source.numel, rows, (level,) * len(op.outputs), general)
+
+
+def _softmax(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    shape = inputs[0].shape
+    rows, level, general = _split(shape.dims, reduced_dims(op, len(shape)))
+    if level == "terminal":  # softmax over a leading dim: its rows lie across memory
+        general = ("softmax", tuple(reduced_dims(op, len(shape))), tuple(map(str, shape.dims)))
+        rows = product(d for i, d in enumerate(shape.dims) if i not in reduced_dims(op, len(shape)))
+    return Extent(shape.numel, rows, ("full",), general)
+
+
+def _layer_norm(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    shape = inputs[0].shape.dims
+    rows = product(shape[: len(shape) - len(op.args[1])])
+    return Extent(product(shape), rows, ("full", "row", "row"))
+
+
+def _layer_norm_backward(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    shape = inputs[0].shape.dims
+    rows = product(shape[: len(shape) - len(op.args[2])])
+    return Extent(product(shape), rows, ("full", "terminal", "terminal"))
+
+
+def _rms_norm(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    shape = inputs[0].shape.dims
+    rows = product(shape[: len(shape) - len(op.args[1])])
+    return Extent(product(shape), rows, ("full", "row"))
+
+
+def _rms_norm_backward(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    shape = inputs[0].shape.dims
+    rows = product(shape[: len(shape) - len(op.args[3])])
+    return Extent(product(shape), rows, ("full", "terminal"))
+
+
+def _nll_forward(op: Operation, inputs: list[TensorSpec]) -> Extent | None:
+    shape = inputs[0].shape.dims
+    if len(shape) != 2:
+        return None
+    level: Level = "row" if op.arg(3) == 0 else "terminal"
+    return Extent(product(shape), shape[0], (level, "terminal"))
+
+
+def _nll_backward(op: Operation, inputs: list[TensorSpec]) -> Extent | None:
+    shape = inputs[1].shape.dims
+    return Extent(product(shape), None, ("full",)) if len(shape) == 2 else None
+
+
+def _mse(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    level: Level = "full" if op.arg(2, 1) == 0 else "terminal"
+    return Extent(inputs[0].numel, None, (level,))
+
+
+def _channels(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    """Batch norm: everything but dim 1 is reduced; it shares loops only with its own kind."""
+    shape = inputs[0].shape.dims
+    key = ("channels", tuple(map(str, shape)))
+    return Extent(product(shape), shape[1], ("full", *("row",) * (len(op.outputs) - 1)), key)
+
+
+def _group_norm(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    shape = inputs[0].shape.dims
+    return Extent(product(shape), None, ("full", "row", "row"), ("group_norm", tuple(map(str, shape))))
+
+
+_RULES: dict[str, Callable[[Operation, list[TensorSpec]], Extent | None]] = {
+    "_softmax": _softmax,
+    "_log_softmax": _softmax,
+    "_safe_softmax": _softmax,
+    "_softmax_backward_data": _softmax,
+    "_log_softmax_backward_data": _softmax,
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+    "nll_loss_forward": _nll_forward,
+    "nll_loss_backward": _nll_backward,
+    "mse_loss": _mse,
+    "_native_batch_norm_legit": _channels,
+    "_native_batch_norm_legit_no_training": lambda op, i: Extent(i[0].numel, None, ("full", "terminal", "terminal")),
+    "native_batch_norm_backward": _channels,
+    "native_group_norm": _group_norm,
+}

@@ -1,0 +1,142 @@
+"""The graph of operations: edges, order, consumers and metrics.
+
+In: operations in program order. Out: who produces and who reads each value, with views resolved, and
+the seeds' metrics (nodes, edges, depth, FLOPs, bytes).
+Guarantee: never changes an operation; views are transparent, since reading through a view is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autofuse.errors import FusionError
+from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import OpKind, info
+from autofuse.ir.shape import Dim, evaluate
+
+
+@dataclass(frozen=True)
+class GraphMetrics:
+    """Size and cost of a graph at one set of symbol values."""
+
+    nodes: int
+    edges: int
+    depth: int  # operations on the longest path
+    flops: float
+    nbytes: int  # bytes read and written if each operation goes through memory
+
+    def to_json(self) -> dict[str, float]:
+        return {"nodes": self.nodes, "edges": self.edges, "depth": self.depth, "flops": self.flops, "bytes": self.nbytes}
+
+
+class FusionGraph:
+    """Operations with their producer and consumer edges (seeds: fusion graph manager, graph metrics)."""
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        inputs: Mapping[str, TensorSpec] | None = None,
+        outputs: Iterable[ValueRef] = (),
+        hints: Mapping[str, int] | None = None,
+    ) -> None:
+        """``inputs``: tensors from outside by name; ``outputs``: values that must exist afterwards;
+        ``hints``: a likely value of each symbol, for cost estimates only."""
+        self.operations = tuple(operations)
+        self.inputs = dict(inputs or {})
+        self.outputs = tuple(outputs)
+        self.hints = dict(hints or {})
+        self.by_name: dict[str, Operation] = {}
+        for op in self.operations:
+            if op.name in self.by_name or op.name in self.inputs:
+                raise FusionError(f"expected one value called {op.name!r}, found two; rename one of the operations")
+            self.by_name[op.name] = op
+        self.position = {op.name: i for i, op in enumerate(self.operations)}
+        self._check_order()
+        self.consumers: dict[str, list[Operation]] = {op.name: [] for op in self.operations}
+        self.readers: dict[str, list[Operation]] = {op.name: [] for op in self.operations}
+        for op in self.operations:
+            for ref in dict.fromkeys(op.inputs):
+                if ref.name in self.consumers:
+                    self.consumers[ref.name].append(op)
+            if info(op.target).kind is not OpKind.VIEW:
+                for producer in self.producers(op):
+                    self.readers[producer.name].append(op)
+
+    def _check_order(self) -> None:
+        for op in self.operations:
+            for ref in op.inputs:
+                if ref.name in self.inputs:
+                    continue
+                if ref.name not in self.position:
+                    raise FusionError(f"{op.name} reads {ref.name!r}, which nothing produces; add it to the inputs")
+                if self.position[ref.name] >= self.position[op.name]:
+                    raise FusionError(f"{op.name} reads {ref.name!r} before it is produced; sort the operations")
+
+    def spec(self, ref: ValueRef) -> TensorSpec:
+        if ref.name in self.inputs:
+            return self.inputs[ref.name]
+        return self.by_name[ref.name].outputs[ref.index]
+
+    def base(self, ref: ValueRef) -> ValueRef:
+        """The value that a chain of views looks at."""
+        while ref.name in self.by_name and info(self.by_name[ref.name].target).kind is OpKind.VIEW:
+            ref = self.by_name[ref.name].inputs[0]
+        return ref
+
+    def producers(self, op: Operation) -> list[Operation]:
+        """Operations whose values ``op`` reads, through views; views themselves never appear."""
+        names = dict.fromkeys(self.base(ref).name for ref in op.inputs)
+        return [self.by_name[name] for name in names if name in self.by_name]
+
+    def topological_order(self) -> list[Operation]:
+        return list(self.operations)
+
+    def has_single_consumer(self, op: Operation) -> bool:
+        """Whether exactly one operation reads the values of ``op`` and none of them leaves the graph."""
+        return len(self.consumers[op.name]) == 1 and all(o.name != op.name for o in self.outputs)
+
+    def size(self, dim: Dim, default: int = 64) -> int:
+        """A likely value of a dim; ``default`` for symbols without a hint."""
+        if isinstance(dim, int):
+            return dim
+        return evaluate(dim, {str(s): self.hints.get(str(s), default) for s in dim.free_symbols})
+
+    def numel(self, spec: TensorSpec) -> int:
+        return math.prod(self.size(d) for d in spec.shape)
+
+    def nbytes(self, spec: TensorSpec) -> int:
+        return self.numel(spec) * BYTES_PER_ELEMENT.get(spec.dtype, 4)
+
+    def operation_bytes(self, op: Operation) -> int:
+        """Bytes that ``op`` reads and writes as a kernel of its own; 0 for views."""
+        if info(op.target).kind is OpKind.VIEW:
+            return 0
+        read = sum(self.nbytes(self.spec(ref)) for ref in dict.fromkeys(op.inputs))
+        return read + sum(self.nbytes(spec) for spec in op.outputs)
+
+    def operation_flops(self, op: Operation) -> float:
+        """Floating-point operations, roughly: multiply-adds for the matmul family, a rate per element else."""
+        specs = [self.spec(ref) for ref in op.inputs]
+        if op.short_name in MATMULS and len(specs) >= 2:
+            left, right = specs[-2:]
+            return 2.0 * self.numel(left) * self.size(right.shape[len(right.shape) - 1])
+        largest = max((self.numel(s) for s in [*specs, *op.outputs]), default=0)
+        return info(op.target).flops * largest if info(op.target).kind is not OpKind.OPAQUE else 0.0
+
+    def metrics(self) -> GraphMetrics:
+        edges = sum(len(op.inputs) for op in self.operations)
+        depth: dict[str, int] = {}
+        for op in self.operations:
+            depth[op.name] = 1 + max((depth.get(ref.name, 0) for ref in op.inputs), default=0)
+        return GraphMetrics(
+            nodes=len(self.operations),
+            edges=edges,
+            depth=max(depth.values(), default=0),
+            flops=sum(self.operation_flops(op) for op in self.operations),
+            nbytes=sum(self.operation_bytes(op) for op in self.operations),
+        )
+
+
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "matmul", "linear"})

@@ -1,0 +1,272 @@
+"""`FusionNode`: operations that run as one kernel, and their canonical form.
+
+In: operations with the names of a graph. Out: `form`, the frozen record that code generation, tuning
+and routing share, with canonical names, so that the same code in another layer has the same fusion_id.
+Guarantee: `validate_fusion` is True exactly when every operation is fusible, reads only inputs or
+earlier operations, and all share one loop nest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from autofuse.errors import FusionError
+from autofuse.fusion.extent import Extent, Level, extent_of
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
+from autofuse.ir.optable import FUSIBLE, OpKind, info
+from autofuse.ir.shape import Dim, SymbolicShape, symbol
+
+
+class FusionNode:
+    """A sequence of operations to be run as one kernel (seed: operator fusion with dynamic shapes)."""
+
+    def __init__(
+        self,
+        operations: Iterable[Operation] = (),
+        inputs: Mapping[str, TensorSpec] | None = None,
+        outputs: Iterable[ValueRef] | None = None,
+    ) -> None:
+        """``inputs``: specs of the tensors from outside, by name; ``outputs``: the values that leave,
+        every value nothing in the node reads where not given."""
+        self.operations: list[Operation] = []
+        self.inputs: dict[str, TensorSpec] = dict(inputs or {})
+        self._outputs = None if outputs is None else tuple(outputs)
+        for op in operations:
+            self._append(op)
+
+    # ---- growing ---------------------------------------------------------------------------------
+
+    def add_operation(self, op: Operation) -> FusionNode:
+        """Append an operation; raises FusionError where it does not fit. Returns the node for chaining."""
+        if not self.can_fuse_with(op, [s for o in self.operations for s in (t.shape for t in o.outputs)]):
+            raise FusionError(
+                f"expected an operation that shares the loops of {self.label}, found {op.target}; "
+                "ask can_fuse_with first"
+            )
+        self._append(op)
+        return self
+
+    def _append(self, op: Operation) -> None:
+        if any(op.name == other.name for other in self.operations):
+            raise FusionError(f"expected a new name, found {op.name!r} twice; rename the operation")
+        self.operations.append(op)
+        self.__dict__.pop("form", None)
+        self.__dict__.pop("fusion_id", None)
+
+    def can_fuse_with(self, op: Operation, intermediate_shapes: Sequence[SymbolicShape] = ()) -> bool:
+        """Whether ``op`` can join: fusible kind, compatible loop nest, and the values it reads are there.
+
+        ``intermediate_shapes``: shapes of the values that would pass between; each must be known to the node.
+        """
+        if info(op.target).kind not in FUSIBLE or info(op.target).kind is OpKind.RANDOM:
+            return False
+        known = {spec.shape for o in self.operations for spec in o.outputs} | {s.shape for s in self.inputs.values()}
+        if self.operations and any(shape not in known for shape in intermediate_shapes):
+            return False
+        if info(op.target).kind is OpKind.VIEW:
+            return True
+        extent = self._extent(op)
+        return extent is not None and join_extents([*self._extents(), extent]) is not None
+
+    # ---- facts -----------------------------------------------------------------------------------
+
+    def spec(self, ref: ValueRef) -> TensorSpec:
+        for op in self.operations:
+            if op.name == ref.name:
+                return op.outputs[ref.index]
+        try:
+            return self.inputs[ref.name]
+        except KeyError:
+            raise FusionError(f"expected an input or an earlier operation called {ref.name!r}, found none") from None
+
+    def _extent(self, op: Operation) -> Extent | None:
+        try:
+            return extent_of(op, self.spec)
+        except FusionError:
+            return None
+
+    def _extents(self) -> list[Extent]:
+        kernels = [op for op in self.operations if info(op.target).kind is not OpKind.VIEW]
+        return [e for e in map(self._extent, kernels) if e is not None]
+
+    @property
+    def outputs(self) -> tuple[ValueRef, ...]:
+        if self._outputs is not None:
+            return self._outputs
+        read = {ref for op in self.operations for ref in op.inputs}
+        refs = [ValueRef(op.name, i) for op in self.operations for i in range(len(op.outputs))]
+        return tuple(ref for ref in refs if ref not in read)
+
+    @property
+    def input_shapes(self) -> list[SymbolicShape]:
+        return [self.inputs[name].shape for name in self.input_names]
+
+    @property
+    def output_shapes(self) -> list[SymbolicShape]:
+        return [self.spec(ref).shape for ref in self.outputs]
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Tensors from outside, in order of first use."""
+        own = {op.name for op in self.operations}
+        names = dict.fromkeys(ref.name for op in self.operations for ref in op.inputs if ref.name not in own)
+        return tuple(names)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Free symbols of the graph's names, in the order of the form's s0, s1, ..."""
+        return _symbols_in_order(self)
+
+    @property
+    def kernels(self) -> list[Operation]:
+        """The operations that are a kernel of their own in eager, which views are not."""
+        return [op for op in self.operations if info(op.target).kind is not OpKind.VIEW]
+
+    def validate_fusion(self) -> bool:
+        """Whether the node is sound; never raises."""
+        own: set[str] = set()
+        for op in self.operations:
+            if info(op.target).kind not in FUSIBLE or info(op.target).kind is OpKind.RANDOM:
+                return False
+            if any(ref.name not in own and ref.name not in self.inputs for ref in op.inputs):
+                return False
+            own.add(op.name)
+        if not self.kernels or any(ref.name not in own for ref in self.outputs):
+            return False
+        extents = [self._extent(op) for op in self.kernels]
+        return None not in extents and join_extents([e for e in extents if e is not None]) is not None
+
+    # ---- canonical form ----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def form(self) -> NodeForm:
+        """The node with inputs i0.., operations v0.., symbols s0.., as a frozen record."""
+        inputs = self.input_names
+        missing = [name for name in inputs if name not in self.inputs]
+        if missing:
+            raise FusionError(f"expected specs of the inputs {missing}, found none; pass them as inputs")
+        names = {name: f"i{i}" for i, name in enumerate(inputs)}
+        names |= {op.name: f"v{i}" for i, op in enumerate(self.operations)}
+        table = {name: symbol(f"s{i}") for i, name in enumerate(self.symbols)}
+        rename_ref: Callable[[ValueRef], ValueRef] = lambda ref: ValueRef(names[ref.name], ref.index)  # noqa: E731
+        rename_dim: Callable[[Any], Dim] = lambda dim: SymbolicShape([dim]).substitute(table)[0]  # noqa: E731
+        return NodeForm(
+            inputs=tuple(NodeInput(names[n], _rename_spec(self.inputs[n], table)) for n in inputs),
+            operations=tuple(
+                Operation(
+                    name=names[op.name],
+                    target=op.target,
+                    args=map_arg(op.args, rename_ref, rename_dim),
+                    kwargs=tuple((k, map_arg(v, rename_ref, rename_dim)) for k, v in op.kwargs),
+                    outputs=tuple(_rename_spec(spec, table) for spec in op.outputs),
+                    source=op.source,
+                )
+                for op in self.operations
+            ),
+            outputs=tuple(rename_ref(ref) for ref in self.outputs),
+            symbols=tuple(f"s{i}" for i in range(len(self.symbols))),
+        )
+
+    def get_fused_signature(self) -> str:
+        """Canonical text of the operations, dtypes, layouts and constants; equal text means equal code."""
+        return self.form.text()
+
+    @functools.cached_property
+    def fusion_id(self) -> str:
+        """SHA-256 of the signature, 16 hexadecimal digits."""
+        return hashlib.sha256(self.get_fused_signature().encode()).hexdigest()[:16]
+
+    @property
+    def kind(self) -> str:
+        kinds = {info(op.target).kind for op in self.kernels}
+        if OpKind.LOSS in kinds:
+            return "loss"
+        if OpKind.NORMALISATION in kinds:
+            return "norm"
+        return "reduction" if OpKind.REDUCTION in kinds else "elementwise"
+
+    @property
+    def label(self) -> str:
+        """The name that a profiler and the report show: ``af_<kind>_<ops>_<hash>``."""
+        words = [op.short_name.strip("_").removeprefix("native_") for op in self.kernels]
+        text = "_".join(words if len(words) <= 4 else [*words[:2], f"{len(words) - 3}more", words[-1]])
+        return f"af_{self.kind}_{text}_{self.fusion_id[:6]}"
+
+    @property
+    def operation_names(self) -> str:
+        return " + ".join(op.short_name.strip("_") for op in self.kernels)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.form.to_json()
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FusionNode:
+        form = NodeForm.from_json(data)
+        return cls(form.operations, {i.name: i.spec for i in form.inputs}, form.outputs)
+
+    def __repr__(self) -> str:
+        return f"FusionNode({self.operation_names})"
+
+
+def join_extents(extents: Sequence[Extent]) -> Extent | None:
+    """The loop nest that all extents share, None where there is none."""
+    full = _largest(extents)
+    rows: Dim | None = None
+    general: tuple[object, ...] = ()
+    levels: list[Level] = []
+    for extent in extents:
+        levels.extend(extent.levels)
+        if extent.general:
+            if general and general != extent.general:
+                return None
+            general = extent.general
+        if extent.rows is not None and extent.numel == full:
+            if rows is not None and rows != extent.rows:
+                return None
+            rows = extent.rows
+    for extent in extents:
+        if extent.numel == full:
+            continue
+        # A smaller operation may live between two passes, once a row.
+        if rows is None or extent.numel != rows or extent.rows is not None:
+            return None
+    return Extent(full, rows, tuple(levels), general)
+
+
+def _largest(extents: Sequence[Extent]) -> Dim:
+    """The space of most elements; with symbols, the one that has a row split or comes first."""
+    numbers = [e.numel for e in extents if isinstance(e.numel, int)]
+    symbolic = [e for e in extents if not isinstance(e.numel, int)]
+    if not symbolic:
+        return max(numbers, default=1)
+    split = [e.numel for e in symbolic if e.rows is not None]
+    if split:
+        return split[0]
+    return symbolic[0].numel
+
+
+def _symbols_in_order(node: FusionNode) -> tuple[str, ...]:
+    seen: dict[str, None] = {}
+    for name in node.input_names:
+        spec = node.inputs[name]
+        for item in (*spec.shape.symbols, *spec.strides.symbols):
+            seen.setdefault(item)
+    for op in node.operations:
+        for spec in op.outputs:
+            for item in (*spec.shape.symbols, *spec.strides.symbols):
+                seen.setdefault(item)
+
+        def note(dim: Any) -> Any:
+            for item in SymbolicShape([dim]).symbols:
+                seen.setdefault(item)
+            return dim
+
+        map_arg((op.args, tuple(v for _, v in op.kwargs)), lambda ref: ref, note)
+    return tuple(seen)
+
+
+def _rename_spec(spec: TensorSpec, table: Mapping[str, Dim]) -> TensorSpec:
+    return TensorSpec(spec.shape.substitute(table), spec.dtype, spec.strides.substitute(table), spec.device)
