@@ -1,0 +1,234 @@
+"""From an aten FX graph to operations: what the planner sees of a captured graph.
+
+In: a GraphModule from AOTAutograd with fake tensors in ``meta["val"]``. Out: an `ImportedGraph`: the
+operations in program order, the specs of the inputs, likely values of the symbols.
+Guarantee: an operation that cannot be described as data becomes opaque, never wrong. Sizes that the
+shape environment proves equal get one spelling, so that loops over them can be shared.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autofuse.capture.random_ops import bernoulli_mask, dropout_scale
+from autofuse.ir.operation import Operation, TensorSpec, ValueRef
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim, symbol
+
+log = logging.getLogger(__name__)
+
+OURS = {bernoulli_mask: "autofuse.bernoulli_mask.default", dropout_scale: "autofuse.dropout_scale.default"}
+_NOTHING = TensorSpec(SymbolicShape([0]), "float32", SymbolicShape([1]))
+
+
+@dataclass(frozen=True)
+class ImportedGraph:
+    """A captured graph as data, beside the FX graph it came from."""
+
+    module: fx.GraphModule
+    operations: tuple[Operation, ...]  # in program order
+    inputs: dict[str, TensorSpec]
+    outputs: tuple[ValueRef, ...]
+    hints: dict[str, int]  # a likely value of each symbol
+    refs: dict[fx.Node, ValueRef]  # FX nodes that hold tensors, as the operations name them
+    dims: dict[fx.Node, Dim]  # FX nodes that hold sizes
+
+
+class _Dims:
+    """Sizes of torch's shape environment in our spelling."""
+
+    def __init__(self, shape_env: ShapeEnv | None) -> None:
+        self._env = shape_env
+        self._known: dict[sympy.Expr, Dim] = {}
+        self._by_hint: dict[int, list[tuple[sympy.Expr, Dim]]] = {}
+        self.hints: dict[str, int] = {}
+
+    def __call__(self, size: Any) -> Dim | None:
+        """An int or expression; None for a size that is no polynomial of the symbols."""
+        if isinstance(size, int) and not isinstance(size, bool):
+            return size
+        if not isinstance(size, torch.SymInt):
+            return None
+        expr = size.node.expr
+        if expr.is_Integer:
+            return int(expr)
+        if expr not in self._known:
+            dim = self._unify(expr, size.node)
+            if dim is None:
+                return None
+            self._known[expr] = dim
+        return self._known[expr]
+
+    def _unify(self, expr: sympy.Expr, node: Any) -> Dim | None:
+        if not expr.is_polynomial(*expr.free_symbols):
+            return None
+        hint = node.hint if node.has_hint() else None
+        if hint is not None:
+            # Two spellings of one size (tokens of the input, tokens of the target) must read the same.
+            for known, dim in self._by_hint.get(int(hint), ()):
+                if self._env is not None and self._env._maybe_evaluate_static(sympy.Eq(expr, known)) is sympy.true:
+                    return dim
+        dim = as_dim(expr.xreplace({s: symbol(str(s)) for s in expr.free_symbols}))
+        if hint is not None:
+            self._by_hint.setdefault(int(hint), []).append((expr, dim))
+        if self._env is not None:
+            for item in expr.free_symbols:
+                value = _hint_of(self._env, item)
+                if value is not None:
+                    self.hints.setdefault(str(item), value)
+        return dim
+
+
+def _hint_of(env: ShapeEnv, item: sympy.Symbol) -> int | None:
+    for table in ("backed_var_to_val", "var_to_val"):  # renamed in torch 2.12
+        value = getattr(env, table, {}).get(item)
+        if value is not None:
+            return int(value)
+    return None
+
+
+def import_graph(module: fx.GraphModule) -> ImportedGraph:
+    """Describe every tensor operation of ``module`` as data."""
+    dims_of = _Dims(_shape_env(module))
+    refs: dict[fx.Node, ValueRef] = {}
+    dims: dict[fx.Node, Dim] = {}
+    inputs: dict[str, TensorSpec] = {}
+    operations: list[Operation] = []
+    outputs: list[ValueRef] = []
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "output":
+            outputs = [refs[n] for n in node.all_input_nodes if n in refs]
+        elif isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
+            dim = dims_of(value)
+            if dim is not None:
+                dims[node] = dim
+        elif node.op in ("placeholder", "get_attr"):
+            if isinstance(value, torch.Tensor):
+                refs[node] = ValueRef(node.name)
+                inputs[node.name] = _spec(value, dims_of) or _NOTHING
+        elif node.op == "call_function" and node.target is operator.getitem:
+            parent = node.args[0]
+            if parent in refs and isinstance(value, torch.Tensor):
+                refs[node] = ValueRef(refs[parent].name, node.args[1])
+        elif node.op == "call_function":
+            operations.append(_operation(node, value, refs, dims_of, dims))
+            refs[node] = ValueRef(node.name)
+        else:  # call_module and call_method do not occur below AOTAutograd
+            operations.append(_opaque(node, value, refs, dims_of))
+            refs[node] = ValueRef(node.name)
+    return ImportedGraph(module, tuple(operations), inputs, tuple(outputs), dims_of.hints, refs, dims)
+
+
+def _shape_env(module: fx.GraphModule) -> ShapeEnv | None:
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return value.node.shape_env
+        if isinstance(value, torch.Tensor):
+            for size in value.shape:
+                if isinstance(size, torch.SymInt):
+                    return size.node.shape_env
+    return None
+
+
+def _spec(value: torch.Tensor, dims_of: _Dims) -> TensorSpec | None:
+    """The spec of a fake tensor; None where it is no plain strided tensor or a size is no polynomial."""
+    if value.layout is not torch.strided or value.is_quantized:
+        return None
+    sizes = [dims_of(s) for s in value.shape]
+    strides = [dims_of(s) for s in value.stride()]
+    if None in sizes or None in strides:
+        return None
+    return TensorSpec(SymbolicShape(sizes), _dtype(value.dtype), SymbolicShape(strides), value.device.type)  # type: ignore[arg-type]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_PLACEMENT = ("device", "layout", "pin_memory")  # a node runs on one device, on strided tensors
+
+
+class _NotData(Exception):
+    """An argument that has no form as data."""
+
+
+def _operation(
+    node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims, dims: dict[fx.Node, Dim]
+) -> Operation:
+    if node.target in OURS:
+        target = OURS[node.target]  # type: ignore[index]
+    elif isinstance(node.target, torch._ops.OpOverload):
+        target = f"{node.target.namespace}.{node.target._schema.name.split('::')[1]}.{node.target._overloadname}"
+    else:
+        return _opaque(node, value, refs, dims_of)
+    outputs = [_spec(v, dims_of) if isinstance(v, torch.Tensor) else _NOTHING for v in _as_list(value)]
+    try:
+        if None in outputs:
+            raise _NotData("a size that is no polynomial of the symbols")
+        args = tuple(_arg(a, refs, dims_of, dims) for a in node.args)
+        kwargs = tuple((k, _arg(v, refs, dims_of, dims)) for k, v in node.kwargs.items() if k not in _PLACEMENT)
+    except _NotData:
+        return _opaque(node, value, refs, dims_of)
+    return Operation(node.name, target, args, kwargs, tuple(o or _NOTHING for o in outputs), _source(node))
+
+
+def _opaque(node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims) -> Operation:
+    name = getattr(node.target, "__name__", str(node.target)).replace(".", "_")
+    outputs = [_spec(v, dims_of) if isinstance(v, torch.Tensor) else _NOTHING for v in _as_list(value)]
+    read = tuple(refs[n] for n in node.all_input_nodes if n in refs)
+    specs = tuple(o or _NOTHING for o in outputs)
+    return Operation(node.name, f"opaque.{name}.default", read, (), specs, _source(node))
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _arg(arg: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims, dims: dict[fx.Node, Dim]) -> Any:
+    if isinstance(arg, fx.Node):
+        if arg in refs:
+            return refs[arg]
+        if arg in dims:
+            return dims[arg]
+        raise _NotData(str(arg))
+    if isinstance(arg, list | tuple):
+        return tuple(_arg(a, refs, dims_of, dims) for a in arg)
+    if isinstance(arg, torch.SymInt):
+        dim = dims_of(arg)
+        if dim is None:
+            raise _NotData(str(arg))
+        return dim
+    if arg is None or isinstance(arg, bool | int | float | str):
+        return arg
+    if isinstance(arg, torch.dtype):
+        return _dtype(arg)
+    if isinstance(arg, torch.memory_format):
+        return str(arg).removeprefix("torch.")
+    if isinstance(arg, torch.device | torch.layout):
+        return str(arg)
+    raise _NotData(repr(arg))
+
+
+def _source(node: fx.Node) -> str | None:
+    """The user's line, as "file.py:12 code"; the last frame of the recorded stack."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return None
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("File "):
+            parts = lines[index].split('"')
+            number = lines[index].split("line ")[-1].split(",")[0]
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{parts[1].rsplit('/', 1)[-1]}:{number} {code}".strip()
+    return None

@@ -1,0 +1,104 @@
+"""Dropout taken apart: the random mask, which keeps eager's place in the stream, and the scaling, which fuses.
+
+In: an FX graph with ``aten.native_dropout``. Out: the same graph with `bernoulli_mask` and
+`dropout_scale` in its place. Guarantee: the mask is drawn where eager draws it and from the same bits;
+the product is rounded as eager's (`x * mask * scale`, in that order).
+Source of the arithmetic: ATen/native/Dropout.cpp, native_dropout_cpu.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from autofuse.ir.optable import OpKind, info
+
+# Set by the session once the generator has proved itself bit-equal to aten's; None means aten draws.
+_generator: Callable[[torch.Tensor, float], None] | None = None
+
+
+def use_generator(generator: Callable[[torch.Tensor, float], None] | None) -> None:
+    """Let ``generator(mask, keep)`` fill contiguous CPU masks from torch's default generator."""
+    global _generator
+    _generator = generator
+
+
+def bernoulli_mask(x: torch.Tensor, keep: float) -> torch.Tensor:
+    """A bool mask like ``x``, each element True with probability ``keep``, from torch's default generator."""
+    mask = torch.empty_like(x, dtype=torch.bool)
+    if _generator is not None and mask.is_contiguous() and mask.device.type == "cpu":
+        _generator(mask, keep)
+        return mask
+    return mask.bernoulli_(keep)
+
+
+def dropout_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """``x * mask * scale`` with eager's two roundings."""
+    return x.mul(mask).mul_(scale)
+
+
+def _earliest_like(node: fx.Node) -> fx.Node:
+    """The first tensor on the way to ``node`` that has its sizes and strides.
+
+    The mask needs sizes only. Drawn from the end of a fusible chain it would stand between the chain and
+    the scaling, and keep them from being one kernel.
+    """
+    while node.op == "call_function":
+        kind = info(_target(node)).kind
+        if kind not in (OpKind.POINTWISE, OpKind.NORMALISATION):
+            return node
+        value = node.meta["val"]
+        like = [n for n in node.all_input_nodes if isinstance(value, torch.Tensor) and _same_layout(n, value)]
+        if not like:
+            return node
+        node = like[0]
+    return node
+
+
+def _target(node: fx.Node) -> str:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return "autofuse.dropout_scale.default" if target is dropout_scale else ""
+    return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+
+
+def _same_layout(node: fx.Node, value: torch.Tensor) -> bool:
+    other = node.meta.get("val")
+    return (
+        isinstance(other, torch.Tensor)
+        and other.device == value.device
+        and tuple(map(str, other.shape)) == tuple(map(str, value.shape))
+        and tuple(map(str, other.stride())) == tuple(map(str, value.stride()))
+    )
+
+
+def split_dropout(module: fx.GraphModule) -> int:
+    """Rewrite every training dropout on a CPU in place; returns how many."""
+    count = 0
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.aten.native_dropout.default:
+            continue
+        x, p, train = node.args
+        out, mask = node.meta["val"]
+        if train is False or not isinstance(p, float | int) or out.device.type != "cpu":
+            continue
+        if not all(user.target is operator.getitem for user in node.users):
+            continue
+        keep = 1.0 - float(p)
+        scale = 0.0 if keep == 0.0 else 1.0 / keep
+        with module.graph.inserting_before(node):
+            drawn = module.graph.call_function(bernoulli_mask, (_earliest_like(x), keep))
+            scaled = module.graph.call_function(dropout_scale, (x, drawn, scale))
+        drawn.meta.update(node.meta, val=mask)
+        scaled.meta.update(node.meta, val=out)
+        for user in list(node.users):
+            user.replace_all_uses_with(scaled if user.args[1] == 0 else drawn)
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+        if not scaled.users:
+            module.graph.erase_node(scaled)
+        count += 1
+    return count

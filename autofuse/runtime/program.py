@@ -1,0 +1,286 @@
+"""The flat call of a captured graph: one generated Python function around an execution plan.
+
+In: an imported graph and its fusion nodes. Out: a `Program` with two functions of the graph's inputs,
+``call`` and ``timed_call`` (which also measures each node), both asking a plan for the nodes' callables.
+Guarantee: random and in-place operations keep their order, values die at their last use, and a call
+does one look-up for all nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autofuse.capture.graph_import import ImportedGraph
+from autofuse.capture.random_ops import bernoulli_mask
+from autofuse.errors import ShapeError
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.operation import ValueRef
+from autofuse.ir.shape import Dim, symbol
+from autofuse.runtime.eager_calls import render_call
+
+
+@dataclass(frozen=True)
+class NodeSlot:
+    """One fusion node of a program: which graph values go in and come out."""
+
+    node: FusionNode
+    symbols: tuple[Dim, ...]  # the node's s0, s1, ... in the graph's symbols
+
+
+@dataclass(frozen=True)
+class Program:
+    """Generated code of one graph."""
+
+    slots: tuple[NodeSlot, ...]
+    symbols: tuple[str, ...]  # the graph's free symbols, in the order of a plan's key
+    call: Callable[..., Any]  # call(lookup, args)
+    timed_call: Callable[..., Any]  # timed_call(lookup, args, times): times[i] += seconds of node i
+    source: str
+
+
+@dataclass
+class _Unit:
+    """What one line of the generated function does."""
+
+    nodes: list[fx.Node]  # a single FX node, or those that a fusion node replaces
+    slot: int | None = None
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    position: int = 0
+
+
+def build_program(imported: ImportedGraph, nodes: Sequence[FusionNode]) -> Program:
+    """Generate the flat call. Raises ShapeError where a symbol cannot be read off the inputs."""
+    builder = _Builder(imported, nodes)
+    return builder.build()
+
+
+class _Builder:
+    def __init__(self, imported: ImportedGraph, nodes: Sequence[FusionNode]) -> None:
+        self.imported = imported
+        self.fx_nodes: list[fx.Node] = list(imported.module.graph.nodes)
+        self.position = {n: i for i, n in enumerate(self.fx_nodes)}
+        self.by_ref: dict[ValueRef, fx.Node] = {}
+        for fx_node, ref in imported.refs.items():
+            # For an operation with several outputs the tuple itself stands for output 0 only if nothing else does.
+            self.by_ref.setdefault(ref, fx_node)
+            if fx_node.op == "call_function" and ref.index == 0 and fx_node.name != ref.name:
+                self.by_ref[ref] = fx_node
+        self.slots = tuple(NodeSlot(n, tuple(symbol(s) for s in n.symbols)) for n in nodes)
+        self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter}
+
+    def build(self) -> Program:
+        units = self._live(self._order(self._units()))
+        symbols, binding = self._bind_symbols()
+        placeholders = [n for n in self.fx_nodes if n.op == "placeholder"]
+        output = next(n for n in self.fx_nodes if n.op == "output")
+        head = [f"    ({''.join(f'{n.name}, ' for n in placeholders)}) = args", "    args.clear()"]
+        if not placeholders:
+            head = []
+        head += [f"    {line}" for line in binding]
+        head.append(f"    af_plan = lookup(({''.join(f'af_{s}, ' for s in symbols)}))")
+        if self.slots:
+            head.append(f"    ({''.join(f'af_n{i}, ' for i in range(len(self.slots)))}) = af_plan.calls")
+        body, timed = self._body(units, output)
+        lines = ["def call(lookup, args):", *head, *body, "", "def timed_call(lookup, args, times):", *head, *timed]
+        source = "\n".join(lines)
+        exec(compile(source, "<autofuse graph>", "exec"), self.namespace)
+        return Program(self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source)
+
+    # ---- units ---------------------------------------------------------------------------------------
+
+    def _units(self) -> list[_Unit]:
+        fused: dict[str, int] = {}
+        for index, slot in enumerate(self.slots):
+            fused.update((op.name, index) for op in slot.node.kernels)
+        units: list[_Unit] = []
+        groups: dict[int, _Unit] = {}
+        for fx_node in self.fx_nodes:
+            if fx_node.op in ("placeholder", "output"):
+                continue
+            ref = self.imported.refs.get(fx_node)
+            if ref is not None and ref.name in fused:
+                index = fused[ref.name]
+                if index not in groups:
+                    groups[index] = _Unit([], index)
+                    units.append(groups[index])
+                groups[index].nodes.append(fx_node)
+                # As late as its last operation: the inputs of a node exist by then.
+                groups[index].position = self.position[fx_node]
+            else:
+                units.append(_Unit([fx_node], None, list(fx_node.all_input_nodes), [fx_node], self.position[fx_node]))
+        for index, unit in groups.items():
+            node = self.slots[index].node
+            unit.inputs = [self._node_of(name) for name in node.input_names]
+            unit.outputs = [self.by_ref[ref] for ref in node.outputs]
+        return units
+
+    def _node_of(self, name: str) -> fx.Node:
+        """The FX node of a node input; ``a@2`` is output 2 of operation ``a``."""
+        base, _, index = name.partition("@")
+        return self.by_ref[ValueRef(base, int(index) if index else 0)]
+
+    def _order(self, units: list[_Unit]) -> list[_Unit]:
+        """Topological order that stays near the program's; effects keep their order among themselves."""
+        producer = {n: unit for unit in units for n in unit.nodes}
+        before: dict[int, set[int]] = {id(u): set() for u in units}
+        after: dict[int, list[_Unit]] = {id(u): [] for u in units}
+
+        def edge(first: _Unit, second: _Unit) -> None:
+            if first is not second and id(first) not in before[id(second)]:
+                before[id(second)].add(id(first))
+                after[id(first)].append(second)
+
+        for unit in units:
+            for n in unit.inputs:
+                if n in producer:
+                    edge(producer[n], unit)
+        effects = sorted((u for u in units if u.slot is None and _has_effect(u.nodes[0])), key=lambda u: u.position)
+        for first, second in itertools.pairwise(effects):
+            edge(first, second)
+        ready = [(u.position, i) for i, u in enumerate(units) if not before[id(u)]]
+        heapq.heapify(ready)
+        index_of = {id(u): i for i, u in enumerate(units)}
+        ordered: list[_Unit] = []
+        while ready:
+            unit = units[heapq.heappop(ready)[1]]
+            ordered.append(unit)
+            for other in after[id(unit)]:
+                before[id(other)].discard(id(unit))
+                if not before[id(other)]:
+                    heapq.heappush(ready, (other.position, index_of[id(other)]))
+        if len(ordered) != len(units):
+            raise ShapeError("expected an acyclic graph of nodes, found a cycle; this is an error of the planner")
+        return ordered
+
+    def _live(self, units: list[_Unit]) -> list[_Unit]:
+        """Without what nothing reads any more, such as views of values that stayed inside a node."""
+        output = next(n for n in self.fx_nodes if n.op == "output")
+        needed = set(output.all_input_nodes)
+        kept: list[_Unit] = []
+        for unit in reversed(units):
+            if unit.slot is None and not needed.intersection(unit.outputs) and not _has_effect(unit.nodes[0]):
+                continue
+            needed.update(unit.inputs)
+            kept.append(unit)
+        return kept[::-1]
+
+    # ---- symbols -------------------------------------------------------------------------------------
+
+    def _bind_symbols(self) -> tuple[tuple[str, ...], list[str]]:
+        """The free symbols of all slots and the lines that read them off the inputs."""
+        wanted = dict.fromkeys(str(s) for slot in self.slots for s in slot.symbols)
+        sources: dict[str, str] = {}
+        for n in self.fx_nodes:
+            if n.op != "placeholder":
+                continue
+            dim = self.imported.dims.get(n)
+            if isinstance(dim, sympy.Symbol):
+                sources.setdefault(str(dim), n.name)
+        for n in self.fx_nodes:
+            ref = self.imported.refs.get(n)
+            if n.op != "placeholder" or ref is None:
+                continue
+            for axis, size in enumerate(self.imported.inputs[ref.name].shape):
+                if isinstance(size, sympy.Symbol):
+                    sources.setdefault(str(size), f"{n.name}.size({axis})")
+        missing = [s for s in wanted if s not in sources]
+        if missing:
+            raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")
+        return tuple(wanted), [f"af_{s} = {sources[s]}" for s in wanted]
+
+    # ---- text ----------------------------------------------------------------------------------------
+
+    def _body(self, units: list[_Unit], output: fx.Node) -> tuple[list[str], list[str]]:
+        kept = set(output.all_input_nodes)
+        last: dict[fx.Node, int] = {}
+        for index, unit in enumerate(units):
+            last.update((n, index) for n in unit.inputs)
+        live = {n for u in units for n in u.outputs} | {n for n in self.fx_nodes if n.op == "placeholder"}
+        plain: list[str] = []
+        timed: list[str] = []
+        for index, unit in enumerate(units):
+            line = self._line(unit)
+            dead = [n.name for n in dict.fromkeys(unit.inputs) if last[n] == index and n not in kept and n in live]
+            dead += [n.name for n in unit.outputs if n not in last and n not in kept]
+            clean = [f"    del {', '.join(dead)}"] if dead else []
+            plain += [f"    {line}", *clean]
+            if unit.slot is None:
+                timed += [f"    {line}", *clean]
+            else:
+                timed += ["    af_t = clock()", f"    {line}", f"    times[{unit.slot}] += clock() - af_t", *clean]
+        back = f"    return {self._arg(output.args[0])}"
+        return [*plain, back], [*timed, back]
+
+    def _line(self, unit: _Unit) -> str:
+        if unit.slot is not None:
+            inputs = ", ".join(n.name for n in unit.inputs)
+            return f"{', '.join(n.name for n in unit.outputs)} = af_n{unit.slot}({inputs})"
+        node = unit.nodes[0]
+        args = [self._arg(a) for a in node.args]
+        kwargs = {k: self._arg(v) for k, v in node.kwargs.items()}
+        if node.op == "get_attr":
+            self.namespace[f"af_attr_{node.name}"] = _attribute(self.imported.module, str(node.target))
+            return f"{node.name} = af_attr_{node.name}"
+        if node.op == "call_method":
+            rest = [*args[1:], *(f"{k}={v}" for k, v in kwargs.items())]
+            return f"{node.name} = {args[0]}.{node.target}({', '.join(rest)})"
+        if node.op == "call_module":
+            self.namespace[f"af_attr_{node.name}"] = self.imported.module.get_submodule(str(node.target))
+            return f"{node.name} = af_attr_{node.name}({', '.join([*args, *(f'{k}={v}' for k, v in kwargs.items())])})"
+        name = _target_name(node)
+        return f"{node.name} = {render_call(name, args, kwargs, self.namespace, node.target)}"
+
+    def _arg(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return arg.name
+        if isinstance(arg, tuple | list):
+            items = [self._arg(a) for a in arg]
+            text = "".join(f"{i}, " for i in items)
+            return f"({text})" if isinstance(arg, tuple) else f"[{text}]"
+        if isinstance(arg, slice):
+            return f"slice({self._arg(arg.start)}, {self._arg(arg.stop)}, {self._arg(arg.step)})"
+        if isinstance(arg, dict):
+            return "{" + ", ".join(f"{k!r}: {self._arg(v)}" for k, v in arg.items()) + "}"
+        if isinstance(arg, float):
+            return f"float('{arg}')" if arg != arg or arg in (float("inf"), float("-inf")) else repr(arg)
+        if arg is None or isinstance(arg, bool | int | str):
+            return repr(arg)
+        name = f"af_c{len(self.namespace)}"  # dtypes, devices, layouts: constants of the function
+        self.namespace[name] = arg
+        return name
+
+
+def _target_name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+    return f"py.{getattr(target, '__module__', '')}_{getattr(target, '__name__', 'call')}.{id(target)}"
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether the operation draws random numbers or writes to an input."""
+    if node.op in ("call_module", "call_method"):
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    return target is bernoulli_mask
