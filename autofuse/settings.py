@@ -469,3 +469,9 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
             hint = f"; did you mean {near[0]}?" if near else "; 'autofuse config' lists all settings."
             lines.append(f"the variable {variable} is not a setting of autofuse and does nothing{hint}")
     return lines
+
+
+def disabled_by_environment(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the kill switch is thrown; answers even where the other settings cannot be read."""
+    variables = os.environ if environ is None else environ
+    return variables.get("AUTOFUSE_DISABLE", "").strip().lower() in ("1", "true", "yes", "on")

@@ -1,0 +1,16 @@
+"""What ``autofuse run`` hands from the command line to ``launch``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autofuse.execute import Target
+from autofuse.settings import Settings
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A script to run, and how; without settings it runs plain."""
+
+    target: Target
+    settings: Settings | None

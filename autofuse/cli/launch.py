@@ -1,0 +1,65 @@
+"""Runs a ``RunJob``: process settings, session, script, farewell.
+
+Guarantee: whatever fails on our side is one line on stderr; the script runs all the same, and its exit code is the
+command's. A child that the script forked passes through here too, and leaves without touching the session.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autofuse.cli.job import RunJob
+from autofuse.cli.output import one_line, say
+from autofuse.errors import UsageError
+from autofuse.execute import Ending, run_target
+from autofuse.settings import Settings
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+
+def launch(job: RunJob) -> int:
+    """Run the script to its end and leave the process as it did; returns only where there was nothing to run."""
+    session = _begin(job.settings, job.target.command) if job.settings else None
+    try:
+        ending = run_target(job.target)
+    except UsageError as error:
+        say(str(error))
+        ending = Ending(error.exit_code)
+        _finish(session, ending)
+        return ending.exit_code
+    if session is not None and job.settings is not None and not ending.in_forked_child:
+        _finish(session, ending)
+        if not job.settings.run.quiet:
+            _say_goodbye(job.settings)
+    ending.leave()
+
+
+def _begin(settings: Settings, command: str) -> Session | None:
+    try:
+        # Imported here: it brings torch, which no other command may load.
+        from autofuse.process_settings import apply_process_settings
+        from autofuse.runtime.session import start_session
+
+        apply_process_settings(settings)
+        return start_session(settings, command=command)
+    except Exception as error:
+        if not settings.run.quiet:
+            say(f"the script runs without autofuse: {one_line(error)}. 'autofuse doctor' looks for the cause.")
+        return None
+
+
+def _finish(session: Session | None, ending: Ending) -> None:
+    if session is None:
+        return
+    try:
+        session.finish(ending.exit_code)
+    except (Exception, KeyboardInterrupt) as error:
+        say(f"the results of this run are incomplete: {one_line(error)}")
+
+
+def _say_goodbye(settings: Settings) -> None:
+    # The store is named again only where the next command would not find it by itself.
+    option = f" --store {settings.run.store}" if settings.origin("run.store") == "command line" else ""
+    say(f"results are in {settings.run.store}")
+    say(f"to see them, type: autofuse report{option}")

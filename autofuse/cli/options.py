@@ -1,0 +1,48 @@
+"""Options that several commands share, and the settings they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from autofuse.cli.output import say
+from autofuse.settings import Settings, load, parse_assignment, profile_names
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def store_option(function: Function) -> Function:
+    return click.option(
+        "--store",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="PATH",
+        help="The file that keeps results. Default: one per user; 'autofuse config' shows where.",
+    )(function)
+
+
+def effort_options(function: Function) -> Function:
+    """``--profile`` and ``--set``."""
+    function = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Any setting, such as tuner.trials=40; may be repeated. 'autofuse config' lists all.",
+    )(function)
+    return click.option("--profile", metavar="NAME", help=f"How much effort to spend: {', '.join(profile_names())}.")(
+        function
+    )
+
+
+def load_settings(assignments: Sequence[str] = (), **options: object) -> Settings:
+    """Settings of this command line; ``options`` are settings of the group ``run``, None where not given."""
+    cli: dict[str, Any] = dict(parse_assignment(text) for text in assignments)
+    cli |= {f"run.{name}": value for name, value in options.items() if value is not None}
+    settings = load(cli)
+    if not settings.run.quiet:
+        for line in settings.warnings:
+            say(line)
+    return settings

@@ -1,0 +1,66 @@
+"""``autofuse run``: reads its own options and hands the rest over; ``launch`` runs the script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autofuse.cli.job import RunJob
+from autofuse.cli.options import effort_options, load_settings, store_option
+from autofuse.execute import Target, check_target
+from autofuse.settings import disabled_by_environment
+
+EPILOG = """\
+\b
+Examples:
+  autofuse run train.py --epochs 3
+  autofuse run --tune wait --store ./tuned.sqlite3 train.py
+  autofuse run -m package.train --epochs 3
+\b
+Each option also has an environment variable, for example AUTOFUSE_TUNE=wait.
+AUTOFUSE_DISABLE=1 switches autofuse off.
+"""
+
+
+@click.command(
+    "run",
+    epilog=EPILOG,
+    # What follows the script is the script's, whatever it looks like.
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+)
+@click.option(
+    "--tune",
+    type=click.Choice(["background", "wait", "after", "off"]),
+    help="When to tune: beside the script (default), pausing it, when it has ended, or never.",
+)
+@store_option
+@effort_options
+@click.option("--frozen", is_flag=True, default=None, help="Use what is stored; queue nothing new.")
+@click.option("--quiet", "-q", is_flag=True, default=None, help="Print nothing of autofuse's own.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+def command(
+    tune: str | None,
+    store: Path | None,
+    profile: str | None,
+    assignments: tuple[str, ...],
+    frozen: bool | None,
+    quiet: bool | None,
+    is_module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> RunJob:
+    """Run a Python script and make it faster.
+
+    SCRIPT is a Python file, or a folder with a __main__.py. It runs exactly as under python: same arguments, same
+    output, same exit code. All ARGS after SCRIPT belong to the script.
+    """
+    target = Target(script, arguments, is_module)
+    check_target(target)
+    if disabled_by_environment():
+        return RunJob(target, None)
+    settings = load_settings(assignments, tune=tune, store=store, profile=profile, frozen=frozen, quiet=quiet)
+    return RunJob(target, None if settings.run.disable else settings)
