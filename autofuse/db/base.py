@@ -1,0 +1,225 @@
+"""Transactions on one kept connection: what every part of the store stands on.
+
+In: an engine from ``connection``. Out: ``_read()`` and ``_write()``, short transactions whose failures are
+``StoreError``, and the row operations that several parts share.
+Guarantee: a transaction holds the write lock from its first statement or not at all, so none deadlocks;
+a store may be used from several threads (one at a time) and survives a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from sqlalchemy import Connection, Engine, select
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.exc import SQLAlchemyError
+
+from autofuse.db import models
+from autofuse.db.connection import BUSY_TIMEOUT_SECONDS, WRITES, open_engine, store_error
+from autofuse.errors import StoreError
+from autofuse.ir.records import Bucket, DecisionKey, Event, ObservedShape
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
+
+
+def now() -> float:
+    """UTC epoch seconds."""
+    return time.time()
+
+
+class StoreBase:
+    """An open store file."""
+
+    def __init__(self, engine: Engine, path: Path, readonly: bool) -> None:
+        self.path = path
+        self.readonly = readonly
+        self._engine: Engine | None = engine
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def open(cls, path: Path, *, readonly: bool = False, timeout_seconds: float = BUSY_TIMEOUT_SECONDS) -> Self:
+        """Open the store at ``path``; unless ``readonly``, make its parents and bring its schema up to date.
+
+        ``timeout_seconds`` is how long any transaction waits for another process's write.
+        Errors: StoreError for a file that is not ours, cannot be read or cannot be written; StoreVersionError for
+        a newer schema. The file is left as it was then.
+        """
+        path = Path(path)
+        return cls(open_engine(path, readonly=readonly, timeout_seconds=timeout_seconds), path, readonly)
+
+    def close(self) -> None:
+        """Give the file back; closing twice is allowed."""
+        with self._lock:
+            if self._engine is not None:
+                # SQLite's connections must not be used, not even closed, on the other side of a fork.
+                self._engine.dispose(close=self._pid == os.getpid())
+                self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def data_version(self) -> int:
+        """A number that changes when another process or store has written (about 0.1 ms)."""
+        with self._transaction(writes=False) as connection:
+            return int(connection.exec_driver_sql("PRAGMA data_version").scalar_one())
+
+    def _read(self) -> contextlib.AbstractContextManager[Connection]:
+        """A consistent view of the store."""
+        return self._transaction(writes=False)
+
+    def _write(self) -> contextlib.AbstractContextManager[Connection]:
+        """A transaction that commits at its end, or changes nothing if it fails."""
+        if self.readonly:
+            raise StoreError(f"expected a store that can be written, found {self.path} opened for reading only")
+        return self._transaction(writes=True)
+
+    @contextlib.contextmanager
+    def _transaction(self, writes: bool) -> Iterator[Connection]:
+        if self._pid != os.getpid():
+            self._reopen_after_fork()
+        with self._lock:
+            if self._engine is None:
+                raise StoreError(f"the store {self.path} is closed")
+            try:
+                with self._engine.connect() as connection:
+                    connection = connection.execution_options(**{WRITES: writes})
+                    with connection.begin():
+                        yield connection
+            # Overflow and encoding: values that SQLite has no room for.
+            except (SQLAlchemyError, sqlite3.Error, OverflowError, UnicodeError) as error:
+                raise store_error(self.path, error) from error
+
+    def _reopen_after_fork(self) -> None:
+        self._lock = threading.RLock()  # the parent's other thread may have held it
+        self._pid = os.getpid()
+        if self._engine is not None:
+            self._engine.dispose(close=False)
+
+
+# ---- rows that several parts write --------------------------------------------------------------
+
+
+def upsert(
+    connection: Connection,
+    model: type[models.Base],
+    rows: Iterable[Mapping[str, Any]],
+    keys: Sequence[str],
+    update: Sequence[str],
+) -> None:
+    """Insert ``rows``; where ``keys`` exist already, bring the columns ``update`` up to date."""
+    values = [dict(row) for row in rows]
+    if not values:
+        return
+    statement = insert(model)
+    if update:
+        statement = statement.on_conflict_do_update(
+            index_elements=list(keys), set_={name: statement.excluded[name] for name in update}
+        )
+    else:
+        statement = statement.on_conflict_do_nothing(index_elements=list(keys))
+    connection.execute(statement, values)
+
+
+def put_key(connection: Connection, key: DecisionKey) -> str:
+    """Store the fields of ``key`` beside its digest, and return the digest."""
+    row = {
+        "digest": key.digest,
+        "fusion_id": key.fusion_id,
+        "bucket": key.bucket,
+        "device": key.device,
+        "threads": key.threads,
+        "versions": key.versions,
+    }
+    upsert(connection, models.DecisionKeyRow, [row], ["digest"], [])
+    return key.digest
+
+
+def key_of(row: Any) -> DecisionKey:
+    """A key from a row with its columns."""
+    return DecisionKey(row.fusion_id, row.bucket, row.device, row.threads, row.versions)
+
+
+def put_node(
+    connection: Connection, fusion_id: str, form: Mapping[str, Any], label: str, operations: str, source: str
+) -> None:
+    """Store a node; a text that is known by now fills one that was not."""
+    row = {
+        "fusion_id": fusion_id,
+        "label": label,
+        "operations": operations,
+        "form": dict(form),
+        "source": source,
+        "first_seen_at": now(),
+    }
+    known = [name for name in ("label", "operations", "source") if row[name]]
+    upsert(connection, models.Node, [row], ["fusion_id"], known)
+
+
+def put_bucket(connection: Connection, fusion_id: str, bucket: Bucket) -> int:
+    """Store a bucket of a node and return its id."""
+    row = {"fusion_id": fusion_id, "label": bucket.label, "ranges": ranges_json(bucket)}
+    upsert(connection, models.BucketRow, [row], ["fusion_id", "label"], [])
+    table = models.BucketRow
+    query = select(table.id).where(table.fusion_id == fusion_id, table.label == bucket.label)
+    return connection.execute(query).scalar_one()
+
+
+def add_event_row(connection: Connection, run_id: int | None, event: Event) -> None:
+    values = {"run_id": run_id, "kind": event.kind, "message": clean(event.message), "data": dict(event.data)}
+    connection.execute(insert(models.EventRow).values(**values, at=now()))
+
+
+# ---- forms --------------------------------------------------------------------------------------
+
+
+def clean(text: str) -> str:
+    """Text that SQLite can store: file names from the command line may hold bytes that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def key_text(value: Any) -> str:
+    """Canonical JSON text, for columns that are part of a key."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def as_tuples(value: Any) -> Any:
+    """Lists as JSON gives them back to the tuples that records hold."""
+    return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def record_of(kind: type[Record], data: Mapping[str, Any]) -> Record:
+    """A record from its stored JSON; fields that only another version of the code knows are left out."""
+    names = {item.name for item in fields(kind)}
+    return kind(**{name: as_tuples(value) for name, value in data.items() if name in names})
+
+
+def ranges_json(bucket: Bucket) -> list[list[int]]:
+    return [list(pair) for pair in bucket.ranges]
+
+
+def bucket_of(ranges: list[Any]) -> Bucket:
+    return Bucket(as_tuples(ranges))
+
+
+def shapes_json(shapes: Iterable[ObservedShape]) -> list[Any]:
+    return [[list(shape.symbol_values), shape.calls] for shape in shapes]
+
+
+def shapes_of(data: list[Any]) -> tuple[ObservedShape, ...]:
+    return tuple(ObservedShape(tuple(values), calls) for values, calls in data)

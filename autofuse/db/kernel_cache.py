@@ -1,0 +1,116 @@
+"""Generated kernels in the store: source and binary under the digest of their compile key.
+
+In: ``KernelRecord``. Out: the same record, or a miss; a miss only ever costs a compilation.
+Guarantee: a binary is handed out only if its checksum holds; the binaries together stay within a bound, the
+least recently used ones going first; sources are kept for good, because people and reports read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from sqlalchemy import Connection, func, select, update
+
+from autofuse.db import models
+from autofuse.db.base import add_event_row, now, upsert
+from autofuse.db.rows import KernelSource
+from autofuse.ir.records import CompileKey, Event, KernelRecord
+
+DEFAULT_LIMIT_BYTES = 512 << 20  # a kernel is 16 to 60 kB: some ten thousand of them
+_TOUCH_SECONDS = 600.0  # a use is noted at most this often, so that reading kernels seldom writes
+
+
+def put(connection: Connection, record: KernelRecord, limit_bytes: int) -> None:
+    """Store a kernel, or refresh a damaged or evicted one, then evict down to ``limit_bytes``."""
+    at = now()
+    row = {
+        "digest": record.key.digest,
+        "source_hash": record.key.source_hash,
+        "compiler": record.key.compiler,
+        "flags": record.key.flags,
+        "target": record.key.target,
+        "name": record.name,
+        "source": record.source,
+        "binary": record.binary,
+        "checksum": _checksum(record.binary),
+        "size_bytes": len(record.binary),
+        "created_at": at,
+        "used_at": at,
+    }
+    upsert(connection, models.Kernel, [row], ["digest"], ["binary", "checksum", "size_bytes", "used_at"])
+    _evict(connection, limit_bytes, keep=record.key.digest)
+
+
+def get(connection: Connection, digest: str) -> tuple[KernelRecord | None, str]:
+    """The kernel and an empty text, or None and what is wrong with it (empty: nothing, it is not there)."""
+    row = connection.execute(select(models.Kernel).where(models.Kernel.digest == digest)).one_or_none()
+    if row is None or row.binary is None:
+        return None, ""
+    if _checksum(row.binary) != row.checksum:
+        return None, f"the binary of kernel {row.name} does not match its checksum"
+    key = CompileKey(row.source_hash, row.compiler, row.flags, row.target)
+    if key.digest != digest:
+        return None, f"kernel {row.name} does not belong to its key"
+    return KernelRecord(key, row.name, row.source, row.binary), ""
+
+
+def needs_touch(connection: Connection, digest: str) -> bool:
+    """Whether the last noted use of a kernel is long ago."""
+    used_at = connection.execute(select(models.Kernel.used_at).where(models.Kernel.digest == digest)).scalar()
+    return used_at is not None and now() - used_at > _TOUCH_SECONDS
+
+
+def touch(connection: Connection, digest: str) -> None:
+    """Note a use, which keeps a kernel from eviction."""
+    connection.execute(update(models.Kernel).where(models.Kernel.digest == digest).values(used_at=now()))
+
+
+def note_damage(connection: Connection, digest: str, problem: str) -> None:
+    """Drop a binary that must not be loaded, and record why."""
+    _drop_binaries(connection, [digest])
+    add_event_row(connection, None, Event("damaged_kernel", f"{problem}; it is compiled again", {"digest": digest}))
+
+
+def source(connection: Connection, digest: str) -> KernelSource | None:
+    """A kernel for people to read; ``digest`` may be its beginning."""
+    table = models.Kernel
+    query = select(
+        table.source_hash, table.compiler, table.flags, table.target, table.name, table.source, table.size_bytes
+    ).where(table.digest.startswith(digest, autoescape=True))
+    row = connection.execute(query.limit(1)).one_or_none()
+    if row is None:
+        return None
+    key = CompileKey(row.source_hash, row.compiler, row.flags, row.target)
+    return KernelSource(key, row.name, row.source, row.size_bytes > 0, row.size_bytes)
+
+
+def size_bytes(connection: Connection) -> int:
+    """Bytes of all binaries together."""
+    return int(connection.execute(select(func.coalesce(func.sum(models.Kernel.size_bytes), 0))).scalar_one())
+
+
+def _evict(connection: Connection, limit_bytes: int, keep: str) -> None:
+    table = models.Kernel
+    excess = size_bytes(connection) - limit_bytes
+    if excess <= 0:
+        return
+    oldest = (
+        select(table.digest, table.size_bytes)
+        .where(table.size_bytes > 0, table.digest != keep)
+        .order_by(table.used_at, table.digest)
+    )
+    victims = []
+    for digest, size in connection.execute(oldest):
+        if excess <= 0:
+            break
+        victims.append(digest)
+        excess -= size
+    _drop_binaries(connection, victims)
+
+
+def _drop_binaries(connection: Connection, digests: list[str]) -> None:
+    connection.execute(update(models.Kernel).where(models.Kernel.digest.in_(digests)).values(binary=None, size_bytes=0))
+
+
+def _checksum(binary: bytes) -> str:
+    return hashlib.sha256(binary).hexdigest()

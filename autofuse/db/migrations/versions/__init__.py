@@ -1,0 +1,1 @@
+"""One file a schema. A revision that has shipped is never edited."""

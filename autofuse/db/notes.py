@@ -1,0 +1,158 @@
+"""What the store keeps of a run beside its counters: roots, refusals, events, trials of process settings.
+
+In: records of one run. Out: the same records again. Each method is one short transaction.
+Guarantee: histories are kept: changes of a root, refusals, events and trials are only ever appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+from sqlalchemy.dialects.sqlite import insert
+
+from autofuse.db import models
+from autofuse.db.base import add_event_row, clean, now, record_of, upsert
+from autofuse.db.rows import EventRow, RootChange, SettingTrial
+from autofuse.db.run_log import RunLog
+from autofuse.ir.records import Event, Refusal, RootRecord
+
+
+class RunNotes(RunLog):
+    """The part of the store that holds what happened in runs."""
+
+    # ---- roots ----------------------------------------------------------------------------------
+
+    def put_root(self, run_id: int, record: RootRecord) -> None:
+        """Replace what this run knows of a root; a change of state, reason or capture time joins its history."""
+        with self._write() as connection:
+            row = {
+                "run_id": run_id,
+                "root": record.root,
+                "state": record.state,
+                "record": asdict(record),
+                "updated_at": now(),
+            }
+            upsert(connection, models.Root, [row], ["run_id", "root"], ["state", "record", "updated_at"])
+            _add_change(connection, run_id, record)
+
+    def roots(self, device_key: str | None = None, versions: str | None = None) -> dict[str, RootRecord]:
+        """The latest state of each root over all runs of a device and of versions.
+
+        Without arguments: of the device and the versions of the run that this object started, of all if none.
+        """
+        device_key, versions = device_key or self._device_key, versions or self._versions
+        root, run, device = models.Root, models.Run, models.Device
+        query = (
+            select(root.root, root.record)
+            .join(run, root.run_id == run.id)
+            .join(device, run.device_id == device.id)
+            .order_by(root.updated_at, root.id)  # a later row replaces an earlier one below
+        )
+        if device_key is not None:
+            query = query.where(device.key == device_key)
+        if versions is not None:
+            query = query.where(run.versions == versions)
+        with self._read() as connection:
+            return {name: record_of(RootRecord, record) for name, record in connection.execute(query)}
+
+    def run_roots(self, run_id: int) -> list[RootRecord]:
+        """The roots of one run, those that took most time first."""
+        query = select(models.Root.record).where(models.Root.run_id == run_id)
+        with self._read() as connection:
+            records = [record_of(RootRecord, record) for record in connection.execute(query).scalars()]
+        return sorted(records, key=lambda record: -record.eager_seconds)
+
+    def root_changes(self, root: str) -> list[RootChange]:
+        """The history of a root over all runs, oldest first."""
+        table = models.Capture
+        query = (
+            select(table.run_id, table.root, table.state, table.reason, table.detail, table.capture_seconds, table.at)
+            .where(table.root == root)
+            .order_by(table.id)
+        )
+        with self._read() as connection:
+            return [RootChange(*row) for row in connection.execute(query)]
+
+    # ---- refusals and events --------------------------------------------------------------------
+
+    def add_refusals(self, run_id: int, refusals: Iterable[Refusal]) -> None:
+        """Append fusions that were made or not made."""
+        at = now()
+        rows = [{**asdict(refusal), "run_id": run_id, "at": at} for refusal in refusals]
+        if rows:
+            with self._write() as connection:
+                connection.execute(insert(models.RefusalRow), rows)
+
+    def refusals(self, run_id: int) -> list[Refusal]:
+        """The refusals and acceptances of a run, in order."""
+        table = models.RefusalRow
+        columns = [getattr(table, item.name) for item in fields(Refusal)]
+        with self._read() as connection:
+            rows = connection.execute(select(*columns).where(table.run_id == run_id).order_by(table.id))
+            return [Refusal(**row._asdict()) for row in rows]
+
+    def add_event(self, run_id: int | None, event: Event) -> None:
+        """Append an event; ``run_id`` is None for those of the daemon or of the store."""
+        with self._write() as connection:
+            add_event_row(connection, run_id, event)
+
+    def events(self, run_id: int | None = None, *, since: float = 0.0, limit: int | None = None) -> list[EventRow]:
+        """Events of a run, or of everything, in order; ``since`` is UTC epoch seconds, ``limit`` keeps the newest."""
+        table = models.EventRow
+        query = select(table).where(table.at >= since).order_by(table.id.desc()).limit(limit)
+        if run_id is not None:
+            query = query.where(table.run_id == run_id)
+        with self._read() as connection:
+            rows = list(connection.execute(query))
+        return [EventRow(Event(row.kind, row.message, row.data), row.run_id, row.at) for row in reversed(rows)]
+
+    # ---- process settings -----------------------------------------------------------------------
+
+    def put_setting_trial(self, trial: SettingTrial, run_id: int | None = None) -> None:
+        """Append a trial of a process setting; the newest of a device, workload, setting and value stands."""
+        values = {**asdict(trial), "workload": clean(trial.workload), "run_id": run_id, "at": now()}
+        with self._write() as connection:
+            connection.execute(insert(models.SettingTrialRow).values(**values))
+
+    def setting_trials(
+        self, device_key: str | None = None, *, workload: str | None = None, run_id: int | None = None
+    ) -> list[SettingTrial]:
+        """The standing trials, of a device, a workload or a run where asked for, in order of their setting."""
+        table = models.SettingTrialRow
+        newest = select(func.max(table.id)).group_by(table.device, table.workload, table.setting, table.value)
+        columns: list[Any] = [getattr(table, item.name) for item in fields(SettingTrial)]
+        query = select(*columns).order_by(table.setting, table.id)
+        if run_id is not None:
+            newest = newest.where(table.run_id == run_id)
+        if device_key is not None:
+            query = query.where(table.device == device_key)
+        if workload is not None:
+            query = query.where(table.workload == clean(workload))
+        with self._read() as connection:
+            rows = connection.execute(query.where(table.id.in_(newest)))
+            return [SettingTrial(**row._asdict()) for row in rows]
+
+
+def _add_change(connection: Connection, run_id: int, record: RootRecord) -> None:
+    table = models.Capture
+    last = connection.execute(
+        select(table.state, table.reason, table.capture_seconds)
+        .where(table.run_id == run_id, table.root == record.root)
+        .order_by(table.id.desc())
+        .limit(1)
+    ).one_or_none()
+    if last is None or tuple(last) != (record.state, record.reason, record.capture_seconds):
+        connection.execute(
+            insert(table).values(
+                run_id=run_id,
+                root=record.root,
+                state=record.state,
+                reason=record.reason,
+                detail=record.detail,
+                capture_seconds=record.capture_seconds,
+                at=now(),
+            )
+        )

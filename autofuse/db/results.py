@@ -1,0 +1,225 @@
+"""What tuning found: measurements of candidates, decisions, and kernels.
+
+In: the daemon's records. Out: the same records, for the script's snapshot, for seeding neighbours, for people.
+Guarantee: measurements and decisions are only ever appended; the newest decision of a key stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import cached_property
+from typing import Any
+
+from sqlalchemy import Row, func, select
+from sqlalchemy.dialects.sqlite import insert
+
+from autofuse.db import kernel_cache, models
+from autofuse.db.base import StoreBase, as_tuples, bucket_of, clean, key_of, key_text, now, put_key, ranges_json, upsert
+from autofuse.db.connection import is_private
+from autofuse.db.rows import KernelSource, StoredDecision, StoredMeasurement
+from autofuse.ir.records import Candidate, Decision, DecisionKey, KernelRecord, Measurement
+
+_PLAIN_MEASURED = [item.name for item in fields(Measurement) if item.name not in ("candidate", "symbol_values")]
+
+
+class TuneResults(StoreBase):
+    """The part of the store that the daemon writes and scripts read."""
+
+    kernel_limit_bytes = kernel_cache.DEFAULT_LIMIT_BYTES  # settable on an object
+
+    # ---- measurements ---------------------------------------------------------------------------
+
+    def put_measurements(self, key: DecisionKey, measurements: Iterable[Measurement]) -> None:
+        """Append what became of candidates for ``key``."""
+        measurements = list(measurements)
+        if not measurements:
+            return
+        table, at = models.CandidateRow, now()
+        with self._write() as connection:
+            digest = put_key(connection, key)
+            candidates = [
+                {"key": digest, "variant": item.candidate.variant, "config": key_text(item.candidate.config)}
+                for item in measurements
+            ]
+            upsert(connection, table, candidates, ["key", "variant", "config"], [])
+            found = connection.execute(select(table.variant, table.config, table.id).where(table.key == digest))
+            ids = {(variant, config): candidate_id for variant, config, candidate_id in found}
+            rows = [
+                {
+                    **{name: getattr(item, name) for name in _PLAIN_MEASURED},
+                    "message": clean(item.message),
+                    "symbol_values": list(item.symbol_values),
+                    "candidate_id": ids[candidate["variant"], candidate["config"]],
+                    "at": at,
+                }
+                for item, candidate in zip(measurements, candidates, strict=True)
+            ]
+            connection.execute(insert(models.MeasurementRow), rows)
+
+    def measurements(self, fusion_id: str) -> list[StoredMeasurement]:
+        """All measurements of a node in all buckets, on all devices, in the order in which they were made."""
+        table, candidate, key = models.MeasurementRow, models.CandidateRow, models.DecisionKeyRow
+        query = (
+            select(table, candidate.variant, candidate.config, key)
+            .join(candidate, table.candidate_id == candidate.id)
+            .join(key, candidate.key == key.digest)
+            .where(key.fusion_id == fusion_id)
+            .order_by(table.id)
+        )
+        with self._read() as connection:
+            return [
+                StoredMeasurement(
+                    key=key_of(row),
+                    measurement=Measurement(
+                        candidate=Candidate(row.variant, as_tuples(json.loads(row.config))),
+                        symbol_values=tuple(row.symbol_values),
+                        **{name: getattr(row, name) for name in _PLAIN_MEASURED},
+                    ),
+                    at=row.at,
+                )
+                for row in connection.execute(query)
+            ]
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def put_decision(self, decision: Decision) -> int:
+        """Append a decision, which stands from now on; return its id."""
+        with self._write() as connection:
+            digest = put_key(connection, decision.key)
+            run_id = connection.execute(
+                select(models.Request.run_id).where(models.Request.key == digest)
+            ).scalar_one_or_none()
+            values = {
+                "key": digest,
+                "run_id": run_id,
+                "ranges": ranges_json(decision.bucket),
+                "variant": decision.candidate.variant,
+                "config": [list(pair) for pair in decision.candidate.config],
+                "compile_key": decision.compile_key,
+                "unfused_us": decision.unfused_us,
+                "fused_us": decision.fused_us,
+                "speedup": decision.speedup,
+                "speedup_low": decision.speedup_low,
+                "speedup_high": decision.speedup_high,
+                "reason": decision.reason,
+                "detail": clean(decision.detail),
+                "trials": decision.trials,
+                "tuning_seconds": decision.tuning_seconds,
+                "at": now(),
+            }
+            statement = insert(models.DecisionRow).values(**values).returning(models.DecisionRow.id)
+            return connection.execute(statement).scalar_one()
+
+    def decisions(
+        self, device_key: str | None = None, versions: str | None = None, since_id: int = 0
+    ) -> list[tuple[int, Decision]]:
+        """The standing decisions with an id above ``since_id``, ids growing: read once, then ask for what is new."""
+        query = _decisions().where(models.DecisionRow.id > since_id)
+        query = query.where(models.DecisionRow.id.in_(_standing(query_since=since_id)))
+        if device_key is not None:
+            query = query.where(models.DecisionKeyRow.device == device_key)
+        if versions is not None:
+            query = query.where(models.DecisionKeyRow.versions == versions)
+        with self._read() as connection:
+            return [(row.id, _decision_of(row)) for row in connection.execute(query)]
+
+    def decision_history(self, fusion_id: str | None = None, run_id: int | None = None) -> list[StoredDecision]:
+        """Decisions ever made, oldest first: of a node, or those that answered a run's requests."""
+        query = _decisions()
+        if fusion_id is not None:
+            query = query.where(models.DecisionKeyRow.fusion_id == fusion_id)
+        if run_id is not None:
+            query = query.where(models.DecisionRow.run_id == run_id)
+        with self._read() as connection:
+            rows = connection.execute(query)
+            return [StoredDecision(row.id, _decision_of(row), row.run_id, row.at) for row in rows]
+
+    def explain_miss(self, key: DecisionKey) -> str:
+        """Why ``key`` has no decision: the closest one of the same node and the fields in which it differs."""
+        wanted = {name: getattr(key, name) for name in ("bucket", "device", "threads", "versions")}
+        closest: dict[str, tuple[Any, Any]] | None = None
+        for _, decision in self.decisions():
+            if decision.key.fusion_id != key.fusion_id:
+                continue
+            found = {name: getattr(decision.key, name) for name in wanted}
+            differing = {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
+            if closest is None or len(differing) < len(closest):
+                closest = differing
+        if closest is None:
+            return f"no decision for node {key.fusion_id[:12]} in any bucket"
+        if not closest:
+            return "there is a decision for exactly this key"
+        return "; ".join(f"{name}: wanted {want}, stored {found}" for name, (want, found) in closest.items())
+
+    # ---- kernels --------------------------------------------------------------------------------
+
+    def put_kernel(self, record: KernelRecord) -> None:
+        """Store a kernel; the least recently used binaries beyond ``kernel_limit_bytes`` go, their sources stay."""
+        with self._write() as connection:
+            kernel_cache.put(connection, record, self.kernel_limit_bytes)
+
+    def get_kernel(self, digest: str) -> KernelRecord | None:
+        """The kernel under a compile key's digest, or None: unknown, evicted, damaged, or not safe to load.
+
+        Not safe: the store file belongs to another user, or others may write to it. A damaged one is dropped and
+        recorded as an event.
+        """
+        if not self._is_private:
+            return None
+        with self._read() as connection:
+            record, problem = kernel_cache.get(connection, digest)
+            touch = record is not None and kernel_cache.needs_touch(connection, digest)
+        if not self.readonly and (problem or touch):
+            with self._write() as connection:
+                if problem:
+                    kernel_cache.note_damage(connection, digest, problem)
+                else:
+                    kernel_cache.touch(connection, digest)
+        return record
+
+    @cached_property
+    def _is_private(self) -> bool:
+        return is_private(self.path)
+
+    def kernel_source(self, digest: str) -> KernelSource | None:
+        """A kernel for people to read, evicted ones included; ``digest`` may be the beginning of one."""
+        with self._read() as connection:
+            return kernel_cache.source(connection, digest)
+
+    def kernel_bytes(self) -> int:
+        """Bytes that the binaries take."""
+        with self._read() as connection:
+            return kernel_cache.size_bytes(connection)
+
+
+# ---- rows -------------------------------------------------------------------------------------------
+
+
+def _standing(query_since: int) -> Any:
+    table = models.DecisionRow
+    return select(func.max(table.id)).where(table.id > query_since).group_by(table.key)
+
+
+def _decisions() -> Any:
+    table, key = models.DecisionRow, models.DecisionKeyRow
+    return select(table, key).join(key, table.key == key.digest).order_by(table.id)
+
+
+def _decision_of(row: Row[Any]) -> Decision:
+    return Decision(
+        key=key_of(row),
+        bucket=bucket_of(row.ranges),
+        candidate=Candidate(row.variant, as_tuples(row.config)),
+        compile_key=row.compile_key,
+        unfused_us=row.unfused_us,
+        fused_us=row.fused_us,
+        speedup=row.speedup,
+        speedup_low=row.speedup_low,
+        speedup_high=row.speedup_high,
+        reason=row.reason,
+        detail=row.detail,
+        trials=row.trials,
+        tuning_seconds=row.tuning_seconds,
+    )
