@@ -101,8 +101,8 @@ class StoreBase:
                     connection = connection.execution_options(**{WRITES: writes})
                     with connection.begin():
                         yield connection
-            # Overflow and encoding: values that SQLite has no room for.
-            except (SQLAlchemyError, sqlite3.Error, OverflowError, UnicodeError) as error:
+            # Overflow and value errors: numbers and texts that SQLite has no room for, JSON that a damaged row holds.
+            except (SQLAlchemyError, sqlite3.Error, OverflowError, ValueError) as error:
                 raise store_error(self.path, error) from error
 
     def _reopen_after_fork(self) -> None:

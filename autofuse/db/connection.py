@@ -27,6 +27,7 @@ from autofuse.errors import StoreError, StoreVersionError
 APPLICATION_ID = 0x61667573  # "afus", in the header of every store of ours
 REVISIONS = ("0001",)  # schemas that this version can read or upgrade, oldest first; a test compares Alembic's list
 HEAD = REVISIONS[-1]
+SMALLEST_PAGE_BYTES = 512  # of a database of SQLite
 BUSY_TIMEOUT_SECONDS = 5.0
 UPGRADE_TIMEOUT_SECONDS = 60.0
 
@@ -42,6 +43,8 @@ def open_engine(path: Path, *, readonly: bool = False, timeout_seconds: float = 
     """An engine on the store at ``path``, created or upgraded as needed. Errors: StoreError, StoreVersionError."""
     if path.is_dir():
         raise StoreError(f"expected a store file at {path}, found a directory; name a file in it with --store")
+    if path.exists() and 0 < path.stat().st_size < SMALLEST_PAGE_BYTES:
+        raise _not_a_database(path)  # SQLite takes a file of one byte for an empty one that is locked
     if readonly:
         if not path.exists():
             raise StoreError(
@@ -191,10 +194,7 @@ def store_error(path: Path, error: BaseException) -> StoreError:
     name = getattr(original, "sqlite_errorname", "") or ""
     text = str(original)
     if name == "SQLITE_NOTADB":
-        return StoreError(
-            f"expected a store of autofuse at {path}, found a file that is not a database (left as it is); "
-            f"move it away with: {_move_away(path)}, {_ELSEWHERE}"
-        )
+        return _not_a_database(path)
     if name.startswith("SQLITE_CORRUPT"):
         return StoreError(
             f"expected a sound store at {path}, found a damaged one ({text}); "
@@ -215,6 +215,13 @@ def store_error(path: Path, error: BaseException) -> StoreError:
             f"expected a store that can be written at {path}, found: {text}; make {path.parent} writable, {_ELSEWHERE}"
         )
     return StoreError(f"the store {path} refused a request: {text}")
+
+
+def _not_a_database(path: Path) -> StoreError:
+    return StoreError(
+        f"expected a store of autofuse at {path}, found a file that is not a database (left as it is); "
+        f"move it away with: {_move_away(path)}, {_ELSEWHERE}"
+    )
 
 
 def _errno_is_full(error: BaseException) -> bool:

@@ -46,7 +46,8 @@ def get(connection: Connection, digest: str) -> tuple[KernelRecord | None, str]:
     row = connection.execute(select(models.Kernel).where(models.Kernel.digest == digest)).one_or_none()
     if row is None or row.binary is None:
         return None, ""
-    if _checksum(row.binary) != row.checksum:
+    # SQLite keeps to no column type: a damaged row may hold text.
+    if not isinstance(row.binary, bytes) or _checksum(row.binary) != row.checksum:
         return None, f"the binary of kernel {row.name} does not match its checksum"
     key = CompileKey(row.source_hash, row.compiler, row.flags, row.target)
     if key.digest != digest:

@@ -287,7 +287,6 @@ class RunLog(StoreBase):
 
     def put_dim_histograms(self, run_id: int, histograms: Iterable[DimHistogram]) -> None:
         """Replace the histograms of dims of this run."""
-        table = models.DimHistogramRow
         rows = [
             {
                 "run_id": run_id,

@@ -1,0 +1,97 @@
+"""Kernels in the store: a damaged, evicted or unsafe one is a miss, never a wrong binary."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from store_records import kernel
+
+from autofuse.db.store import Store
+
+
+def change(path: Path, statement: str, *values: object) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute(statement, values)
+    connection.close()
+
+
+@given(st.binary(min_size=1, max_size=4000))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_kernel_comes_back_equal(store: Store, binary: bytes) -> None:
+    record = kernel(f"source of {binary.hex()}", binary)
+    store.put_kernel(record)
+    assert store.get_kernel(record.key.digest) == record
+
+
+def test_unknown_kernel_is_a_miss(store: Store) -> None:
+    assert store.get_kernel("0" * 32) is None
+    assert store.events() == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["UPDATE kernels SET binary = x'00' || substr(binary, 2)", "UPDATE kernels SET flags = '-O0'"],
+    ids=["bit rot", "key does not fit"],
+)
+def test_damaged_kernel_is_a_miss_and_an_event_and_can_be_stored_again(store: Store, path: Path, damage: str) -> None:
+    record = kernel()
+    store.put_kernel(record)
+    change(path, damage)
+    assert store.get_kernel(record.key.digest) is None
+    assert [row.event.kind for row in store.events()] == ["damaged_kernel"]
+    assert store.get_kernel(record.key.digest) is None
+    assert len(store.events()) == 1
+    if "flags" not in damage:
+        store.put_kernel(record)
+        assert store.get_kernel(record.key.digest) == record
+
+
+def test_damaged_kernel_in_a_readonly_store_is_a_miss(store: Store, path: Path) -> None:
+    store.put_kernel(kernel())
+    change(path, "UPDATE kernels SET binary = x'00'")
+    with Store.open(path, readonly=True) as reader:
+        assert reader.get_kernel(kernel().key.digest) is None
+
+
+def test_the_least_recently_used_binaries_go_and_their_sources_stay(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    store.kernel_limit_bytes = 250
+    kernels = [kernel(f"source {i}", bytes([i]) * 100) for i in range(4)]
+    for record in kernels[:2]:
+        store.put_kernel(record)
+        clock[0] += 1
+    clock[0] += 3600
+    assert store.get_kernel(kernels[0].key.digest) is not None  # used last now
+    clock[0] += 1
+    store.put_kernel(kernels[2])
+    held = [store.get_kernel(record.key.digest) is not None for record in kernels]
+    assert held == [True, False, True, False]
+    assert store.kernel_bytes() == 200
+    source = store.kernel_source(kernels[1].key.digest[:10])
+    assert source is not None and source.source == "source 1" and not source.has_binary
+    store.put_kernel(kernels[1])
+    assert store.get_kernel(kernels[1].key.digest) == kernels[1]
+
+
+def test_a_kernel_beyond_the_bound_is_kept_alone(store: Store) -> None:
+    store.kernel_limit_bytes = 10
+    store.put_kernel(kernel("a"))
+    store.put_kernel(kernel("b"))
+    assert store.get_kernel(kernel("a").key.digest) is None
+    assert store.get_kernel(kernel("b").key.digest) == kernel("b")
+
+
+def test_binaries_of_a_file_that_others_may_write_are_not_loaded(store: Store, path: Path) -> None:
+    store.put_kernel(kernel())
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o666)
+    with Store.open(path) as opened:
+        assert opened.get_kernel(kernel().key.digest) is None

@@ -1,0 +1,86 @@
+"""Schemas: the migrations make what the models say, and every past schema can be upgraded.
+
+``assets/schema_<revision>.sql`` is the dump of a small store of each schema that ever shipped, made by
+``python tests/db/make_schema_asset.py``. Never edit one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine
+from store_records import DEVICE, VERSIONS, decision, kernel, use
+
+from autofuse.db import connection as opening
+from autofuse.db.migrate import revisions
+from autofuse.db.models import Base
+from autofuse.db.store import Store
+from autofuse.errors import StoreVersionError
+
+ASSETS = Path(__file__).with_name("assets")
+
+
+def set_revision(path: Path, revision: str) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+    connection.close()
+
+
+def test_migrations_make_what_the_models_say(store: Store, path: Path) -> None:
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+    engine.dispose()
+
+
+def test_known_revisions_are_alembics() -> None:
+    assert list(opening.REVISIONS) == revisions()
+
+
+def test_every_schema_that_shipped_has_an_asset() -> None:
+    assert sorted(file.stem for file in ASSETS.glob("*.sql")) == [f"schema_{name}" for name in opening.REVISIONS]
+
+
+@pytest.mark.parametrize("revision", opening.REVISIONS)
+def test_upgrade_from(revision: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+    connection = sqlite3.connect(path)
+    connection.executescript((ASSETS / f"schema_{revision}.sql").read_text())
+    connection.close()
+    path.chmod(0o600)
+    with Store.open(path) as store:
+        assert store.run(1).command == "train.py"
+        assert store.node_uses(1) == [use()]
+        assert [made for _, made in store.decisions(DEVICE.key, VERSIONS)] == [decision()]
+        assert store.get_kernel(kernel().key.digest) == kernel()
+        assert len(store.step_samples(1)) == 4
+
+
+def test_newer_schema_is_refused_and_left_alone(path: Path) -> None:
+    Store.open(path).close()
+    set_revision(path, "0999")
+    before = path.read_bytes()
+    for readonly in (False, True):
+        with pytest.raises(StoreVersionError) as caught:
+            Store.open(path, readonly=readonly)
+        message = str(caught.value)
+        assert "expected a store with schema 0001 or older" in message and "found schema 0999" in message
+        assert "pip install --upgrade autofuse" in message and "--store PATH" in message
+        assert caught.value.exit_code == 2
+    assert path.read_bytes() == before
+
+
+def test_older_schema_is_upgraded_and_readers_ask_for_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "REVISIONS", ("0000", "0001"))
+    Store.open(path).close()
+    set_revision(path, "0000")
+    with pytest.raises(StoreVersionError, match="found 0000; the next `autofuse run`"):
+        Store.open(path, readonly=True)
+    called = []
+    monkeypatch.setattr("autofuse.db.migrate.upgrade", lambda connection: called.append(connection))
+    Store.open(path).close()
+    assert len(called) == 1

@@ -1,0 +1,170 @@
+"""Several processes and threads on one store: nothing is lost, torn or stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from store_records import DEVICE, decision, request, start, steps
+
+from autofuse.db.store import Store
+
+APPEND = """
+import sys
+from pathlib import Path
+from autofuse.db.store import Store
+from autofuse.ir.records import *
+path, name, batches = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+with Store.open(path) as store:
+    run_id = store.start_run(RunStart(name, DeviceInfo("cpu", "n", 1, "sse"), "v", "off", 1))
+    for batch in range(batches):
+        store.add_step_samples(run_id, [StepSample(name, "s", False, 1, batch * 10 + i, 1.0) for i in range(10)])
+        store.update_totals(run_id, RunTotals(steps=batch))
+print(run_id)
+"""
+
+
+def append(path: Path, name: str, batches: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", APPEND, str(path), name, str(batches)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_two_writers_and_a_reader(path: Path) -> None:
+    writers = [append(path, name, 60) for name in ("one", "two")]  # they race for the creation, too
+    seen = 0
+    while any(writer.poll() is None for writer in writers):
+        if not path.exists():
+            continue
+        with Store.open(path) as reader:
+            for run in reader.runs():
+                found = reader.step_samples(run.id)
+                assert len(found) % 10 == 0  # whole transactions only
+                assert [sample.index for sample in found] == list(range(len(found)))
+                seen += 1
+    assert seen
+    with Store.open(path, readonly=True) as store:
+        for writer, name in zip(writers, ("one", "two"), strict=True):
+            output, _ = writer.communicate()
+            assert writer.returncode == 0
+            assert store.run(int(output)).command == name
+            assert [sample.index for sample in store.step_samples(int(output))] == list(range(600))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sqlalchemy import text
+from autofuse.db.store import Store
+store = Store.open(Path(sys.argv[1]))
+with store._write() as connection:
+    connection.execute(text("INSERT INTO events (kind, message, data, at) VALUES ('half', '', '{}', 0)"))
+    connection.execute(text("UPDATE run_totals SET \\"values\\" = '{}'"))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_killed_in_mid_transaction_leaves_no_trace(store: Store, path: Path) -> None:
+    run_id = store.start_run(start())
+    store.add_step_samples(run_id, steps(10))
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)])
+    assert killed.returncode == -signal.SIGKILL
+    assert store.events() == []
+    store.put_decision(decision())  # its lock is gone with it
+    assert len(store.step_samples(run_id)) == 10
+    store.close()
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+
+
+def test_an_upgrade_killed_half_way_leaves_an_empty_file(path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from alembic import op
+from autofuse.db.store import Store
+original, made = op.create_table, []
+def create_table(name, *args, **kwargs):
+    made.append(name)
+    if len(made) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(name, *args, **kwargs)
+op.create_table = create_table
+Store.open(Path({str(path)!r}))
+"""
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT name FROM sqlite_master").fetchall() == []
+    connection.close()
+    with Store.open(path) as store:
+        assert store.runs() == []
+
+
+def test_a_request_is_taken_once(path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from autofuse.db.store import Store
+with Store.open(Path(sys.argv[1])) as store:
+    sys.stdin.readline()
+    while (taken := store.next_request(sys.argv[2])) is not None:
+        print(taken.key.fusion_id)
+"""
+    ids = [f"{i:064x}" for i in range(40)]
+    with Store.open(path) as store:
+        store.add_requests([request(fusion_id) for fusion_id in ids])
+    takers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(path), DEVICE.key],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    taken = [line for taker in takers for line in taker.communicate("\n")[0].split()]
+    assert sorted(taken) == ids
+
+
+def test_one_object_shared_by_threads(store: Store) -> None:
+    run_ids = [store.start_run(start()) for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def work(run_id: int) -> None:
+        try:
+            for batch in range(20):
+                store.add_step_samples(run_id, steps(5, first=batch * 5))
+                store.data_version()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(run_id,)) for run_id in run_ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert all(len(store.step_samples(run_id)) == 100 for run_id in run_ids)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_gets_a_connection_of_its_own(store: Store) -> None:
+    run_id = store.start_run(start())
+    child = os.fork()
+    if child == 0:  # as a worker of a DataLoader
+        try:
+            store.add_step_samples(run_id, steps(3))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    store.put_decision(decision())
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(store.step_samples(run_id)) == 3

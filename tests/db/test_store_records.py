@@ -1,0 +1,245 @@
+"""Every record that goes into a store comes out equal, in a process that opens it later."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from store_records import DEVICE, FORM, VERSIONS, bucket, decision, key, measurement, start, steps, use
+
+from autofuse.db.rows import DaemonState, SettingTrial
+from autofuse.db.store import Store
+from autofuse.errors import StoreError
+from autofuse.ir.records import (
+    Bucket,
+    Candidate,
+    DeviceInfo,
+    DimHistogram,
+    Event,
+    Measurement,
+    OpProfile,
+    Refusal,
+    RootRecord,
+    RunTotals,
+    StepSample,
+    make_config,
+)  # fmt: skip
+
+
+def test_run_and_totals(store: Store, path: Path) -> None:
+    first, second = store.start_run(start()), store.start_run(start("other.py"))
+    assert (first, second) == (1, 2)
+    store.update_totals(first, RunTotals(steps=3))
+    store.finish_run(first, RunTotals(steps=5, fused_calls=7, exit_code=3))
+    with Store.open(path, readonly=True) as reader:
+        run = reader.run(first)
+        assert (run.command, run.device, run.mode, run.settings) == ("train.py", DEVICE, "wait", {"tune": "wait"})
+        assert run.totals == RunTotals(steps=5, fused_calls=7, exit_code=3)
+        assert run.finished_at is not None and run.finished_at >= run.started_at
+        assert reader.run(second).finished_at is None
+        assert [row.id for row in reader.runs()] == [2, 1]
+        with pytest.raises(StoreError, match=r"expected run 9 .* found ids up to 2"):
+            reader.run(9)
+
+
+def test_latest_run_with_steps_skips_runs_that_timed_none(store: Store) -> None:
+    assert store.latest_run() is None
+    timed, _ = store.start_run(start()), store.start_run(start())
+    store.add_step_samples(timed, steps(2))
+    latest, latest_timed = store.latest_run(), store.latest_run(with_steps=True)
+    assert latest is not None and latest.id == 2
+    assert latest_timed is not None and latest_timed.id == timed
+
+
+def test_command_with_bytes_that_are_not_utf8(store: Store) -> None:
+    run_id = store.start_run(start(os.fsdecode(b"caf\xe9.py")))
+    assert store.run(run_id).command == "caf\\udce9.py"
+
+
+@given(
+    st.lists(
+        st.builds(
+            StepSample, st.text("ABé", max_size=2), st.text(max_size=4).filter(lambda t: t.isprintable()),
+            st.booleans(), st.integers(0, 1 << 40), st.integers(0, 1 << 60),
+            st.floats(allow_nan=False),
+        ),
+        max_size=20,
+    )
+)  # fmt: skip
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_steps_come_back_equal_and_in_order(store: Store, samples: list[StepSample]) -> None:
+    run_id = store.start_run(start())
+    store.add_step_samples(run_id, samples[:5])
+    store.add_step_samples(run_id, samples[5:])
+    assert store.step_samples(run_id) == samples
+
+
+configs = st.dictionaries(st.sampled_from(["unroll", "threads", "omp"]), st.integers(-9, 9) | st.booleans() | st.text())
+
+
+@given(st.lists(configs, min_size=1, max_size=5))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_measurements_come_back_equal(store: Store, points: list[dict[str, int | str | bool]]) -> None:
+    before = len(store.measurements("a" * 64))
+    made = [
+        Measurement(Candidate("c_specialised", make_config(point)), "crash", (3, 4), message="SIGSEGV")
+        for point in points
+    ]
+    store.put_measurements(key(), made)
+    stored = store.measurements("a" * 64)[before:]
+    assert [(row.key, row.measurement) for row in stored] == [(key(), item) for item in made]
+
+
+def test_node_uses_keep_the_last_counters_of_a_run(store: Store) -> None:
+    run_id, other = store.start_run(start()), store.start_run(start())
+    store.put_node_uses(run_id, [use(calls=1), use("b" * 64, share=0.5)])
+    store.put_node_uses(run_id, [use(calls=9)])
+    store.put_node_uses(other, [use(calls=5)])
+    assert store.node_uses(run_id) == [use("b" * 64, share=0.5), use(calls=9)]
+    assert store.node_uses(other) == [use(calls=5)]
+    assert len(store.node_uses(fusion_id="a" * 64)) == 2
+    assert [node.fusion_id[0] for node in store.nodes()] == ["a", "b"]
+
+
+def test_profiles_keep_the_last_counters_of_a_run(store: Store) -> None:
+    run_id = store.start_run(start())
+    small = OpProfile(
+        "aten.add.Tensor", "blocks.0", "forward", ((4, 8), (8,)), ("float32",) * 2, ((8, 1), (1,)), "cpu", 3, 9.0
+    )
+    large = replace(small, shapes=((4, 16), (16,)), calls=1, time_us=4.0, producers=("aten.mm.default",))
+    backward = replace(small, phase="backward", time_us=1.0)
+    store.put_op_profiles(run_id, [small, large, backward])
+    store.put_op_profiles(run_id, [replace(small, calls=6, time_us=18.0)])
+    assert store.op_profiles(run_id) == [replace(small, calls=6, time_us=18.0), large, backward]
+
+    histogram = DimHistogram("Model", "args[0]", 1, ((64, 9), (128, 3)), 1)
+    store.put_dim_histograms(run_id, [histogram, replace(histogram, dim=0)])
+    store.put_dim_histograms(run_id, [replace(histogram, tail_calls=2)])
+    assert store.dim_histograms(run_id) == [replace(histogram, tail_calls=2), replace(histogram, dim=0)]
+
+
+def test_roots_are_known_across_runs_of_the_same_device(store: Store, path: Path) -> None:
+    root = RootRecord("Model[8x8]", "Model", "observing", "not_yet", dynamic_dims=(("args[0]", 1),))
+    captured = replace(root, state="captured", reason="paid_off", capture_seconds=5.0)
+    first = store.start_run(start())
+    for record in (root, replace(root, calls=5), captured):
+        store.put_root(first, record)
+    elsewhere = store.start_run(start(device=DeviceInfo("cpu", "Other", 8, "avx2")))
+    store.put_root(elsewhere, replace(root, state="eager"))
+
+    store.start_run(start())
+    assert store.roots() == {"Model[8x8]": captured}
+    with Store.open(path, readonly=True) as reader:
+        assert reader.roots()["Model[8x8]"].state == "eager"
+        assert reader.roots(DEVICE.key, VERSIONS)["Model[8x8]"] == captured
+        assert reader.roots(DEVICE.key, "torch 9") == {}
+        assert [change.state for change in reader.root_changes("Model[8x8]")] == ["observing", "captured", "eager"]
+        assert reader.run_roots(first) == [captured]
+
+
+def test_logs_only_grow(store: Store) -> None:
+    run_id = store.start_run(start())
+    refusal = Refusal("random_op", False, "bernoulli", "eager's stream is kept", 0, "train.py:3")
+    store.add_refusals(run_id, [refusal])
+    store.add_refusals(run_id, [refusal, replace(refusal, accepted=True)])
+    assert len(store.refusals(run_id)) == 3 and store.refusals(run_id)[0] == refusal
+    store.add_event(run_id, Event("fallback", "x", {"node": "af_1"}))
+    store.add_event(None, Event("daemon_start", "y"))
+    assert [row.event.kind for row in store.events()] == ["fallback", "daemon_start"]
+    assert [row.event for row in store.events(run_id)] == [Event("fallback", "x", {"node": "af_1"})]
+    assert [row.event.kind for row in store.events(limit=1)] == ["daemon_start"]
+
+
+def test_setting_trials_the_newest_stands(store: Store) -> None:
+    run_id = store.start_run(start())
+    trial = SettingTrial("malloc", "1GiB", 80.0, 70.0, 1.14, 1.1, 1.2, "on", "won", DEVICE.key, "train.py")
+    store.put_setting_trial(replace(trial, ratio=1.0, decision="off"), run_id)
+    store.put_setting_trial(trial)
+    store.put_setting_trial(replace(trial, workload="other.py"))
+    assert store.setting_trials(DEVICE.key, workload="train.py") == [trial]
+    assert len(store.setting_trials()) == 2
+    assert [row.decision for row in store.setting_trials(run_id=run_id)] == ["off"]
+
+
+def test_decisions_keep_history_and_the_newest_stands(store: Store) -> None:
+    first = store.put_decision(decision(speedup=1.2))
+    second = store.put_decision(decision("b" * 64))
+    third = store.put_decision(decision(speedup=1.8))
+    assert store.decisions(DEVICE.key, VERSIONS) == [(second, decision("b" * 64)), (third, decision(speedup=1.8))]
+    assert store.decisions(DEVICE.key, VERSIONS, since_id=second) == [(third, decision(speedup=1.8))]
+    assert store.decisions(DEVICE.key, VERSIONS, since_id=third) == []
+    assert store.decisions("cpu:other", VERSIONS) == []
+    assert [row.id for row in store.decision_history("a" * 64)] == [first, third]
+
+
+def test_a_miss_says_which_field_differs(store: Store) -> None:
+    assert "no decision for node" in store.explain_miss(key())
+    store.put_decision(decision())
+    assert "exactly this key" in store.explain_miss(key())
+    wanted = replace(key(of=bucket(129, 256)), threads=8)
+    assert store.explain_miss(wanted) == ("bucket: wanted s0=129..256, stored s0=65..128; threads: wanted 8, stored 2")
+
+
+def test_daemon_state(store: Store) -> None:
+    assert store.daemon_state() is None
+    store.heartbeat(DaemonState(1, "host", 5.0, "idle"))
+    store.heartbeat(DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9}))
+    state = store.daemon_state()
+    assert state is not None and state.heartbeat_at > 0
+    assert replace(state, heartbeat_at=0.0) == DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9})
+
+
+def test_data_version_tells_of_others_writes(store: Store, path: Path) -> None:
+    version = store.data_version()
+    store.put_decision(decision())
+    assert store.data_version() == version
+    with Store.open(path) as other:
+        other.put_decision(decision())
+    assert store.data_version() != version
+
+
+def test_refused_rows_change_nothing(store: Store) -> None:
+    with pytest.raises(StoreError, match="refused a request"):
+        store.add_step_samples(77, steps(1))  # no such run
+    run_id = store.start_run(start())
+    with pytest.raises(StoreError):
+        store.add_refusals(run_id, [Refusal("a", True, "b", "c"), Refusal("a", True, "b", "c", 1 << 70)])
+    assert store.refusals(run_id) == []
+
+
+def test_closed_and_readonly_stores_say_so(store: Store, path: Path) -> None:
+    with Store.open(path, readonly=True) as reader, pytest.raises(StoreError, match="opened for reading only"):
+        reader.put_decision(decision())
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="is closed"):
+        store.runs()
+
+
+def test_store_imports_neither_torch_nor_alembic(path: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys; from pathlib import Path; from autofuse.db.store import Store\n"
+        f"Store.open(Path({str(path)!r})).close()\n"
+        "new = 'alembic' in sys.modules\n"
+        "for name in [m for m in sys.modules if m.startswith('alembic')]: del sys.modules[name]\n"
+        f"Store.open(Path({str(path)!r})).close()\n"
+        "assert new and 'alembic' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bucket_and_form_survive(store: Store) -> None:
+    exact = Bucket(((4, 4), (65, 128)))
+    store.put_decision(decision(of=exact))
+    assert store.decisions()[0][1].bucket == exact
+    store.put_measurements(key(), [measurement(unroll=2)])
+    run_id = store.start_run(start())
+    store.put_node_uses(run_id, [use()])
+    assert store.nodes("a" * 64)[0].form == FORM
