@@ -112,14 +112,21 @@ class FusionSettings(_Group):
     enabled: bool = declare(True, "Fuse at all.")
     enable_elementwise: bool = declare(True, "Chains of element-wise operators.")
     enable_reduction: bool = declare(True, "Reductions, softmax and normalisations with the work around them.")
-    enable_matmul: bool = declare(True, "Matrix products with their bias and activation.")
-    enable_conv: bool = declare(True, "Convolutions with normalisation and activation.")
-    enable_attention: bool = declare(True, "Attention: product, softmax, product.")
-    max_fusion_size: int = declare(32, "Operators in one fused kernel at most.", unit="operators", low=2, high=256)
-    min_fusion_benefit: float = declare(
-        1.0, "Estimated speedup that a fusion must exceed to be tried.", unit="x", low=0.0
+    enable_matmul: bool = declare(False, "Matrix products with their bias and activation; not generated yet.")
+    enable_conv: bool = declare(False, "Convolutions with normalisation and activation; not generated yet.")
+    enable_attention: bool = declare(False, "Attention as one kernel; not generated yet.")
+    max_fusion_size: int = declare(
+        32, "Operators in one fused kernel at most, views not counted.", unit="operators", low=2, high=256
     )
-    min_tensor_size: int = declare(0, "Smaller outputs are not fused.", unit="elements", low=0)
+    min_fusion_benefit: float = declare(
+        1.0, "Estimated speedup below which a fusion is not tried.", unit="x", low=0.01, high=100.0
+    )
+    min_tensor_size: int = declare(0, "Fusions whose largest tensor is smaller are not made.", unit="elements", low=0)
+    cpu_fusion: bool = declare(True, "Fuse what runs on the CPU.")
+    cuda_fusion: bool = declare(True, "Fuse what runs on a GPU.")
+    enabled_patterns: tuple[str, ...] | None = declare(
+        None, "Names of the custom patterns that apply, separated by commas; none: all of them."
+    )
 
 
 class TunerSettings(_Group):
@@ -173,6 +180,8 @@ def as_text(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
@@ -229,12 +238,18 @@ class Settings(BaseModel):
         """Settings that are not at their default: exactly what another process needs as ``cli`` to agree with us."""
         return {spec.name: self.value(spec.name) for spec in SPECS.values() if self.value(spec.name) != spec.default}
 
-    def as_arguments(self) -> list[str]:
-        """``changed()`` as ``--set NAME=VALUE`` arguments for a child process.
+    def changed_as_json(self) -> dict[str, Any]:
+        """``changed()`` as plain JSON values, for the store."""
+        nested = self.as_dict()
+        return {name: nested[name.partition(".")[0]][name.partition(".")[2]] for name in self.changed()}
 
-        The profile is named too, so that a variable in the child's environment cannot bring in another one.
+    def as_arguments(self) -> list[str]:
+        """``--set NAME=VALUE`` arguments that give a child process these settings.
+
+        Whatever some layer has set is named even where it is the default, for the child reads the same layers.
         """
-        values = {**self.changed(), "run.profile": self.run.profile, "run.store": self.run.store}
+        names = [n for n in SPECS if n in self._origins or n in ("run.profile", "run.store") or n in self.changed()]
+        values = {name: self.value(name) for name in names}
         return [text for name, value in values.items() for text in ("--set", f"{name}={as_text(value)}")]
 
 
@@ -259,14 +274,21 @@ def _variables(name: str) -> tuple[str, ...]:
     return (*short, long, *(("CC",) if name == "run.cc" else ()))
 
 
+def _without_none(annotation: Any) -> Any:
+    """``int`` of ``int | None``."""
+    if get_origin(annotation) is UnionType and NoneType in get_args(annotation):
+        return next(a for a in get_args(annotation) if a is not NoneType)
+    return annotation
+
+
 def _describe_kind(info: FieldInfo) -> str:
     """Type and range for people."""
-    annotation = info.annotation
-    optional = get_origin(annotation) is UnionType and NoneType in get_args(annotation)
-    if optional:
-        annotation = next(a for a in get_args(annotation) if a is not NoneType)
+    annotation = _without_none(info.annotation)
+    optional = annotation is not info.annotation
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "names separated by commas, or none"
     words = {int: "whole number", float: "number", bool: "true or false", Path: "path", str: "text"}
     text = words[annotation] if annotation in words else str(annotation)
     low = next((m.ge for m in info.metadata if hasattr(m, "ge")), None)
@@ -419,9 +441,11 @@ def _flatten(tables: Any, path: Path, prefix: str = "") -> dict[str, _Found]:
 def _convert(name: str, found: _Found) -> Any:
     """The value in its declared type, or a ``SettingsError``."""
     info, value = _FIELDS[name], found.value
-    none_allowed = info.annotation is not None and NoneType in get_args(info.annotation)
+    none_allowed = _without_none(info.annotation) is not info.annotation
     if isinstance(value, str) and none_allowed and value.strip().lower() == "none":
         return None
+    if isinstance(value, str) and get_origin(_without_none(info.annotation)) is tuple:
+        value = [part.strip() for part in value.split(",") if part.strip()]
     # pydantic would read true as 1; in a setting that is a slip.
     if isinstance(value, bool) and info.annotation is not bool:
         raise _refusal(name, found)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """One line on stderr. The script may have put its own object in ``sys.stderr``: ours is the interpreter's."""
+    """One line on stderr. The script may have put its own object in ``sys.stderr``: ours is the interpreter's.
+
+    Written past its buffer: text that could not be written would stay there, and the interpreter's last flush would
+    turn the script's exit code into 120.
+    """
     with contextlib.suppress(Exception):
         if sys.__stderr__ is not None:
-            print(f"autofuse: {text}", file=sys.__stderr__, flush=True)
+            os.write(sys.__stderr__.fileno(), f"autofuse: {text}\n".encode(errors="backslashreplace"))
 
 
 def one_line(error: BaseException) -> str:
