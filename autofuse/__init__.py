@@ -1,3 +1,45 @@
-"""autofuse: profile-guided optimisation for PyTorch."""
+"""autofuse: profile-guided optimisation for PyTorch.
+
+observe   a dispatch-mode hook samples which operators a script runs on which shapes
+capture   modules worth it become aten graphs, through Dynamo and AOTAutograd
+plan      operators that can share one loop nest become fusion nodes
+generate  each node becomes C, for all shapes or for one
+tune      a daemon measures fused against unfused, Optuna searches the configurations
+route     the running script switches to the winners between two calls; eager keeps the rest
+report    what was gained, what it cost, and why
+
+The names below load what they need at first use, so that the command line starts without torch.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "optimize": "autofuse.api",
+    "observe": "autofuse.api",
+    "explain": "autofuse.api",
+    "FusionBenefit": "autofuse.fusion",
+    "FusionCandidateAnalyzer": "autofuse.fusion",
+    "FusionConfig": "autofuse.fusion",
+    "FusionEngine": "autofuse.fusion",
+    "FusionGraph": "autofuse.fusion",
+    "FusionNode": "autofuse.fusion",
+    "FusionPattern": "autofuse.fusion",
+    "SymbolicShape": "autofuse.fusion",
+    "FusionKernelGenerator": "autofuse.codegen.generator",
+    "RuntimeShapeInjector": "autofuse.runtime.injector",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autofuse' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,6 +10,7 @@ same tensors. Views are free: a node takes the views between its members, the gr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -163,7 +164,7 @@ class FusionCandidateAnalyzer:
             readers = [home[r.name] for r in graph.readers[op.name] if r.name in home]
             if graph.nbytes(op.outputs[0]) < MIN_SHARED_BYTES:
                 continue
-            for first, second in zip(readers, readers[1:], strict=False):
+            for first, second in itertools.pairwise(readers):
                 if first in clusters and second in clusters and first is not second:
                     self._join(graph, home, clusters, first, second)
 
@@ -194,7 +195,8 @@ class FusionCandidateAnalyzer:
             return "no_work", "only views"
         if all(info(op.target).kind is OpKind.CREATION for op in kernels):
             return "no_work", "only constants"
-        if len(kernels) == 1 and info(kernels[0].target).flops < MIN_FLOPS_ALONE and not _is_transpose(graph, kernels[0]):
+        cheap = info(kernels[0].target).flops < MIN_FLOPS_ALONE
+        if len(kernels) == 1 and cheap and not _is_transpose(graph, kernels[0]):
             return "single_op", "one cheap operation gains nothing from a kernel of its own"
         largest = max(graph.numel(spec) for op in kernels for spec in op.outputs)
         largest = max([largest, *(graph.numel(spec) for spec in node.inputs.values())])

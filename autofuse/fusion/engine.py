@@ -11,6 +11,7 @@ from typing import Any
 
 from autofuse.errors import FusionError
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer
+from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
@@ -108,7 +109,7 @@ class FusionEngine:
         self.refusals.extend(analyzer.refusals)
         self._applied += len(nodes)
         for node in nodes:
-            benefit = analyzer.analyze_benefit(node)
+            benefit = estimate_benefit(node)
             self._kernels_saved += benefit.kernel_count_reduction
             self._memory_saved += benefit.memory_saved
             self._speedups.append(benefit.estimated_speedup)
@@ -117,6 +118,10 @@ class FusionEngine:
                     self._used[name] += 1
         if self._profile:
             self.nodes.extend(nodes)
+
+    def benefit(self, node: FusionNode, graph: FusionGraph | None = None) -> FusionBenefit:
+        """The estimated benefit of a node at the graph's likely sizes."""
+        return estimate_benefit(node, graph)
 
     def get_fusion_stats(self) -> dict[str, Any]:
         """Counts so far: ``num_fused``, ``efficiency`` (share of launches saved), ``applied``, ``failed``,

@@ -28,7 +28,13 @@ class GraphMetrics:
     nbytes: int  # bytes read and written if each operation goes through memory
 
     def to_json(self) -> dict[str, float]:
-        return {"nodes": self.nodes, "edges": self.edges, "depth": self.depth, "flops": self.flops, "bytes": self.nbytes}
+        return {
+            "nodes": self.nodes,
+            "edges": self.edges,
+            "depth": self.depth,
+            "flops": self.flops,
+            "bytes": self.nbytes,
+        }
 
 
 class FusionGraph:

@@ -56,7 +56,8 @@ class FusionPattern:
             if op not in _KNOWN:
                 near = difflib.get_close_matches(op, sorted(_KNOWN), n=3) or sorted(_KNOWN)[:3]
                 raise UnknownOpError(
-                    f"expected operators that aten knows in pattern {name!r}, found {op!r}; did you mean {', '.join(near)}?"
+                    f"expected operators that aten knows in pattern {name!r}, found {op!r}; "
+                    f"did you mean {', '.join(near)}?"
                 )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "ops", chain)

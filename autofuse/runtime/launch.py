@@ -40,11 +40,17 @@ def make_launcher(
     symbol_values: Sequence[int],
     threads: int,
     allocate: Callable[..., torch.Tensor] | None = None,
+    failed: Callable[..., Any] | None = None,
 ) -> NodeCall:
-    """The fused callable. ``entry(sizes, *pointers)`` is the loaded kernel; ``allocate(shape, strides, dtype)``
-    replaces the allocation of outputs in tests."""
+    """The fused callable.
+
+    ``entry(sizes, *pointers)`` is the loaded kernel. ``allocate(shape, strides, dtype)`` replaces the
+    allocation of outputs in tests. ``failed(error, *inputs)`` answers in place of a launch that raised;
+    without it the error goes to the caller.
+    """
     sizes = array("q", [*symbol_values, threads])
-    call = _launcher_factory(form)(*symbol_values, entry, sizes.buffer_info()[0], allocate or empty_like_spec)
+    address = sizes.buffer_info()[0]
+    call = _launcher_factory(form)(*symbol_values, entry, address, allocate or empty_like_spec, failed or _raise)
     call.sizes = sizes  # keeps the array alive as long as its address is in use
     return call
 
@@ -54,6 +60,10 @@ def empty_like_spec(shape: tuple[int, ...], strides: tuple[int, ...], dtype: tor
     if empty_strided_cpu is not None:
         return empty_strided_cpu(shape, strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
+    raise error
 
 
 def make_checked(
@@ -133,17 +143,20 @@ def _launcher_factory(form: NodeForm) -> Callable[..., NodeCall]:
     namespace: dict[str, Any] = {"torch": torch}
     names = [i.name for i in form.inputs]
     outputs = [f"o{i}" for i in range(len(form.outputs))]
-    lines = [f"def make({', '.join([*form.symbols, 'kernel', 'sizes', 'empty'])}):"]
+    lines = [f"def make({', '.join([*form.symbols, 'kernel', 'sizes', 'empty', 'failed'])}):"]
     for out, ref in zip(outputs, form.outputs, strict=True):
         spec = form.spec(ref)
         lines.append(f"    {out}_shape = {_tuple(spec.shape.dims)}")
         lines.append(f"    {out}_strides = {_tuple(spec.strides.dims)}")
         lines.append(f"    {out}_dtype = torch.{spec.dtype}")
     lines.append(f"    def fused({', '.join(names)}):")
-    lines += [f"        {out} = empty({out}_shape, {out}_strides, {out}_dtype)" for out in outputs]
+    lines.append("        try:")  # costs nothing while nothing is raised
+    lines += [f"            {out} = empty({out}_shape, {out}_strides, {out}_dtype)" for out in outputs]
     pointers = [f"{name}.data_ptr()" for name in [*names, *outputs]]
-    lines.append(f"        kernel({', '.join(['sizes', *pointers])})")
-    lines.append(f"        return {', '.join(outputs)}")
+    lines.append(f"            kernel({', '.join(['sizes', *pointers])})")
+    lines.append(f"            return {', '.join(outputs)}")
+    lines.append("        except Exception as error:")
+    lines.append(f"            return failed({', '.join(['error', *names])})")
     lines.append("    return fused")
     return _compile(lines, namespace, "fused")
 

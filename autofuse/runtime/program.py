@@ -42,8 +42,8 @@ class Program:
 
     slots: tuple[NodeSlot, ...]
     symbols: tuple[str, ...]  # the graph's free symbols, in the order of a plan's key
-    call: Callable[..., Any]  # call(lookup, args)
-    timed_call: Callable[..., Any]  # timed_call(lookup, args, times): times[i] += seconds of node i
+    call: Callable[..., Any]  # call(plans, miss, args): plans by key, miss(key) -> plan where there is none
+    timed_call: Callable[..., Any]  # timed_call(plans, miss, args, times): times[i] += seconds of node i
     source: str
 
 
@@ -87,11 +87,14 @@ class _Builder:
         if not placeholders:
             head = []
         head += [f"    {line}" for line in binding]
-        head.append(f"    af_plan = lookup(({''.join(f'af_{s}, ' for s in symbols)}))")
+        key = f"({''.join(f'af_{s}, ' for s in symbols)})"
+        head += [f"    af_plan = plans.get({key})", "    if af_plan is None:", f"        af_plan = miss({key})"]
+        head.append("    af_plan.count += 1")
         if self.slots:
             head.append(f"    ({''.join(f'af_n{i}, ' for i in range(len(self.slots)))}) = af_plan.calls")
         body, timed = self._body(units, output)
-        lines = ["def call(lookup, args):", *head, *body, "", "def timed_call(lookup, args, times):", *head, *timed]
+        lines = ["def call(plans, miss, args):", *head, *body, "", "def timed_call(plans, miss, args, times):"]
+        lines += [*head, *timed]
         source = "\n".join(lines)
         exec(compile(source, "<autofuse graph>", "exec"), self.namespace)
         return Program(self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source)

@@ -1,0 +1,110 @@
+"""The Python API: `optimize`, `observe`, `explain`.
+
+In: a model or function of the user's. Out: the same, routed; or what was seen of it; or why a decision
+fell. The planner's classes (`FusionEngine`, `FusionPattern`, `FusionConfig`) are in `autofuse.fusion`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+
+from autofuse.db.store import Store
+from autofuse.ir.records import DimHistogram, OpProfile
+from autofuse.observe.config import ObserverConfig
+from autofuse.observe.observer import Observer
+from autofuse.observe.roots import RootTracker, root_key
+from autofuse.pipeline import backend
+from autofuse.report.explain import render_explain
+from autofuse.runtime.session import current_session
+from autofuse.settings import load
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def optimize(target: Target) -> Target:
+    """Capture ``target`` at its next call and route its kernels from then on.
+
+    ``target``: an ``nn.Module``, which is changed in place and returned, or a function of tensors, of which
+    the routed twin is returned. Settings come from the environment and the configuration files, as for
+    ``autofuse run`` (``AUTOFUSE_TUNE=wait``, ``AUTOFUSE_STORE=...``); with ``AUTOFUSE_DISABLE=1`` the target
+    is returned as it is. A target that cannot be captured runs eager. Raises TypeError for anything else.
+    """
+    if not callable(target):
+        raise TypeError(f"expected an nn.Module or a function, found {type(target).__name__}; call optimize(model)")
+    session = current_session()
+    if session is None:
+        return target
+    if not isinstance(target, torch.nn.Module):
+        compiled: Target = torch.compile(target, backend=backend)
+        return compiled
+    root = session.roots.root_of(target)
+    if root.state == "observing":
+        root.capture()
+
+    def call_root(*args: Any, **kwargs: Any) -> Any:
+        return root.call(target, args, kwargs)
+
+    target._compiled_call_impl = call_root
+    return target
+
+
+@dataclass
+class Observation:
+    """What `observe` saw; complete when its block has ended."""
+
+    operations: list[OpProfile] = field(default_factory=list)  # one row per overload and shapes
+    histograms: list[DimHistogram] = field(default_factory=list)  # sizes of each dim of each root's arguments
+    dynamic_dims: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)  # root -> (argument, dim)
+    overhead_seconds: float = 0.0  # what watching cost
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[Observation]:
+    """Watch every aten call in the block: operators, shapes, times, owning modules. Changes no result."""
+    result = Observation()
+    observer = Observer(ObserverConfig(sample_every=1, skip_steps=0, max_overhead_percent=100.0))
+    roots: set[str] = set()
+
+    def handle(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = root_key(module)
+        roots.add(key)
+        observer.on_root_call(key, args, kwargs)
+        observer.before_root_call(key)
+        began = time.perf_counter()
+        try:
+            return tracker.call_original(module, args, kwargs)
+        finally:
+            observer.after_root_call(key, time.perf_counter() - began)
+
+    tracker = RootTracker(handle)
+    tracker.install()
+    try:
+        yield result
+    finally:
+        tracker.uninstall()
+        observer.stop()
+        result.operations = observer.profiles()
+        result.histograms = observer.histograms()
+        result.dynamic_dims = {key: observer.dynamic_dims(key) for key in roots}
+        result.overhead_seconds = observer.cost_seconds
+
+
+def explain(node: str | None = None, store: str | Path | None = None) -> str:
+    """Why a decision fell: text about one node (its label or fusion_id, or the beginning of either), or a list of all.
+
+    ``store``: path of the store, the configured one by default. Raises UsageError for a node nobody knows
+    and StoreError for a store that cannot be read.
+    """
+    path = Path(store) if store is not None else load().run.store
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with Store.open(path, readonly=True) as opened:
+        render_explain(opened, console, node)
+    return console.export_text()

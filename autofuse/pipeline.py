@@ -1,0 +1,52 @@
+"""The stages in order, each a named call.
+
+A captured graph goes in, a routed graph comes out. What happens later (tuning in the daemon, decisions
+through the store, a new plan between two calls) reaches the same routed graph through the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autofuse.capture.backend import boxed, compile_with
+from autofuse.capture.graph_import import import_graph
+from autofuse.capture.random_ops import split_dropout
+from autofuse.fusion.graph import FusionGraph
+from autofuse.runtime.program import build_program
+from autofuse.runtime.router import GraphRouter
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+
+def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callable[[list[Any]], Any]:
+    """One aten graph of AOTAutograd as a routed call. Any failure of ours leaves the graph as it is."""
+    try:
+        if split_dropout(module):
+            session.prepare_generator()
+        imported = import_graph(module)
+        graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+        nodes = session.plan_nodes(graph)
+        program = build_program(imported, nodes)
+        router = GraphRouter(program, session, phase, perf_counter)
+        session.add_router(router, graph, nodes)
+        return router
+    except Exception as error:
+        session.report_fallback("graph_not_planned", f"a {phase} graph runs on eager's kernels", error)
+        module.recompile()
+        return boxed(module.forward)
+
+
+def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The Dynamo backend: ``torch.compile(model, backend="autofuse")``."""
+    from autofuse.runtime.session import current_session
+
+    session = current_session()
+    if session is None:
+        return module.forward  # switched off: the captured graph, as it is
+    return compile_with(module, example_inputs, lambda graph, phase: route_graph(graph, phase, session))

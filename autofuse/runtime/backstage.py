@@ -1,0 +1,177 @@
+"""The background thread of a script: everything that touches the store.
+
+In: records posted by the script. Out: decisions and kernels put into memory, plans refreshed.
+Guarantee: the script never waits for the store, except where it asked to (``wait`` mode). A store that
+fails is reported in one line and then left alone; the script goes on with what is in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from autofuse.db.store import Store
+from autofuse.errors import AutofuseError
+from autofuse.ir.records import Event, KernelRecord, RunStart, TuneRequest
+
+TICK_SECONDS = 0.1
+FLUSH_SECONDS = 1.0
+
+
+class Backstage:
+    """Owns the store's connection and the thread that uses it."""
+
+    def __init__(
+        self,
+        path: Path,
+        start: RunStart,
+        *,
+        collect: Callable[[Store, int, bool], None],
+        absorb: Callable[[Store], bool],
+        report: Callable[[str, str], None],
+        persist: bool = True,
+    ) -> None:
+        """``collect(store, run_id, final)`` writes what the run counted; ``absorb(store)`` reads decisions and
+        kernels, True if anything was new; ``report(kind, message)`` says one line to the person."""
+        self._path = path
+        self._start = start
+        self._collect = collect
+        self._absorb = absorb
+        self._report = report
+        self._persist = persist
+        self._store: Store | None = None
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._ready = threading.Event()
+        self._requests: list[TuneRequest] = []
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+        self._open_work: int | None = None  # requests of this run not finished; None: not known
+        self._broken = False
+        self._flushed = threading.Condition()
+        self._posted = 0
+        self._written = 0
+        self.run_id: int | None = None
+        self._thread = threading.Thread(target=self._run, name="autofuse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the store is open, or still being opened."""
+        return not self._broken
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait until decisions of earlier runs are in memory."""
+        return self._ready.wait(seconds)
+
+    def post_requests(self, requests: list[TuneRequest]) -> int:
+        """Queue work for the daemon; returns a ticket for `written`."""
+        with self._lock:
+            self._requests.extend(requests)
+            self._posted += 1
+            ticket = self._posted
+        self._wake.set()
+        return ticket
+
+    def post_event(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def wait_written(self, ticket: int, seconds: float) -> bool:
+        """Wait until the requests of a ticket are in the store."""
+        with self._flushed:
+            return self._flushed.wait_for(lambda: self._written >= ticket or self._broken, seconds)
+
+    def open_work(self) -> int | None:
+        """Requests of this run that the daemon has not finished, as of the last tick."""
+        return self._open_work
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """Write what is left and end the thread."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            self._loop()
+        except (AutofuseError, OSError) as error:
+            self._fail(f"{error}")
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._ready.set()
+            with self._flushed:
+                self._flushed.notify_all()
+            if self._store is not None:
+                self._store.close()
+
+    def _open(self) -> None:
+        self._store = Store.open(self._path)
+        self.run_id = self._store.start_run(self._start)
+        self._absorb(self._store)
+        self._ready.set()
+
+    def _loop(self) -> None:
+        assert self._store is not None and self.run_id is not None
+        flushed_at = time.monotonic()
+        version = self._store.data_version()
+        while True:
+            stopping = self._stop.is_set()
+            self._write_posted(self._store, self.run_id)
+            found = self._store.data_version()
+            if found != version:
+                version = found
+                # In this order: who sees that no work is open finds its decisions in memory.
+                left = self._count_open(self._store)
+                self._absorb(self._store)
+                self._open_work = left
+            if stopping or time.monotonic() - flushed_at >= FLUSH_SECONDS:
+                self._collect(self._store, self.run_id, stopping)
+                flushed_at = time.monotonic()
+            if stopping:
+                self._write_posted(self._store, self.run_id)
+                return
+            self._wake.wait(TICK_SECONDS)
+            self._wake.clear()
+
+    def _write_posted(self, store: Store, run_id: int) -> None:
+        with self._lock:
+            requests, self._requests = self._requests, []
+            events, self._events = self._events, []
+            ticket = self._posted
+        if requests:
+            store.add_requests(requests)
+            self._open_work = self._count_open(store)
+        for event in events:
+            store.add_event(run_id, event)
+        if ticket != self._written:
+            with self._flushed:
+                self._written = ticket
+                self._flushed.notify_all()
+
+    def _count_open(self, store: Store) -> int:
+        status = store.queue_length(self._start.device.key, self.run_id)
+        return status.queued + status.running
+
+    def _fail(self, message: str) -> None:
+        self._broken = True
+        self._report("store_unusable", f"{message} The script goes on; nothing is stored or tuned in this run.")
+
+
+def load_missing(store: Store, wanted: list[str], add: Callable[[str, KernelRecord | None], None]) -> int:
+    """Read kernels by compile key; returns how many were found."""
+    found = 0
+    for digest in wanted:
+        record = store.get_kernel(digest)
+        add(digest, record)
+        found += record is not None
+    return found

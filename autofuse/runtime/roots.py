@@ -1,0 +1,342 @@
+"""The life of a root: observed in eager, captured when that pays, released when it does not.
+
+In: calls of outermost modules. Out: the same results, from the original module or from its captured
+graph; step samples, root records. Guarantee: whatever autofuse does wrong, the original module answers;
+what the user's own code raises, the user gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from autofuse.ir.records import RootRecord, StepSample
+from autofuse.observe.config import ObserverConfig
+from autofuse.observe.observer import Observer
+from autofuse.observe.policy import HeldOut, advise_capture, learn_cost
+from autofuse.observe.roots import RootTracker, root_key
+from autofuse.observe.signatures import call_signature, tensors_by_path
+from autofuse.pipeline import backend as autofuse_backend
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+# A released root must have lost to this many held-out calls; below that the difference may be noise.
+PAIRS_BEFORE_RELEASE = 12
+# A Dynamo graph break a call is what a log line costs, and the module around it is then traced twice.
+IGNORED_LOGGING = tuple(
+    getattr(logging.Logger, name)
+    for name in ("debug", "info", "warning", "warning_once")
+    if hasattr(logging.Logger, name)
+)
+
+
+class Roots:
+    """All roots of a session, and the observer that watches them."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        settings = session.settings
+        self.observer = Observer(
+            ObserverConfig(
+                enabled=settings.observe.enabled,
+                sample_every=settings.observe.sample_every,
+                max_overhead_percent=settings.observe.max_overhead_percent,
+                max_shapes=settings.observe.max_shapes,
+            )
+        )
+        self.tracker = RootTracker(self._handle)
+        self.groups: dict[str, Root] = {}
+        self.known: dict[str, RootRecord] = {}  # what earlier runs found out
+        self.held_out_calls = 0
+        self.step_us_total = 0.0
+        self._by_module: weakref.WeakKeyDictionary[torch.nn.Module, Root] = weakref.WeakKeyDictionary()
+        self._written: dict[str, RootRecord] = {}
+
+    def install(self) -> None:
+        self.tracker.install()
+
+    def uninstall(self) -> None:
+        self.tracker.uninstall()
+        self.observer.stop()
+
+    def root_of(self, module: torch.nn.Module) -> Root:
+        root = self._by_module.get(module)
+        if root is None:
+            key = root_key(module)
+            root = self.groups.get(key)
+            if root is None:
+                root = self.groups[key] = Root(self, key, type(module).__name__)
+            self._by_module[module] = root
+        return root
+
+    def _handle(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            root = self.root_of(module)
+        except Exception as error:
+            self.session.report_fallback("root_unknown", f"{type(module).__name__} stays eager", error)
+            self.tracker.release(module)
+            return self.tracker.call_original(module, args, kwargs)
+        return root.call(module, args, kwargs)
+
+    def steps(self) -> int:
+        """Calls of the root that took the most time; of routed graphs where no root was called."""
+        if self.groups:
+            return max(self.groups.values(), key=lambda root: root.total_us).calls
+        counts = [sum(p.count for p in r.all_plans()) for r in self.session.routers if r.phase != "backward"]
+        return max(counts, default=0)
+
+    def changed_records(self, final: bool) -> Iterator[RootRecord]:
+        """Records of roots that changed since the last time."""
+        for key, root in list(self.groups.items()):
+            record = root.record()
+            before = self._written.get(key)
+            if before is None or final or (before.state, before.reason) != (record.state, record.reason):
+                self._written[key] = record
+                yield record
+
+    def seconds_per_op(self) -> float:
+        default = self.session.settings.capture.predicted_seconds_per_op
+        return learn_cost([*self.known.values(), *(r.record() for r in self.groups.values())], default)
+
+
+class Root:
+    """All modules of one class and one set of parameter shapes."""
+
+    def __init__(self, roots: Roots, key: str, name: str) -> None:
+        self.roots = roots
+        self.session = roots.session
+        self.key = key
+        self.name = name
+        self.state = "observing"
+        self.reason, self.detail = "not_yet", ""
+        self.calls = 0
+        self.total_us = 0.0
+        self.eager_seconds = 0.0  # forward and, by the observed ratio, backward
+        self.capture_seconds = 0.0
+        self.predicted_seconds = 0.0
+        self.failures = 0
+        self._compiled: Callable[..., Any] | None = None
+        self._seen: set[Any] = set()
+        capture = self.session.settings.capture
+        self._held_out = HeldOut(capture.held_out_share, seed=0)
+        self._open: tuple[float, str, bool, int, int] | None = None  # start, signature, held out, index, disturbances
+        self._recent: dict[str, deque[float]] = {}
+        self._ratios: deque[float] = deque(maxlen=64)
+
+    # ---- a call --------------------------------------------------------------------------------------
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        now = time.perf_counter()
+        self._end_step(now)
+        self.calls += 1
+        if self.state == "eager":
+            self._open = (now, "", False, self.calls, self.session.disturbances)
+            return self.roots.tracker.call_original(module, args, kwargs)
+        if self.state == "observing":
+            self._decide()
+            if self.state != "captured":
+                return self._observed(module, args, kwargs)
+        signature = (call_signature(args, kwargs), module.training, torch.is_grad_enabled())
+        held_out = self._held_out.next() and signature in self._seen
+        self._open = (now, str(signature), held_out, self.calls, self.session.disturbances)
+        if held_out:
+            self.roots.held_out_calls += 1
+            return self.roots.tracker.call_original(module, args, kwargs)
+        return self._captured(module, args, kwargs, signature)
+
+    def _observed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        observer = self.roots.observer
+        observer.on_root_call(self.key, args, kwargs)
+        observer.before_root_call(self.key)
+        began = time.perf_counter()
+        self._open = (began, "", False, self.calls, self.session.disturbances)
+        try:
+            return self.roots.tracker.call_original(module, args, kwargs)
+        finally:
+            seconds = time.perf_counter() - began
+            observer.after_root_call(self.key, seconds)
+            ratio = observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
+            self.eager_seconds += seconds * (1.0 + (ratio or 0.0))
+
+    def _captured(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any
+    ) -> Any:
+        compiled = self._compiled
+        assert compiled is not None
+        if signature in self._seen:
+            return compiled(module, *args, **kwargs)
+        return self._first_captured(compiled, module, args, kwargs, signature)
+
+    def _first_captured(
+        self,
+        compiled: Callable[..., Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: Any,
+    ) -> Any:
+        """A call with a new signature, which may trace: everything that can go wrong in capture goes wrong here."""
+        session = self.session
+        graphs, paused = len(session.routers), session.tuning.paused_seconds
+        random_state = torch.get_rng_state()
+        began = time.perf_counter()
+        try:
+            self._mark_dynamic(args, kwargs)
+            with capture_settings(session.settings.capture.recompile_limit):
+                result = compiled(module, *args, **kwargs)
+        except TorchDynamoException as error:
+            self._fail(error)
+            torch.set_rng_state(random_state)
+            return self.roots.tracker.call_original(module, args, kwargs)
+        self._seen.add(signature)
+        if len(session.routers) != graphs:
+            seconds = time.perf_counter() - began - (session.tuning.paused_seconds - paused)
+            self.capture_seconds += seconds
+            session.capture_seconds += seconds
+            session.disturbances += 1
+        return result
+
+    # ---- decisions --------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        session, capture = self.session, self.session.settings.capture
+        if session.toolchain is None and not len(session.table):
+            return
+        observer = self.roots.observer
+        if self.calls == 1:
+            # Decisions of earlier runs are read while the script imports; a moment more is well spent.
+            session.backstage.wait_ready(2.0)
+        advice = advise_capture(
+            spent_seconds=self.eager_seconds,
+            operations=observer.ops_in_forward(self.key),
+            backward=torch.is_grad_enabled(),
+            seconds_per_op=self.roots.seconds_per_op(),
+            calls=self.calls - 1,
+            min_root_us=capture.min_root_us,
+            max_seconds=capture.max_seconds,
+            failures=self.failures,
+            max_failures=capture.max_failures,
+            at_once=session.mode == "wait",
+            known=self.roots.known.get(self.key),
+        )
+        self.reason, self.detail = advice.reason, advice.detail
+        self.predicted_seconds = advice.predicted_seconds
+        if advice.capture:
+            self.capture()
+        elif advice.final:
+            self.state = "eager"
+
+    def capture(self) -> None:
+        """From the next call on, run the captured graph."""
+        self._compiled = torch.compile(_entry(self.name), backend=autofuse_backend)
+        self.state = "captured"
+        if all(root.state != "observing" for root in self.roots.groups.values()):
+            self.roots.observer.stop()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failures += 1
+        self.state, self.reason = "eager", "capture_failed"
+        self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+        self.session.report_fallback("capture_failed", f"{self.name} stays eager: it could not be captured", error)
+
+    def _mark_dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Dims seen to vary are symbols from the first trace on; sizes 0 and 1 are always traced as they are."""
+        tensors = tensors_by_path(args, kwargs)
+        for path, dim in self.dynamic_dims():
+            tensor = tensors.get(path)
+            if tensor is not None and dim < tensor.dim() and tensor.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+    def dynamic_dims(self) -> tuple[tuple[str, int], ...]:
+        known = self.roots.known.get(self.key)
+        seen = self.roots.observer.dynamic_dims(self.key)
+        return tuple(dict.fromkeys([*(known.dynamic_dims if known else ()), *seen]))
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def _end_step(self, now: float) -> None:
+        """A step is the time from one call of the root to the next."""
+        if self._open is None:
+            return
+        began, signature, held_out, index, disturbances = self._open
+        self._open = None
+        step_us = (now - began) * 1e6
+        self.total_us += step_us
+        fused = 0
+        for router in self.session.routers:
+            for plan in router.plans.values():
+                if plan.count != plan.seen:
+                    plan.seen = plan.count
+                    fused += plan.fused_nodes
+        if self.state != "captured":
+            return
+        valid = disturbances == self.session.disturbances
+        self.roots.step_us_total += step_us if valid else 0.0
+        self.session.steps.append(
+            StepSample(self.key, signature, held_out, 0 if held_out else fused, index, step_us if valid else 0.0)
+        )
+        if valid:
+            self._compare(signature, held_out, step_us)
+
+    def _compare(self, signature: str, held_out: bool, step_us: float) -> None:
+        """Release a root whose captured steps lose to held-out eager ones."""
+        recent = self._recent.setdefault(signature, deque(maxlen=6))
+        if not held_out:
+            recent.append(step_us)
+            return
+        if len(recent) >= 3:
+            self._ratios.append(step_us / statistics.median(recent))
+        slower = [r for r in self._ratios if r < 1.0]
+        if (
+            len(self._ratios) >= PAIRS_BEFORE_RELEASE
+            and len(slower) >= 0.8 * len(self._ratios)
+            and statistics.median(self._ratios) < 1.0 / self.session.settings.capture.release_factor
+        ):
+            self.state, self.reason = "eager", "slower_than_eager"
+            self.detail = f"captured steps take {1 / statistics.median(self._ratios):.2f}x of eager's"
+
+    def record(self) -> RootRecord:
+        return RootRecord(
+            root=self.key,
+            name=self.name,
+            state=self.state,  # type: ignore[arg-type]
+            reason=self.reason,
+            detail=self.detail,
+            calls=self.calls,
+            eager_seconds=self.eager_seconds,
+            operations=self.roots.observer.ops_in_forward(self.key) or 0,
+            capture_seconds=self.capture_seconds,
+            predicted_capture_seconds=self.predicted_seconds,
+            dynamic_dims=self.dynamic_dims(),
+        )
+
+
+def _entry(name: str) -> Callable[..., Any]:
+    """A function of its own for each root: Dynamo's recompile limit counts per code object.
+
+    The call also gives modules whose forward lives in torch itself a frame that Dynamo does not skip.
+    """
+    namespace: dict[str, Any] = {}
+    text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
+    exec(compile(text, f"<autofuse root {name}>", "exec"), namespace)
+    entry: Callable[..., Any] = namespace["call_root"]
+    return entry
+
+
+@contextlib.contextmanager
+def capture_settings(recompile_limit: int) -> Iterator[None]:
+    """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside."""
+    config = torch._dynamo.config
+    ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
+    with config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit):
+        yield

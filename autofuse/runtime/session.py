@@ -1,0 +1,303 @@
+"""The session of one script: what ties observer, captured graphs, store and daemon together.
+
+In: settings and the script's calls. Out: routed graphs, rows in the store.
+Guarantee: nothing here raises into the script. Each kind of trouble is said once, in one line on stderr,
+and stored as an event; the script goes on with eager's kernels.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autofuse.capture.random_ops import use_generator
+from autofuse.codegen.bernoulli import make_bernoulli
+from autofuse.codegen.build import Toolchain, find_toolchain
+from autofuse.codegen.load import load_kernel
+from autofuse.codegen.lower import lower
+from autofuse.db.store import Store
+from autofuse.errors import AutofuseError, CompilerError, LoweringError
+from autofuse.fusion.config import FusionConfig
+from autofuse.fusion.engine import FusionEngine
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Event, KernelRecord, RunStart, RunTotals, StepSample
+from autofuse.runtime import roots
+from autofuse.runtime.backstage import Backstage, load_missing
+from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
+from autofuse.runtime.checking import check_against
+from autofuse.runtime.device import cpu_device, versions
+from autofuse.runtime.launch import NodeCall
+from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
+from autofuse.runtime.tuning import TuningClient
+from autofuse.runtime.usage import node_uses
+from autofuse.settings import Settings, load
+
+SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
+
+_current: Session | None = None
+_lock = threading.Lock()
+
+
+class Session:
+    """One process that autofuse watches. `start_session` makes it, `finish` ends it."""
+
+    def __init__(self, settings: Settings, command: str) -> None:
+        self.settings = settings
+        self.command = command
+        self.device = cpu_device()
+        self.versions = versions()
+        self.threads = torch.get_num_threads()
+        self.mode = "off" if settings.run.frozen else settings.run.tune
+        self.started = time.perf_counter()
+        self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
+        self.capture_seconds = 0.0
+        self.routers: list[GraphRouter] = []
+        self.refusals: list[Any] = []
+        self._written_refusals = 0
+        self.estimates: dict[str, float] = {}  # fusion_id -> estimated speedup
+        self.sources: dict[str, str] = {}  # fusion_id -> first source line
+        self.steps: list[StepSample] = []
+        self._graph_calls = 0
+        self._said: Counter[str] = Counter()
+        self._fuel = settings.run.fuel
+        self._fuelled: dict[str, bool] = {}
+        self._finished = False
+        self._exit_code: int | None = None
+        self._lowered: dict[str, tuple[str, str] | None] = {}
+        self._absorbed = 0
+        self.toolchain = self._find_toolchain()
+        self._generator_ready = False
+        self.table = DecisionTable()
+        self.shelf = KernelShelf(self._load_kernel)
+        config = FusionConfig.from_mapping(settings.as_dict()["fusion"])
+        self.engine = FusionEngine(config, lowerable=self._lowerable)
+        changed = {name: str(value) for name, value in settings.changed().items()}
+        start = RunStart(command, self.device, self.versions, settings.run.tune, os.getpid(), changed)
+        self.backstage = Backstage(
+            settings.run.store, start, collect=self._collect, absorb=self._absorb, report=self.say_once
+        )
+        self.tuning = TuningClient(self)
+        self.roots = roots.Roots(self)
+
+    def start(self) -> None:
+        self.backstage.start()
+        if self.settings.observe.enabled:
+            self.roots.install()
+
+    # ---- telling the person -----------------------------------------------------------------------
+
+    def say_once(self, kind: str, message: str) -> None:
+        """One line on stderr for each kind of trouble, and an event in the store."""
+        self._said[kind] += 1
+        self.backstage.post_event(Event(kind, message))
+        if self._said[kind] == 1 and not self.settings.run.quiet:
+            print(f"autofuse: {message}", file=sys.stderr, flush=True)
+
+    def report_fallback(self, kind: str, what: str, error: BaseException) -> None:
+        first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+        self.say_once(kind, f"{what} ({type(error).__name__}: {first_line})")
+        if self.settings.run.debug >= 5:
+            import traceback
+
+            traceback.print_exception(error, file=sys.stderr)
+
+    # ---- planning -----------------------------------------------------------------------------------
+
+    def plan_nodes(self, graph: FusionGraph) -> list[FusionNode]:
+        """Nodes of a graph; without a compiler there is nothing to fuse into."""
+        before = len(self.engine.refusals)
+        nodes = self.engine.fuse(graph)
+        self.refusals.extend(self.engine.refusals[before:])
+        return nodes
+
+    def _lowerable(self, form: NodeForm) -> tuple[str, str] | None:
+        text = form.text()
+        if text not in self._lowered:
+            try:
+                lower(form)
+                self._lowered[text] = None
+            except LoweringError as error:
+                self._lowered[text] = (error.code, str(error))
+        return self._lowered[text]
+
+    def add_router(self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode]) -> None:
+        for node in nodes:
+            if node.fusion_id not in self.estimates:
+                self.estimates[node.fusion_id] = self.engine.benefit(node, graph).estimated_speedup
+                self.sources[node.fusion_id] = next((op.source for op in node.kernels if op.source), "")
+        self.routers.append(router)
+        self.disturbances += 1
+        if self.settings.run.debug >= 3:
+            for node in nodes:
+                print(f"autofuse: {router.phase}: {node.label}: {node.operation_names}", file=sys.stderr)
+
+    def _find_toolchain(self) -> Toolchain | None:
+        try:
+            return find_toolchain(self.settings.run.cc or None)
+        except CompilerError as error:
+            self._no_compiler = str(error)
+            return None
+
+    def prepare_generator(self) -> None:
+        """Dropout's masks from our generator, once it has proved itself bit-equal to aten's."""
+        if self._generator_ready or self.toolchain is None:
+            return
+        self._generator_ready = True
+        try:
+            use_generator(make_bernoulli(self.toolchain))
+        except Exception as error:
+            self.report_fallback("generator_unusable", "dropout masks come from aten", error)
+
+    # ---- the catalogue, as the router sees it -------------------------------------------------------
+
+    def choose(self, fusion_id: str, values: Sequence[int]) -> Choice:
+        try:
+            choice = choose(self.table, self.shelf, fusion_id, values)
+        except Exception as error:
+            self.report_fallback("kernel_unusable", "a stored kernel could not be loaded; its node runs eager", error)
+            return UNKNOWN
+        if choice.entry is not None and self._fuel is not None:
+            allowed = self._fuelled.setdefault(fusion_id, len([v for v in self._fuelled.values() if v]) < self._fuel)
+            return choice if allowed else Choice(known=True)
+        return choice
+
+    def node_failed(self, node: NodeState, problem: str) -> None:
+        self.say_once("node_failed", f"{node.slot.node.label} runs eager in this run: {problem}")
+
+    def new_plan(self, plan: Plan) -> None:
+        self.disturbances += 1
+
+    def settle_plan(self, plan: Plan) -> bool:
+        return self.tuning.settle(plan)
+
+    def sample_due(self) -> bool:
+        self._graph_calls += 1
+        return self._graph_calls % SAMPLE_EVERY == 0
+
+    def wrap(self, node: NodeState, fused: NodeCall, unfused: NodeCall) -> NodeCall:
+        if not self.settings.run.check:
+            return fused
+        return check_against(node, fused, unfused, self.say_once)
+
+    # ---- the background thread ------------------------------------------------------------------------
+
+    def _absorb(self, store: Store) -> bool:
+        """Read new decisions and the kernels they name, then let the plans follow. On the background thread."""
+        if not self._absorbed:
+            self.roots.known.update(store.roots())
+        rows = store.decisions(self.device.key, self.versions, self._absorbed)
+        if rows:
+            self._absorbed = max(number for number, _ in rows)
+            self.table.update(d for _, d in rows if d.key.threads == self.threads)
+        wanted = [key for key in self.table.kernels() if not self.shelf.has(key)]
+        load_missing(store, wanted, self.shelf.add)
+        if rows or wanted:
+            self.refresh_plans()
+        return bool(rows)
+
+    def refresh_plans(self) -> None:
+        for router in list(self.routers):
+            for plan in router.all_plans():
+                if router.refresh(plan):
+                    self.disturbances += 1
+
+    def _load_kernel(self, record: KernelRecord) -> Callable[..., None]:
+        entry: Callable[..., None] = load_kernel(record.binary, record.name).entry
+        return entry
+
+    def _collect(self, store: Store, run_id: int, final: bool) -> None:
+        """Write what was counted since the last time. On the background thread."""
+        if not final:
+            self.tuning.post_new_work()
+        steps, self.steps = self.steps, []
+        if steps:
+            store.add_step_samples(run_id, steps)
+        uses = node_uses(self)
+        if uses:
+            store.put_node_uses(run_id, uses)
+        new = self.refusals[self._written_refusals :]
+        if new:
+            self._written_refusals += len(new)
+            store.add_refusals(run_id, new)
+        for record in self.roots.changed_records(final):
+            store.put_root(run_id, record)
+        if final:
+            store.put_op_profiles(run_id, self.roots.observer.profiles())
+            store.put_dim_histograms(run_id, self.roots.observer.histograms())
+            store.finish_run(run_id, self.totals())
+        else:
+            store.update_totals(run_id, self.totals())
+
+    def totals(self) -> RunTotals:
+        fused = unfused = 0
+        for router in list(self.routers):
+            for plan in router.all_plans():
+                done = sum(plan.fused_calls(node) for node in plan.nodes)
+                fused += done
+                unfused += plan.count * len(plan.nodes) - done
+        return RunTotals(
+            steps=self.roots.steps(),
+            fused_calls=fused,
+            unfused_calls=unfused,
+            observer_seconds=self.roots.observer.cost_seconds,
+            run_seconds=time.perf_counter() - self.started,
+            capture_seconds=self.capture_seconds,
+            held_out_calls=self.roots.held_out_calls,
+            exit_code=self._exit_code,
+        )
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def finish(self, exit_code: int | None) -> None:
+        """Stop observing, write everything, hand over what is still to be tuned."""
+        global _current
+        if self._finished:
+            return
+        self._finished = True
+        self._exit_code = exit_code if exit_code is not None else 0
+        self.roots.uninstall()
+        self.tuning.hand_over()
+        self.backstage.stop()
+        with _lock:
+            if _current is self:
+                _current = None
+
+
+def start_session(settings: Settings, command: str) -> Session:
+    """Begin to watch this process."""
+    global _current
+    with _lock:
+        if _current is not None:
+            return _current
+        _current = Session(settings, command)
+        session = _current
+    session.start()
+    if session.toolchain is None:
+        session.say_once("no_compiler", f"{session._no_compiler} The script runs on eager's kernels.")
+    return session
+
+
+def current_session() -> Session | None:
+    """The session of this process; made from the environment where `autofuse run` did not, None if disabled."""
+    if _current is not None:
+        return _current
+    try:
+        settings = load()
+    except AutofuseError as error:
+        print(f"autofuse: {error}", file=sys.stderr)
+        return None
+    if settings.run.disable:
+        return None
+    session = start_session(settings, " ".join(sys.argv) or "python")
+    atexit.register(session.finish, None)
+    return session

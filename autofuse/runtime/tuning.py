@@ -1,0 +1,189 @@
+"""The script's side of tuning: what is asked of the daemon, when, and whether the script waits for it.
+
+In: plans with nodes that nobody has decided on. Out: requests in the store, a running daemon, in ``wait``
+mode a pause with a progress bar. Guarantee: a daemon that dies or a budget that ends never holds the
+script; without a compiler or a store nothing is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from autofuse.errors import AutofuseError
+from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
+from autofuse.report.progress import TuningProgress
+from autofuse.runtime.router import NodeState, Plan
+from autofuse.tuner import daemon
+from autofuse.tuner.buckets import bucket_of
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+# A graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
+CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}
+POLL_SECONDS = 0.05
+
+
+class TuningClient:
+    """Asks for tuning on behalf of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._posted: dict[str, int] = {}  # calls already reported, by decision key
+        self._daemon_started = False
+        self.paused_seconds = 0.0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether asking makes sense at all."""
+        session = self._session
+        return session.mode != "off" and session.toolchain is not None and session.backstage.usable
+
+    # ---- called on the script's path ---------------------------------------------------------------
+
+    def settle(self, plan: Plan) -> bool:
+        """True once the plan need not be asked about again; in ``wait`` mode this is where the script pauses."""
+        if self._session.mode != "wait" or not self.enabled:
+            return True
+        if not self._undecided(plan):
+            return True
+        if plan.count < CALLS_BEFORE_TUNING["wait"]:
+            return False
+        left = self._session.settings.tuner.budget_seconds - self.paused_seconds
+        if left > 0:
+            self._pause(left)
+        return True
+
+    def _pause(self, budget_seconds: float) -> None:
+        """Hand in all open work and wait until it is done or the budget is spent."""
+        session = self._session
+        began = time.perf_counter()
+        session.disturbances += 1
+        try:
+            plans = [p for r in list(session.routers) for p in r.all_plans()]
+            requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["wait"]])
+            if requests:
+                ticket = session.backstage.post_requests(requests)
+                session.backstage.wait_written(ticket, 10.0)
+                self._wait_for_daemon(len(requests), began + budget_seconds)
+        except (AutofuseError, OSError) as error:
+            session.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
+        finally:
+            self.paused_seconds += time.perf_counter() - began
+
+    def _wait_for_daemon(self, total: int, deadline: float) -> None:
+        session = self._session
+        restarts = 0
+        self._ensure_daemon()
+        checked = time.perf_counter()
+        with TuningProgress(total, quiet=session.settings.run.quiet) as progress:
+            while session.backstage.usable:
+                left = session.backstage.open_work()
+                progress.update(total - left if left is not None else 0)
+                if left == 0:
+                    return
+                now = time.perf_counter()
+                if now >= deadline:
+                    session.say_once(
+                        "budget_spent",
+                        f"tuning paused the script for {self.paused_seconds + now - checked:.0f} s in all, its budget; "
+                        f"{left} nodes stay on eager's kernels (tuner.budget_seconds sets the budget)",
+                    )
+                    return
+                if now - checked > 1.0:
+                    checked = now
+                    if daemon.status(session.settings) is None:
+                        restarts += 1
+                        if restarts > 2:
+                            session.say_once("daemon_lost", "the tuning daemon ended three times; tuning stops here")
+                            return
+                        session.say_once("daemon_restarted", "the tuning daemon ended unexpectedly and was restarted")
+                        self._ensure_daemon()
+                time.sleep(POLL_SECONDS)
+
+    # ---- called on the background thread ---------------------------------------------------------------
+
+    def post_new_work(self) -> None:
+        """In background mode: ask for what has become hot since the last time."""
+        session = self._session
+        if session.mode != "background" or not self.enabled:
+            return
+        plans = [p for r in list(session.routers) for p in r.all_plans()]
+        requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["background"]])
+        if requests:
+            session.backstage.post_requests(requests)
+            self._ensure_daemon()
+
+    def hand_over(self) -> None:
+        """At the end of the script: in ``after`` mode the work begins now."""
+        session = self._session
+        if session.mode != "after" or not self.enabled:
+            return
+        plans = [p for r in list(session.routers) for p in r.all_plans()]
+        requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["after"]])
+        if requests:
+            session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
+            self._ensure_daemon()
+
+    # ---- requests ----------------------------------------------------------------------------------------
+
+    def _ensure_daemon(self) -> None:
+        try:
+            daemon.ensure_running(self._session.settings)
+            self._daemon_started = True
+        except (AutofuseError, OSError) as error:
+            self._session.report_fallback("daemon_unusable", "no tuning daemon; nodes stay on eager's kernels", error)
+
+    def _undecided(self, plan: Plan) -> list[tuple[int, NodeState]]:
+        return [
+            (index, node)
+            for index, node in enumerate(plan.nodes)
+            if not node.broken and not self._session.choose(node.fusion_id, node.values).known
+        ]
+
+    def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
+        """One request for each undecided node and bucket, with the calls not yet reported."""
+        session = self._session
+        found: dict[str, TuneRequest] = {}
+        for plan in plans:
+            for index, node in self._undecided(plan):
+                bucket = bucket_of(node.values)
+                key = DecisionKey(node.fusion_id, bucket.label, session.device.key, session.threads, session.versions)
+                request = TuneRequest(
+                    key=key,
+                    node=node.form.to_json(),
+                    bucket=bucket,
+                    shapes=(ObservedShape(node.values, plan.count),),
+                    calls=plan.count,
+                    unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
+                    estimated_speedup=session.estimates.get(node.fusion_id, 1.0),
+                    run_id=session.backstage.run_id,
+                )
+                found[key.digest] = _merge(found.get(key.digest), request)
+        fresh: list[TuneRequest] = []
+        for digest, request in found.items():
+            if digest not in self._posted:
+                fresh.append(request)
+                self._posted[digest] = request.calls
+        return fresh
+
+
+def _merge(first: TuneRequest | None, second: TuneRequest) -> TuneRequest:
+    """The same node in the same bucket, from another layer or another shape."""
+    if first is None:
+        return second
+    calls = {shape.symbol_values: shape.calls for shape in first.shapes}
+    for shape in second.shapes:
+        calls[shape.symbol_values] = calls.get(shape.symbol_values, 0) + shape.calls
+    shapes = tuple(ObservedShape(values, n) for values, n in sorted(calls.items(), key=lambda item: -item[1]))
+    return TuneRequest(
+        key=first.key,
+        node=first.node,
+        bucket=first.bucket,
+        shapes=shapes,
+        calls=first.calls + second.calls,
+        unfused_us=max(first.unfused_us, second.unfused_us),
+        estimated_speedup=first.estimated_speedup,
+        run_id=first.run_id,
+    )

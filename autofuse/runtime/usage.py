@@ -1,0 +1,66 @@
+"""How the nodes of a session were used, summed over the graphs and layers that share them.
+
+In: the plans of a session. Out: `NodeUse` records; the time share is of all timed steps of the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from autofuse.ir.records import Bucket, NodeUse, ObservedShape
+from autofuse.runtime.router import NodeState
+from autofuse.tuner.buckets import bucket_of
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+MAX_SHAPES = 64  # exact shapes kept for a node and bucket
+
+
+@dataclass
+class _Sum:
+    node: NodeState
+    bucket: Bucket
+    calls: int = 0
+    fused_calls: int = 0
+    total_us: float = 0.0  # calls times the median of sampled calls
+    sampled: int = 0  # calls in plans with samples
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+
+def node_uses(session: Session) -> list[NodeUse]:
+    """One record for each node and bucket, with the counters so far."""
+    sums: dict[tuple[str, str], _Sum] = {}
+    run_us = max(session.roots.step_us_total, 1e-9)
+    for router in list(session.routers):
+        for plan in router.all_plans():
+            for index, node in enumerate(plan.nodes):
+                bucket = bucket_of(node.values)
+                total = sums.setdefault((node.fusion_id, bucket.label), _Sum(node, bucket))
+                total.calls += plan.count
+                total.fused_calls += plan.fused_calls(node)
+                total.shapes[node.values] += plan.count
+                live = plan.live_us(index)
+                if live:
+                    total.total_us += live * plan.count
+                    total.sampled += plan.count
+    return [_record(session, total, run_us) for total in sums.values()]
+
+
+def _record(session: Session, total: _Sum, run_us: float) -> NodeUse:
+    node = total.node.slot.node
+    return NodeUse(
+        fusion_id=total.node.fusion_id,
+        node=total.node.form.to_json(),
+        label=node.label,
+        operations=node.operation_names,
+        bucket=total.bucket,
+        calls=total.calls,
+        fused_calls=total.fused_calls,
+        live_us=total.total_us / total.sampled if total.sampled else 0.0,
+        time_share=min(1.0, total.total_us / run_us) if session.roots.step_us_total else 0.0,
+        shapes=tuple(ObservedShape(values, calls) for values, calls in total.shapes.most_common(MAX_SHAPES)),
+        source=session.sources.get(total.node.fusion_id, ""),
+    )

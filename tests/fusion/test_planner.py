@@ -1,0 +1,242 @@
+"""Which operations become nodes: chains, broadcasting, reductions, terminals, cycles, limits, refusals."""
+
+import pytest
+from build import graph, op, tensor
+
+from autofuse.errors import FusionError, SettingsError, UnknownOpError
+from autofuse.fusion import FusionCandidateAnalyzer, FusionConfig, FusionEngine, FusionNode, FusionPattern
+from autofuse.ir.operation import NodeForm, ValueRef
+from autofuse.ir.shape import SymbolicShape
+
+A = tensor("s0", "s1", 256)
+ROW = tensor("s0", "s1", 1)
+V = tensor(256)
+
+
+def plan(g, **config):
+    analyzer = FusionCandidateAnalyzer(FusionConfig(**config))
+    return analyzer.find_fusible_operations(g), analyzer
+
+
+def names(nodes):
+    return [n.operation_names for n in nodes]
+
+
+def test_a_chain_is_one_node_however_long():
+    ops = [op("r0", "aten.relu.default", ["x"], A)]
+    ops += [op(f"r{i}", "aten.mul.Tensor", [f"r{i - 1}", "x"], A) for i in range(1, 20)]
+    nodes, _ = plan(graph(ops, {"x": A}, ["r19"]))
+    assert len(nodes) == 1 and len(nodes[0].kernels) == 20
+    assert nodes[0].outputs == (ValueRef("r19"),)
+
+
+def test_the_size_limit_splits_and_says_so():
+    ops = [op("r0", "aten.relu.default", ["x"], A)]
+    ops += [op(f"r{i}", "aten.mul.Tensor", [f"r{i - 1}", "x"], A) for i in range(1, 12)]
+    nodes, analyzer = plan(graph(ops, {"x": A}, ["r11"]), max_fusion_size=4)
+    assert max(len(n.kernels) for n in nodes) == 4 and sum(len(n.kernels) for n in nodes) == 12
+    assert any(r.code == "size_limit" and not r.accepted for r in analyzer.refusals)
+
+
+def test_bias_broadcast_and_values_needed_outside():
+    ops = [
+        op("add", "aten.add.Tensor", ["x", "b"], A),
+        op("relu", "aten.relu.default", ["add"], A),
+        op("mm", "aten.mm.default", ["add", "w"], A),
+        op("out", "aten.mul.Tensor", ["relu", "mm"], A),
+    ]
+    nodes, _ = plan(graph(ops, {"x": A, "b": V, "w": A}, ["out"]))
+    assert names(nodes) == ["add + relu"]
+    assert set(nodes[0].outputs) == {ValueRef("add"), ValueRef("relu")}
+
+
+def test_no_cycle_through_an_operation_outside():
+    """add feeds a matmul whose result meets add again: add and mul may not share a kernel."""
+    ops = [
+        op("add", "aten.gelu.default", ["x"], A),
+        op("mm", "aten.mm.default", ["add", "w"], A),
+        op("mul", "aten.mul.Tensor", ["add", "mm"], A),
+        op("exp", "aten.exp.default", ["mul"], A),
+    ]
+    nodes, analyzer = plan(graph(ops, {"x": A, "w": A}, ["exp"]))
+    assert names(nodes) == ["gelu", "mul + exp"]
+    assert any(r.code == "cycle" for r in analyzer.refusals)
+
+
+def test_a_whole_reduction_ends_a_node():
+    ops = [
+        op("mul", "aten.mul.Tensor", ["x", "x"], A),
+        op("sum", "aten.sum.default", ["mul"], tensor()),
+        op("div", "aten.div.Tensor", ["mul", "sum"], A),
+        op("exp", "aten.exp.default", ["div"], A),
+    ]
+    nodes, analyzer = plan(graph(ops, {"x": A}, ["exp"]))
+    assert all(not ({"sum", "div"} <= {o.name for o in n.operations}) for n in nodes)
+    assert any(r.code in ("needs_whole_reduction", "cycle") for r in analyzer.refusals)
+
+
+def test_row_statistics_join_the_work_around_them():
+    ops = [
+        op("mul", "aten.mul.Tensor", ["x", "x"], A),
+        op("mean", "aten.mean.dim", ["mul"], ROW, (-1,), True),
+        op("eps", "aten.add.Tensor", ["mean"], ROW, 1e-6),
+        op("rsqrt", "aten.rsqrt.default", ["eps"], ROW),
+        op("norm", "aten.mul.Tensor", ["x", "rsqrt"], A),
+        op("scale", "aten.mul.Tensor", ["norm", "w"], A),
+    ]
+    nodes, _ = plan(graph(ops, {"x": A, "w": V}, ["scale"]))
+    assert names(nodes) == ["mul + mean + add + rsqrt + mul + mul"]
+    assert nodes[0].kind == "reduction" and nodes[0].validate_fusion()
+
+
+def test_layer_norm_backward_takes_bias_gradient_through_a_view():
+    flat = tensor("s0*s1", 256)
+    ops = [
+        op("ln", "aten.native_layer_norm_backward.default", ["g", "x"], None, (256,), ValueRef("m"), ValueRef("r"),
+           ValueRef("w"), ValueRef("b"), (True, True, True), outputs=[A, V, V]),
+        op("drop", "aten.native_dropout_backward.default", ["ln", "mask"], A, 1.25),
+        op("view", "aten.view.default", ["drop"], flat, (SymbolicShape(["s0*s1"])[0], 256)),
+        op("sum", "aten.sum.dim_IntList", ["view"], tensor(1, 256), (0,), True),
+        op("mm", "aten.mm.default", ["view", "w2"], flat),
+    ]  # fmt: skip
+    inputs = {"g": A, "x": A, "m": ROW, "r": ROW, "w": V, "b": V, "mask": tensor("s0", "s1", 256, dtype="bool")}
+    nodes, _ = plan(graph(ops, {**inputs, "w2": tensor(256, 256)}, ["mm", "sum", "ln@1", "ln@2"]))
+    assert names(nodes) == ["native_layer_norm_backward + native_dropout_backward + sum"]
+    assert ValueRef("drop") in nodes[0].outputs and ValueRef("ln", 0) not in nodes[0].outputs
+
+
+def test_siblings_that_read_one_large_tensor_are_joined():
+    ops = [
+        op("mm", "aten.mm.default", ["x", "w"], A),
+        op("relu", "aten.gelu.default", ["mm"], A),
+        op("exp", "aten.exp.default", ["mm"], A),
+        op("a", "aten.mm.default", ["relu", "w"], A),
+        op("b", "aten.mm.default", ["exp", "w"], A),
+    ]
+    nodes, _ = plan(graph(ops, {"x": A, "w": A}, ["a", "b"]))
+    assert names(nodes) == ["gelu + exp"]
+
+
+def test_refusals_are_data():
+    ops = [op("add", "aten.add.Tensor", ["x", "x"], A), op("mm", "aten.mm.default", ["add", "x"], A)]
+    nodes, analyzer = plan(graph(ops, {"x": A}, ["mm"]))
+    assert nodes == []
+    (refusal,) = [r for r in analyzer.refusals if not r.accepted]
+    assert refusal.code == "single_op" and refusal.operations == "add" and refusal.source.startswith("model.py:1")
+
+
+def test_lowerable_splits_what_has_no_kernel():
+    ops = [op("a", "aten.gelu.default", ["x"], A), op("b", "aten.exp.default", ["a"], A)]
+    refuse = lambda form: ("too_big", "no") if len(form.operations) > 1 else None  # noqa: E731
+    analyzer = FusionCandidateAnalyzer(FusionConfig(), refuse)
+    assert names(analyzer.find_fusible_operations(graph(ops, {"x": A}, ["b"]))) == ["gelu", "exp"]
+
+
+def test_switches_and_sizes():
+    ops = [op("a", "aten.gelu.default", ["x"], A), op("s", "aten._softmax.default", ["a"], A, -1, False)]
+    g = graph(ops, {"x": A}, ["s"])
+    assert names(plan(g)[0]) == ["gelu + softmax"]
+    assert names(plan(g, enable_reduction=False)[0]) == ["gelu"]
+    assert plan(g, enabled=False)[0] == []
+    assert plan(g, cpu_fusion=False)[0] == []
+    assert plan(g, min_tensor_size=10**9)[0] == []
+    assert plan(g, min_fusion_benefit=100.0)[0] == []
+    for bad in ({"max_fusion_size": 0}, {"min_fusion_benefit": 0.0}, {"min_tensor_size": -1}):
+        with pytest.raises(SettingsError, match="expected"):
+            FusionConfig(**bad)
+
+
+def test_the_same_code_in_another_layer_has_one_identity():
+    def layer(tag, s0, s1):
+        spec = tensor(s0, s1, 256)
+        ops = [op(f"a{tag}", "aten.gelu.default", [f"x{tag}"], spec), op(f"b{tag}", "aten.exp.default", [f"a{tag}"], spec)]
+        return FusionNode(ops, {f"x{tag}": spec})
+
+    first, second = layer("1", "s0", "s1"), layer("2", "s77", "s3")
+    assert first.fusion_id == second.fusion_id and first.symbols == ("s0", "s1") and second.symbols == ("s77", "s3")
+    assert first.fusion_id != layer("3", "s0", "s0").fusion_id
+    assert FusionNode.from_json(first.to_json()).fusion_id == first.fusion_id
+    assert NodeForm.from_json(first.to_json()) == first.form
+
+
+def test_node_growth_and_validation():
+    node = FusionNode([op("a", "aten.add.Tensor", ["x", "y"], A)], {"x": A, "y": A})
+    relu = op("b", "aten.relu.default", ["a"], A)
+    assert node.can_fuse_with(relu, [A.shape])
+    assert not node.can_fuse_with(relu, [V.shape])
+    assert not node.can_fuse_with(op("m", "aten.mm.default", ["a", "a"], A), [A.shape])
+    node.add_operation(relu)
+    assert node.validate_fusion() and node.output_shapes == [A.shape] and node.input_shapes == [A.shape, A.shape]
+    with pytest.raises(FusionError, match="expected an operation"):
+        node.add_operation(op("m", "aten.mm.default", ["b", "b"], A))
+    assert not FusionNode([relu], {}).validate_fusion()
+
+
+def test_benefit_counts_launches_and_bytes():
+    ops = [op("a", "aten.add.Tensor", ["x", "y"], A), op("b", "aten.relu.default", ["a"], A)]
+    g = graph(ops, {"x": A, "y": A}, ["b"])
+    (node,), analyzer = plan(g)
+    benefit = analyzer.analyze_benefit(node, g)
+    nbytes = 4 * 100 * 256 * 4
+    assert benefit.kernel_count_reduction == 1 and benefit.memory_saved == 2 * nbytes
+    assert benefit.should_fuse(1.0) and not benefit.should_fuse(100.0)
+    assert analyzer.requires_runtime_shape_check(node) and analyzer.is_shape_preserving(ops[1])
+
+
+def test_metrics_before():
+    ops = [op("a", "aten.add.Tensor", ["x", "y"], A), op("b", "aten.relu.default", ["a"], A)]
+    metrics = graph(ops, {"x": A, "y": A}, ["b"]).metrics()
+    assert (metrics.nodes, metrics.edges, metrics.depth) == (2, 3, 2)
+    assert metrics.nbytes == 5 * 4 * 100 * 256 * 4
+
+
+def test_engine_patterns_and_statistics():
+    ops = [
+        op("a", "aten.mul.Tensor", ["x", "x"], A),
+        op("b", "aten.add.Tensor", ["a", "x"], A),
+        op("c", "aten.relu.default", ["b"], A),
+    ]
+    engine = FusionEngine(FusionConfig(max_fusion_size=2))
+    engine.register_pattern(FusionPattern("affine_relu_mine", ["mul", "add", "relu"]), priority=5)
+    nodes = engine.fuse(graph(ops, {"x": A}, ["c"]))
+    assert names(nodes) == ["mul + add + relu"]
+    stats = engine.get_fusion_stats()
+    assert stats["num_fused"] == 1 and stats["patterns_used"]["affine_relu_mine"] == 1
+    assert stats["efficiency"] == pytest.approx(2 / 3) and stats["memory_saved"] > 0
+    with pytest.raises(FusionError, match="twice"):
+        engine.register_pattern(FusionPattern("affine_relu_mine", ["mul"]))
+    with pytest.raises(UnknownOpError, match="did you mean"):
+        FusionPattern("x", ["linaer"])
+    with pytest.raises(FusionError, match="fusion_type"):
+        FusionPattern("x", ["relu"], fusion_type="magic")
+    attention = FusionPattern("fused_attention", ["matmul", "softmax", "matmul"], "attention")
+    engine.register_pattern(attention)
+    bmm = [
+        op("q", "aten.bmm.default", ["x", "x"], A),
+        op("s", "aten._softmax.default", ["q"], A, -1, False),
+        op("o", "aten.bmm.default", ["s", "x"], A),
+    ]
+    engine.fuse(graph(bmm, {"x": A}, ["o"]))
+    assert any(r.code == "pattern_has_no_kernel" for r in engine.refusals)
+    assert FusionEngine(enable_fusion=False).fuse(graph(ops, {"x": A}, ["c"])) == []
+
+
+def test_views_inside_a_node_and_outside_of_it():
+    flat = tensor("s0*s1", 256)
+    view_arg = (SymbolicShape(["s0*s1"])[0], 256)
+    ops = [
+        op("a", "aten.gelu.default", ["x"], A),
+        op("v", "aten.view.default", ["a"], flat, view_arg),
+        op("b", "aten.exp.default", ["v"], flat),
+        op("mm", "aten.mm.default", ["v", "w"], flat),
+    ]
+    nodes, _ = plan(graph(ops, {"x": A, "w": A}, ["b", "mm"]))
+    assert [o.name for o in nodes[0].operations] == ["a", "v", "b"]
+    assert set(nodes[0].outputs) == {ValueRef("a"), ValueRef("b")}  # mm reads a through a view of its own
+
+
+def test_bad_graphs_are_named():
+    with pytest.raises(FusionError, match="nothing produces"):
+        graph([op("a", "aten.relu.default", ["x"], A)], {}, ["a"])
+    with pytest.raises(FusionError, match="two"):
+        graph([op("a", "aten.relu.default", ["x"], A), op("a", "aten.relu.default", ["x"], A)], {"x": A}, ["a"])
