@@ -41,51 +41,58 @@ _ELSEWHERE = "or choose another store with --store PATH (or AUTOFUSE_STORE=PATH)
 
 def open_engine(path: Path, *, readonly: bool = False, timeout_seconds: float = BUSY_TIMEOUT_SECONDS) -> Engine:
     """An engine on the store at ``path``, created or upgraded as needed. Errors: StoreError, StoreVersionError."""
+    try:
+        _check_file(path, readonly)
+        if not readonly:
+            _create_private(path)
+        engine = _engine(path, readonly, timeout_seconds)
+        try:
+            _check_schema(engine, path, readonly)
+        except BaseException:
+            engine.dispose()
+            raise
+    except (DBAPIError, sqlite3.Error, OSError) as error:
+        raise store_error(path, error) from error
+    return engine
+
+
+def _check_file(path: Path, readonly: bool) -> None:
     if path.is_dir():
         raise StoreError(f"expected a store file at {path}, found a directory; name a file in it with --store")
-    if path.exists() and 0 < path.stat().st_size < SMALLEST_PAGE_BYTES:
-        raise _not_a_database(path)  # SQLite takes a file of one byte for an empty one that is locked
+    if path.exists():
+        if 0 < path.stat().st_size < SMALLEST_PAGE_BYTES:
+            raise _not_a_database(path)  # SQLite takes a file of one byte for an empty one that is locked
+    elif readonly:
+        raise StoreError(
+            f"expected a store at {path}, found no such file; "
+            "fill one with: autofuse run SCRIPT.py, or name another with --store PATH"
+        )
+
+
+def _check_schema(engine: Engine, path: Path, readonly: bool) -> None:
+    """Upgrade an older schema, refuse a newer one."""
+    with engine.connect() as connection:
+        found = _found_revision(connection, path)
+    if found == HEAD:
+        return
+    if found is not None and found not in REVISIONS:
+        raise StoreVersionError(
+            f"expected a store with schema {HEAD} or older at {path}, found schema {found}, written by a newer "
+            f"autofuse; upgrade with: pip install --upgrade autofuse, {_ELSEWHERE}"
+        )
     if readonly:
-        if not path.exists():
-            raise StoreError(
-                f"expected a store at {path}, found no such file; "
-                "fill one with: autofuse run SCRIPT.py, or name another with --store PATH"
-            )
-    else:
-        _create_private(path)
-    engine = _engine(path, readonly, timeout_seconds)
-    try:
-        with engine.connect() as connection:
-            found = _found_revision(connection, path)
-        if found == HEAD:
-            return engine
-        if found is not None and found not in REVISIONS:
-            raise StoreVersionError(
-                f"expected a store with schema {HEAD} or older at {path}, found schema {found}, written by a newer "
-                f"autofuse; upgrade with: pip install --upgrade autofuse, {_ELSEWHERE}"
-            )
-        if readonly:
-            raise StoreVersionError(
-                f"expected schema {HEAD} at {path}, found {found or 'none'}; the next `autofuse run` or "
-                "`autofuse tune` on this store upgrades it"
-            )
-        _upgrade(engine, path)
-    except BaseException as error:
-        engine.dispose()
-        if isinstance(error, DBAPIError | sqlite3.Error | OSError):
-            raise store_error(path, error) from error
-        raise
-    return engine
+        raise StoreVersionError(
+            f"expected schema {HEAD} at {path}, found {found or 'none'}; the next `autofuse run` or "
+            "`autofuse tune` on this store upgrades it"
+        )
+    _upgrade(engine, path)
 
 
 def _create_private(path: Path) -> None:
     """Make the parents and an empty file that only its owner can read: binaries are loaded from it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except OSError as error:
-        raise store_error(path, error) from error
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def is_private(path: Path) -> bool:

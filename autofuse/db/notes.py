@@ -118,17 +118,17 @@ class RunNotes(RunLog):
             connection.execute(insert(models.SettingTrialRow).values(**values))
 
     def setting_trials(
-        self, device_key: str | None = None, *, workload: str | None = None, run_id: int | None = None
+        self, device: str | None = None, *, workload: str | None = None, run_id: int | None = None
     ) -> list[SettingTrial]:
-        """The standing trials, of a device, a workload or a run where asked for, in order of their setting."""
+        """The standing trials, of a device, a workload or a run where asked for: by setting, the newest last."""
         table = models.SettingTrialRow
         newest = select(func.max(table.id)).group_by(table.device, table.workload, table.setting, table.value)
         columns: list[Any] = [getattr(table, item.name) for item in fields(SettingTrial)]
         query = select(*columns).order_by(table.setting, table.id)
         if run_id is not None:
             newest = newest.where(table.run_id == run_id)
-        if device_key is not None:
-            query = query.where(table.device == device_key)
+        if device is not None:
+            query = query.where(table.device == device)
         if workload is not None:
             query = query.where(table.workload == clean(workload))
         with self._read() as connection:

@@ -147,11 +147,13 @@ def test_a_readonly_directory(shared_folder: Path) -> None:
         store.start_run(start())
     kept.chmod(0o444)
     (shared_folder / "kept.db.lock").unlink()
+    closed = shared_folder / "closed"
+    closed.mkdir(mode=0o700)
     shared_folder.chmod(0o555)
 
     def work() -> list[str]:
         lines = []
-        for path in (missing, kept):
+        for path in (missing, kept, closed / "store.db"):
             try:
                 with Store.open(path) as opened:
                     opened.add_event(None, Event("a", "b"))
@@ -161,11 +163,12 @@ def test_a_readonly_directory(shared_folder: Path) -> None:
         with Store.open(kept, readonly=True) as opened:
             return [*lines, *(run.command for run in opened.runs()), str(opened.get_kernel("0"))]
 
-    first, second, command, kernel = without_rights(work)
-    for line in (first, second):
+    *messages, command, kernel = without_rights(work)
+    assert len(messages) == 3
+    for line in messages:
         assert "expected a store that can be written at" in line and "--store PATH" in line
     assert (command, kernel) == ("train.py", "None")
-    assert sorted(os.listdir(shared_folder)) == ["kept.db"]
+    assert sorted(os.listdir(shared_folder)) == ["closed", "kept.db"]
 
 
 # ---- a full disk ------------------------------------------------------------------------------------
