@@ -1,16 +1,24 @@
 """Settings of the whole process that cost or save time without being a kernel (malloc thresholds, threads).
 
-They speed eager up as well, so they are measured in processes of their own and reported apart from fusion.
-Guarantee: ``apply_malloc`` imports no torch, and does nothing on a libc without ``mallopt``.
+In: the settings, and what a store knows of earlier trials. Out: what was applied to this process.
+They speed eager up as well, so ``process_trial`` measures them in processes of their own, and reports show them apart
+from fusion. Guarantee: ``apply_malloc`` does nothing on a libc without ``mallopt``; no torch but for a thread count.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+from collections.abc import Sequence
 from typing import Final
 
+from autofuse.db.rows import SettingTrial
+from autofuse.db.store import Store
+from autofuse.errors import StoreError
 from autofuse.settings import Settings
+
+MALLOC: Final = "process.malloc"  # the setting's name, in trials and in reports
 
 # mallopt(3): parameter numbers of glibc's <malloc.h>.
 _M_TRIM_THRESHOLD: Final = -1
@@ -39,14 +47,49 @@ def apply_malloc() -> dict[str, int]:
     return {name: value for name, (number, value) in MALLOC_VALUES.items() if mallopt(number, value) == 1}
 
 
-def apply_process_settings(settings: Settings) -> dict[str, int]:
-    """Apply what the settings ask for; returns what was applied."""
-    applied: dict[str, int] = {}
-    if settings.process.malloc == "on":
-        applied |= apply_malloc()
-    if settings.process.threads is not None:
-        import torch  # only here: whoever asks for a thread count runs torch
+def apply_threads(threads: int) -> None:
+    """Let torch compute with this many threads."""
+    import torch  # here, for nothing else in this module may cost a torch-free command its start
 
-        torch.set_num_threads(settings.process.threads)
-        applied["threads"] = settings.process.threads
-    return applied
+    torch.set_num_threads(threads)
+
+
+def resolve(settings: Settings, workload: str, device_key: str) -> Settings:
+    """The settings with ``auto`` replaced by what trials of this script on this kind of machine have shown."""
+    if settings.process.malloc != "auto":
+        return settings
+    decision = latest_decision(_trials(settings, device_key), workload) or "off"
+    return settings.with_values({MALLOC: decision}, origin="measured" if decision == "on" else "not measured to win")
+
+
+def apply_process_settings(settings: Settings) -> None:
+    """Apply resolved settings to this process, before the script allocates."""
+    if settings.process.malloc == "on":
+        apply_malloc()
+    if settings.process.threads is not None:
+        apply_threads(settings.process.threads)
+
+
+def _trials(settings: Settings, device_key: str) -> list[SettingTrial]:
+    if not settings.run.store.exists():
+        return []
+    try:
+        with Store.open(settings.run.store, readonly=True) as store:
+            return store.setting_trials(device_key)
+    except StoreError:
+        return []  # the session opens the store too, and says what is wrong with it
+
+
+def latest_decision(trials: Sequence[SettingTrial], workload: str) -> str | None:
+    """ "on" or "off" by the newest trial of the same script, whatever its arguments were; None without one."""
+    script = script_of(workload)
+    fitting = [t for t in trials if t.setting == MALLOC and script_of(t.workload) == script]
+    return fitting[-1].decision if fitting else None
+
+
+def script_of(workload: str) -> str:
+    """``-m pkg.mod`` or the file name of a command; the arguments of a script change from run to run."""
+    words = workload.split()
+    if not words:
+        return ""
+    return " ".join(words[:2]) if words[0] == "-m" else os.path.basename(words[0])

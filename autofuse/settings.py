@@ -234,6 +234,17 @@ class Settings(BaseModel):
         """Nested dictionary of plain JSON values."""
         return self.model_dump(mode="json")
 
+    def with_values(self, values: Mapping[str, Any], origin: str) -> Settings:
+        """A copy with these values, checked, and with their origin."""
+        groups = {group: dict(getattr(self, group)) for group in GROUPS}
+        for name, value in values.items():
+            group, _, key = _known_name(name).partition(".")
+            groups[group][key] = _convert(name, _Found(value, origin, f"{name}={{}}", Path.cwd()))
+        settings = Settings.model_validate(groups)
+        settings._origins = self._origins | dict.fromkeys(values, origin)
+        settings._warnings = self._warnings
+        return settings
+
     def changed(self) -> dict[str, Any]:
         """Settings that are not at their default: exactly what another process needs as ``cli`` to agree with us."""
         return {spec.name: self.value(spec.name) for spec in SPECS.values() if self.value(spec.name) != spec.default}
@@ -265,6 +276,11 @@ GROUPS = _groups()
 _FIELDS: dict[str, FieldInfo] = {
     f"{group}.{key}": info for group, model in GROUPS.items() for key, info in model.model_fields.items()
 }
+
+
+def group_help(group: str) -> str:
+    """What a group of settings is about, in a sentence."""
+    return (GROUPS[group].__doc__ or "").strip()
 
 
 def _variables(name: str) -> tuple[str, ...]:
@@ -466,6 +482,12 @@ def _refusal(name: str, found: _Found) -> SettingsError:
         f"{name}: expected {spec.kind}{f' ({spec.unit})' if spec.unit else ''}, found {as_text(found.value)!r}. "
         f"Type for example {typed}, or leave it out for the default."
     )
+
+
+def nearest_names(name: str, names: Iterable[str]) -> str:
+    """``" Did you mean tuner?"``, or nothing."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def _known_name(name: str) -> str:

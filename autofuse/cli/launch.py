@@ -37,10 +37,12 @@ def launch(job: RunJob) -> int:
 
 def _begin(settings: Settings, command: str) -> Session | None:
     try:
-        # Imported here: it brings torch, which no other command may load.
-        from autofuse.process_settings import apply_process_settings
+        # Imported here: they bring torch, which no other command may load.
+        from autofuse.process_settings import apply_process_settings, resolve
+        from autofuse.runtime.device import cpu_device
         from autofuse.runtime.session import start_session
 
+        settings = resolve(settings, command, cpu_device().key)
         apply_process_settings(settings)
         return start_session(settings, command=command)
     except Exception as error:

@@ -1,0 +1,101 @@
+"""``autofuse tune``: empties the queue of a store in the foreground, or measures process settings on a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autofuse.cli.options import effort_options, load_settings, store_option
+from autofuse.cli.output import err_console, out_console
+from autofuse.execute import Target, check_target
+from autofuse.settings import Settings
+
+EPILOG = """\
+\b
+Examples:
+  autofuse tune                                      work until nothing is queued
+  autofuse tune --profile thorough                   the same with more effort
+  autofuse tune --process-settings train.py          does malloc's tuning pay for train.py?
+"""
+
+
+@click.command("tune", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
+@store_option
+@effort_options
+@click.option(
+    "--process-settings",
+    is_flag=True,
+    help="Measure settings of the whole process on SCRIPT instead: some of its first steps, in separate processes.",
+)
+@click.option("--steps", type=click.IntRange(min=10), default=40, show_default=True, help="Steps per process.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Processes per side.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+def command(
+    store: Path | None,
+    profile: str | None,
+    assignments: tuple[str, ...],
+    process_settings: bool,
+    steps: int,
+    rounds: int,
+    is_module: bool,
+    script: str | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Work off the tuning queue now, in the foreground.
+
+    'autofuse run' queues the operators it meets; the daemon tunes them beside your script. This command does the same
+    work at full speed, with a progress bar, and ends when the queue is empty.
+    """
+    settings = load_settings(assignments, store=store, profile=profile)
+    if not process_settings:
+        if script is not None:
+            raise click.UsageError(f"SCRIPT is only for --process-settings. To run it, type: autofuse run {script}")
+        _drain(settings)
+        return
+    if script is None:
+        raise click.UsageError("--process-settings needs a SCRIPT, for example: autofuse tune --process-settings x.py")
+    target = Target(script, arguments, is_module)
+    check_target(target)
+    _measure(settings, target, steps, rounds)
+
+
+def _drain(settings: Settings) -> None:
+    # Here and below: what a command works with is imported when it works, not when it prints its help.
+    from autofuse.report.progress import TuningProgress
+    from autofuse.tuner import daemon
+
+    with TuningProgress(0, quiet=settings.run.quiet) as progress:
+        done = daemon.drain(settings, progress.update)
+    out_console().print(f"{done} nodes tuned; the queue is empty. Next: autofuse report")
+
+
+def _measure(settings: Settings, target: Target, steps: int, rounds: int) -> None:
+    from rich.progress import Progress
+
+    from autofuse.db.store import Store
+    from autofuse.process_trial import measure_malloc
+    from autofuse.runtime.device import cpu_device
+
+    console = err_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("autofuse: measuring", total=2 * rounds)
+        trial, faults_off, faults_on = measure_malloc(
+            target,
+            steps=steps,
+            rounds=rounds,
+            margin=settings.tuner.margin,
+            device_key=cpu_device().key,
+            on_progress=lambda done: progress.update(task, completed=done),
+        )
+    with Store.open(settings.run.store) as store:
+        store.put_setting_trial(trial)
+    out = out_console()
+    out.print(f"malloc keeps freed memory ({target.command}, {steps} steps, {rounds} processes per side, eager only):")
+    out.print(f"  step      {trial.baseline_us / 1000:.1f} ms -> {trial.with_us / 1000:.1f} ms")
+    out.print(f"  faults    {faults_off:.0f} -> {faults_on:.0f} per step")
+    out.print(f"  speedup   {trial.ratio:.2f}x ({trial.low:.2f} to {trial.high:.2f}), not counted as fusion")
+    verdict = "switched on in later runs of this script" if trial.decision == "on" else "left off: no clear gain"
+    out.print(f"  decision  {verdict}")

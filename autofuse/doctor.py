@@ -1,0 +1,179 @@
+"""Checks that this machine has what autofuse needs.
+
+In: the settings. Out: findings, each with what was found and, where something is missing, what to type.
+Each check stands alone: one that raises becomes a finding of its own, the others still run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from autofuse.db.store import Store
+from autofuse.errors import AutofuseError, StoreVersionError
+from autofuse.settings import Settings
+
+TORCH_RANGE: Final = ((2, 11), (2, 14))  # as in pyproject.toml: from, up to but not including
+COMPILERS: Final = ("cc", "gcc", "clang")  # looked for in this order
+
+# Compiled and run as kernels are: OpenMP, vector math, a shared object loaded into this process.
+_TEST_SOURCE = """\
+#include <math.h>
+#include <stdint.h>
+int64_t autofuse_doctor(int64_t n) {
+    double total = 0.0;
+    #pragma omp parallel for reduction(+:total)
+    for (int64_t i = 0; i < n; i++) total += expf(0.0f);
+    return (int64_t)total;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""  # what to type, where not ok
+    essential: bool = True  # without it nothing is fused; otherwise only something is lost
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """All checks, in the order in which to mend what they find."""
+    checks: list[tuple[str, Callable[[Settings], Finding]]] = [
+        ("Python", _check_python),
+        ("torch", _check_torch),
+        ("C compiler", _check_compiler),
+        ("OpenMP", _check_openmp),
+        ("vector math", _check_vector_math),
+        ("cores", _check_cores),
+        ("store", _check_store),
+        ("daemon", _check_daemon),
+    ]
+    for name, check in checks:
+        try:
+            yield check(settings)
+        except Exception as error:
+            yield Finding(name, False, f"the check itself failed: {error}", "autofuse doctor, once this is mended")
+
+
+def find_compiler(settings: Settings) -> str | None:
+    """The compiler that would be used, as an absolute path."""
+    wanted = (settings.run.cc.split()[0],) if settings.run.cc.split() else COMPILERS
+    return next((path for path in map(shutil.which, wanted) if path), None)
+
+
+def _check_python(settings: Settings) -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    ok = sys.version_info >= (3, 11)
+    return Finding("Python", ok, f"{version} at {sys.executable}", "install Python 3.11, 3.12 or 3.13")
+
+
+def _check_torch(settings: Settings) -> Finding:
+    low, high = (".".join(map(str, version)) for version in TORCH_RANGE)
+    remedy = f"pip install 'torch>={low},<{high}'"
+    try:
+        text = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torch", False, "not installed", remedy)
+    parts = text.split("+")[0].split(".")
+    inside = TORCH_RANGE[0] <= (int(parts[0]), int(parts[1])) < TORCH_RANGE[1]
+    return Finding("torch", inside, text if inside else f"{text}, outside of {low} up to {high}", remedy)
+
+
+def _check_compiler(settings: Settings) -> Finding:
+    remedy = "sudo apt install gcc, or name one: export AUTOFUSE_CC=/path/to/gcc"
+    compiler = find_compiler(settings)
+    if compiler is None:
+        sought = settings.run.cc or ", ".join(COMPILERS)
+        return Finding("C compiler", False, f"none; looked for {sought}", remedy)
+    with tempfile.TemporaryDirectory(prefix="autofuse-doctor-") as folder:
+        source, library = Path(folder, "test.c"), Path(folder, "test.so")
+        source.write_text(_TEST_SOURCE)
+        flags = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"]
+        command = [compiler, *settings.run.cc.split()[1:], *flags, str(source), "-o", str(library), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            return Finding("C compiler", False, f"{compiler} cannot compile a test: {last}", remedy)
+        # In a process of its own: the library brings its OpenMP runtime, and a crash stays there.
+        call = f"import ctypes; assert ctypes.CDLL({str(library)!r}).autofuse_doctor(ctypes.c_int64(1000)) == 1000"
+        if subprocess.run([sys.executable, "-c", call], capture_output=True, timeout=60).returncode != 0:
+            return Finding("C compiler", False, f"what {compiler} compiled does not run", remedy)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, errors="replace").stdout
+    return Finding("C compiler", True, f"{(version.splitlines() or [''])[0]} at {compiler}")
+
+
+def _check_openmp(settings: Settings) -> Finding:
+    """Kernels must share torch's OpenMP runtime; two in one process fight over the cores."""
+    code = (
+        "import torch\n"
+        "print(torch.get_num_threads(), *sorted({l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Finding("OpenMP", False, f"import torch fails: {last}", "pip install --force-reinstall torch")
+    threads, *libraries = done.stdout.split()
+    runtimes = [path for path in libraries if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
+    if not runtimes:
+        return Finding(
+            "OpenMP", False, "this torch has no OpenMP runtime; kernels run on one thread", "pip install torch", False
+        )
+    return Finding("OpenMP", True, f"{Path(runtimes[0]).name} of torch, {threads} threads")
+
+
+def _check_vector_math(settings: Settings) -> Finding:
+    remedy = "nothing to do: kernels with exp, tanh and the like are slower, and eager may win there"
+    try:
+        ctypes.CDLL("libmvec.so.1")
+    except OSError:
+        return Finding("vector math", False, "no libmvec; it comes with glibc on x86-64 and arm64", remedy, False)
+    return Finding("vector math", True, "libmvec of glibc")
+
+
+def _check_cores(settings: Settings) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    remedy = "autofuse run --tune wait, so that tuning and the script take turns"
+    found = f"{cores} usable" if cores > 1 else "only one: tuning in the background slows the script"
+    return Finding("cores", cores > 1, found, remedy, False)
+
+
+def _check_store(settings: Settings) -> Finding:
+    path = settings.run.store
+    remedy = "choose another: autofuse run --store PATH, or export AUTOFUSE_STORE=PATH"
+    try:
+        if path.exists():
+            with Store.open(path, readonly=True):
+                pass
+            with path.open("r+b"):
+                pass
+        else:
+            folder = next(parent for parent in path.parents if parent.exists())
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        return Finding("store", False, f"{path} cannot be written: {error.strerror}", remedy)
+    except StoreVersionError as error:
+        return Finding("store", False, str(error), "pip install --upgrade autofuse; or " + remedy)
+    except AutofuseError as error:
+        return Finding("store", False, str(error), remedy)
+    return Finding("store", True, str(path) if path.exists() else f"{path}, to be made by the first run")
+
+
+def _check_daemon(settings: Settings) -> Finding:
+    from autofuse.tuner import daemon  # here, so that a broken tuner is a finding and not the end of the examination
+
+    state = daemon.status(settings)
+    return Finding("daemon", True, f"running: {state}" if state else "not running; 'autofuse run' starts it", "", False)
