@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +170,7 @@ def _operation(
         target = f"{node.target.namespace}.{node.target._schema.name.split('::')[1]}.{node.target._overloadname}"
     else:
         return _opaque(node, value, refs, dims_of)
-    outputs = [_spec(v, dims_of) if isinstance(v, torch.Tensor) else _NOTHING for v in _as_list(value)]
+    outputs = _output_specs(node, value, dims_of)
     try:
         if None in outputs:
             raise _NotData("a size that is no polynomial of the symbols")
@@ -184,14 +183,20 @@ def _operation(
 
 def _opaque(node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims) -> Operation:
     name = getattr(node.target, "__name__", str(node.target)).replace(".", "_")
-    outputs = [_spec(v, dims_of) if isinstance(v, torch.Tensor) else _NOTHING for v in _as_list(value)]
+    outputs = _output_specs(node, value, dims_of)
     read = tuple(refs[n] for n in node.all_input_nodes if n in refs)
     specs = tuple(o or _NOTHING for o in outputs)
     return Operation(node.name, f"opaque.{name}.default", read, (), specs, _source(node))
 
 
-def _as_list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
+def _output_specs(node: fx.Node, value: Any, dims_of: _Dims) -> list[TensorSpec | None]:
+    """Specs of the outputs; None for one with a size that is no polynomial, `_NOTHING` for what is no tensor."""
+    values: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for user in node.users:  # higher-order operators may describe their outputs only where these are read
+        if user.target is operator.getitem and isinstance(user.args[1], int) and user.args[1] >= 0:
+            values += [None] * (user.args[1] + 1 - len(values))
+            values[user.args[1]] = user.meta.get("val", values[user.args[1]])
+    return [_spec(v, dims_of) if isinstance(v, torch.Tensor) else _NOTHING for v in values]
 
 
 def _arg(arg: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims, dims: dict[fx.Node, Dim]) -> Any:

@@ -114,14 +114,13 @@ class GraphRouter:
         self.plans: dict[tuple[int, ...], Plan] = {}  # settled: found without asking
         self.pending: dict[tuple[int, ...], Plan] = {}
         self._clock = clock
+        self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
         self._lock = threading.Lock()  # guards creation and change, never a call
 
     def __call__(self, args: list[Any]) -> Any:
         if self.catalogue.sample_due():
             return self._timed(args)
         return self.program.call(self.plans, self._miss, args)
-
-    _boxed_call = True  # AOTAutograd: args is a list that the callee empties
 
     def _timed(self, args: list[Any]) -> Any:
         times = [0.0] * len(self.program.slots)

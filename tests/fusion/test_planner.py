@@ -149,7 +149,8 @@ def test_switches_and_sizes():
 def test_the_same_code_in_another_layer_has_one_identity():
     def layer(tag, s0, s1):
         spec = tensor(s0, s1, 256)
-        ops = [op(f"a{tag}", "aten.gelu.default", [f"x{tag}"], spec), op(f"b{tag}", "aten.exp.default", [f"a{tag}"], spec)]
+        ops = [op(f"a{tag}", "aten.gelu.default", [f"x{tag}"], spec)]
+        ops.append(op(f"b{tag}", "aten.exp.default", [f"a{tag}"], spec))
         return FusionNode(ops, {f"x{tag}": spec})
 
     first, second = layer("1", "s0", "s1"), layer("2", "s77", "s3")

@@ -1,0 +1,294 @@
+"""Captured graphs on eager's kernels: bit-identical to eager, forward, backward, random numbers, odd scripts.
+
+A catalogue of the test's own stands in for the session, so that no store and no daemon is needed.
+"""
+
+import copy
+from time import perf_counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autofuse.capture.backend import compile_with
+from autofuse.capture.graph_import import import_graph
+from autofuse.capture.random_ops import split_dropout
+from autofuse.fusion import FusionEngine, FusionGraph
+from autofuse.ir.optable import OpKind, info
+from autofuse.runtime.program import build_program
+from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
+
+
+class Undecided:
+    """Nothing is decided: every node runs unfused."""
+
+    threads = 1
+
+    def __init__(self):
+        self.routers, self.failed = [], []
+
+    def choose(self, fusion_id, values):
+        return UNKNOWN
+
+    def node_failed(self, node, problem):
+        self.failed.append(problem)
+
+    def settle_plan(self, plan):
+        return True
+
+    def new_plan(self, plan):
+        pass
+
+    def sample_due(self):
+        return False
+
+    def wrap(self, node, fused, unfused):
+        return fused
+
+
+def routed(target, catalogue, timed=False):
+    """``target`` compiled through capture, planner and router."""
+    if timed:
+        catalogue.sample_due = lambda: True
+
+    def compile_graph(module, phase):
+        split_dropout(module)
+        imported = import_graph(module)
+        graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+        router = GraphRouter(build_program(imported, FusionEngine().fuse(graph)), catalogue, phase, perf_counter)
+        catalogue.routers.append(router)
+        return router
+
+    return torch.compile(target, backend=lambda gm, inputs: compile_with(gm, inputs, compile_graph))
+
+
+def check_training(model, make_inputs, sizes, catalogue=None, dynamic=()):
+    """Loss, gradients and generator state are bit-identical to eager's, shape after shape."""
+    torch._dynamo.reset()
+    catalogue = catalogue or Undecided()
+    twin = copy.deepcopy(model)
+    fast = routed(model, catalogue)
+    for seed, size in enumerate(sizes):
+        results = []
+        for module in (fast, twin):
+            torch.manual_seed(seed)
+            inputs = make_inputs(size)
+            if module is fast:
+                for tensor, dim in dynamic:
+                    torch._dynamo.maybe_mark_dynamic(inputs[tensor], dim)
+            loss = module(*inputs)
+            loss = loss if loss.dim() == 0 else loss.square().mean()
+            loss.backward()
+            results.append((loss.detach(), torch.get_rng_state()))
+        (loss, state), (expected, expected_state) = results
+        assert torch.equal(loss, expected), (size, loss, expected)
+        assert torch.equal(state, expected_state)
+        for (name, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.equal(p.grad, q.grad), name
+            p.grad = q.grad = None
+    return catalogue
+
+
+class Block(nn.Module):
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (
+            y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.qkv(self.norm(x)).split(c, 2)
+        )
+        scores = (q @ k.transpose(-2, -1)) * 0.3
+        mask = torch.tril(torch.ones(t, t)) == 0
+        weights = self.drop(F.softmax(scores.masked_fill(mask, float("-inf")), -1))
+        x = x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(b, t, c)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Tiny(nn.Module):
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return F.cross_entropy(logits.view(-1, 50), targets.view(-1), ignore_index=-1)
+
+
+def tokens(size):
+    b, t = size
+    return torch.randint(0, 50, (b, t)), torch.randint(-1, 50, (b, t))
+
+
+def test_transformer_with_dropout_and_varying_shapes():
+    catalogue = check_training(
+        Tiny(), tokens, [(2, 7), (3, 5), (4, 16)], dynamic=[(0, 0), (0, 1), (1, 0), (1, 1)]
+    )
+    assert [r.phase for r in catalogue.routers] == ["forward", "backward"]
+    nodes = [s.node.operation_names for r in catalogue.routers for s in r.program.slots]
+    # What the planner is for: softmax with mask and dropout, residual with norm, cross-entropy, their backwards.
+    assert any("masked_fill + softmax + dropout_scale" in n for n in nodes)
+    assert any("dropout_scale + add + native_layer_norm" in n for n in nodes)
+    assert any("log_softmax + nll_loss_forward" in n for n in nodes)
+    assert any("nll_loss_backward + log_softmax_backward_data" in n for n in nodes)
+    assert any("native_layer_norm_backward + add + native_dropout_backward + sum" in n for n in nodes)
+    assert any("softmax_backward_data + masked_fill" in n for n in nodes)
+
+
+def test_timed_calls_give_the_same_result():
+    torch._dynamo.reset()
+    catalogue = Undecided()
+    model = Tiny(1).eval()
+    fast = routed(model, catalogue, timed=True)
+    inputs = tokens((2, 9))
+    assert torch.equal(fast(*inputs), model(*inputs))
+    plan = next(catalogue.routers[0].all_plans())
+    assert plan.count == 1 and len(plan.samples) == 1 and plan.graph_us() > 0
+    assert all(plan.live_us(i) > 0 for i in range(len(plan.nodes)))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_convolution_and_batch_norm(train):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Tanh()).train(train)
+    check_training(net, lambda n: (torch.randn(n, 3, 10, 10),), [2, 2, 5, 6])
+
+
+def test_graph_breaks_and_python_control_flow():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            y = self.parts["a"](x).tanh()
+            if y.sum().item() > 0:  # a graph break
+                y = y * self.scale
+            for _ in range(int(x.shape[0]) % 3):
+                y = torch.relu(self.parts["b"](y)) + x
+            return y
+
+    check_training(Odd(), lambda n: (torch.randn(n, 8),), [3, 4, 5, 7])
+
+
+def test_dropout_keeps_its_place_in_the_stream():
+    class Random(nn.Module):
+        def forward(self, x):
+            a = F.dropout(x.exp(), 0.3)
+            noise = torch.rand_like(x)
+            b = F.dropout((a + noise).tanh(), 0.5)
+            return (a * b + torch.randn(x.shape)).sum()
+
+    model = nn.Sequential(nn.Linear(6, 6), Random())
+    check_training(model, lambda n: (torch.randn(n, 6),), [4, 4, 9])
+
+
+def test_views_in_place_ops_and_non_contiguous_inputs():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x):
+            y = x.t().mul(2.0)
+            y.add_(1.0)
+            z = y[1:].clone()
+            z[:, 0].mul_(3.0)
+            return (z @ self.w.t()[:, : z.shape[1]].t()).softmax(0)
+
+    check_training(Views(), lambda n: (torch.randn(n, 6, 2)[:, :, 0].expand(n, 6),), [6, 6])
+
+
+def test_autocast_checkpointing_accumulation():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def inner(self, x):
+            return F.gelu(self.b(F.dropout(x, 0.2)))
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.a(x)
+                x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return x.float()
+
+    check_training(Mixed(), lambda n: (torch.randn(n, 16),), [4, 4, 8])
+
+
+def test_inference_modes():
+    torch._dynamo.reset()
+    catalogue = Undecided()
+    model = Tiny(1).eval()
+    fast = routed(model, catalogue)
+    inputs = tokens((2, 6))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(fast(*inputs), model(*inputs))
+
+
+def test_every_fusible_op_keeps_a_kind():
+    assert info("aten.add.Tensor").kind is OpKind.POINTWISE and info("aten.mm.default").kind is OpKind.OPAQUE
+
+
+class Decided(Undecided):
+    """One kernel for every node: it runs the node unfused but counts, or misbehaves as told."""
+
+    def __init__(self, entry):
+        super().__init__()
+        self.entry = entry
+
+    def choose(self, fusion_id, values):
+        return Choice(True, self.entry, "kernel")
+
+
+def test_a_kernel_that_raises_falls_back_to_eager_for_good():
+    def broken(*args):
+        raise RuntimeError("no such kernel")
+
+    catalogue = check_training(Tiny(1), tokens, [(2, 7), (2, 7)], Decided(broken))
+    assert catalogue.failed and all("no such kernel" in f for f in catalogue.failed)
+    plans = [p for r in catalogue.routers for p in r.all_plans()]
+    assert all(node.broken and not node.tag for p in plans for node in p.nodes)
+
+
+def test_counters_over_swaps():
+    torch._dynamo.reset()
+    catalogue = Undecided()
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
+    fast = routed(model, catalogue)
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        fast(x)
+    (plan,) = catalogue.routers[0].all_plans()
+    (node,) = plan.nodes
+    expected = torch.full((4, 8), 7.0)
+
+    def kernel(sizes, source, target):
+        import ctypes
+
+        ctypes.memmove(target, expected.data_ptr(), 4 * 8 * 4)
+
+    catalogue.choose = lambda fusion_id, values: Choice(True, kernel, "k1")
+    assert catalogue.routers[0].refresh(plan) and not catalogue.routers[0].refresh(plan)
+    with torch.no_grad():
+        assert torch.equal(fast(x).detach() * 0 + 7.0, expected)
+    catalogue.choose = lambda fusion_id, values: Choice(True)
+    catalogue.routers[0].refresh(plan)
+    fast(x)
+    plans = [p for r in catalogue.routers for p in r.all_plans()]
+    assert sum(p.count for p in plans) == 5
+    assert plan.fused_calls(node) == plan.count - 4 if plan.count > 4 else plan.fused_calls(node) <= 1
