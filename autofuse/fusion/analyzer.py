@@ -249,15 +249,12 @@ def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
                 members.update((view.name, view) for view in chain)
     operations = sorted(members.values(), key=lambda o: graph.position[o.name])
     own = {op.name for op in operations}
-    needed: dict[ValueRef, None] = {}
-    leaving = {graph.base(ref) for ref in graph.outputs}
-    for reader in graph.operations:
-        if reader.name not in inside and info(reader.target).kind is not OpKind.VIEW:
-            leaving.update(graph.base(ref) for ref in reader.inputs)
-    for op in kernels:
-        for index in range(len(op.outputs)):
-            if ValueRef(op.name, index) in leaving:
-                needed[ValueRef(op.name, index)] = None
+    values = [ValueRef(op.name, index) for op in kernels for index in range(len(op.outputs))]
+    needed = [
+        ref
+        for ref in values
+        if ref in graph.leaving or any(reader not in inside for reader in graph.value_readers.get(ref, ()))
+    ]
     inputs = {
         ref.name: graph.spec(ref) for op in operations for ref in op.inputs if ref.name not in own and ref.index == 0
     }

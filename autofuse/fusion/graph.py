@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autofuse.errors import FusionError
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
-from autofuse.ir.shape import Dim, evaluate
+from autofuse.ir.shape import Dim, evaluate, free_symbols
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class FusionGraph:
         self.position = {op.name: i for i, op in enumerate(self.operations)}
         self._check_order()
         self.consumers: dict[str, list[Operation]] = {op.name: [] for op in self.operations}
+        self.value_readers: dict[ValueRef, list[str]] = {}  # readers of each value, through views
         self.readers: dict[str, list[Operation]] = {op.name: [] for op in self.operations}
         for op in self.operations:
             for ref in dict.fromkeys(op.inputs):
@@ -69,6 +70,9 @@ class FusionGraph:
             if info(op.target).kind is not OpKind.VIEW:
                 for producer in self.producers(op):
                     self.readers[producer.name].append(op)
+                for ref in dict.fromkeys(self.base(ref) for ref in op.inputs):
+                    self.value_readers.setdefault(ref, []).append(op.name)
+        self.leaving = {self.base(ref) for ref in self.outputs}  # values that must exist afterwards, views resolved
 
     def _check_order(self) -> None:
         for op in self.operations:
@@ -107,7 +111,7 @@ class FusionGraph:
         """A likely value of a dim; ``default`` for symbols without a hint."""
         if isinstance(dim, int):
             return dim
-        return evaluate(dim, {str(s): self.hints.get(str(s), default) for s in dim.free_symbols})
+        return evaluate(dim, {name: self.hints.get(name, default) for name in free_symbols(dim)})
 
     def numel(self, spec: TensorSpec) -> int:
         return math.prod(self.size(d) for d in spec.shape)

@@ -8,6 +8,7 @@ equal code in different layers has one ``fusion_id``.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Operation:
     outputs: tuple[TensorSpec, ...]  # several for native_layer_norm and its like
     source: str | None = None  # "file.py:12 code" of the user's line
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[ValueRef, ...]:
         """Tensors read, in order of the arguments, repeats included."""
         return tuple(_refs((self.args, tuple(v for _, v in self.kwargs))))

