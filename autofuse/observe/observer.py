@@ -1,0 +1,311 @@
+"""The observer as the session sees it: told of every call of a root, asked what was learnt.
+
+In: calls of roots (``on_root_call``, ``before_root_call``, ``after_root_call``). Out: dynamic dims, ops in a forward,
+the ratio of backward to forward, ``OpProfile`` and ``DimHistogram`` records, and what all of it cost.
+Guarantee: nothing is raised into the script; the first fault of our own ends the observation (``fault`` says why);
+when every root is decided, a call costs a comparison.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from autofuse.ir.records import DimHistogram, OpProfile
+from autofuse.observe.calibration import OpCost, measure_op_cost
+from autofuse.observe.config import ObserverConfig
+from autofuse.observe.module_calls import skip_in_dynamo
+from autofuse.observe.op_statistics import OpStatistics
+from autofuse.observe.profile import RootTotals, aggregate
+from autofuse.observe.sampler import Sampler
+from autofuse.observe.signatures import call_signature, tensor_leaves
+from autofuse.observe.statistics import PendingCalls, ShapeStatistics
+from autofuse.observe.step import StepRecorder
+
+_KEPT_SAMPLES = 16  # sampled steps of a root whose medians are given
+
+
+class _Root:
+    """What is known of one root."""
+
+    def __init__(self, key: str, config: ObserverConfig) -> None:
+        self.shapes = ShapeStatistics(key, config.max_shapes, config.max_sizes)
+        self.pending: PendingCalls[tuple[Any, ...]] = PendingCalls(self.shapes, 2 * config.max_shapes)
+        self.samples: deque[RootTotals] = deque(maxlen=_KEPT_SAMPLES)
+        self.calls = 0
+        self.waited_in_vain = 0  # sampled steps in a row that waited for a backward which never came
+        self.seconds = 0.0  # in calls that were not sampled
+        self.timed_calls = 0
+
+
+class Observer:
+    """Watches roots within the limits of ``config``. Safe to call from any thread."""
+
+    def __init__(self, config: ObserverConfig | None = None) -> None:
+        self._config = config or ObserverConfig()
+        self._sampler = Sampler(self._config)
+        self._recorder = StepRecorder(self._config.max_events_per_step)
+        self._ops = OpStatistics(self._config)
+        self._roots: dict[str, _Root] = {}
+        self._lock = threading.RLock()
+        self._anchor: str | None = None  # root whose next call ends the step
+        self._anchor_calls = 0
+        self._entered = False  # a root call of the step is in progress
+        self._wants_backward = False  # gradients are on in the anchor's calls
+        self._stopped = False
+        self.fault: str | None = None  # why the observation ended early
+        self.skipped_calls = 0  # root calls whose arguments could not be described
+        self.untracked_calls = 0  # calls of roots beyond ``max_owners``
+        began = time.perf_counter()
+        self._op_cost: OpCost = measure_op_cost() if self._config.enabled else OpCost.typical()
+        self._sampler.spend(time.perf_counter() - began)
+
+    # ---- told by the session ----------------------------------------------------------------------
+
+    def on_root_call(self, root: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the shapes of a root call. About 2 us for shapes seen before."""
+        if self._stopped:
+            return
+        began = time.perf_counter()
+        try:
+            known = self._roots.get(root) or self._add_root(root)
+            if known is None:
+                self.untracked_calls += 1
+                return
+            known.calls += 1
+            signature = call_signature(args, kwargs)
+            if not known.pending.hit(signature):
+                leaves = tensor_leaves(args, kwargs)
+                with self._lock:
+                    known.pending.learn(signature, leaves)
+        except Exception:  # an argument that does not let itself be described is no reason to stop
+            self.skipped_calls += 1
+        self._sampler.spend(time.perf_counter() - began)
+
+    def before_root_call(self, root: str, module: torch.nn.Module | None = None) -> None:
+        """A root is about to run eagerly in this thread: end a sampled step here, begin one, or do nothing.
+
+        ``module`` gives the paths of modules in the profiles their names; without it they are class names.
+        """
+        if self._stopped:
+            return
+        recorder = self._recorder
+        if not recorder.is_recording:
+            if self._sampler.is_idle and self._sampler.knows(root):
+                return
+            if not self._sampler.wants(root):
+                return
+        try:
+            self._step_to(root, module)
+        except Exception:
+            self._give_up()
+
+    def after_root_call(self, root: str, seconds: float) -> None:
+        """The root call is over and took this long, observation included."""
+        known = self._roots.get(root)
+        if self._entered and self._recorder.is_mine:
+            self._entered = False
+            try:
+                self._recorder.exit_root()
+            except Exception:
+                self._give_up()
+        elif known is not None:
+            known.seconds += seconds
+            known.timed_calls += 1
+
+    def decide(self, root: str) -> None:
+        """The root is captured or stays eager for good: sampling it has no more use."""
+        self._sampler.decide(root)
+
+    def reopen(self, root: str) -> None:
+        """The root is open again (released from its graph, or its shapes drifted): sample it again."""
+        self._sampler.reopen(root)
+
+    def stop(self) -> None:
+        """End the observation; what was learnt stays readable."""
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            if self._recorder.is_recording:
+                self._finish_step()
+            self._recorder.clean_up()
+        except Exception:
+            self._give_up()
+
+    # ---- asked by the session ---------------------------------------------------------------------
+
+    def ops_in_forward(self, root: str) -> int | None:
+        """Aten calls in one forward of the root, median of the sampled steps; None before the first."""
+        counts = [totals.ops_per_call for totals in self._samples(root) if totals.calls]
+        return round(median(counts)) if counts else None
+
+    def backward_ratio(self, root: str) -> float | None:
+        """Time of backward over time of forward, median of the sampled steps; None before the first.
+
+        0.0 for a root that ran without gradients. Steps whose backward was not seen although gradients were on do
+        not count.
+        """
+        ratios = [
+            totals.backward_ns / totals.forward_ns
+            for totals in self._samples(root)
+            if totals.forward_ns and (totals.backward_ns or not totals.wants_backward)
+        ]
+        return median(ratios) if ratios else None
+
+    def sampled_steps(self, root: str) -> int:
+        """Steps of the root that were sampled so far."""
+        return self._sampler.sampled_steps(root)
+
+    def dynamic_dims(self, root: str) -> tuple[tuple[str, int], ...]:
+        """(argument path, dim) of each dim of the root's arguments that had more than one size."""
+        with self._lock:
+            known = self._roots.get(root)
+            return known.shapes.dynamic_dims() if known else ()
+
+    def shapes(self, root: str) -> list[tuple[tuple[tuple[str, tuple[int, ...]], ...], int]]:
+        """Exact argument shapes of the root's calls with their counts, most frequent first."""
+        with self._lock:
+            known = self._roots.get(root)
+            return known.pending.flush().shapes() if known else []
+
+    def calls(self, root: str) -> int:
+        """Calls of the root so far."""
+        known = self._roots.get(root)
+        return known.calls if known else 0
+
+    def mean_seconds(self, root: str) -> float | None:
+        """Mean time of a root call that was not sampled; None before the first."""
+        known = self._roots.get(root)
+        return known.seconds / known.timed_calls if known and known.timed_calls else None
+
+    def profiles(self) -> list[OpProfile]:
+        """What was seen of each op, longest total time first."""
+        with self._lock:
+            return self._ops.profiles()
+
+    def histograms(self) -> list[DimHistogram]:
+        """Sizes of every dim of every argument, of roots and of ops."""
+        with self._lock:
+            found = [record for known in self._roots.values() for record in known.pending.flush().histograms()]
+            return found + self._ops.histograms()
+
+    @property
+    def tail_calls(self) -> int:
+        """Sampled op calls that no profile holds."""
+        return self._ops.tail_calls
+
+    @property
+    def cost_seconds(self) -> float:
+        """What observing has cost so far, by its own measurement."""
+        return self._sampler.cost_seconds
+
+    @property
+    def is_sampling(self) -> bool:
+        """Is a step being recorded right now?"""
+        return self._recorder.is_recording
+
+    # ---- inside -------------------------------------------------------------------------------------
+
+    def _samples(self, root: str) -> list[RootTotals]:
+        known = self._roots.get(root)
+        return list(known.samples) if known else []
+
+    def _add_root(self, root: str) -> _Root | None:
+        with self._lock:
+            if len(self._roots) >= self._config.max_owners:
+                return None
+            return self._roots.setdefault(root, _Root(root, self._config))
+
+    def _step_to(self, root: str, module: torch.nn.Module | None) -> None:
+        """Move on to this call: end the step that it ends, begin one where none is in progress, and mark the call."""
+        recorder = self._recorder
+        with self._lock:
+            if recorder.is_recording and not recorder.is_mine:
+                if time.perf_counter() - recorder.began > self._config.max_step_seconds:
+                    self._finish_step()  # its thread calls no roots any more
+                return
+            if recorder.is_recording:
+                if self._is_over(root):
+                    self._finish_step()
+                    if not self._sampler.wants(root):
+                        return
+                else:
+                    self._sampler.count(root)
+            if not recorder.is_recording:
+                if not recorder.begin():
+                    return
+                self._anchor, self._anchor_calls = root, 0
+                self._wants_backward = torch.is_grad_enabled() and not self._runs_forward_only(root)
+            if root == self._anchor:
+                self._anchor_calls += 1
+            self._entered = True
+            recorder.enter_root(root, module)
+
+    def _is_over(self, root: str) -> bool:
+        """Does the step in progress end with this call?
+
+        A root that runs several times before one backward (a recurrent cell, accumulated losses) stays in one step
+        until the backward was seen, or there would be no telling what backward costs.
+        """
+        if time.perf_counter() - self._recorder.began > self._config.max_step_seconds:
+            return True
+        if root != self._anchor:
+            return False
+        waits = self._wants_backward and not self._recorder.saw_backward
+        return not waits or self._anchor_calls >= self._config.max_calls_per_step
+
+    def _runs_forward_only(self, root: str) -> bool:
+        known = self._roots.get(root)
+        return known is not None and known.waited_in_vain >= 2
+
+    def _finish_step(self) -> None:
+        recorder, anchor = self._recorder, self._anchor
+        self._anchor, self._entered = None, False
+        began = time.perf_counter()
+        passed = recorder.passed
+        known = self._roots.get(anchor) if anchor is not None else None
+        if known is not None and self._wants_backward:
+            known.waited_in_vain = 0 if recorder.saw_backward else known.waited_in_vain + 1
+        events = recorder.end()
+        learnt = False
+        if events:
+            paths = recorder.paths()
+            profile = aggregate(events, lambda identity, name: paths.get(identity, name))
+            learnt = self._ops.add(profile)
+            for root, totals in profile.roots.items():
+                owner = self._roots.get(root) or self._add_root(root)
+                if owner is not None and totals.calls:
+                    owner.samples.append(totals)
+                    if root != anchor:
+                        self._sampler.credit(root, learnt)
+        if recorder.fault is not None:
+            self.fault = recorder.fault
+            self._stopped = True
+        cost = (
+            len(events) * self._op_cost.recorded_seconds
+            + (recorder.passed - passed) * self._op_cost.passed_seconds
+            + time.perf_counter()
+            - began
+        )
+        self._sampler.spend(cost)
+        if anchor is not None:
+            self._sampler.finish_step(anchor, cost, learnt)
+
+    def _give_up(self) -> None:
+        self.fault = self.fault or traceback.format_exc(limit=3)
+        self._stopped = True
+        try:
+            self._recorder.end()
+        except Exception:  # nothing more can be done; the mode no longer records
+            return
+
+
+skip_in_dynamo(Observer.on_root_call, Observer.before_root_call, Observer.after_root_call, recursive=True)
