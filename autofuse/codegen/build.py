@@ -1,0 +1,145 @@
+"""Compiling C: find the system compiler, know exactly what determines a binary, compile in private.
+
+In: C text. Out: the bytes of a shared object, and the `CompileKey` it may be cached under.
+Guarantee: no environment is read here except PATH by the look-up of names; the flags never include
+``-ffast-math``, which would set flush-to-zero for the whole process and break NaN; compilation happens in a
+directory only this user can read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofuse.errors import CompilerError
+from autofuse.ir.records import CompileKey, Config
+
+BASE_FLAGS = (
+    "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fPIC", "-shared",
+    "-fvisibility=hidden", "-std=gnu11", "-w",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A compiler and what it was found to be able to do."""
+
+    path: str
+    version: str  # first line of ``cc --version``
+    target: str  # instruction set that -march=native resolves to
+    libmvec: int  # 0 none, 1 exp log sin cos pow (glibc 2.22), 2 the rest too (glibc 2.35)
+    openmp: bool
+    is_x86: bool
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of every compilation, before those of a configuration."""
+        flags = tuple(f for f in BASE_FLAGS if f != "-fopenmp" or self.openmp)
+        return (*flags, f"-DAF_LIBMVEC={self.libmvec}") if self.libmvec else flags
+
+
+def find_toolchain(cc: str | None = None) -> Toolchain:
+    """The given compiler, else the first of cc, gcc, clang that PATH has.
+
+    Raises CompilerError where there is none or where it cannot build a shared object.
+    """
+    names = [cc] if cc else ["cc", "gcc", "clang"]
+    for name in names:
+        path = shutil.which(name)
+        if path:
+            return _probe(path)
+    raise CompilerError(
+        f"expected a C compiler, found none of {', '.join(names)}; "
+        "install one (apt install gcc, dnf install gcc) or name it with the setting `cc`"
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _probe(path: str) -> Toolchain:
+    version = _run([path, "--version"], 20).stdout.partition("\n")[0].strip()
+    with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
+        openmp = _compiles(path, "int af_probe(void) { return 0; }", ("-fopenmp",), folder)
+        if not openmp and not _compiles(path, "int af_probe(void) { return 0; }", (), folder):
+            raise CompilerError(f"expected {path} to build a shared object, found that it cannot; try `{path} --version`")
+        openmp_flag = ("-fopenmp",) if openmp else ()
+        libmvec = 0
+        for level, text in _LIBMVEC_PROBES:
+            if _compiles(path, text, ("-O3", "-march=native", "-fno-math-errno", *openmp_flag), folder):
+                libmvec = level
+    return Toolchain(path, version, _target(path), libmvec, openmp, platform.machine() in ("x86_64", "AMD64"))
+
+
+def _vector_probe(functions: Sequence[str]) -> str:
+    text = ""
+    for f in functions:
+        text += f"#pragma omp declare simd notinbranch\nextern float {f}f(float);\n"
+        text += f"void t_{f}(float* restrict y, const float* restrict x, long n) {{\n#pragma omp simd\n"
+        text += f"for (long i = 0; i < n; ++i) y[i] = {f}f(x[i]); }}\n"
+    return text
+
+
+_LIBMVEC_PROBES = (
+    (1, _vector_probe(["exp", "log", "sin", "cos"])),
+    (2, _vector_probe(["exp", "tanh", "erf", "erfc", "log1p", "expm1", "exp2", "log2", "log10", "atan"])),
+)
+
+
+def _compiles(path: str, text: str, flags: Sequence[str], folder: str) -> bool:
+    source, binary = Path(folder) / "probe.c", Path(folder) / "probe.so"
+    source.write_text(text)
+    # --no-undefined: a vector variant that libmvec lacks must fail here, not when the kernel is loaded
+    arguments = [path, *flags, "-fPIC", "-shared", "-w", str(source), "-o", str(binary), "-Wl,--no-undefined", "-lm"]
+    return _run(arguments, 60).returncode == 0
+
+
+def _target(path: str) -> str:
+    """What -march=native means here, as the compiler itself says it."""
+    result = _run([path, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"], 20)
+    names = sorted(line.split()[1] for line in result.stdout.splitlines() if line.startswith("#define __AVX"))
+    names += [line.split()[1] for line in result.stdout.splitlines() if line.startswith(("#define __FMA__", "#define __ARM_FEATURE"))]
+    return f"{platform.machine()}:{hashlib.sha256(' '.join(names).encode()).hexdigest()[:12]}"
+
+
+def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompilerError(f"expected {arguments[0]} to run, found {error}; name another compiler with `cc`") from error
+
+
+def flags_for(toolchain: Toolchain, config: Config = ()) -> tuple[str, ...]:
+    """All flags of a compilation: the toolchain's and those a configuration asks for."""
+    knobs = dict(config)
+    flags = list(toolchain.flags)
+    if toolchain.is_x86 and "vector_bits" in knobs:
+        flags.append(f"-mprefer-vector-width={knobs['vector_bits']}")
+    return tuple(flags)
+
+
+def compile_key(source: str, toolchain: Toolchain, flags: Sequence[str]) -> CompileKey:
+    """Exactly what determines the binary of this text."""
+    return CompileKey(
+        source_hash=hashlib.sha256(source.encode()).hexdigest(),
+        compiler=toolchain.version,
+        flags=" ".join(flags),
+        target=toolchain.target,
+    )
+
+
+def compile_source(source: str, toolchain: Toolchain, flags: Sequence[str], timeout: float = 120.0) -> bytes:
+    """The shared object of a translation unit. Raises CompilerError with the compiler's first error lines."""
+    with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
+        text, binary = Path(folder) / "kernel.c", Path(folder) / "kernel.so"
+        text.write_text(source)
+        result = _run([toolchain.path, *flags, str(text), "-o", str(binary), "-lm"], timeout)
+        if result.returncode != 0 or not binary.exists():
+            errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+            raise CompilerError("expected the generated C to compile, found:\n" + "\n".join(errors[:5]))
+        return binary.read_bytes()

@@ -1,0 +1,193 @@
+"""Building the body of a kernel: values over atoms, equal ones made once.
+
+In: calls from the rule functions. Out: a list of `Node` in SSA order whose dims are atoms of the index algebra.
+Guarantee: the same op on the same arguments is one value, constants are of the value's dtype, and a
+reduction over no atoms is its argument.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autofuse.codegen.dtypes import compute_dtype, dtype, is_float
+from autofuse.codegen.index import Atom, Indirect, Word, resolve
+from autofuse.codegen.loops import COMPARISONS
+from autofuse.errors import LoweringError
+from autofuse.ir.shape import Dim, as_dim
+
+
+@dataclass(frozen=True)
+class Val:
+    """A value of the body: its number and the dtype it is calculated in."""
+
+    number: int
+    dtype: str
+
+
+Number = bool | int | float
+Operand = Val | Number | Dim
+
+
+@dataclass(frozen=True)
+class AtomAccess:
+    """An access whose dims are atoms; becomes a `loops.Access` when the loops are known."""
+
+    param: int
+    strides: tuple[tuple[Atom, Dim], ...]
+    indirect: Dim = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A body value before scheduling. ``attr`` of a ``reduce`` is (kind, atoms)."""
+
+    op: str
+    dtype: str
+    args: tuple[int, ...]
+    attr: object
+
+
+class Builder:
+    """Collects nodes; equal nodes are one."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._known: dict[Node, Val] = {}
+
+    def node(self, op: str, dtype: str, args: Iterable[Val] = (), attr: object = None) -> Val:
+        item = Node(op, dtype, tuple(a.number for a in args), attr)
+        found = self._known.get(item)
+        if found is None:
+            found = Val(len(self.nodes), dtype)
+            self.nodes.append(item)
+            self._known[item] = found
+        return found
+
+    # ---- leaves
+
+    def const(self, value: Number, name: str) -> Val:
+        """A constant of the compute dtype of ``name``, rounded as aten rounds a Python number to it."""
+        name = compute_dtype(name)
+        text = "nan" if isinstance(value, float) and math.isnan(value) else None
+        return self.node("const", name, (), text or _as_constant(value, name))
+
+    def size(self, dim: Dim, name: str) -> Val:
+        """A size (or an expression of sizes) as a number."""
+        if isinstance(dim, int):
+            return self.const(dim, name)
+        return self.node("size", compute_dtype(name), (), dim)
+
+    def load(self, param: int, memory_dtype: str, words: Iterable[Word], strides: Iterable[Dim]) -> Val:
+        """Read a parameter at an index."""
+        terms, indirect = linear_terms(words, strides)
+        name = compute_dtype(memory_dtype)
+        if indirect is None:
+            return self.node("load", name, (), AtomAccess(param, terms))
+        value, stride = indirect
+        return self.node("gather", name, (value,), AtomAccess(param, terms, stride))
+
+    def index(self, word: Word) -> Val:
+        """The position along a tensor dim, an int64."""
+        terms, indirect = linear_terms((word,), (1,))
+        place = self.node("index", "int64", (), terms) if terms else self.const(0, "int64")
+        if indirect is None:
+            return place
+        value, stride = indirect
+        moved = value if stride == 1 else self.apply("mul", value, self.size(stride, "int64"))
+        return moved if not terms else self.apply("add", place, moved)
+
+    # ---- ops
+
+    def cast(self, value: Operand, name: str) -> Val:
+        """The value in the compute dtype of ``name``; numbers become constants, sizes become values."""
+        name = compute_dtype(name)
+        if not isinstance(value, Val):
+            if isinstance(value, bool | int | float):
+                return self.const(value, name)
+            return self.size(value, name)
+        if value.dtype == name:
+            return value
+        return self.node("cast", name, (value,))
+
+    def round_to(self, value: Val, name: str) -> Val:
+        """Round to a 16-bit floating dtype while staying in its compute dtype."""
+        if dtype(name).nbytes != 2 or not is_float(name):
+            return value
+        return self.node("round_to", value.dtype, (value,), name)
+
+    def apply(self, op: str, *args: Val) -> Val:
+        """A scalar op; comparisons give bool, others the dtype of the last argument."""
+        return self.node(op, "bool" if op in COMPARISONS else args[-1].dtype, args)
+
+    def where(self, condition: Val, yes: Val, no: Val) -> Val:
+        return self.node("where", yes.dtype, (condition, yes, no))
+
+    def reduce(self, kind: str, value: Val, atoms: Iterable[Atom]) -> Val:
+        """Reduce over atoms (all of them must still be loops, none an indirect index)."""
+        over = tuple(sorted(set(atoms), key=lambda a: a.number))
+        return self.node("reduce", value.dtype, (value,), (kind, over)) if over else value
+
+    # ---- shorthands that rules are written in
+
+    def add(self, a: Val, b: Operand) -> Val:
+        return self.apply("add", a, self.cast(b, a.dtype))
+
+    def sub(self, a: Val, b: Operand) -> Val:
+        return self.apply("sub", a, self.cast(b, a.dtype))
+
+    def mul(self, a: Val, b: Operand) -> Val:
+        return self.apply("mul", a, self.cast(b, a.dtype))
+
+    def div(self, a: Val, b: Operand) -> Val:
+        return self.apply("div", a, self.cast(b, a.dtype))
+
+    def compare(self, op: str, a: Val, b: Operand) -> Val:
+        return self.apply(op, a, self.cast(b, a.dtype))
+
+    def select(self, condition: Val, yes: Operand, no: Operand, name: str) -> Val:
+        return self.where(condition, self.cast(yes, name), self.cast(no, name))
+
+
+def _as_constant(value: Number, name: str) -> Number:
+    category = dtype(name).category
+    if category == 0:
+        return bool(value)
+    if category == 1:
+        if isinstance(value, float) and (math.isnan(value) or math.isinf(value)):
+            raise LoweringError("constant", f"expected a finite number for {name}, found {value}")
+        bits = 8 * dtype(name).nbytes
+        wrapped = int(value) % (1 << bits)
+        return wrapped - (1 << bits) if name != "uint8" and wrapped >= 1 << (bits - 1) else wrapped
+    number = float(value)
+    if name == "float32" and math.isfinite(number):
+        try:
+            return float(struct.unpack("f", struct.pack("f", number))[0])
+        except OverflowError:
+            return math.copysign(math.inf, number)
+    return number
+
+
+def linear_terms(
+    words: Iterable[Word], strides: Iterable[Dim]
+) -> tuple[tuple[tuple[Atom, Dim], ...], tuple[Val, Dim] | None]:
+    """Strides per atom of a tensor index, and the stride of its indirect part if there is one.
+
+    A dim that covers parts (p1..pk) with stride s gives pk the stride s, p(k-1) the stride s x size of pk, ...
+    """
+    terms: dict[Atom, Dim] = {}
+    indirect: tuple[Val, Dim] | None = None
+    for word, stride in zip(words, strides, strict=True):
+        step = stride
+        for part in reversed(resolve(word)):
+            if isinstance(part, Indirect):
+                if indirect is not None or not isinstance(part.value, Val):
+                    raise LoweringError("indirect", "expected at most one indirect index in an access, found two")
+                indirect = (part.value, step)
+            else:
+                terms[part] = as_dim(terms.get(part, 0) + step)
+            step = as_dim(step * part.size)
+    kept = sorted(((a, s) for a, s in terms.items() if s != 0), key=lambda t: t[0].number)
+    return tuple(kept), indirect

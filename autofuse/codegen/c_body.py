@@ -1,0 +1,421 @@
+"""The C of the loop nest: rows, passes over columns, reductions, and what follows the nest.
+
+In: a kernel, its passes and the chosen knobs. Out: the text of the function that works on a share of the rows, and
+the statements that come before and after it.
+Layout of a share: items are rows (or, without row reductions, parts of rows too), split evenly among threads.
+Names in the text: ``r*`` row dims, ``c*`` column dims (``c`` is the vectorised one), ``x*`` values, ``p*`` partial sums
+of a block, ``t*`` totals, ``buf*`` row buffers, ``acc*`` and ``tot*`` column sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autofuse.codegen.c_reduce import REDUCERS, Reducer, declare_reductions
+from autofuse.codegen.c_scalar import dim_text, expression, literal, load_text, memory_type, store_text
+from autofuse.codegen.dtypes import VALUE_TYPE
+from autofuse.codegen.loops import COST, Access, LoopKernel, Store, regions
+from autofuse.codegen.phases import Phase, Plan
+from autofuse.ir.shape import Dim
+
+BLOCK = 1024  # columns whose partial sums stay in the compute dtype; their sums are added in double
+FLUSH = 32  # rows whose column sums stay in the compute dtype
+COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
+
+
+class Body:
+    """Prints one kernel's loops."""
+
+    def __init__(self, kernel: LoopKernel, plan: Plan, knobs: Mapping[str, object]) -> None:
+        self.kernel = kernel
+        self.plan = plan
+        self.regions = regions(kernel)
+        self.parallel = knobs.get("threads", "parallel") == "parallel"
+        self.last = kernel.cols[-1]
+        self.splits_columns = kernel.kind in ("pointwise", "full") and len(kernel.cols) == 1
+        heavy = any(COST.get(v.op, 1) >= 12 for v in kernel.values)
+        self.serial_below = 8192 if heavy else 32768
+        self._pointers: dict[Access, str] = {}
+        for access in self._accesses():
+            name = kernel.params[access.param].name
+            taken = sum(1 for a in self._pointers if a.param == access.param)
+            self._pointers.setdefault(access, f"{name}_{taken}" if taken else f"{name}_")
+
+    # ---- facts
+
+    def _accesses(self) -> list[Access]:
+        loads = [v.attr for v in self.kernel.values if isinstance(v.attr, Access)]
+        return [*loads, *(s.access for s in self.kernel.stores)]
+
+    def _reducer(self, number: int) -> Reducer:
+        value = self.kernel.values[number]
+        return REDUCERS[str(value.attr)](value.dtype)
+
+    def items_limit(self) -> str:
+        """How many threads can have something to do."""
+        return f"nrows * ((ncols + {COLUMN_SPLIT - 1}) / {COLUMN_SPLIT})" if self.splits_columns else "nrows"
+
+    def work_text(self) -> str:
+        return "nrows * ncols"
+
+    def reductions(self) -> str:
+        used = {(str(v.attr), v.dtype) for v in self.kernel.values if v.op in ("row_reduce", "full_reduce")}
+        return declare_reductions(used)
+
+    def _sinks(self, op: str) -> list[int]:
+        return [n for n in self.kernel.sinks if self.kernel.values[n].op == op]
+
+    # ---- expressions
+
+    def text(self, number: int) -> str:
+        """A value where it is used."""
+        value = self.kernel.values[number]
+        return literal(value.attr, value.dtype) if value.op == "const" else f"x{number}"
+
+    def compute(self, number: int, c: str = "c") -> str:
+        """The C expression that makes a value."""
+        value = self.kernel.values[number]
+        if value.op == "load":
+            return load_text(self.element(value.attr, c), self._memory(value.attr))  # type: ignore[arg-type]
+        if value.op == "gather":
+            access: Access = value.attr  # type: ignore[assignment]
+            place = self._product(self.text(value.args[0]), access.indirect)
+            return load_text(self.element(access, c, place), self._memory(access))
+        if value.op == "size":
+            return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"  # type: ignore[arg-type]
+        if value.op == "index":
+            return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
+        operands = [self.kernel.values[a] for a in value.args]
+        plain = [o.op == "const" and o.attr != "nan" for o in operands]
+        return expression(value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain)
+
+    def _memory(self, access: Access) -> str:
+        return self.kernel.params[access.param].dtype
+
+    def _loop(self, dim: int, c: str) -> str:
+        if dim == self.last:
+            return c
+        return f"{'r' if dim in self.kernel.rows else 'c'}{dim}"
+
+    @staticmethod
+    def _product(name: str, stride: Dim) -> str:
+        return name if stride == 1 else f"{name} * {dim_text(stride)}"
+
+    def element(self, access: Access, c: str, extra: str = "") -> str:
+        """The lvalue of an access inside the innermost loop."""
+        terms = [self._product(c, s) for d, s in access.strides if d == self.last]
+        if extra:
+            terms.append(extra)
+        return f"{self._pointers[access]}[{' + '.join(terms) or '0'}]"
+
+    def declare(self, number: int, c: str = "c") -> str:
+        value = self.kernel.values[number]
+        return f"const {VALUE_TYPE[value.dtype]} x{number} = {self.compute(number, c)};"
+
+    def _declare_all(self, numbers: Sequence[int], indent: str) -> list[str]:
+        return [
+            f"{indent}{self.declare(n)}"
+            for n in numbers
+            if self.kernel.values[n].op not in ("const", "row_reduce", "col_reduce", "full_reduce", "rows_reduce")
+        ]
+
+    def store(self, store: Store, c: str = "c") -> str:
+        value = store_text(self.text(store.value), self._memory(store.access))
+        return f"{self.element(store.access, c)} = {value};"
+
+    # ---- pointers
+
+    def _parameters(self) -> list[str]:
+        lines = []
+        for n, param in enumerate(self.kernel.params):
+            const = "" if param.is_output else "const "
+            ctype = memory_type(param.dtype)
+            lines.append(f"  {const}{ctype}* restrict const {param.name} = ({const}{ctype}*)ptrs[{n}]; (void){param.name};")
+        return lines
+
+    def _pointer_lines(self, where: str, indent: str) -> list[str]:
+        """Pointers that move with the row (``row``), with nothing (``entry``)."""
+        lines = []
+        for access, name in self._pointers.items():
+            moving = [(d, s) for d, s in access.strides if d in self.kernel.rows]
+            if bool(moving) != (where == "row"):
+                continue
+            param = self.kernel.params[access.param]
+            const = "" if param.is_output else "const "
+            offset = "".join(f" + {self._product(f'r{d}', s)}" for d, s in moving)
+            label = name + ("b" if self._column_terms(access) else "")
+            lines.append(f"{indent}{const}{memory_type(param.dtype)}* const {label} = {param.name}{offset}; (void){label};")
+        return lines
+
+    def _column_terms(self, access: Access) -> list[tuple[int, Dim]]:
+        """Outer column dims an access moves with: its pointer is set anew in their loops."""
+        return [(d, s) for d, s in access.strides if d in self.kernel.cols and d != self.last]
+
+    def _column_pointers(self, indent: str, used: Sequence[Access]) -> list[str]:
+        lines = []
+        for access in dict.fromkeys(used):
+            moving = self._column_terms(access)
+            if moving:
+                param = self.kernel.params[access.param]
+                const = "" if param.is_output else "const "
+                name = self._pointers[access]
+                offset = "".join(f" + {self._product(f'c{d}', s)}" for d, s in moving)
+                lines.append(f"{indent}{const}{memory_type(param.dtype)}* const {name} = {name}b{offset};")
+        return lines
+
+    # ---- scratch memory
+
+    def scratch_layout(self) -> list[str]:
+        """Offsets of a thread's scratch memory, in bytes; empty where a kernel needs none."""
+        pieces: list[tuple[str, str]] = []
+        for n in self.plan.buffered:
+            pieces.append((f"buf{n}", f"ncols * sizeof({VALUE_TYPE[self.kernel.values[n].dtype]})"))
+        for n in self._sinks("col_reduce"):
+            reducer = self._reducer(n)
+            pieces.append((f"acc{n}", f"ncols * sizeof({reducer.partial_type})"))
+            if reducer.has_total:
+                pieces.append((f"tot{n}", f"ncols * sizeof({reducer.total_type})"))
+        for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
+            pieces.append((f"one{n}", "64"))
+        lines, offset = [], "0"
+        for name, size in pieces:
+            lines.append(f"  const int64_t at_{name} = {offset};")
+            offset = f"at_{name} + AF_ALIGNED({size})"
+        return [*lines, f"  const int64_t scratch_bytes = {offset};"] if lines else []
+
+    def _scratch_pointers(self) -> list[str]:
+        lines = [line for line in self.scratch_layout() if "scratch_bytes" not in line]
+        for n in self.plan.buffered:
+            ctype = VALUE_TYPE[self.kernel.values[n].dtype]
+            lines.append(f"  {ctype}* restrict const buf{n} = ({ctype}*)(scratch + at_buf{n});")
+        for n in self._sinks("col_reduce"):
+            reducer = self._reducer(n)
+            start = f"acc{n}[k] = {reducer.start};"
+            lines.append(f"  {reducer.partial_type}* restrict const acc{n} = ({reducer.partial_type}*)(scratch + at_acc{n});")
+            if reducer.has_total:
+                lines.append(f"  {reducer.total_type}* restrict const tot{n} = ({reducer.total_type}*)(scratch + at_tot{n});")
+                start += f" tot{n}[k] = 0;"
+            lines.append(f"  for (int64_t k = 0; k < ncols; ++k) {{ {start} }}")
+        for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
+            reducer = self._reducer(n)
+            lines.append(f"  {reducer.total_type} t{n} = {reducer.start};")
+        return lines
+
+    # ---- the function of a share of the rows
+
+    def function(self) -> str:
+        kernel = self.kernel
+        lines = [
+            f"static void {kernel.name}_rows(const int64_t* sizes, void** ptrs, char* scratch, int64_t tid, int64_t team) {{",
+            "@SIZES@",
+            *self._parameters(),
+            "  (void)scratch; (void)tid; (void)team;",
+            *self._scratch_pointers(),
+            *self._pointer_lines("entry", "  "),
+            *self._declare_all(self.plan.entry_values, "  "),
+            *self._items(),
+        ]
+        lines += self._finish_share()
+        return "\n".join([*lines, "}", ""])
+
+    def _items(self) -> list[str]:
+        digits = [(f"r{d}", f"n{d}") for d in self.kernel.rows]
+        lines: list[str] = []
+        if self.splits_columns:
+            lines.append(f"  const int64_t nblk = team == 1 || nrows >= 4 * team || ncols < {COLUMN_SPLIT} ? 1 : team;")
+            digits.append(("blk", "nblk"))
+            total = "nrows * nblk"
+        else:
+            total = "nrows"
+        lines += [
+            f"  const int64_t begin = ({total}) * tid / team, end = ({total}) * (tid + 1) / team;",
+            "  if (begin < end) {",
+        ]
+        if self._flushed():
+            lines.append("  int64_t pending = 0;")
+        lines += self._decode(digits)
+        lines.append("  for (int64_t item = begin; item < end; ++item) {")
+        if self.splits_columns:
+            lines += [
+                "    const int64_t c_begin = blk == 0 ? 0 : (ncols * blk / nblk) & ~INT64_C(63);",
+                "    const int64_t c_end = blk == nblk - 1 ? ncols : (ncols * (blk + 1) / nblk) & ~INT64_C(63);",
+            ]
+        lines += self._pointer_lines("row", "    ")
+        for phase in self.plan.phases:
+            lines += self._phase(phase)
+        lines += self._declare_all(self.plan.last_row_values, "    ")
+        for n in self.plan.row_sinks:
+            lines.append(f"    {self._reducer(n).update_total(f't{n}', self.text(self.kernel.values[n].args[0]))}")
+        lines += [f"    {self.store(s)}" for s in self.plan.row_stores]
+        lines += self._flush("    ", f"if (++pending == {FLUSH}) {{ pending = 0;", "}")
+        lines += self._advance(digits)
+        lines += ["  }", *self._flush("  ", "", ""), "  }"]
+        return lines
+
+    def _decode(self, digits: list[tuple[str, str]]) -> list[str]:
+        """The first item's position in each row dim; later ones follow by counting."""
+        if not digits:
+            return []
+        if len(digits) == 1:
+            return [f"  int64_t {digits[0][0]} = begin;"]
+        lines = ["  int64_t rest = begin;"]
+        for name, size in reversed(digits[1:]):
+            lines.append(f"  int64_t {name} = rest % {size}; rest /= {size};")
+        return [*lines, f"  int64_t {digits[0][0]} = rest;"]
+
+    def _advance(self, digits: list[tuple[str, str]]) -> list[str]:
+        if not digits:
+            return []
+        text = f"++{digits[0][0]};"
+        for name, size in digits[1:]:
+            text = f"if (++{name} == {size}) {{ {name} = 0; {text} }}"
+        return [f"    {text}"]
+
+    # ---- a pass over the columns
+
+    def _phase(self, phase: Phase) -> list[str]:
+        lines = self._declare_all(phase.row_values, "    ")
+        for n in phase.reductions:
+            reducer = self._reducer(n)
+            lines.append(f"    {reducer.total_type} t{n} = {reducer.start};")
+        body, depth = self._innermost(phase), "    "
+        outer = self.kernel.cols[:-1]
+        for d in outer:
+            lines.append(f"{depth}for (int64_t c{d} = 0; c{d} < n{d}; ++c{d}) {{")
+            depth += "  "
+        if outer:
+            linear = f"c{outer[0]}"
+            for d in outer[1:]:
+                linear = f"({linear} * n{d} + c{d})"
+            lines.append(f"{depth}const int64_t lin = {linear} * n{self.last}; (void)lin;")
+            used = [self.kernel.values[n].attr for n in phase.values] + [s.access for s in phase.stores]
+            lines += self._column_pointers(depth, [a for a in used if isinstance(a, Access)])
+        lines += [f"{depth}{line}" for line in body]
+        for _ in outer:
+            depth = depth[:-2]
+            lines.append(f"{depth}}}")
+        for n in phase.reductions:
+            value = self.kernel.values[n]
+            lines.append(f"    const {VALUE_TYPE[value.dtype]} x{n} = {self._reducer(n).finish(f't{n}')};")
+        return lines
+
+    def _innermost(self, phase: Phase) -> list[str]:
+        start, stop = ("c_begin", "c_end") if self.splits_columns else ("0", f"n{self.last}")
+        scalars = [*phase.reductions, *(n for n in phase.sinks if self.kernel.values[n].op == "full_reduce")]
+        blocked = [n for n in scalars if self._reducer(n).has_total]
+        clauses = "".join(
+            f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars
+        )
+        inner = [f"  {line}" for line in self._columns(phase)]
+        if not blocked:
+            return [f"#pragma omp simd{clauses}", f"for (int64_t c = {start}; c < {stop}; ++c) {{", *inner, "}"]
+        lines = [
+            f"for (int64_t b = {start}; b < {stop}; b += {BLOCK}) {{",
+            f"  const int64_t b_end = {stop} - b < {BLOCK} ? {stop} : b + {BLOCK};",
+        ]
+        lines += [f"  {self._reducer(n).partial_type} p{n} = 0;" for n in blocked]
+        lines += [f"  #pragma omp simd{clauses}", "  for (int64_t c = b; c < b_end; ++c) {"]
+        lines += [f"  {line}" for line in inner]
+        lines += ["  }", *(f"  t{n} += p{n};" for n in blocked), "}"]
+        return lines
+
+    def _columns(self, phase: Phase) -> list[str]:
+        """Statements for one column."""
+        place = "lin + c" if len(self.kernel.cols) > 1 else "c"
+        lines = []
+        for n in sorted((*phase.values, *phase.buffer_reads)):
+            if n in phase.buffer_reads:
+                lines.append(f"const {VALUE_TYPE[self.kernel.values[n].dtype]} x{n} = buf{n}[{place}];")
+            elif self.kernel.values[n].op != "const":
+                lines.append(self.declare(n))
+            if n in phase.buffer_writes:
+                lines.append(f"buf{n}[{place}] = x{n};")
+        for n in phase.reductions:
+            reducer, argument = self._reducer(n), self.text(self.kernel.values[n].args[0])
+            lines.append(reducer.update(f"{'p' if reducer.has_total else 't'}{n}", argument))
+        for n in phase.sinks:
+            reducer, argument = self._reducer(n), self.text(self.kernel.values[n].args[0])
+            if self.kernel.values[n].op == "full_reduce":
+                lines.append(reducer.update(f"{'p' if reducer.has_total else 't'}{n}", argument))
+            else:
+                lines.append(reducer.update(f"acc{n}[{place}]", argument))
+        return [*lines, *(self.store(s) for s in phase.stores)]
+
+    # ---- column sums and single results
+
+    def _flushed(self) -> list[int]:
+        return [n for n in self._sinks("col_reduce") if self._reducer(n).has_total]
+
+    def _flush(self, indent: str, opening: str, closing: str) -> list[str]:
+        """Add the column sums of the last rows to their totals."""
+        flushed = self._flushed()
+        if not flushed:
+            return []
+        inner = " ".join(f"tot{n}[k] += acc{n}[k]; acc{n}[k] = 0;" for n in flushed)
+        lines = [f"{indent}{opening}"] if opening else []
+        lines += [f"{indent}#pragma omp simd", f"{indent}for (int64_t k = 0; k < ncols; ++k) {{ {inner} }}"]
+        return [*lines, f"{indent}{closing}"] if closing else lines
+
+    def _finish_share(self) -> list[str]:
+        lines = []
+        for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
+            lines.append(f"  *({self._reducer(n).total_type}*)(scratch + at_one{n}) = t{n};")
+        return lines
+
+    # ---- after the nest
+
+    def post(self) -> list[str]:
+        """Combine the threads' results in thread order and write what depends on them."""
+        if not self.plan.post_stores:
+            return []
+        kernel, plan = self.kernel, self.plan
+        lines = [*self._parameters(), *self._pointer_lines("entry", "  ")]
+        lines += self._declare_all(plan.entry_values, "  ")
+        for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
+            reducer = self._reducer(n)
+            lines += [
+                f"  {reducer.total_type} t{n} = {reducer.start};",
+                f"  for (int64_t k = 0; k < used; ++k) "
+                f"{reducer.update_total(f't{n}', f'*({reducer.total_type}*)(scratch + k * scratch_bytes + at_one{n})')}",
+                f"  const {VALUE_TYPE[kernel.values[n].dtype]} x{n} = {reducer.finish(f't{n}')};",
+            ]
+        per_column = [n for n in plan.post_values if self.regions[n].cols]
+        lines += self._declare_all([n for n in plan.post_values if not self.regions[n].cols and n not in plan.entry_values], "  ")
+        along = [s for s in plan.post_stores if self._has_columns(s)]
+        lines += [f"  {self.store(s)}" for s in plan.post_stores if s not in along]
+        if not along:
+            return lines
+        depth = "  "
+        for d in kernel.cols[:-1]:
+            lines.append(f"{depth}for (int64_t c{d} = 0; c{d} < n{d}; ++c{d}) {{")
+            depth += "  "
+        outer = kernel.cols[:-1]
+        linear = f"c{outer[0]}" if outer else ""
+        for d in outer[1:]:
+            linear = f"({linear} * n{d} + c{d})"
+        if outer:
+            lines.append(f"{depth}const int64_t lin = {linear} * n{self.last}; (void)lin;")
+            used = [kernel.values[n].attr for n in per_column] + [s.access for s in along]
+            lines += self._column_pointers(depth, [a for a in used if isinstance(a, Access)])
+        lines.append(f"{depth}for (int64_t c = 0; c < n{self.last}; ++c) {{")
+        place = "lin + c" if outer else "c"
+        for n in self._sinks("col_reduce"):
+            reducer = self._reducer(n)
+            array, ctype = (("tot", reducer.total_type) if reducer.has_total else ("acc", reducer.partial_type))
+            source = f"(({ctype}*)(scratch + k * scratch_bytes + at_{array}{n}))[{place}]"
+            lines += [
+                f"{depth}  {ctype} t{n} = {reducer.start};",
+                f"{depth}  for (int64_t k = 0; k < used; ++k) {reducer.update_total(f't{n}', source)}",
+                f"{depth}  const {VALUE_TYPE[kernel.values[n].dtype]} x{n} = {reducer.finish(f't{n}')};",
+            ]
+        lines += [f"{depth}  {self.declare(n)}" for n in per_column if kernel.values[n].op != "const"]
+        lines += [f"{depth}  {self.store(s)}" for s in along]
+        lines.append(f"{depth}}}")
+        for _ in outer:
+            depth = depth[:-2]
+            lines.append(f"{depth}}}")
+        return lines
+
+    def _has_columns(self, store: Store) -> bool:
+        dims = {d for d, _ in store.access.strides}
+        return self.regions[store.value].cols or bool(dims & set(self.kernel.cols))

@@ -1,0 +1,319 @@
+"""C expressions: one row per scalar op, and the helpers a kernel's text needs.
+
+In: an op, its dtype and the C text of its operands. Out: the C text of the result.
+Guarantee: no ``fmaxf`` (it drops NaN and stays a scalar call), no reliance on fast-math; integer results are cast
+back to their width, so they wrap as aten's do. Vector math comes from glibc's libmvec through own prototypes where
+the toolchain defines AF_LIBMVEC, from scalar libm elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import sympy
+
+from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
+from autofuse.codegen.loops import LoopValue
+from autofuse.errors import LoweringError
+from autofuse.ir.shape import Dim
+
+# ---- sizes ------------------------------------------------------------------------------------------
+
+
+def dim_text(dim: Dim) -> str:
+    """A size as an ``int64_t`` expression; raises LoweringError("dim") for a form with no exact C text."""
+    if isinstance(dim, int):
+        return str(dim) if abs(dim) < 2**31 else f"INT64_C({dim})"
+    return _dim(dim)
+
+
+def _dim(e: sympy.Expr) -> str:
+    if e.is_Integer:
+        return dim_text(int(e))
+    if e.is_Symbol:
+        return str(e)
+    if e.is_Add:
+        return "(" + " + ".join(_dim(a) for a in e.args) + ")"
+    if e.is_Mul:
+        whole = [a for a in e.args if not (a.is_Rational and not a.is_Integer) and not _is_inverse(a)]
+        ratio = sympy.Mul(*[a for a in e.args if a not in whole])
+        text = "*".join(_dim(a) for a in whole) or "1"
+        if ratio == 1:
+            return text
+        top, bottom = ratio.as_numer_denom()
+        return f"(({text}) * {_dim(top)} / {_dim(bottom)})"
+    if e.is_Pow and e.exp.is_Integer and e.exp > 0:
+        return "(" + "*".join([_dim(e.base)] * int(e.exp)) + ")"
+    if isinstance(e, sympy.floor):
+        top, bottom = sympy.together(e.args[0]).as_numer_denom()
+        return f"({_dim(top)} / {_dim(bottom)})"  # sizes are not negative
+    if isinstance(e, sympy.Mod):
+        return f"({_dim(e.args[0])} % {_dim(e.args[1])})"
+    if isinstance(e, sympy.Max | sympy.Min):
+        left, *rest = e.args
+        text = _dim(left)
+        for other in rest:
+            b = _dim(other)
+            text = f"(({text}) {'>' if isinstance(e, sympy.Max) else '<'} ({b}) ? ({text}) : ({b}))"
+        return text
+    raise LoweringError("dim", f"expected a size built from +, *, floor and Mod, found {e}")
+
+
+def _is_inverse(e: sympy.Expr) -> bool:
+    return bool(e.is_Pow and e.exp.is_Integer and e.exp < 0)
+
+
+# ---- constants ------------------------------------------------------------------------------------------
+
+
+def literal(value: object, name: str) -> str:
+    """A C constant of a compute dtype."""
+    if value == "nan":
+        return "NAN" if name == "float32" else "(double)NAN"
+    if name == "bool":
+        return "1" if value else "0"
+    if not is_float(name):
+        number = int(value)  # type: ignore[call-overload]
+        if name == "int64":
+            return "INT64_MIN" if number == -(2**63) else f"INT64_C({number})"
+        return f"(({VALUE_TYPE[name]}){number})" if number >= 0 else f"(({VALUE_TYPE[name]})({number}))"
+    real = float(value)  # type: ignore[arg-type]
+    if math.isinf(real):
+        return "INFINITY" if real > 0 else "(-INFINITY)"
+    text = f"{real:.9g}" if name == "float32" else f"{real:.17g}"
+    if not any(ch in text for ch in ".en"):
+        text += ".0"
+    text += "f" if name == "float32" else ""
+    return f"({text})" if text.startswith("-") else text
+
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+_CALLS = {
+    op: op for op in
+    "exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin acos atan erf erfc sqrt floor ceil".split()
+} | {"round": "rint", "trunc": "trunc", "pow": "pow", "atan2": "atan2"}  # fmt: skip
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
+    "ge": ">=", "and": "&", "or": "|", "xor": "^", "bitand": "&", "bitor": "|", "bitxor": "^",
+}  # fmt: skip
+
+_SUFFIX = {
+    "float32": "f32", "float64": "f64", "bool": "b8", "uint8": "u8", "int8": "i8", "int16": "i16",
+    "int32": "i32", "int64": "i64",
+}  # fmt: skip
+
+
+def suffix(name: str) -> str:
+    return _SUFFIX[name]
+
+
+def _one(name: str) -> str:
+    return "1.0f" if name == "float32" else "1.0"
+
+
+def _sign(name: str, a: str) -> str:
+    zero = literal(0, name)
+    return f"({VALUE_TYPE[name]})(({a} > {zero}) - ({a} < {zero}))"
+
+
+def _absolute(name: str, a: str) -> str:
+    if is_float(name):
+        return f"{'fabsf' if name == 'float32' else 'fabs'}({a})"
+    return f"({VALUE_TYPE[name]})({a} < 0 ? -{a} : {a})"
+
+
+_UNARY: Mapping[str, Callable[[str, str], str]] = {
+    "neg": lambda n, a: f"-{a}" if is_float(n) else f"({VALUE_TYPE[n]})(-{a})",
+    "abs": _absolute,
+    "sign": _sign,
+    "rsqrt": lambda n, a: f"{_one(n)} / {'sqrtf' if n == 'float32' else 'sqrt'}({a})",
+    "reciprocal": lambda n, a: f"{_one(n)} / {a}",
+    "not": lambda n, a: f"!{a}",
+    "bitnot": lambda n, a: f"({VALUE_TYPE[n]})(~{a})",
+}
+
+
+def expression(value: LoopValue, args: Sequence[str], arg_dtypes: Sequence[str], constants: Sequence[bool]) -> str:
+    """The C text of a scalar op. ``constants`` tells which operands are literals that are not NaN."""
+    op, name = value.op, value.dtype
+    source = arg_dtypes[0] if arg_dtypes else name
+    if op == "cast":
+        return cast(args[0], source, name)
+    if op == "round_to":
+        return f"af_round_{value.attr}({args[0]})"
+    if op == "where":
+        return f"{args[0]} ? {args[1]} : {args[2]}"
+    if op in ("maximum", "minimum"):
+        return _extreme(op, name, args, constants)
+    if op == "isnan":
+        return f"{args[0]} != {args[0]}"
+    if op == "isinf":
+        return f"{_absolute(source, args[0])} == INFINITY"
+    if op in _UNARY:
+        return _UNARY[op](source, args[0])
+    if op in ("fmod", "remainder", "pow") and not is_float(name):
+        return f"{args[0]} % {args[1]}" if op == "fmod" else f"({VALUE_TYPE[name]})af_{op}_i64({args[0]}, {args[1]})"
+    if op in ("fmod", "remainder"):
+        return f"af_{op}_{suffix(name)}({', '.join(args)})"
+    if op in _CALLS:
+        return f"{_CALLS[op]}{'f' if name == 'float32' else ''}({', '.join(args)})"
+    infix = f"{args[0]} {_INFIX[op]} {args[1]}"
+    wraps = op in ("add", "sub", "mul", "div", "bitand", "bitor", "bitxor") and not is_float(name) and name != "bool"
+    return f"({VALUE_TYPE[name]})({infix})" if wraps else infix
+
+
+def _extreme(op: str, name: str, args: Sequence[str], constants: Sequence[bool]) -> str:
+    """NaN in either operand wins, as in aten; with a constant bound the comparison alone does it."""
+    a, b = args
+    sign = ">" if op == "maximum" else "<"
+    if constants[1] or not is_float(name):
+        flipped = "<" if op == "maximum" else ">"
+        return f"{a} {flipped} {b} ? {b} : {a}"
+    return f"(({a} {sign} {b}) | ({a} != {a})) ? {a} : {b}"
+
+
+def cast(a: str, source: str, name: str) -> str:
+    """A conversion between compute dtypes, as C++ and aten do it."""
+    if source == name:
+        return a
+    if name == "bool":
+        return f"{a} != 0"
+    if is_float(source) and not is_float(name) and dtype(name).nbytes < 4:
+        # out of range is undefined in C; aten's kernels go through a wider integer
+        return f"({VALUE_TYPE[name]})({'int64_t' if name == 'uint8' else 'int32_t'}){a}"
+    return f"({VALUE_TYPE[name]}){a}"
+
+
+# ---- memory ---------------------------------------------------------------------------------------------
+
+
+def load_text(element: str, memory: str) -> str:
+    if memory in ("float16", "bfloat16"):
+        return f"af_load_{memory}({element})"
+    return f"{element} != 0" if memory == "bool" else element
+
+
+def store_text(value: str, memory: str) -> str:
+    return f"af_store_{memory}({value})" if memory in ("float16", "bfloat16") else value
+
+
+def memory_type(name: str) -> str:
+    return {"float16": "uint16_t"}.get(name, dtype(name).memory_type)
+
+
+# ---- helpers printed when used ------------------------------------------------------------------------------
+
+HELPERS: tuple[tuple[str, str], ...] = (  # (name that must occur in the body, C text), in order of dependence
+    (
+        "bfloat16(",
+        """static inline float af_load_bfloat16(uint16_t v) {
+  const uint32_t u = (uint32_t)v << 16; float f; memcpy(&f, &u, 4); return f;
+}
+static inline uint16_t af_store_bfloat16(float f) {  /* nearest, ties to even; NaN stays NaN */
+  uint32_t u; memcpy(&u, &f, 4);
+  const uint32_t r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return f != f ? (uint16_t)0x7fc0u : (uint16_t)r;
+}
+static inline float af_round_bfloat16(float f) { return af_load_bfloat16(af_store_bfloat16(f)); }
+""",
+    ),
+    (
+        "float16(",
+        """/* Integer conversions between IEEE half and float: gcc 12 does not vectorise _Float16. */
+static inline float af_load_float16(uint16_t h) {
+  const uint32_t w = (uint32_t)h << 16, two = w + w;
+  const uint32_t nb = (two >> 4) + (UINT32_C(0xe0) << 23), db = (two >> 17) | (UINT32_C(126) << 23);
+  float n, d; memcpy(&n, &nb, 4); memcpy(&d, &db, 4);
+  n *= 0x1.0p-112f; d -= 0.5f;
+  uint32_t nu, du; memcpy(&nu, &n, 4); memcpy(&du, &d, 4);
+  const uint32_t r = (w & UINT32_C(0x80000000)) | (two < (UINT32_C(1) << 27) ? du : nu);
+  float f; memcpy(&f, &r, 4); return f;
+}
+static inline uint16_t af_store_float16(float f) {  /* nearest, ties to even; NaN stays NaN */
+  uint32_t w; memcpy(&w, &f, 4);
+  const uint32_t two = w + w, sign = w & UINT32_C(0x80000000);
+  float base = fabsf(f) * 0x1.0p+112f * 0x1.0p-110f;
+  uint32_t bias = two & UINT32_C(0xff000000);
+  bias = bias < UINT32_C(0x71000000) ? UINT32_C(0x71000000) : bias;
+  const uint32_t add = (bias >> 1) + UINT32_C(0x07800000);
+  float a; memcpy(&a, &add, 4);
+  base = a + base;
+  uint32_t bits; memcpy(&bits, &base, 4);
+  const uint32_t h = ((bits >> 13) & UINT32_C(0x7c00)) + (bits & UINT32_C(0x0fff));
+  return (uint16_t)((sign >> 16) | (two > UINT32_C(0xff000000) ? UINT32_C(0x7e00) : h));
+}
+static inline float af_round_float16(float f) { return af_load_float16(af_store_float16(f)); }
+""",
+    ),
+    (
+        "af_fmod_f32",
+        "static inline float af_fmod_f32(float a, float b) { return fmodf(a, b); }\n",
+    ),
+    (
+        "af_fmod_f64",
+        "static inline double af_fmod_f64(double a, double b) { return fmod(a, b); }\n",
+    ),
+    (
+        "af_remainder_f32",
+        """static inline float af_remainder_f32(float a, float b) {  /* sign of the divisor */
+  const float m = fmodf(a, b);
+  return (m != 0.0f && ((b < 0.0f) != (m < 0.0f))) ? m + b : m;
+}
+""",
+    ),
+    (
+        "af_remainder_f64",
+        """static inline double af_remainder_f64(double a, double b) {  /* sign of the divisor */
+  const double m = fmod(a, b);
+  return (m != 0.0 && ((b < 0.0) != (m < 0.0))) ? m + b : m;
+}
+""",
+    ),
+    (
+        "af_remainder_i64",
+        """static inline int64_t af_remainder_i64(int64_t a, int64_t b) {  /* sign of the divisor */
+  const int64_t m = a % b;
+  return (m != 0 && ((b < 0) != (m < 0))) ? m + b : m;
+}
+""",
+    ),
+    (
+        "af_pow_i64",
+        """static inline int64_t af_pow_i64(int64_t a, int64_t n) {
+  uint64_t r = 1, x = (uint64_t)a;
+  for (; n > 0; n >>= 1, x *= x) if (n & 1) r *= x;
+  return (int64_t)r;
+}
+""",
+    ),
+)
+
+# Functions with vector variants in glibc's libmvec: {name: (arguments, AF_LIBMVEC level that has them)}.
+# Level 1 is glibc 2.22 (x86), level 2 is glibc 2.35.
+VECTOR_MATH: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("exp", "log", "sin", "cos"), (1, 1)),
+    "pow": (2, 1),
+    **dict.fromkeys(
+        "exp2 expm1 log2 log10 log1p tan tanh sinh cosh asin acos atan erf erfc".split(), (1, 2)
+    ),
+    "atan2": (2, 2),
+}  # fmt: skip
+
+
+def vector_prototypes(body: str) -> str:
+    """Prototypes with vector variants for the math functions that occur in a kernel."""
+    lines: dict[int, list[str]] = {1: [], 2: []}
+    for function, (arity, level) in VECTOR_MATH.items():
+        for ctype, end in (("float", "f"), ("double", "")):
+            if f" {function}{end}(" in body or f"({function}{end}(" in body or f"-{function}{end}(" in body:
+                arguments = ", ".join([ctype] * arity)
+                lines[level] += ["#pragma omp declare simd notinbranch", f"extern {ctype} {function}{end}({arguments});"]
+    text = ""
+    for level, found in lines.items():
+        if found:
+            guard = f"#if defined(AF_LIBMVEC) && AF_LIBMVEC >= {level}"
+            text += "\n".join([guard, *found, "#endif", ""])
+    return text

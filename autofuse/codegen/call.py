@@ -1,0 +1,62 @@
+"""Calling a compiled kernel on tensors: the slow, checked way, for tests and the tuner's verification.
+
+In: a `CompiledKernel` and input tensors. Out: freshly allocated outputs.
+Guarantee: inputs must have the dtypes and strides of the node's specs, else ShapeError; nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from autofuse.codegen.generator import bind_shapes
+from autofuse.errors import ShapeError
+from autofuse.ir.operation import NodeForm, TensorSpec
+from autofuse.ir.shape import evaluate
+
+if TYPE_CHECKING:
+    from autofuse.codegen.generator import CompiledKernel
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"float32"`` is torch.float32."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def allocate(spec: TensorSpec, values: Mapping[str, int], poison: bool = False) -> torch.Tensor:
+    """An uninitialised tensor of a spec; poisoned, it holds values no kernel would write by chance."""
+    sizes = spec.shape.bind(values)
+    strides = tuple(evaluate(s, values) for s in spec.strides)
+    tensor = torch.empty_strided(sizes, strides, dtype=torch_dtype(spec.dtype))
+    if poison:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else (True if tensor.dtype == torch.bool else 99))
+    return tensor
+
+
+def check_inputs(form: NodeForm, inputs: Sequence[torch.Tensor], values: Mapping[str, int]) -> None:
+    """Raises ShapeError where a tensor is not what the node's spec promises."""
+    for item, tensor in zip(form.inputs, inputs, strict=True):
+        if str(tensor.dtype) != f"torch.{item.spec.dtype}":
+            raise ShapeError(f"expected {item.spec.dtype} for {item.name}, found {tensor.dtype}")
+        for size, stride, wanted in zip(tensor.shape, tensor.stride(), item.spec.strides, strict=True):
+            if size > 1 and tensor.numel() and stride != evaluate(wanted, values):
+                raise ShapeError(f"expected strides {item.spec.strides} for {item.name}, found {tensor.stride()}")
+
+
+def call_kernel(
+    kernel: CompiledKernel, inputs: Sequence[torch.Tensor], threads: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Run a kernel; outputs are poisoned first, so that an element it forgets shows."""
+    form = kernel.form
+    values = {**bind_shapes(form, [tuple(t.shape) for t in inputs])}
+    wrong = {n: v for n, v in kernel.constants if values[n] != v}
+    if wrong:
+        raise ShapeError(f"expected the sizes {dict(kernel.constants)} that {kernel.name} has built in, found {values}")
+    check_inputs(form, inputs, values)
+    outputs = tuple(allocate(form.spec(ref), values, poison=True) for ref in form.outputs)
+    sizes = [*(values[s] for s in form.symbols), threads or torch.get_num_threads()]
+    kernel.load().call(sizes, [t.data_ptr() for t in (*inputs, *outputs)])
+    return outputs

@@ -1,0 +1,137 @@
+"""The code generator as one object: a node in, a compiled kernel out.
+
+In: a `NodeForm` (or an object that has one as ``form``), and concrete input shapes for the specialised form.
+Out: `CompiledKernel` with source, binary and compile key; loaded into the process only when it is first called.
+Guarantee: torch-free until a kernel is loaded; equal nodes, sizes and configurations give equal text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autofuse.codegen.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
+from autofuse.codegen.c_printer import print_c
+from autofuse.codegen.knobs import default_config
+from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.lower import lower
+from autofuse.errors import ShapeError
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import CompileKey, Config
+from autofuse.ir.shape import evaluate
+
+CODEGEN_VERSION = "1"  # changes whenever equal nodes would get other text; part of every decision key
+
+Variant = Literal["c_generic", "c_specialised"]
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel with all that is known of it."""
+
+    name: str
+    source: str
+    binary: bytes
+    key: CompileKey
+    variant: Variant
+    config: Config
+    form: NodeForm
+    symbols: tuple[str, ...]  # order of the values in the sizes array
+    constants: tuple[tuple[str, int], ...] = ()  # symbols a specialised kernel has built in
+
+    def load(self) -> Any:
+        """The kernel in this process (`load.LoadedKernel`)."""
+        return _loader(self.key, self.name)(self.binary)
+
+    def __call__(self, *inputs: Any, threads: int | None = None) -> tuple[Any, ...]:
+        """Run on tensors; allocates outputs with the shapes and strides of the node's specs. For tests."""
+        from autofuse.codegen.call import call_kernel
+
+        return call_kernel(self, inputs, threads)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loader(key: CompileKey, name: str) -> Callable[[bytes], Any]:
+    loaded: list[Any] = []
+
+    def load(binary: bytes) -> Any:
+        if not loaded:
+            from autofuse.codegen.load import load_kernel
+
+            loaded.append(load_kernel(binary, name))
+        return loaded[0]
+
+    return load
+
+
+class FusionKernelGenerator:
+    """Generates kernels for fusion nodes with the system compiler."""
+
+    def __init__(self, toolchain: Toolchain | None = None, cc: str | None = None, timeout: float = 120.0) -> None:
+        self.toolchain = toolchain or find_toolchain(cc)
+        self.timeout = timeout
+
+    def generate_fused_kernel(
+        self, node: Any, concrete_shapes: Sequence[Sequence[int]], config: Config | None = None
+    ) -> CompiledKernel:
+        """A kernel with the sizes of these input shapes built in.
+
+        Raises ShapeError where the shapes do not fit the node, LoweringError and CompilerError as `lower` and
+        `compile_source` do.
+        """
+        form = form_of(node)
+        values = bind_shapes(form, concrete_shapes)
+        kernel = lower(form)
+        return self._build(form, kernel, config or default_config(kernel, values), values)
+
+    def generate_generic_kernel(self, node: Any, config: Config | None = None) -> CompiledKernel:
+        """A kernel for every size: symbols are read when it is called."""
+        form = form_of(node)
+        kernel = lower(form)
+        return self._build(form, kernel, config or default_config(kernel), {})
+
+    def can_generate_specialized(self, shapes: Sequence[Sequence[Any]]) -> bool:
+        """Whether shapes are concrete, so that their sizes can be built in."""
+        return all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for shape in shapes for dim in shape)
+
+    def _build(self, form: NodeForm, kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> CompiledKernel:
+        source = print_c(kernel, config, constants)
+        flags = flags_for(self.toolchain, config)
+        return CompiledKernel(
+            name=source.name,
+            source=source.text,
+            binary=compile_source(source.text, self.toolchain, flags, self.timeout),
+            key=compile_key(source.text, self.toolchain, flags),
+            variant="c_specialised" if constants else "c_generic",
+            config=config,
+            form=form,
+            symbols=form.symbols,
+            constants=tuple(sorted(constants.items())),
+        )
+
+
+def form_of(node: Any) -> NodeForm:
+    """The node's form, whether it is one or has one."""
+    return node if isinstance(node, NodeForm) else node.form
+
+
+def bind_shapes(form: NodeForm, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Values of the node's symbols under which its inputs have these shapes; raises ShapeError where none fit."""
+    if len(shapes) != len(form.inputs):
+        raise ShapeError(f"expected {len(form.inputs)} shapes, one for each input, found {len(shapes)}")
+    values: dict[str, int] = {}
+    pending = list(zip(form.inputs, shapes, strict=True))
+    # plain symbols first: an expression such as 2*s0 can then be checked, not solved
+    for item, sizes in sorted(pending, key=lambda p: any(getattr(d, "is_Symbol", True) is False for d in p[0].spec.shape)):
+        for name, value in item.spec.shape.substitute(values).unify(sizes).items():
+            values[name] = value
+    missing = [s for s in form.symbols if s not in values]
+    if missing:
+        raise ShapeError(f"expected shapes that tell the values of {missing}, found only {values}")
+    for item, sizes in pending:
+        found = tuple(evaluate(d, values) for d in item.spec.shape)
+        if found != tuple(sizes):
+            raise ShapeError(f"expected the shape {found} for {item.name}, found {tuple(sizes)}")
+    return values

@@ -1,0 +1,178 @@
+"""Random inputs of a node from its specs alone: shapes, strides, dtypes, and ranges that suit each input's role.
+
+In: a `NodeForm`, symbol values, a seed, and a kind of values. Out: tensors.
+Kinds: ``normal`` (unit scale), ``large`` (up to 1e4), ``zeros``, ``special`` (some NaN, Inf and signed zeros).
+Guarantee: inputs whose meaning restricts their range get values within it: class targets, softmax results, masks,
+standard deviations; expanded dims (stride 0) share memory as they do in a real run.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from autofuse.codegen.call import torch_dtype
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.shape import evaluate
+
+Kind = Literal["normal", "large", "zeros", "special"]
+
+
+def make_inputs(
+    form: NodeForm, symbol_values: Mapping[str, int] | Sequence[int], seed: int = 0, kind: Kind = "normal"
+) -> list[torch.Tensor]:
+    """Inputs for a node; equal arguments give equal values."""
+    if not isinstance(symbol_values, Mapping):
+        symbol_values = dict(zip(form.symbols, symbol_values, strict=True))
+    roles = _roles(form)
+    made = []
+    for number, item in enumerate(form.inputs):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{number}".encode()))
+        role = roles.get(item.name)
+        spec = item.spec
+        sizes = spec.shape.bind(symbol_values)
+        values = role(form, spec, sizes, symbol_values, generator) if role else _plain(spec, sizes, generator, kind)
+        made.append(_place(values.to(torch_dtype(spec.dtype)), spec, symbol_values))
+    return made
+
+
+def _place(values: torch.Tensor, spec: TensorSpec, symbols: Mapping[str, int]) -> torch.Tensor:
+    """Copy values into memory with the spec's strides."""
+    strides = tuple(evaluate(s, symbols) for s in spec.strides)
+    tensor = torch.empty_strided(tuple(values.shape), strides, dtype=values.dtype)
+    for dim, stride in enumerate(strides):  # elements that share memory get one value
+        if stride == 0 and values.shape[dim] > 1:
+            values = values.narrow(dim, 0, 1)
+    base = tensor
+    for dim, stride in enumerate(strides):
+        if stride == 0 and base.shape[dim] > 1:
+            base = base.narrow(dim, 0, 1)
+    base.copy_(values)
+    return tensor
+
+
+def _plain(spec: TensorSpec, sizes: tuple[int, ...], generator: torch.Generator, kind: Kind) -> torch.Tensor:
+    if spec.dtype == "bool":
+        fill = torch.zeros(sizes) if kind == "zeros" else torch.rand(sizes, generator=generator)
+        return fill > 0.4
+    if not torch_dtype(spec.dtype).is_floating_point:
+        low, high = (0, 1) if kind == "zeros" else (0, 20) if spec.dtype == "uint8" else (-20, 20)
+        return torch.randint(low, max(high, low + 1), sizes, generator=generator)
+    if kind == "zeros":
+        return torch.zeros(sizes, dtype=torch.float64)
+    values = torch.randn(sizes, generator=generator, dtype=torch.float64)
+    if kind == "large":
+        values = values * 10 ** (4 * torch.rand(sizes, generator=generator, dtype=torch.float64))
+    if kind == "special" and values.numel():
+        chosen = torch.rand(sizes, generator=generator)
+        for bound, special in ((0.01, float("nan")), (0.02, float("inf")), (0.03, float("-inf")), (0.04, -0.0)):
+            values = torch.where((chosen < bound) & (chosen >= bound - 0.01), torch.full_like(values, special), values)
+    return values
+
+
+# ---- roles ------------------------------------------------------------------------------------------
+
+Role = Callable[[NodeForm, TensorSpec, tuple[int, ...], Mapping[str, int], torch.Generator], torch.Tensor]
+
+
+def _positive(
+    form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+) -> torch.Tensor:
+    return torch.rand(sizes, generator=generator, dtype=torch.float64) + 0.5
+
+
+def _probabilities(dim: int, log: bool) -> Role:
+    def role(
+        form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+    ) -> torch.Tensor:
+        scores = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        if not sizes:
+            return torch.zeros(()) if log else torch.ones(())
+        return scores.log_softmax(dim) if log else scores.softmax(dim)
+
+    return role
+
+
+def _unit(
+    form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+) -> torch.Tensor:
+    return torch.rand(sizes, generator=generator, dtype=torch.float64)
+
+
+def _targets(scores: ValueRef, ignore: int) -> Role:
+    def role(
+        form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+    ) -> torch.Tensor:
+        classes = max(1, form.spec(scores).shape.bind(symbols)[-1])
+        labels = torch.randint(0, classes, sizes, generator=generator)
+        ignored = torch.rand(sizes, generator=generator) < 0.15
+        if ignored.ndim and ignored.numel():
+            ignored.view(-1)[0] = False
+        elif not ignored.ndim:
+            ignored = torch.zeros(sizes, dtype=torch.bool)
+        return torch.where(ignored, torch.full_like(labels, ignore), labels)
+
+    return role
+
+
+def _total(
+    form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+) -> torch.Tensor:
+    return torch.full(sizes, 7.0)
+
+
+_POSITIVE_ARGUMENTS = {
+    "native_layer_norm_backward": (4,),
+    "_fused_rms_norm_backward": (3,),
+    "_native_batch_norm_legit_no_training": (4,),
+    "native_batch_norm_backward": (4, 6),
+}  # argument positions of standard deviations and variances
+
+
+def _roles(form: NodeForm) -> dict[str, Role]:
+    """The role of each input, found at the operators that read it, directly or through views."""
+    sources = _view_sources(form)
+    roles: dict[str, Role] = {}
+
+    def note(ref: object, role: Role) -> None:
+        if isinstance(ref, ValueRef):
+            roles.setdefault(sources.get(ref.name, ref.name), role)
+
+    for op in form.operations:
+        for position in _POSITIVE_ARGUMENTS.get(op.short_name, ()):
+            note(op.arg(position), _positive)
+        if op.short_name in ("nll_loss_forward", "nll_loss_backward"):
+            first = op.short_name == "nll_loss_forward"
+            scores, target = op.args[0 if first else 1], op.args[1 if first else 2]
+            note(target, _targets(scores, int(op.args[4 if first else 5])))
+            if not first:
+                note(op.args[6], _total)
+        if op.short_name in ("_softmax_backward_data", "_log_softmax_backward_data"):
+            note(op.args[1], _probabilities(int(op.args[2]), op.short_name.startswith("_log")))
+        if op.short_name in ("tanh_backward", "sigmoid_backward"):
+            note(op.args[1], _unit)
+        if op.short_name == "log_sigmoid_backward":
+            note(op.args[2], _unit)
+    return roles
+
+
+def _view_sources(form: NodeForm) -> dict[str, str]:
+    """Input behind each value that is only a view or a copy of it."""
+    sources: dict[str, str] = {}
+    for op in form.operations:
+        if _is_view(op) and isinstance(op.args[0], ValueRef):
+            name = op.args[0].name
+            sources[op.name] = sources.get(name, name)
+    return sources
+
+
+_VIEWS = frozenset(
+    "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t alias _to_copy clone".split()
+)
+
+
+def _is_view(op: Operation) -> bool:
+    return op.short_name in _VIEWS

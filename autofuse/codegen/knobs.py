@@ -1,0 +1,75 @@
+"""Knobs: what may vary in the code of one kernel, and where to start.
+
+In: a loop kernel. Out: the knobs that change its code, each with choices, and a default configuration.
+Guarantee: every configuration made of these choices prints a correct kernel; a knob that would change nothing is
+not listed.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.phases import plan
+from autofuse.ir.records import Config, make_config
+from autofuse.ir.shape import evaluate
+
+Choice = int | str | bool
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One tunable."""
+
+    name: str
+    choices: tuple[Choice, ...]
+    default: Choice
+    doc: str
+
+
+@functools.cache
+def cpu_vector_bits() -> tuple[int, ...]:
+    """Vector widths of this machine's CPU in bits, narrowest first; (128,) where nothing wider is known."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return (128,)
+    try:
+        flags = Path("/proc/cpuinfo").read_text(errors="replace").partition("flags")[2].partition("\n")[0].split()
+    except OSError:
+        return (256,)
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= set(flags):
+        return (256, 512)
+    return (256,) if "avx2" in flags else (128,)
+
+
+def knobs_for(kernel: LoopKernel) -> tuple[Knob, ...]:
+    """The knobs that change this kernel's code."""
+    widths = cpu_vector_bits()
+    knobs = [
+        Knob("vector_bits", widths, widths[-1], "preferred vector width of the compiler"),
+        Knob("threads", ("parallel", "serial"), "parallel", "use the caller's thread count, or one thread"),
+    ]
+    if plan(kernel, keep=True).buffered:
+        knobs.append(
+            Knob("staging", ("buffer", "recompute"), "buffer", "keep costly column values of a row for later passes")
+        )
+    return tuple(knobs)
+
+
+def default_config(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> Config:
+    """A configuration to start from; with symbol values, one that suits those sizes."""
+    values = {knob.name: knob.default for knob in knobs_for(kernel)}
+    if symbol_values is not None and elements(kernel, symbol_values) < 16384:
+        values["threads"] = "serial"
+    return make_config(values)
+
+
+def elements(kernel: LoopKernel, symbol_values: Mapping[str, int]) -> int:
+    """Points of the loop nest."""
+    total = 1
+    for dim in kernel.dims:
+        total *= evaluate(dim, symbol_values)
+    return total

@@ -1,0 +1,82 @@
+"""Loading kernels: bytes of a shared object become a Python builtin.
+
+In: a binary. Out: `LoadedKernel`, whose ``entry`` takes the address of the sizes and the pointers as ints.
+Guarantee: torch is imported first, so that libgomp.so.1 is the copy torch already runs on; the bytes go through
+a file in a fresh directory only this user can enter, or a memory file, never through a path others could swap; a
+library is never unloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch  # noqa: F401  (first: its OpenMP runtime is the one kernels must use)
+
+_METH_FASTCALL = 0x0080
+
+
+class _MethodDef(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+_new_builtin = ctypes.pythonapi.PyCFunction_NewEx
+_new_builtin.restype = ctypes.py_object
+_new_builtin.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+_kept: list[object] = []  # method tables and libraries live as long as the process
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel in this process."""
+
+    name: str
+    entry: Callable[..., None]  # (address of sizes, input pointers..., output pointers...), all ints
+    library: Any
+
+    def call(self, sizes: Sequence[int], pointers: Sequence[int]) -> None:
+        """Run once: ``sizes`` are the symbols' values in order and the thread count."""
+        array = (ctypes.c_int64 * len(sizes))(*sizes)
+        self.entry(ctypes.addressof(array), *pointers)
+
+
+def load_kernel(binary: bytes, name: str) -> LoadedKernel:
+    """Map a shared object into the process; raises OSError where the loader refuses it."""
+    library = _open(binary, name)
+    address = ctypes.cast(library.af_entry, ctypes.c_void_p).value
+    method = _MethodDef(name.encode(), address, _METH_FASTCALL, b"(sizes, *pointers) -> None")
+    _kept.extend((method, library))
+    return LoadedKernel(name, _new_builtin(ctypes.addressof(method), None, None), library)
+
+
+def _open(binary: bytes, name: str) -> ctypes.CDLL:
+    # A fresh directory each time: the dynamic linker takes an equal path for the library it already has.
+    with tempfile.TemporaryDirectory(prefix="autofuse-") as folder:  # mode 0700
+        path = os.path.join(folder, f"{name[:120]}.so")
+        with open(path, "wb") as file:
+            file.write(binary)
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            if not hasattr(os, "memfd_create"):
+                raise
+    return _open_memory(binary, name)  # the temporary directory is mounted noexec
+
+
+def _open_memory(binary: bytes, name: str) -> ctypes.CDLL:
+    descriptor = os.memfd_create(name[:200], os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(binary)
+    library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    _kept.append(descriptor)  # stays open: a second library under the same path would be taken for this one
+    return library

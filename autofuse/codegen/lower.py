@@ -1,0 +1,206 @@
+"""Lowering: a node of operations becomes one nest of loops.
+
+In: a `NodeForm`. Out: a `LoopKernel`, or LoweringError with a reason code.
+Two passes over the operations. Forward, each tensor gets a canonical index: which loops run over its dims.
+Then every output is pulled at its canonical index: a value is evaluated at an index by evaluating its operands
+at theirs, so views, broadcasts and permutations are nothing but index remaps, and one tensor may be read under
+two indices (``x + x.t()``). Equal evaluations are shared.
+Guarantee: torch-free, deterministic, and refuses rather than guesses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from autofuse.codegen.builder import AtomAccess, Builder, Val, linear_terms
+from autofuse.codegen.index import (
+    Index,
+    Word,
+    atoms_of,
+    fresh_index,
+    join,
+    regroup,
+    resolve,
+    resolve_index,
+    word_size,
+)
+from autofuse.codegen.loops import LoopKernel, Param
+from autofuse.codegen.rules import RULES
+from autofuse.codegen.schedule import schedule
+from autofuse.errors import LoweringError
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.shape import SymbolicShape
+
+_MAX_PULLS = 8  # each repeats because a view split an atom; a handful of views share the same splits
+
+
+class Context:
+    """What rule functions see of a node while it is lowered."""
+
+    def __init__(self, form: NodeForm) -> None:
+        self.form = form
+        self.builder = Builder()
+        self._specs: dict[ValueRef, TensorSpec] = {ValueRef(i.name): i.spec for i in form.inputs}
+        self._params = {item.name: n for n, item in enumerate(form.inputs)}
+        self._operations = {op.name: op for op in form.operations}
+        self._canonical: dict[ValueRef, Index] = {}
+        self._values: dict[tuple[str, int, Index], Val] = {}
+        for op in form.operations:
+            for n, spec in enumerate(op.outputs):
+                self._specs[ValueRef(op.name, n)] = spec
+
+    # ---- facts
+
+    def spec(self, ref: ValueRef) -> TensorSpec:
+        return self._specs[ref]
+
+    def shape(self, ref: ValueRef) -> SymbolicShape:
+        return self._specs[ref].shape
+
+    def canonical(self, ref: ValueRef) -> Index:
+        """The loops that run over the dims of a value."""
+        found = self._canonical.get(ref)
+        if found is None:
+            found = self._own(ref, fresh_index(self.shape(ref)))
+        return found
+
+    def _own(self, ref: ValueRef, index: Index) -> Index:
+        self._canonical[ref] = index
+        for atom in atoms_of(index):
+            atom.owners.add(ref)
+        return index
+
+    # ---- forward
+
+    def infer_all(self) -> None:
+        """Give every value its canonical index, joining loops that operators tie together."""
+        for item in self.form.inputs:
+            self.canonical(ValueRef(item.name))
+        for op in self.form.operations:
+            rule = RULES.get(op.target)
+            if rule is None:
+                raise LoweringError("no_rule", f"expected an operator with a lowering rule, found {op.target}")
+            for n, index in enumerate(rule.infer(self, op)):
+                if index is not None and n < len(op.outputs):
+                    self._own(ValueRef(op.name, n), index)
+        self._join_unrelated()
+
+    def _join_unrelated(self) -> None:
+        """Tensors of one size that no operator ties together run over the same loops too."""
+        indices = sorted(self._canonical.values(), key=lambda i: -len(atoms_of(i)))
+        if not indices:
+            return
+        main: Word = atoms_of(indices[0])
+        for index in indices[1:]:
+            word = atoms_of(index)
+            if word and not set(word) & set(resolve(main)) and word_size(word) == word_size(main):
+                try:
+                    join(main, word)
+                except LoweringError:
+                    continue  # they keep their own loops; the schedule decides whether that is possible
+
+    # ---- pull
+
+    def operand(self, ref: ValueRef, index: Index) -> Val:
+        """The value of a tensor at an index."""
+        key = (ref.name, ref.index, resolve_index(index))
+        found = self._values.get(key)
+        if found is None:
+            found = self._evaluate(ref, index)
+            self._values[key] = found
+        return found
+
+    def _evaluate(self, ref: ValueRef, index: Index) -> Val:
+        param = self._params.get(ref.name)
+        if param is not None:
+            spec = self._specs[ref]
+            return self.builder.load(param, spec.dtype, index, spec.strides)
+        op = self._operations[ref.name]
+        return RULES[op.target].evaluate(self, op, ref.index, index)
+
+    def pull_outputs(self) -> list[tuple[Val, AtomAccess]]:
+        """Evaluate the outputs; repeats until no view splits an atom any more, so that all values agree."""
+        for _ in range(_MAX_PULLS):
+            before = self._splits()
+            self.builder, self._values = Builder(), {}
+            for op in self.form.operations:  # in order, so that a long chain needs no deep recursion
+                self._try_evaluate(op)
+            stores = [self._store(n, ref) for n, ref in enumerate(self.form.outputs)]
+            if self._splits() == before:
+                return stores
+        raise LoweringError("views", "expected views that settle on common loops, found that they keep splitting")
+
+    def _try_evaluate(self, op: Operation) -> None:
+        try:
+            self.operand(ValueRef(op.name), self.canonical(ValueRef(op.name)))
+        except LoweringError:
+            pass  # raised again if an output needs it
+
+    def _store(self, number: int, ref: ValueRef) -> tuple[Val, AtomAccess]:
+        index, spec = self.canonical(ref), self.spec(ref)
+        if any(dim == 0 for dim in spec.shape):
+            raise LoweringError("empty", f"expected an output with elements, found the shape {spec.shape}")
+        value = self.operand(ref, index)
+        terms, _ = linear_terms(index, spec.strides)
+        _check_distinct(index, spec)
+        return value, AtomAccess(len(self.form.inputs) + number, terms)
+
+    def _splits(self) -> int:
+        return sum(len(atoms_of(index)) for index in self._canonical.values())
+
+    # ---- shared by rules
+
+    def reduce_word(self, ref: ValueRef, dim: int, index: Index) -> Word:
+        """The loops over dim ``dim`` of a tensor while its other dims are at ``index``."""
+        word = resolve(self.canonical(ref)[dim])
+        others = {p for n, w in enumerate(index) if n != dim for p in resolve(w)}
+        if any(p in others for p in word):
+            raise LoweringError("reduction", f"expected loops of their own for dim {dim} of {ref.name}, found shared")
+        return word
+
+    def regroup_word(self, word: Word, sizes: Sequence[object]) -> Index:
+        """Split one dim's word into dims of the given sizes."""
+        return regroup((word,), SymbolicShape(sizes))  # type: ignore[arg-type]
+
+
+def _check_distinct(index: Index, spec: TensorSpec) -> None:
+    """An output whose elements share memory (stride 0) cannot be written in parallel."""
+    for word, stride in zip(index, spec.strides, strict=True):
+        if resolve(word) and stride == 0:
+            raise LoweringError("overlap", f"expected an output with memory of its own, found strides {spec.strides}")
+
+
+def lower(form: NodeForm) -> LoopKernel:
+    """The loop form of a node; raises LoweringError(code, message) where it has none."""
+    context = Context(form)
+    context.infer_all()
+    stores = context.pull_outputs()
+    params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
+    params += [
+        Param(f"{ref.name}" if not ref.index else f"{ref.name}_{ref.index}", context.spec(ref).dtype, True)
+        for ref in form.outputs
+    ]
+    ops = "_".join(dict.fromkeys(_short(op) for op in form.operations if RULES[op.target].counts))
+    return schedule(
+        nodes=context.builder.nodes,
+        stores=stores,
+        params=tuple(params),
+        symbols=form.symbols,
+        label=ops[:48].strip("_") or "copy",
+        digest=hashlib.sha256(form.text().encode()).hexdigest()[:10],
+        comments=tuple(describe(op) for op in form.operations),
+    )
+
+
+def _short(op: Operation) -> str:
+    return op.short_name.strip("_").removeprefix("native_")
+
+
+def describe(op: Operation) -> str:
+    """One line of C comment for an operation, with the user's line."""
+    reads = ", ".join(f"{r.name}.{r.index}" if r.index else r.name for r in op.inputs)
+    shape = op.outputs[0].shape if op.outputs else ""
+    line = f"{op.name} = {op.target}({reads}) {shape}"
+    source = (op.source or "").replace("*/", "* /").replace("\n", " ")
+    return f"{line}  # {source}" if source else line

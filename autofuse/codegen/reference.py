@@ -1,0 +1,132 @@
+"""Running a node op by op through aten: the unfused variant, and in float64 the reference.
+
+In: a `NodeForm` and inputs. Out: its outputs.
+Guarantee: the same overloads with the same arguments that eager ran; `to_float64` changes dtypes and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autofuse.codegen.call import torch_dtype
+from autofuse.codegen.dtypes import DTYPES, is_float
+from autofuse.codegen.inputs import make_inputs
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
+from autofuse.ir.shape import evaluate
+
+_MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+
+__all__ = ["make_inputs", "run_unfused", "to_float64"]
+
+
+def run_unfused(
+    form: NodeForm, inputs: Sequence[torch.Tensor], symbol_values: Mapping[str, int] | Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of a node, one aten call after the other. Inputs are not changed."""
+    if not isinstance(symbol_values, Mapping):
+        symbol_values = dict(zip(form.symbols, symbol_values, strict=True))
+    values: dict[ValueRef, Any] = {
+        ValueRef(item.name): t for item, t in zip(form.inputs, inputs, strict=True)
+    }
+    with torch.no_grad():
+        for op in form.operations:
+            found = _run(op, values, symbol_values)
+            for n, result in enumerate(found if isinstance(found, tuple | list) else (found,)):
+                values[ValueRef(op.name, n)] = result
+    return tuple(values[ref] for ref in form.outputs)
+
+
+def _run(op: Operation, values: Mapping[ValueRef, Any], symbols: Mapping[str, int]) -> Any:
+    def concrete(arg: Any) -> Any:
+        mapped = map_arg(arg, lambda ref: values[ref], lambda dim: evaluate(dim, symbols))
+        return _restore(mapped)
+
+    args = [concrete(a) for a in op.args]
+    kwargs = {name: concrete(a) for name, a in op.kwargs}
+    special = _OURS.get(op.target)
+    return special(*args, **kwargs) if special else overload(op.target)(*args, **kwargs)
+
+
+def _dropout_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return x.mul(mask).mul_(scale)
+
+
+_OURS = {"autofuse.dropout_scale.default": _dropout_scale}
+
+
+@functools.cache
+def overload(target: str) -> Any:
+    """The OpOverload of a name such as ``aten.add.Tensor``."""
+    namespace, name, kind = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), kind)
+
+
+def _restore(arg: Any) -> Any:
+    """Strings back to dtypes and memory formats, tuples to lists (aten takes lists)."""
+    if isinstance(arg, str):
+        if arg in DTYPES:
+            return torch_dtype(arg)
+        return getattr(torch, arg) if arg in _MEMORY_FORMATS else arg
+    if isinstance(arg, tuple):
+        return [_restore(a) for a in arg]
+    return arg
+
+
+# ---- the float64 reference ----------------------------------------------------------------------------
+
+
+def to_float64(form: NodeForm) -> NodeForm:
+    """The same operations on float64: every floating dtype of inputs, outputs and arguments is replaced."""
+
+    def wide(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, dtype="float64") if is_float(spec.dtype) else spec
+
+    def operation(op: Operation) -> Operation:
+        return replace(
+            op,
+            args=tuple(_wide_arg(a) for a in op.args),
+            kwargs=tuple((k, _wide_arg(a)) for k, a in op.kwargs),
+            outputs=tuple(wide(o) for o in op.outputs),
+        )
+
+    return NodeForm(
+        inputs=tuple(NodeInput(item.name, wide(item.spec)) for item in form.inputs),
+        operations=tuple(_drop_half_to_float(operation(op)) for op in form.operations),
+        outputs=form.outputs,
+        symbols=form.symbols,
+    )
+
+
+def _wide_arg(arg: Any) -> Any:
+    if isinstance(arg, str) and arg in DTYPES and is_float(arg):
+        return "float64"
+    if isinstance(arg, tuple):
+        return tuple(_wide_arg(a) for a in arg)
+    return arg
+
+
+def _drop_half_to_float(op: Operation) -> Operation:
+    """``_softmax(x, dim, half_to_float=True)`` takes only half inputs; in float64 there is nothing to convert."""
+    if op.short_name in ("_softmax", "_log_softmax") and op.arg(2):
+        return replace(op, args=(*op.args[:2], False))
+    return op
+
+
+def widen(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of the float64 reference: floating tensors as float64, with the strides they have."""
+    wide = []
+    for t in tensors:
+        if t.is_floating_point():
+            copy = torch.empty_strided(t.shape, t.stride(), dtype=torch.float64)
+            copy.copy_(t)
+            wide.append(copy)
+        else:
+            wide.append(t)
+    return wide
+
+

@@ -1,0 +1,14 @@
+"""The lowering table: overload -> rule. One row for every fusible overload of `ir.optable`, no more.
+
+In: the name of an overload. Out: its rule. A test holds this table and the operator table together.
+"""
+
+from __future__ import annotations
+
+from autofuse.codegen.rules_base import Rule
+from autofuse.codegen.rules_index import INDEX_RULES
+from autofuse.codegen.rules_loss import LOSS_RULES
+from autofuse.codegen.rules_pointwise import POINTWISE_RULES
+from autofuse.codegen.rules_reduce import REDUCE_RULES
+
+RULES: dict[str, Rule] = {**POINTWISE_RULES, **INDEX_RULES, **REDUCE_RULES, **LOSS_RULES}

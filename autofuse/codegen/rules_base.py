@@ -1,0 +1,167 @@
+"""What a lowering rule is, and the two families that need no code of their own: pointwise and views.
+
+In: an operation and the index at which one of its outputs is wanted. Out: the value there.
+Every rule answers two questions: `infer`, which loops run over the dims of its outputs, and `evaluate`, the value
+of an output at an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from autofuse.codegen.builder import Builder, Val
+from autofuse.codegen.dtypes import result_type
+from autofuse.codegen.index import Index, Word, broadcast_index, fresh_index, join
+from autofuse.ir.operation import Operation, ValueRef, map_arg
+from autofuse.ir.shape import SymbolicShape
+
+if TYPE_CHECKING:
+    from autofuse.codegen.lower import Context
+
+
+class Rule(Protocol):
+    """How an operator is lowered."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the operator is worth naming in the kernel's name."""
+
+    def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
+        """The canonical index of each output; None leaves an output to fresh loops."""
+
+    def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
+        """The value of output ``output`` at ``index``."""
+
+
+def infer_broadcast(cx: Context, op: Operation) -> Index:
+    """The loops of a pointwise result: those of its operands, joined dim by dim."""
+    shape = op.outputs[0].shape
+    words: list[Word | None] = [() if dim == 1 else None for dim in shape]
+    for ref in op.inputs:
+        operand, sizes = cx.canonical(ref), cx.shape(ref)
+        for back in range(1, len(sizes) + 1):
+            if back > len(words) or sizes[-back] == 1:
+                continue
+            current = words[-back]
+            if current is None or not current:
+                words[-back] = operand[-back]
+            else:
+                join(current, operand[-back])
+    return tuple(fresh_index(SymbolicShape((dim,)))[0] if w is None else w for w, dim in zip(words, shape, strict=True))
+
+
+Scalar = Callable[..., Any]  # (builder, dtype of the result, *args, **kwargs) -> Val or a tuple of them
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """One element from one element of each operand. ``function`` has the arguments of the aten operator."""
+
+    function: Scalar
+    counts: bool = True
+
+    def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
+        return [infer_broadcast(cx, op)] * len(op.outputs)
+
+    def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
+        args, kwargs = operands_at(cx, op, index)
+        found = self.function(cx.builder, op.outputs[output].dtype, *args, **kwargs)
+        return found[output] if isinstance(found, tuple) else found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Operands meet in their common dtype, which the bool result does not tell."""
+
+    op: str
+    counts: bool = True
+
+    def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
+        return [infer_broadcast(cx, op)]
+
+    def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
+        b = cx.builder
+        common = common_dtype(cx, op)
+        (left, right, *_), _ = operands_at(cx, op, index)
+        # aten rounds both operands to the common dtype, a Python number too: 0.1 in bfloat16 is not 0.1
+        x, y = (b.round_to(b.cast(v, common), common) for v in (left, right))
+        return b.apply(self.op, x, y)
+
+
+def common_dtype(cx: Context, op: Operation) -> str:
+    """``torch.result_type`` of an operation's tensor and number arguments."""
+    specs = [cx.spec(ref) for ref in op.inputs]
+    numbers = [a for a in op.args if isinstance(a, bool | int | float)]
+    return result_type((s.dtype for s in specs if len(s.shape)), (s.dtype for s in specs if not len(s.shape)), numbers)
+
+
+def operands_at(cx: Context, op: Operation, index: Index) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every tensor replaced by its value where the broadcast result has ``index``."""
+
+    def read(ref: ValueRef) -> Val:
+        return cx.operand(ref, broadcast_index(index, cx.shape(ref)))
+
+    return map_arg(op.args, read), {name: map_arg(arg, read) for name, arg in op.kwargs}
+
+
+Remap = Callable[["Context", Operation, Index], Index]
+
+
+@dataclass(frozen=True)
+class View:
+    """The same elements under another index."""
+
+    forward: Remap  # index of the source -> index of the result
+    backward: Remap  # index of the result -> index of the source
+    counts: bool = False
+
+    def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
+        return [self.forward(cx, op, cx.canonical(op.args[0]))]
+
+    def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
+        return cx.operand(op.args[0], self.backward(cx, op, index))
+
+
+Infer = Callable[["Context", Operation], Sequence[Index | None]]
+Evaluate = Callable[["Context", Operation, int, Index], Val]
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A rule of two functions."""
+
+    infer_function: Infer
+    evaluate_function: Evaluate
+    counts: bool = True
+
+    def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
+        return self.infer_function(cx, op)
+
+    def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
+        return self.evaluate_function(cx, op, output, index)
+
+
+def normal_dim(dim: int, rank: int) -> int:
+    """A dim counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def normal_dims(dims: Any, rank: int) -> tuple[int, ...]:
+    """Dims counted from the front; None or an empty list means all of them."""
+    if dims is None or dims == ():
+        return tuple(range(rank))
+    if isinstance(dims, int):
+        dims = (dims,)
+    return tuple(normal_dim(int(d), rank) for d in dims)
+
+
+def constant_bool(arg: object, default: bool = False) -> bool:
+    return default if arg is None else bool(arg)
+
+
+__all__ = [
+    "Builder", "Comparison", "Custom", "Pointwise", "Rule", "View", "common_dtype", "constant_bool",
+    "infer_broadcast", "normal_dim", "normal_dims", "operands_at",
+]  # fmt: skip

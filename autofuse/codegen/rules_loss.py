@@ -1,0 +1,153 @@
+"""Lowering rules of losses. A class index becomes an indirect read, its gradient a comparison; no one-hot exists.
+
+In: the index at which a result is wanted. Out: its value.
+Guarantee: a target outside of [0, C) that is not `ignore_index` never reads out of bounds; eager raises there,
+a kernel cannot, so the loss becomes NaN, which no one overlooks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from autofuse.codegen.builder import Val
+from autofuse.codegen.index import Index, Indirect, Word, atoms_of, join
+from autofuse.codegen.rules_base import Custom, Rule, infer_broadcast
+from autofuse.ir.operation import Operation, ValueRef
+from autofuse.ir.shape import Dim
+
+if TYPE_CHECKING:
+    from autofuse.codegen.lower import Context
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # aten's Reduction
+
+
+def _rows(index: Index) -> Index:
+    """The index of the targets: everything but the class dim."""
+    return index[:-1]
+
+
+def _join_rows(cx: Context, scores: ValueRef, target: ValueRef) -> None:
+    for left, right in zip(_rows(cx.canonical(scores)), cx.canonical(target), strict=True):
+        join(left, right)
+
+
+class _Targets:
+    """What is known of the targets at some rows."""
+
+    def __init__(self, cx: Context, target: ValueRef, rows: Index, classes: Dim, ignore: int) -> None:
+        b = cx.builder
+        self.class_index = b.cast(cx.operand(target, rows), "int64")
+        self.counted = b.compare("ne", self.class_index, ignore)
+        limit = b.size(classes, "int64")
+        self.inside = b.apply("and", b.compare("ge", self.class_index, 0), b.apply("lt", self.class_index, limit))
+        self.usable = b.apply("and", self.counted, self.inside)
+        safe = b.where(self.usable, self.class_index, b.const(0, "int64"))
+        self.word: Word = (Indirect(safe, classes),)
+
+
+def _class_weight(cx: Context, weight: ValueRef | None, targets: _Targets, to: str) -> Val:
+    """The weight of each row's class, 0 for ignored rows."""
+    b = cx.builder
+    one = b.const(1, to) if weight is None else b.cast(cx.operand(weight, (targets.word,)), to)
+    return b.select(targets.counted, one, 0, to)
+
+
+def _infer_nll(cx: Context, op: Operation) -> Sequence[Index | None]:
+    scores, target = op.args[:2]
+    _join_rows(cx, scores, target)
+    return [cx.canonical(target) if op.args[3] == _NONE else (), ()]
+
+
+def _nll_forward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    scores, target, weight, reduction, ignore = op.args[:5]
+    b, to, classes = cx.builder, op.outputs[0].dtype, cx.shape(scores)[-1]
+    if reduction == _NONE and output == 1:
+        return b.const(0, to)
+    rows = index if reduction == _NONE else cx.canonical(target)
+    targets = _Targets(cx, target, rows, classes, int(ignore))
+    share = _class_weight(cx, weight, targets, to)
+    over = atoms_of(rows)
+    if output == 1:
+        return b.reduce("sum", share, over)
+    picked = b.cast(cx.operand(scores, (*rows, targets.word)), to)
+    lost = b.mul(b.apply("neg", picked), share) if weight is not None else b.apply("neg", picked)
+    lost = b.where(targets.inside, lost, b.const(math.nan, to))
+    loss = b.select(targets.counted, lost, 0, to)
+    if reduction == _NONE:
+        return loss
+    total = b.reduce("sum", loss, over)
+    return total if reduction == _SUM else b.div(total, b.reduce("sum", share, over))
+
+
+def _infer_nll_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
+    _join_rows(cx, op.args[1], op.args[2])
+    return [cx.canonical(op.args[1])]
+
+
+def _nll_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """``where(class == target, -weight * grad / total_weight, 0)``, all of it known per row but the comparison."""
+    grad, scores, target, weight, reduction, ignore, total = op.args[:7]
+    b, to, classes = cx.builder, op.outputs[0].dtype, cx.shape(scores)[-1]
+    rows = _rows(index)
+    targets = _Targets(cx, target, rows, classes, int(ignore))
+    slope = b.cast(cx.operand(grad, rows if reduction == _NONE else ()), to)
+    slope = b.apply("neg", slope)
+    if weight is not None:
+        slope = b.mul(slope, _class_weight(cx, weight, targets, to))
+    if reduction == _MEAN:
+        slope = b.div(slope, b.cast(cx.operand(total, ()), to))
+    hit = b.where(targets.usable, targets.class_index, b.const(-1, "int64"))
+    return b.select(b.apply("eq", b.index(index[-1]), hit), slope, 0, to)
+
+
+# ---- mean squared error -------------------------------------------------------------------------------
+
+
+def _infer_mse(cx: Context, op: Operation) -> Sequence[Index | None]:
+    index = infer_broadcast_of(cx, op)
+    return [index if op.arg(2, _MEAN) == _NONE else ()]
+
+
+def infer_broadcast_of(cx: Context, op: Operation) -> Index:
+    left, right = op.args[:2]
+    for a, b in zip(cx.canonical(left), cx.canonical(right), strict=True):
+        join(a, b)
+    return cx.canonical(left)
+
+
+def _mse(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    x, target = op.args[:2]
+    reduction = op.arg(2, _MEAN)
+    b, to = cx.builder, op.outputs[0].dtype
+    place = index if reduction == _NONE else cx.canonical(x)
+    off = b.sub(b.cast(cx.operand(x, place), to), b.cast(cx.operand(target, place), to))
+    square = b.mul(off, off)
+    if reduction == _NONE:
+        return square
+    total = b.reduce("sum", square, atoms_of(place))
+    return total if reduction == _SUM else b.div(total, b.size(cx.shape(x).numel, to))
+
+
+def _infer_mse_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
+    return [infer_broadcast(cx, op)]
+
+
+def _mse_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    grad, x, target, reduction = op.args[:4]
+    b, to = cx.builder, op.outputs[0].dtype
+    off = b.sub(b.cast(cx.operand(x, index), to), b.cast(cx.operand(target, index), to))
+    slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
+    factor: Any = b.const(2, to)
+    if reduction == _MEAN:
+        factor = b.div(factor, b.size(cx.shape(x).numel, to))
+    return b.mul(b.mul(off, factor), slope)
+
+
+LOSS_RULES: dict[str, Rule] = {
+    "aten.nll_loss_forward.default": Custom(_infer_nll, _nll_forward),
+    "aten.nll_loss_backward.default": Custom(_infer_nll_backward, _nll_backward),
+    "aten.mse_loss.default": Custom(_infer_mse, _mse),
+    "aten.mse_loss_backward.default": Custom(_infer_mse_backward, _mse_backward),
+}
