@@ -1,7 +1,8 @@
-"""Times the optimizer steps of a script in this process, then ends it: one side of a trial of a process setting.
+"""Runs a script step by step on demand: one side of a trial of a process setting.
 
-Run by ``process_trial`` as ``python -m autofuse.process_probe OUT STEPS MALLOC [-m] SCRIPT [ARGS]``. Writes to OUT one
-JSON object: the time of each step in µs (from one ``optimizer.step`` to the next) and its minor page faults.
+Run by ``process_trial`` as ``python -m autofuse.process_probe MALLOC GO DONE [-m] SCRIPT [ARGS]``; GO and DONE are file
+descriptors. After each ``optimizer.step`` it writes a JSON line to DONE, ``[µs, minor page faults]`` of the step, and
+waits for a byte from GO: while it waits, the other side has the machine for itself. When GO is closed it ends.
 Nothing else of autofuse is active: what is timed is the script's own eager steps.
 """
 
@@ -19,44 +20,43 @@ from autofuse.execute import Target, run_target
 from autofuse.process_settings import apply_malloc
 
 
-class StepClock:
-    """Ends the process after ``steps`` timed steps."""
+class StepGate:
+    """Stops the script after each step until it may go on."""
 
-    def __init__(self, out: Path, steps: int) -> None:
-        self._out = out
-        self._steps = steps
-        self._marks: list[tuple[int, int]] = []  # (nanoseconds, minor page faults so far)
+    def __init__(self, go: int, done: int) -> None:
+        self._go = go
+        self._done = done
+        self._start = self._now()
 
     def tick(self, *_: Any) -> None:
         """Called after each optimizer step."""
-        self._marks.append((time.perf_counter_ns(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt))
-        if len(self._marks) > self._steps:
-            self.write()
+        now = self._now()
+        line = json.dumps([(now[0] - self._start[0]) / 1000.0, now[1] - self._start[1]])
+        try:
+            os.write(self._done, line.encode() + b"\n")
+            more = os.read(self._go, 1)
+        except OSError:
+            more = b""
+        if not more:
             # The script has done what was asked of it; it is not to go on for hours, nor to save its model.
             os._exit(0)
+        self._start = self._now()
 
-    def write(self) -> None:
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))
-        found = {
-            "step_us": [(b[0] - a[0]) / 1000.0 for a, b in pairs],
-            "page_faults": [b[1] - a[1] for a, b in pairs],
-        }
-        self._out.write_text(json.dumps(found))
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        return time.perf_counter_ns(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def main(arguments: list[str]) -> NoReturn:
-    out, steps, malloc, *command = arguments
+    malloc, go, done, *command = arguments
     if malloc == "on":
         apply_malloc()
     from torch.optim.optimizer import register_optimizer_step_post_hook  # after malloc is set: torch allocates
 
-    clock = StepClock(Path(out), int(steps))
-    register_optimizer_step_post_hook(clock.tick)
+    register_optimizer_step_post_hook(StepGate(int(go), int(done)).tick)
     is_module = command[0] == "-m"
     name, *rest = command[1:] if is_module else command
-    ending = run_target(Target(name, tuple(rest), is_module))
-    clock.write()  # a script shorter than asked for
-    ending.leave()
+    run_target(Target(name, tuple(rest), is_module)).leave()
 
 
 if __name__ == "__main__":

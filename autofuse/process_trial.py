@@ -1,13 +1,15 @@
-"""Measures a process setting on a script: the same steps in processes with and without it, taking turns.
+"""Measures a process setting on a script: the same steps in two processes, with and without it, taking turns.
 
 In: a script. Out: a ``SettingTrial`` for the store, and page faults for people.
-mallopt cannot be undone within a process, so each side gets fresh ones. The same step of both sides sees the same batch
-where the script is seeded, so steps are compared pair by pair, and the interval is a bootstrap over steps.
+mallopt cannot be undone within a process, so each side is one; they take turns after every step, so that a machine that
+is busy for a while slows both alike. The same step of both sides sees the same batch where the script is seeded:
+steps are compared pair by pair, by the median of their ratios, with a bootstrap over steps for the interval.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -15,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import TracebackType
 
 from autofuse.db.rows import SettingTrial
 from autofuse.errors import AutofuseError
@@ -27,42 +29,104 @@ RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
-class Side:
-    """The steps of all processes of one side; each inner tuple is one process."""
+class StepPair:
+    """The same step on both sides."""
 
-    step_us: tuple[tuple[float, ...], ...]
-    page_faults: tuple[tuple[float, ...], ...]
+    off_us: float
+    on_us: float
+    off_faults: float
+    on_faults: float
 
 
 def measure_malloc(
-    target: Target, *, steps: int, rounds: int, margin: float, device_key: str, on_progress: Callable[[int], None]
-) -> tuple[SettingTrial, float, float]:
-    """Run ``rounds`` processes of each side; returns the trial and the median page faults per step without and with.
+    target: Target, *, steps: int, margin: float, device_key: str, on_progress: Callable[[int], None]
+) -> tuple[SettingTrial, list[StepPair]]:
+    """Run ``steps`` steps of each side, after a warm-up. ``on_progress`` is told how many are done.
 
-    ``on_progress`` is told the number of processes done. Raises ``AutofuseError`` where the script has no steps.
+    Raises ``AutofuseError`` where the script has too few.
     """
-    runs: dict[str, list[tuple[list[float], list[float]]]] = {"off": [], "on": []}
-    for number in range(rounds):
-        # off, on, on, off, ...: a machine that slows down or speeds up steadily favours neither side.
-        for malloc in ("off", "on") if number % 2 == 0 else ("on", "off"):
-            runs[malloc].append(_probe(target, steps, malloc))
-            on_progress(sum(map(len, runs.values())))
-    off, on = (_side(runs[malloc]) for malloc in ("off", "on"))
-    trial = judge(off, on, margin=margin, device_key=device_key, workload=target.command)
-    return trial, _middle(off.page_faults), _middle(on.page_faults)
+    pairs: list[StepPair] = []
+    with _Probe(target, "off") as off, _Probe(target, "on") as on:
+        for number in range(-WARM_UP, steps):
+            first, second = (off, on) if number % 2 == 0 else (on, off)
+            found = {first: first.step(), second: second.step()}
+            a, b = found[off], found[on]
+            if a is None or b is None:
+                break
+            if number >= 0:
+                pairs.append(StepPair(a[0], b[0], a[1], b[1]))
+                on_progress(len(pairs))
+        if len(pairs) < 5:
+            raise AutofuseError(off.too_few())
+    return judge(pairs, margin=margin, device_key=device_key, workload=target.command), pairs
 
 
-def judge(off: Side, on: Side, *, margin: float, device_key: str, workload: str) -> SettingTrial:
-    """Compare the sides step by step; the setting wins where even the low end of the interval is no loss."""
-    pairs = list(zip(_per_step(off.step_us), _per_step(on.step_us), strict=False))
-    low, high = _interval(pairs)
-    ratio = _ratio(pairs)
+class _Probe:
+    """A process that runs the script up to the end of its first step, and then one step at a time."""
+
+    def __init__(self, target: Target, malloc: str) -> None:
+        self._target = target
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed in __exit__; a full pipe would stop the script)
+        go_read, self._go = os.pipe()
+        done_read, done = os.pipe()
+        name = ("-m", target.name) if target.is_module else (target.name,)
+        command = [sys.executable, "-m", "autofuse.process_probe", malloc, str(go_read), str(done)]
+        self._process = subprocess.Popen(
+            [*command, *name, *target.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            pass_fds=(go_read, done),
+        )
+        os.close(go_read)
+        os.close(done)
+        self._done = os.fdopen(done_read)
+        self._done.readline()  # the first step includes the script's start
+
+    def step(self) -> tuple[float, float] | None:
+        """Time in µs and page faults of the next step; None where the script has ended."""
+        try:
+            os.write(self._go, b"1")
+        except BrokenPipeError:
+            return None
+        line = self._done.readline()
+        return tuple(json.loads(line)) if line else None
+
+    def too_few(self) -> str:
+        """What to say of a script that ended too early."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = (self._errors.read().decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        return (
+            f"expected at least {WARM_UP + 6} calls of optimizer.step() in {self._target.command!r}, found that it "
+            f"ended before, with exit code {code} ({last}). Process settings are measured on training steps."
+        )
+
+    def __enter__(self) -> _Probe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._go)
+        self._done.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+
+def judge(pairs: Sequence[StepPair], *, margin: float, device_key: str, workload: str) -> SettingTrial:
+    """The setting wins where it gains more than the margin and the low end of the interval is a gain too."""
+    ratios = [pair.off_us / pair.on_us for pair in pairs]
+    ratio = statistics.median(ratios)
+    low, high = _interval(ratios)
     won = ratio > 1.0 + margin and low > 1.0
     return SettingTrial(
         setting=MALLOC,
         value="on: " + " ".join(f"{name}={value}" for name, (_, value) in MALLOC_VALUES.items()),
-        baseline_us=statistics.fmean(a for a, _ in pairs),
-        with_us=statistics.fmean(b for _, b in pairs),
+        baseline_us=statistics.median(pair.off_us for pair in pairs),
+        with_us=statistics.median(pair.on_us for pair in pairs),
         ratio=ratio,
         low=low,
         high=high,
@@ -73,54 +137,8 @@ def judge(off: Side, on: Side, *, margin: float, device_key: str, workload: str)
     )
 
 
-def _probe(target: Target, steps: int, malloc: str) -> tuple[list[float], list[float]]:
-    with tempfile.TemporaryDirectory(prefix="autofuse-trial-") as folder:
-        out = Path(folder) / "steps.json"
-        name = ("-m", target.name) if target.is_module else (target.name,)
-        command = [sys.executable, "-m", "autofuse.process_probe", str(out), str(steps + WARM_UP), malloc, *name]
-        done = subprocess.run(
-            [*command, *target.arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        if done.returncode != 0 or not out.exists():
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise AutofuseError(
-                f"expected {target.command!r} to run {steps + WARM_UP} optimizer steps, "
-                f"found that it ended with exit code {done.returncode}: {last}"
-            )
-        found = json.loads(out.read_text())
-    step_us, faults = found["step_us"][WARM_UP:], found["page_faults"][WARM_UP:]
-    if len(step_us) < 5:
-        raise AutofuseError(
-            f"expected at least {WARM_UP + 6} calls of optimizer.step() in {target.command!r}, "
-            f"found {len(found['step_us']) + 1 if found['step_us'] else 'none or one'}. Process settings are measured "
-            "on training steps; let the script run longer."
-        )
-    return step_us, faults
-
-
-def _side(runs: Sequence[tuple[list[float], list[float]]]) -> Side:
-    return Side(tuple(tuple(times) for times, _ in runs), tuple(tuple(faults) for _, faults in runs))
-
-
-def _per_step(processes: Sequence[Sequence[float]]) -> list[float]:
-    """The median over processes of each step."""
-    return [statistics.median(values) for values in zip(*processes, strict=False)]
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    return sum(a for a, _ in pairs) / sum(b for _, b in pairs)
-
-
-def _interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median."""
     rng = random.Random(0)
-    ratios = sorted(_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    return ratios[int(0.025 * RESAMPLES)], ratios[int(0.975 * RESAMPLES) - 1]
-
-
-def _middle(processes: Sequence[Sequence[float]]) -> float:
-    return statistics.median(value for process in processes for value in process)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]

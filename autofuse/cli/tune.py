@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import click
@@ -26,10 +27,9 @@ Examples:
 @click.option(
     "--process-settings",
     is_flag=True,
-    help="Measure settings of the whole process on SCRIPT instead: some of its first steps, in separate processes.",
+    help="Measure settings of the whole process on SCRIPT instead: some of its first steps, in two processes.",
 )
-@click.option("--steps", type=click.IntRange(min=10), default=40, show_default=True, help="Steps per process.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Processes per side.")
+@click.option("--steps", type=click.IntRange(min=10), default=60, show_default=True, help="How many steps.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
@@ -39,7 +39,6 @@ def command(
     assignments: tuple[str, ...],
     process_settings: bool,
     steps: int,
-    rounds: int,
     is_module: bool,
     script: str | None,
     arguments: tuple[str, ...],
@@ -59,7 +58,7 @@ def command(
         raise click.UsageError("--process-settings needs a SCRIPT, for example: autofuse tune --process-settings x.py")
     target = Target(script, arguments, is_module)
     check_target(target)
-    _measure(settings, target, steps, rounds)
+    _measure(settings, target, steps)
 
 
 def _drain(settings: Settings) -> None:
@@ -72,7 +71,7 @@ def _drain(settings: Settings) -> None:
     out_console().print(f"{done} nodes tuned; the queue is empty. Next: autofuse report")
 
 
-def _measure(settings: Settings, target: Target, steps: int, rounds: int) -> None:
+def _measure(settings: Settings, target: Target, steps: int) -> None:
     from rich.progress import Progress
 
     from autofuse.db.store import Store
@@ -81,21 +80,21 @@ def _measure(settings: Settings, target: Target, steps: int, rounds: int) -> Non
 
     console = err_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("autofuse: measuring", total=2 * rounds)
-        trial, faults_off, faults_on = measure_malloc(
+        task = progress.add_task("autofuse: measuring", total=steps)
+        trial, pairs = measure_malloc(
             target,
             steps=steps,
-            rounds=rounds,
             margin=settings.tuner.margin,
             device_key=cpu_device().key,
             on_progress=lambda done: progress.update(task, completed=done),
         )
     with Store.open(settings.run.store) as store:
         store.put_setting_trial(trial)
+    faults = [statistics.fmean(values) for values in zip(*((p.off_faults, p.on_faults) for p in pairs), strict=True)]
     out = out_console()
-    out.print(f"malloc keeps freed memory ({target.command}, {steps} steps, {rounds} processes per side, eager only):")
+    out.print(f"Keeping freed memory (malloc thresholds) for {target.command}, eager steps in separate processes:")
     out.print(f"  step      {trial.baseline_us / 1000:.1f} ms -> {trial.with_us / 1000:.1f} ms")
-    out.print(f"  faults    {faults_off:.0f} -> {faults_on:.0f} per step")
+    out.print(f"  faults    {faults[0]:.0f} -> {faults[1]:.0f} per step")
     out.print(f"  speedup   {trial.ratio:.2f}x ({trial.low:.2f} to {trial.high:.2f}), not counted as fusion")
     verdict = "switched on in later runs of this script" if trial.decision == "on" else "left off: no clear gain"
     out.print(f"  decision  {verdict}")
