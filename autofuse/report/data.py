@@ -1,0 +1,242 @@
+"""What a report says about a run, as plain data: the terminal and JSON print this and add nothing.
+
+In: a store and the id of a run. Out: a ``Report``. Guarantee: reads only; a store without runs, and a run in which
+nothing was captured or fused, are reports too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autofuse.db.rows import EventRow, QueueStatus, RequestRow, RunRow, SettingTrial
+from autofuse.db.store import Store
+from autofuse.ir.records import EAGER, Bucket, Decision, NodeUse, Refusal, RootRecord
+from autofuse.report.statistics import Gain, Speedup, StepRow, measure_gain
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The numbers of a run; None where nothing could be measured."""
+
+    steps: int = 0
+    fused_calls: int = 0
+    unfused_calls: int = 0
+    speedup: Speedup = field(default_factory=Speedup)  # hot signatures against held-out eager steps
+    routed_steps: int = 0  # timed steps with fused kernels, warm-up not counted
+    held_out_steps: int = 0  # timed eager steps, warm-up not counted
+    tuning_seconds: float = 0.0  # spent on what this run asked for
+    capture_seconds: float = 0.0
+    seconds_saved: float | None = None
+    break_even_step: int | None = None
+    observer_overhead_percent: float | None = None
+
+    @property
+    def fused_share(self) -> float:
+        """Share of the nodes' calls that ran a fused kernel."""
+        return self.fused_calls / max(1, self.fused_calls + self.unfused_calls)
+
+
+@dataclass(frozen=True)
+class NodeLine:
+    """One node in one bucket. Times are of a call; None where not measured."""
+
+    node: str  # label
+    fusion_id: str
+    operations: str
+    source: str
+    bucket: str
+    calls: int
+    fused_calls: int
+    time_share: float  # of the run's timed steps, 0..1
+    unfused_us: float | None
+    fused_us: float | None
+    speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
+    variant: str | None  # what runs: "eager", "c_generic", ...; None while undecided
+    decision: str  # "fused", "eager", or the state of its request: "queued", "running", "failed", "none"
+    reason: str  # code, see words.DECISION_REASONS
+    detail: str
+
+
+@dataclass(frozen=True)
+class RefusalLine:
+    """How often fusions were made or not made for one reason."""
+
+    code: str
+    accepted: bool
+    count: int
+    bytes_saved: int
+    example: Refusal
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is known of a run; ``run`` is None for a store without runs."""
+
+    store: str
+    run: RunRow | None = None
+    totals: Totals = field(default_factory=Totals)
+    nodes: tuple[NodeLine, ...] = ()  # largest share of time first
+    roots: tuple[RootRecord, ...] = ()
+    settings: tuple[SettingTrial, ...] = ()  # of this script, never credited to fusion
+    refusals: tuple[RefusalLine, ...] = ()  # most frequent first
+    events: tuple[EventRow, ...] = ()
+    steps: tuple[StepRow, ...] = ()
+    queue: QueueStatus = field(default_factory=QueueStatus)  # of what this run asked for
+
+
+def load_report(store: Store, run_id: int | None = None) -> Report:
+    """The report of a run: of ``run_id``, else of the newest run with timed steps, else of the newest.
+
+    Errors: StoreError for an id that the store does not hold.
+    """
+    if run_id is not None:
+        run: RunRow | None = store.run(run_id)
+    else:
+        run = store.latest_run(with_steps=True) or store.latest_run()
+    if run is None:
+        return Report(str(store.path))
+    roots = store.run_roots(run.id)
+    capture_seconds = run.totals.capture_seconds or sum(root.capture_seconds for root in roots)
+    tuning_seconds = sum(row.decision.tuning_seconds for row in store.decision_history(run_id=run.id))
+    gain = measure_gain(store.step_samples(run.id), cost_seconds(run.mode, capture_seconds, tuning_seconds))
+    return Report(
+        store=str(store.path),
+        run=run,
+        totals=_totals(run, gain, capture_seconds, tuning_seconds),
+        nodes=tuple(_node_lines(store, run)),
+        roots=tuple(roots),
+        settings=tuple(trials_of(store.setting_trials(), run)),
+        refusals=tuple(count_refusals(store.refusals(run.id))),
+        events=tuple(store.events(run.id)),
+        steps=gain.rows,
+        queue=store.queue_length(run.device.key, run.id),
+    )
+
+
+def cost_seconds(mode: str, capture_seconds: float, tuning_seconds: float) -> float:
+    """What has to be saved before fusion has paid: capture and tuning.
+
+    Tuning counts although in background mode it runs beside the script, on processors that it might have used
+    itself. In ``after`` mode it begins when the script has ended and can cost it nothing.
+    """
+    return capture_seconds + (0.0 if mode == "after" else tuning_seconds)
+
+
+def _totals(run: RunRow, gain: Gain, capture_seconds: float, tuning_seconds: float) -> Totals:
+    counted = run.totals
+    overhead = 100.0 * counted.observer_seconds / counted.run_seconds if counted.run_seconds > 0 else None
+    return Totals(
+        steps=counted.steps or gain.routed_steps + gain.held_out_steps,
+        fused_calls=counted.fused_calls,
+        unfused_calls=counted.unfused_calls,
+        speedup=gain.speedup,
+        routed_steps=gain.routed_steps,
+        held_out_steps=gain.held_out_steps,
+        tuning_seconds=tuning_seconds,
+        capture_seconds=capture_seconds,
+        seconds_saved=gain.seconds_saved,
+        break_even_step=gain.break_even_step,
+        observer_overhead_percent=overhead,
+    )
+
+
+# ---- nodes --------------------------------------------------------------------------------------------
+
+
+def _node_lines(store: Store, run: RunRow) -> list[NodeLine]:
+    decided: dict[str, list[Decision]] = {}
+    for _, decision in store.decisions(run.device.key, run.versions):
+        decided.setdefault(decision.key.fusion_id, []).append(decision)
+    asked = {(row.key.fusion_id, row.key.bucket): row for row in store.requests() if row.key.device == run.device.key}
+    return [
+        node_line(
+            use, decision_for(use.bucket, decided.get(use.fusion_id, ())), asked.get((use.fusion_id, use.bucket.label))
+        )
+        for use in store.node_uses(run.id)
+    ]
+
+
+def decision_for(bucket: Bucket, decisions: Sequence[Decision]) -> Decision | None:
+    """The newest decision of a bucket, or of one that contains all of it; ``decisions`` is oldest first."""
+    for decision in reversed(decisions):
+        if decision.bucket == bucket:
+            return decision
+    for decision in reversed(decisions):
+        wider = decision.bucket.ranges
+        if len(wider) == len(bucket.ranges) and all(
+            low <= inner_low and inner_high <= high
+            for (low, high), (inner_low, inner_high) in zip(wider, bucket.ranges, strict=True)
+        ):
+            return decision
+    return None
+
+
+def node_line(use: NodeUse, decision: Decision | None, request: RequestRow | None) -> NodeLine:
+    """What is known of a node in a bucket: its use, its decision, or where its request stands."""
+    if decision is not None:
+        variant = decision.candidate.variant
+        state, reason, detail = ("eager" if variant == EAGER else "fused"), decision.reason, decision.detail
+    else:
+        variant = None
+        state = request.status if request is not None and request.status != "done" else "none"
+        reason = {"queued": "waiting", "running": "tuning", "failed": "failed", "none": "not_asked"}[state]
+        detail = request.message if request is not None else ""
+    return NodeLine(
+        node=use.label or f"node_{use.fusion_id[:12]}",
+        fusion_id=use.fusion_id,
+        operations=use.operations,
+        source=use.source,
+        bucket=use.bucket.label,
+        calls=use.calls,
+        fused_calls=use.fused_calls,
+        time_share=use.time_share,
+        unfused_us=decision.unfused_us if decision is not None else use.live_us or None,
+        fused_us=decision.fused_us if decision is not None else None,
+        speedup=decision.speedup if decision is not None else None,
+        speedup_low=decision.speedup_low if decision is not None else None,
+        speedup_high=decision.speedup_high if decision is not None else None,
+        variant=variant,
+        decision=state,
+        reason=reason,
+        detail=detail,
+    )
+
+
+# ---- the rest -----------------------------------------------------------------------------------------
+
+
+def trials_of(trials: Iterable[SettingTrial], run: RunRow) -> list[SettingTrial]:
+    """The trials of the script that a run ran, whatever its arguments were: they change from run to run."""
+    script = _script(run.command)
+    return [trial for trial in trials if _script(trial.workload) == script]
+
+
+def _script(command: str) -> str:
+    """``train.py`` of ``python examples/train.py --steps 9``, ``-m package.module`` of a module."""
+    words = command.split()
+    for first, second in zip(words, [*words[1:], ""], strict=True):
+        if first == "-m":
+            return f"-m {second}"
+        if first.endswith(".py"):
+            return first.rsplit("/", 1)[-1]
+    return command
+
+
+def count_refusals(refusals: Iterable[Refusal]) -> list[RefusalLine]:
+    """One line for each reason, those of refused fusions first and frequent ones before rare ones."""
+    counts: Counter[tuple[bool, str]] = Counter()
+    bytes_saved: Counter[tuple[bool, str]] = Counter()
+    examples: dict[tuple[bool, str], Refusal] = {}
+    for refusal in refusals:
+        key = (refusal.accepted, refusal.code)
+        counts[key] += 1
+        bytes_saved[key] += refusal.bytes_saved
+        examples.setdefault(key, refusal)
+    return [
+        RefusalLine(code, accepted, counts[accepted, code], bytes_saved[accepted, code], examples[accepted, code])
+        for accepted, code in sorted(counts, key=lambda key: (key[0], -counts[key], key[1]))
+    ]

@@ -1,0 +1,282 @@
+"""Why a decision fell, for people: a node's operations, what was measured in each bucket and what was decided.
+
+In: a store and the name of a node or a module, or none for a list of both. Out: text on a rich console.
+Errors: UsageError for a name nobody knows, with the nearest ones. Reads only; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autofuse.db.rows import StoredMeasurement
+from autofuse.db.store import Store
+from autofuse.ir.records import EAGER, Config, Decision
+from autofuse.report import words
+from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
+from autofuse.report.terminal import plain_table
+
+MAX_CANDIDATES = 15
+MAX_OPERATIONS = 40
+
+
+def render_explain(store: Store, console: Console, name: str | None = None) -> None:
+    """Print the story of the node or module called ``name``; without a name, the list of all."""
+    if name is None:
+        _render_list(store, console)
+        return
+    story = find(store, name)
+    if isinstance(story, NodeStory):
+        _render_node(story, console)
+    else:
+        _render_root(story, console)
+
+
+# ---- the list -----------------------------------------------------------------------------------------
+
+
+def _render_list(store: Store, console: Console) -> None:
+    nodes, roots = store.nodes(), list(store.roots().values())
+    if not nodes and not roots:
+        console.print(f"The store {store.path} knows no nodes yet.", highlight=False, soft_wrap=True)
+        console.print("Fill it: autofuse run SCRIPT.py", highlight=False)
+        return
+    if nodes:
+        decisions: dict[str, list[Decision]] = {}
+        for _, decision in store.decisions():
+            decisions.setdefault(decision.key.fusion_id, []).append(decision)
+        table = plain_table("Nodes")
+        table.add_column("node", ratio=3, overflow="fold")
+        table.add_column("operations", ratio=3, overflow="fold")
+        table.add_column("buckets", justify="right", no_wrap=True)
+        table.add_column("fused", justify="right", no_wrap=True)
+        table.add_column("best", justify="right", no_wrap=True)
+        for node in nodes:
+            made = decisions.get(node.fusion_id, [])
+            fused = [decision for decision in made if decision.candidate.variant != EAGER]
+            best = max((decision.speedup for decision in fused), default=None)
+            table.add_row(
+                cut(name_of(node)),
+                words.shorten(node.operations, 80),
+                str(len(made)),
+                str(len(fused)),
+                words.times(best),
+            )
+        console.print(table)
+    if roots:
+        table = plain_table("Modules")
+        table.add_column("module", no_wrap=True)
+        table.add_column("state", no_wrap=True)
+        table.add_column("why", ratio=1, overflow="fold")
+        for root in roots:
+            table.add_row(root.name, root.state, words.in_words(root.reason, words.ROOT_REASONS))
+        console.print(table)
+    console.print()
+    console.print("Next: autofuse explain NODE", highlight=False)
+
+
+# ---- a node -------------------------------------------------------------------------------------------
+
+
+def _render_node(story: NodeStory, console: Console) -> None:
+    node = story.node
+    console.print(Text(name_of(node), "bold cyan"))
+    source = next((use.source for use in story.uses if use.source), node.source)
+    console.print(Text(f"{source or 'source line not known'}\nfusion_id {node.fusion_id}", "dim"))
+    console.print()
+    for line in operation_lines(node.form):
+        console.print(Text(line), highlight=False, soft_wrap=True)
+    console.print()
+    if story.uses:
+        calls, fused = sum(use.calls for use in story.uses), sum(use.fused_calls for use in story.uses)
+        share = max(use.time_share for use in story.uses)
+        console.print(
+            f"{words.plural(calls, 'call')} in all runs, {fused:,} of them fused; "
+            f"at most {words.percent(share)} of the step time of a run",
+            highlight=False,
+        )
+        console.print()
+    if not story.buckets:
+        console.print("Not decided: nobody has asked for it to be tuned. It runs on eager's kernels.", highlight=False)
+        return
+    for bucket in story.buckets:
+        _render_bucket(bucket, console)
+
+
+def operation_lines(form: Mapping[str, Any]) -> Iterator[str]:
+    """The operations of ``NodeForm.to_json()``, one a line: ``v0 = add(i0, 0.5)  float32 [s0, 256]``."""
+    for name, spec in form.get("inputs", []):
+        yield f"{name}: {_spec(spec)}"
+    operations = form.get("operations", [])
+    for op in operations[:MAX_OPERATIONS]:
+        target = str(op.get("target", "?"))
+        short = target.split(".")[1] if target.count(".") else target
+        arguments = [_argument(item) for item in op.get("args", [])]
+        arguments += [f"{name}={_argument(item)}" for name, item in op.get("kwargs", {}).items()]
+        outputs = ", ".join(_spec(spec) for spec in op.get("outputs", []))
+        yield f"{op.get('name', '?')} = {short}({', '.join(arguments)})  {outputs}".rstrip()
+    if len(operations) > MAX_OPERATIONS:
+        yield f"and {len(operations) - MAX_OPERATIONS} operations more"
+    outputs = [name if index == 0 else f"{name}[{index}]" for name, index in form.get("outputs", [])]
+    if outputs:
+        yield f"return {', '.join(outputs)}"
+
+
+def _spec(spec: Any) -> str:
+    shape, dtype = spec[0], spec[1]
+    return f"{dtype} [{', '.join(str(size) for size in shape)}]"
+
+
+def _argument(item: Any) -> str:
+    if isinstance(item, list):
+        return f"({', '.join(_argument(part) for part in item)})"
+    if not isinstance(item, dict):
+        return str(item)
+    if "ref" in item:
+        return str(item["ref"]) + (f"[{item['index']}]" if item.get("index") else "")
+    if "dim" in item:
+        return str(item["dim"])
+    text = str(item.get("float", "?"))
+    return f"{float.fromhex(text):g}" if "0x" in text else text
+
+
+# ---- a bucket -----------------------------------------------------------------------------------------
+
+
+def _render_bucket(bucket: BucketStory, console: Console) -> None:
+    key = bucket.key
+    text = Text("Bucket ", "bold")
+    text.append(key.bucket, "bold cyan")
+    text.append(f"  on {key.device}, {words.plural(key.threads, 'thread')}, {key.versions}", "dim")
+    console.print(text, highlight=False)
+    for line in decision_lines(bucket):
+        console.print(line, highlight=False)
+    if bucket.measurements:
+        console.print(_candidates(bucket), highlight=False)
+    console.print()
+
+
+def decision_lines(bucket: BucketStory) -> Iterator[str]:
+    """The standing decision of a bucket in sentences, or where its request stands."""
+    request = bucket.request
+    if request is not None and request.status in ("queued", "running"):
+        state = "Waits in the queue" if request.status == "queued" else "Is being tuned now"
+        again = " again" if bucket.decisions else ""
+        saving = words.microseconds(request.expected_saving_us)
+        yield f"{state}{again}: {words.plural(request.calls, 'call')} seen, expected to have saved {saving}."
+    if not bucket.decisions:
+        if request is None:
+            yield "Not decided: it was measured, but no decision was stored."
+        elif request.status == "failed":
+            yield f"Tuning failed: {request.message or 'no reason was stored'}. It runs on eager's kernels."
+        return
+    row = bucket.decisions[-1]
+    decision = row.decision
+    reason = words.in_words(decision.reason, words.DECISION_REASONS)
+    span = words.interval(decision.speedup_low, decision.speedup_high)
+    if decision.candidate.variant == EAGER:
+        yield f"Decision: stays eager ({words.microseconds(decision.unfused_us)} a call), because {reason}."
+        if decision.fused_us != decision.unfused_us:
+            yield f"The best candidate took {words.microseconds(decision.fused_us)}: {words.times(decision.speedup)} ({span})."
+    else:
+        variant = words.in_words(decision.candidate.variant, words.VARIANTS)
+        config = config_text(decision.candidate.config)
+        yield f"Decision: fused ({variant}{', ' + config if config else ''}), because {reason}."
+        yield (
+            f"{words.times(decision.speedup)} (95 % interval {span}): {words.microseconds(decision.unfused_us)} in eager, "
+            f"{words.microseconds(decision.fused_us)} fused."
+        )
+    if decision.detail:
+        yield decision.detail
+    effort = f"{words.plural(decision.trials, 'trial')} in {words.seconds(decision.tuning_seconds)}"
+    earlier = len(bucket.decisions) - 1
+    yield f"Decided {words.moment(row.at)} after {effort}" + (
+        f"; {words.plural(earlier, 'earlier decision')} replaced." if earlier else "."
+    )
+
+
+def _candidates(bucket: BucketStory) -> Table:
+    rows = sorted(bucket.measurements, key=_rank)
+    more = len(rows) - MAX_CANDIDATES
+    table = plain_table("", f"and {more} more, all slower or refused" if more > 0 else "")
+    table.add_column("variant", no_wrap=True)
+    table.add_column("config", ratio=3, overflow="fold")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("speedup", justify="right", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
+    table.add_column("status", ratio=2, overflow="fold")
+    for row in rows[:MAX_CANDIDATES]:
+        item = row.measurement
+        speedup = Text(words.times(item.speedup))
+        span = words.interval(item.speedup_low, item.speedup_high)
+        if span:
+            speedup.append("\n" + span.replace(" to ", "–"), "dim")
+        status = Text(words.in_words(item.status, words.STATUSES), "green" if item.status == "ok" else "yellow")
+        if item.message:
+            status.append(f"\n{words.shorten(item.message, 160)}", "dim")
+        table.add_row(
+            words.in_words(item.candidate.variant, words.VARIANTS), config_text(item.candidate.config),
+            "×".join(str(value) for value in item.symbol_values) or "–", words.microseconds(item.median_us), speedup,
+            "–" if item.error_ratio is None else f"{item.error_ratio:.2f}", status,
+        )  # fmt: skip
+    return table
+
+
+def _rank(row: StoredMeasurement) -> tuple[bool, float]:
+    """Usable candidates first, fast ones before slow ones."""
+    item = row.measurement
+    return item.status != "ok", -(item.speedup or 0.0)
+
+
+def config_text(config: Config) -> str:
+    """``threads=2 unroll=4``."""
+    return " ".join(f"{name}={value}" for name, value in config)
+
+
+# ---- a module -----------------------------------------------------------------------------------------
+
+
+def _render_root(story: RootStory, console: Console) -> None:
+    root = story.root
+    console.print(Text(root.name, "bold cyan"))
+    console.print(Text(root.root, "dim"), soft_wrap=True)
+    console.print()
+    reason = words.in_words(root.reason, words.ROOT_REASONS)
+    console.print(f"State: {root.state}, because {reason}.", highlight=False)
+    if root.detail:
+        console.print(root.detail, highlight=False)
+    console.print(
+        f"{words.plural(root.calls, 'call')} in the newest run, {words.plural(root.operations, 'operation')} a forward, "
+        f"{words.seconds(root.eager_seconds)} spent in eager.",
+        highlight=False,
+    )
+    if root.predicted_capture_seconds or root.capture_seconds:
+        console.print(
+            f"Capture: predicted {words.seconds(root.predicted_capture_seconds)}, "
+            f"took {words.seconds(root.capture_seconds) if root.capture_seconds else 'none yet'}.",
+            highlight=False,
+        )
+    for argument, dim in root.dynamic_dims:
+        console.print(f"Dynamic: dim {dim} of {argument}.", highlight=False)
+    if story.histograms:
+        table = plain_table("Sizes seen")
+        table.add_column("argument", no_wrap=True)
+        table.add_column("dim", justify="right", no_wrap=True)
+        table.add_column("size (calls)", ratio=1, overflow="fold")
+        for item in story.histograms:
+            sizes = ", ".join(f"{size} ({calls:,})" for size, calls in item.counts[:8])
+            rest = sum(calls for _, calls in item.counts[8:]) + item.tail_calls
+            table.add_row(item.argument, str(item.dim), sizes + (f", others ({rest:,})" if rest else ""))
+        console.print()
+        console.print(table)
+    if len(story.changes) > 1:
+        console.print()
+        console.print(Text("History", "bold"))
+        for change in story.changes[-12:]:
+            why = words.in_words(change.reason, words.ROOT_REASONS)
+            console.print(f"{words.moment(change.at)}  run {change.run_id}: {change.state} ({why})", highlight=False)

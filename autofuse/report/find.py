@@ -1,0 +1,127 @@
+"""Finds what a person means by the name of a node or a module, and collects all that the store knows of it.
+
+In: a store and a name: a node's label, its fusion_id, the beginning or (labels end in a hash) the end of either, or a
+module's class name or key. Out: a ``NodeStory`` or a ``RootStory``. Errors: UsageError with the nearest names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autofuse.db.rows import NodeRow, RequestRow, RootChange, StoredDecision, StoredMeasurement
+from autofuse.db.store import Store
+from autofuse.errors import UsageError
+from autofuse.ir.records import DecisionKey, DimHistogram, NodeUse, RootRecord
+
+ELLIPSIS = "…"  # reports cut long labels in the middle; such a name is found again
+
+
+@dataclass(frozen=True)
+class BucketStory:
+    """All that is known of a node under one decision key."""
+
+    key: DecisionKey
+    decisions: tuple[StoredDecision, ...]  # oldest first, the last one stands
+    measurements: tuple[StoredMeasurement, ...]
+    request: RequestRow | None
+
+
+@dataclass(frozen=True)
+class NodeStory:
+    """All that is known of a node."""
+
+    node: NodeRow
+    uses: tuple[NodeUse, ...]  # one for each run and bucket
+    buckets: tuple[BucketStory, ...]
+
+
+@dataclass(frozen=True)
+class RootStory:
+    """All that is known of a module that may be captured."""
+
+    root: RootRecord
+    changes: tuple[RootChange, ...]  # oldest first
+    histograms: tuple[DimHistogram, ...]  # of the newest run that knows it
+
+
+def name_of(node: NodeRow) -> str:
+    return node.label or f"node_{node.fusion_id[:12]}"
+
+
+def cut(name: str, width: int = 48) -> str:
+    """A long label with its middle left out: its end, a hash, tells it from others."""
+    if len(name) <= width:
+        return name
+    tail = name[name.rfind("_") :]
+    return name[: max(8, width - len(tail) - 1)] + ELLIPSIS + tail
+
+
+def find(store: Store, name: str) -> NodeStory | RootStory:
+    """The node or the module called ``name``. Errors: UsageError where none is or several are."""
+    nodes, roots = store.nodes(), list(store.roots().values())
+    found = _matching(name, nodes)
+    if len(found) == 1:
+        return node_story(store, found[0])
+    if len(found) > 1:
+        some = ", ".join(name_of(node) for node in found[:5])
+        raise UsageError(f"expected the name of one node, found {len(found)} for {name!r}; type one of: {some}")
+    named = [root for root in roots if name in (root.name, root.root)]
+    named = named or [root for root in roots if name and root.root.startswith(name)]
+    if named:
+        return root_story(store, max(named, key=lambda root: root.eager_seconds + root.capture_seconds))
+    raise UsageError(_not_found(name, nodes, roots))
+
+
+def _matching(name: str, nodes: Sequence[NodeRow]) -> list[NodeRow]:
+    """Exact labels before beginnings before endings."""
+    if not name:
+        return []
+    head, _, tail = name.partition(ELLIPSIS)
+    tests = (
+        lambda node: name in (name_of(node), node.fusion_id),
+        lambda node: name_of(node).startswith(name) or node.fusion_id.startswith(name.removeprefix("node_")),
+        lambda node: ELLIPSIS in name and name_of(node).startswith(head) and name_of(node).endswith(tail),
+        lambda node: name_of(node).endswith(f"_{name}"),
+    )
+    for test in tests:
+        found = [node for node in nodes if test(node)]
+        if found:
+            return found
+    return []
+
+
+def _not_found(name: str, nodes: Iterable[NodeRow], roots: Iterable[RootRecord]) -> str:
+    known = {name_of(node) for node in nodes} | {root.name for root in roots}
+    if not known:
+        return f"expected the name of a node, found {name!r} and a store without nodes; type: autofuse run SCRIPT.py"
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"expected the name of a node or module in this store, found {name!r}; {hint}List them: autofuse explain"
+
+
+def node_story(store: Store, node: NodeRow) -> NodeStory:
+    decisions = store.decision_history(node.fusion_id)
+    measurements = store.measurements(node.fusion_id)
+    requests = {row.key: row for row in store.requests(node.fusion_id)}
+    keys = dict.fromkeys([row.decision.key for row in decisions] + [row.key for row in measurements] + list(requests))
+    return NodeStory(
+        node=node,
+        uses=tuple(store.node_uses(fusion_id=node.fusion_id)),
+        buckets=tuple(
+            BucketStory(
+                key=key,
+                decisions=tuple(row for row in decisions if row.decision.key == key),
+                measurements=tuple(row for row in measurements if row.key == key),
+                request=requests.get(key),
+            )
+            for key in keys
+        ),
+    )
+
+
+def root_story(store: Store, root: RootRecord) -> RootStory:
+    changes = store.root_changes(root.root)
+    histograms = store.dim_histograms(changes[-1].run_id) if changes else []
+    return RootStory(root, tuple(changes), tuple(item for item in histograms if item.owner == root.root))

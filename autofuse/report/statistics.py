@@ -1,0 +1,200 @@
+"""What fusion gained in a run, from its timed steps: pairs of held-out and routed steps.
+
+In: ``StepSample`` rows in the order in which they ran. Out: speedups with intervals, seconds saved, break-even.
+Guarantee: only steps of the same root and signature, close to each other in time, are compared, so that neither a mix
+of shapes nor a machine that drifts can make a gain; equal input gives equal output (the bootstrap has a fixed seed).
+
+The definitions, which the reports state as well:
+- A **routed** step ran at least one fused kernel; a **held-out** step ran the original module. Steps that were
+  disturbed (capture, waiting for tuning) have ``step_us`` of 0 and count for nothing. The first routed and the first
+  held-out step of each root and signature are warm-up and dropped.
+- A **pair** is a held-out step over the median of the up to 6 nearest routed steps within 64 calls.
+- **Hot** are the signatures that together make up the first 80 % of the routed time.
+- The **speedup** is the median over the pairs of all hot signatures; its 95 % interval is bootstrapped.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autofuse.ir.records import StepSample
+
+PAIR_WINDOW = 64  # calls between a held-out step and the routed ones that it is compared with
+PAIR_STEPS = 6
+HOT_SHARE = 0.8
+MIN_PAIRS_FOR_INTERVAL = 5  # fewer span no 95 % interval, whatever a bootstrap of them says
+_RESAMPLES = 2000
+_MAX_DRAWS = 400_000  # keeps the bootstrap of a long run under half a second
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A ratio above 1 is faster; all None where nothing could be compared."""
+
+    median: float | None = None
+    low: float | None = None  # 95 % interval, None with too few pairs
+    high: float | None = None
+    pairs: int = 0
+
+    @property
+    def is_gain(self) -> bool:
+        """Whether the interval, or the median where there is none, lies above 1."""
+        bound = self.low if self.low is not None else self.median
+        return bound is not None and bound > 1.0
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The steps of one root with one signature."""
+
+    root: str
+    signature: str
+    routed: int  # steps
+    held_out: int
+    routed_us: float | None  # medians
+    held_out_us: float | None
+    time_share: float  # of the routed time of the run, 0..1
+    hot: bool
+    speedup: Speedup
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a run's steps say about fusion."""
+
+    rows: tuple[StepRow, ...] = ()  # most routed time first
+    speedup: Speedup = field(default_factory=Speedup)
+    held_out_steps: int = 0
+    routed_steps: int = 0
+    seconds_saved: float | None = None  # None where nothing could be compared
+    break_even_step: int | None = None  # index of the first step by which the costs were saved
+
+
+@dataclass(frozen=True)
+class _Series:
+    """Comparable steps of one root with one signature, warm-up dropped."""
+
+    root: str
+    signature: str
+    routed: list[StepSample]
+    held_out: list[StepSample]
+
+    @property
+    def routed_total_us(self) -> float:
+        return math.fsum(step.step_us for step in self.routed)
+
+
+def measure_gain(samples: Sequence[StepSample], cost_seconds: float) -> Gain:
+    """Compare the steps of a run; ``cost_seconds`` is what has to be saved before fusion pays."""
+    series = sorted(_series(samples), key=lambda item: -item.routed_total_us)
+    total_us = math.fsum(item.routed_total_us for item in series)
+    rows: list[StepRow] = []
+    hot_ratios: list[float] = []
+    before_us = 0.0
+    for item in series:
+        ratios = pair_ratios(item.routed, item.held_out)
+        hot = bool(item.routed) and before_us < HOT_SHARE * total_us
+        before_us += item.routed_total_us
+        hot_ratios += ratios if hot else []
+        rows.append(_row(item, total_us, hot, summarise(ratios)))
+    known = {(row.root, row.signature): row.speedup.median for row in rows if row.speedup.median is not None}
+    saved, break_even = _savings(samples, series, known, cost_seconds)
+    return Gain(
+        rows=tuple(rows),
+        speedup=summarise(hot_ratios),
+        held_out_steps=sum(len(item.held_out) for item in series),
+        routed_steps=sum(len(item.routed) for item in series),
+        seconds_saved=saved,
+        break_even_step=break_even,
+    )
+
+
+def pair_ratios(routed: Sequence[StepSample], held_out: Iterable[StepSample]) -> list[float]:
+    """Held-out time over the median of the nearest routed times, for each held-out step that has any near."""
+    ordered = sorted(routed, key=lambda step: step.index)
+    indices = [step.index for step in ordered]
+    ratios = []
+    for step in held_out:
+        left = bisect.bisect_left(indices, step.index - PAIR_WINDOW)
+        right = bisect.bisect_right(indices, step.index + PAIR_WINDOW)
+        near = sorted(ordered[left:right], key=lambda other: (abs(other.index - step.index), other.index))
+        if near:
+            ratios.append(step.step_us / statistics.median(other.step_us for other in near[:PAIR_STEPS]))
+    return ratios
+
+
+def summarise(ratios: Sequence[float], seed: int = 0) -> Speedup:
+    """Median of the ratios with the 2.5 % and 97.5 % points of bootstrapped medians."""
+    if not ratios:
+        return Speedup()
+    median = statistics.median(ratios)
+    if len(ratios) < MIN_PAIRS_FOR_INTERVAL:
+        return Speedup(median, None, None, len(ratios))
+    draw = random.Random(seed)
+    resamples = max(200, min(_RESAMPLES, _MAX_DRAWS // len(ratios)))
+    ordered = sorted(ratios)
+    medians = sorted(statistics.median(draw.choices(ordered, k=len(ordered))) for _ in range(resamples))
+    low, high = medians[int(0.025 * resamples)], medians[min(resamples - 1, int(0.975 * resamples))]
+    return Speedup(median, low, high, len(ratios))
+
+
+# ---- parts --------------------------------------------------------------------------------------------
+
+
+def _is_valid(step: StepSample) -> bool:
+    return step.step_us > 0.0 and math.isfinite(step.step_us)
+
+
+def _series(samples: Iterable[StepSample]) -> list[_Series]:
+    found: dict[tuple[str, str], _Series] = {}
+    for step in samples:
+        if not _is_valid(step):
+            continue
+        item = found.setdefault((step.root, step.signature), _Series(step.root, step.signature, [], []))
+        if step.held_out:
+            item.held_out.append(step)
+        elif step.fused_nodes > 0:
+            item.routed.append(step)
+    for item in found.values():
+        del item.routed[:1], item.held_out[:1]
+    return [item for item in found.values() if item.routed or item.held_out]
+
+
+def _row(item: _Series, total_us: float, hot: bool, speedup: Speedup) -> StepRow:
+    return StepRow(
+        root=item.root,
+        signature=item.signature,
+        routed=len(item.routed),
+        held_out=len(item.held_out),
+        routed_us=statistics.median(step.step_us for step in item.routed) if item.routed else None,
+        held_out_us=statistics.median(step.step_us for step in item.held_out) if item.held_out else None,
+        time_share=item.routed_total_us / total_us if total_us else 0.0,
+        hot=hot,
+        speedup=speedup,
+    )
+
+
+def _savings(
+    samples: Sequence[StepSample],
+    series: Iterable[_Series],
+    known: Mapping[tuple[str, str], float],
+    cost_seconds: float,
+) -> tuple[float | None, int | None]:
+    """Seconds that the routed steps of compared signatures took less, and the step at which the costs were saved."""
+    if not known:
+        return None, None
+    counted = {id(step) for item in series for step in item.routed}
+    saved_us, break_even = 0.0, None
+    for step in samples:
+        ratio = known.get((step.root, step.signature))
+        if ratio is None or id(step) not in counted:
+            continue
+        saved_us += step.step_us * (ratio - 1.0)
+        if break_even is None and saved_us > 0.0 and saved_us >= cost_seconds * 1e6:
+            break_even = step.index
+    return saved_us / 1e6, break_even if saved_us > 0.0 else None

@@ -1,0 +1,344 @@
+"""A report for people: totals in sentences, tables of nodes, steps, modules and settings, notes, the next command.
+
+In: a ``Report`` and a rich console. Out: text on it. Guarantee: readable from 80 columns on; a gain that was not
+measured, or is none, is said in words; no number is printed that the JSON report lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from autofuse.report import words
+from autofuse.report.data import NodeLine, Report
+from autofuse.report.find import cut
+from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, PAIR_WINDOW, StepRow
+
+MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
+MAX_STEPS = 8
+MAX_EVENTS = 10
+MAX_REFUSALS = 8
+
+
+def render_report(report: Report, console: Console) -> None:
+    """Print a report; a store without runs prints what to do about it."""
+    if report.run is None:
+        console.print(f"The store {report.store} holds no runs yet.", highlight=False, soft_wrap=True)
+        console.print(_command("Fill it", "autofuse run SCRIPT.py"))
+        return
+    for part in _parts(report):
+        console.print(part, highlight=False)
+        console.print()
+    console.print(_command("Next", next_command(report)), highlight=False)
+
+
+def next_command(report: Report) -> str:
+    """What to type after this report."""
+    assert report.run is not None
+    if report.queue.open:
+        return "autofuse daemon status"
+    if report.run.mode == "off" and not report.totals.fused_calls:
+        return "autofuse run --tune wait SCRIPT.py"
+    if report.nodes:
+        return f"autofuse explain {cut(report.nodes[0].node)}"
+    if report.roots:
+        return f"autofuse explain {report.roots[0].name}"
+    return "autofuse doctor"
+
+
+def _parts(report: Report) -> Iterator[RenderableType]:
+    yield _header(report)
+    yield _totals(report)
+    if report.nodes:
+        yield _nodes(report)
+    if any(row.routed for row in report.steps):
+        yield _steps(report)
+    if report.roots:
+        yield _roots(report)
+    if report.settings:
+        yield _settings(report)
+    if any(not line.accepted for line in report.refusals):
+        yield _refusals(report)
+    if report.events:
+        yield _events(report)
+
+
+# ---- header and totals --------------------------------------------------------------------------------
+
+
+def _header(report: Report) -> Text:
+    run = report.run
+    assert run is not None
+    device = run.device
+    ended = "still running" if run.finished_at is None else f"took {words.seconds(run.finished_at - run.started_at)}"
+    code = "" if run.totals.exit_code is None else f", exit code {run.totals.exit_code}"
+    text = Text()
+    text.append(f"Run {run.id}: ", "bold")
+    text.append(run.command, "bold cyan")
+    text.append(f"\nstarted {words.moment(run.started_at)}, {ended}{code} · tune mode: {run.mode}", "dim")
+    text.append(f"\n{device.name}, {words.plural(device.cores, 'core')}, {device.isa} · {run.versions}", "dim")
+    return text
+
+
+def _totals(report: Report) -> Panel:
+    totals = report.totals
+    verdict, style = gain_in_words(report)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    table.add_row("steps", f"{totals.steps:,} ({_measured(report)})")
+    calls = totals.fused_calls + totals.unfused_calls
+    table.add_row(
+        "node calls",
+        f"{totals.fused_calls:,} of {calls:,} ran fused kernels ({words.percent(totals.fused_share)})"
+        if calls
+        else "none: no graph was captured",
+    )
+    table.add_row("cost", _cost(report))
+    table.add_row("saved", _saved(report))
+    overhead = totals.observer_overhead_percent
+    table.add_row("observer", "–" if overhead is None else f"{overhead:.2f} % of the run's time")
+    return Panel(Group(Text(verdict, style), "", table), title="Totals", box=box.ROUNDED, padding=(0, 1))
+
+
+def gain_in_words(report: Report) -> tuple[str, str]:
+    """The verdict on a run, and its style."""
+    totals, speedup = report.totals, report.totals.speedup
+    if not totals.fused_calls:
+        return f"Nothing ran fused. {_why_nothing_fused(report)}", "bold yellow"
+    if speedup.median is None:
+        return (
+            f"Gain not measured: no held-out eager step of a hot shape lies within {PAIR_WINDOW} calls of a routed "
+            "one. A longer run measures it.",
+            "bold yellow",
+        )
+    span = words.interval(speedup.low, speedup.high)
+    said = f" (95 % interval {span}, {words.plural(speedup.pairs, 'comparison')})" if span else ""
+    if not span:
+        said = f" (only {words.plural(speedup.pairs, 'comparison')}: {MIN_PAIRS_FOR_INTERVAL} make an interval)"
+    if speedup.is_gain:
+        return f"{words.times(speedup.median)} faster steps than eager{said}", "bold green"
+    if speedup.high is not None and speedup.high < 1.0:
+        return f"No gain: steps run at {words.times(speedup.median)} of eager's speed{said}", "bold red"
+    return f"No gain: {words.times(speedup.median)} is not distinguishable from eager{said}", "bold yellow"
+
+
+def _why_nothing_fused(report: Report) -> str:
+    run = report.run
+    assert run is not None
+    for row in report.events:
+        if row.event.kind in ("no_compiler", "store_unusable", "daemon_unusable"):
+            return row.event.message
+    if report.queue.open:
+        return f"{words.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."
+    if report.nodes:
+        if run.mode == "off":
+            return "Tuning was off, and the store has no winner for this run's nodes."
+        return "Eager's own kernels won for every node that was tuned."
+    if any(root.state == "captured" for root in report.roots):
+        return "The captured graphs hold no operators that can be fused."
+    if report.roots:
+        root = report.roots[0]
+        return f"No module was captured; {root.name}: {words.in_words(root.reason, words.ROOT_REASONS)}."
+    return "No call of an nn.Module was seen."
+
+
+def _measured(report: Report) -> str:
+    totals = report.totals
+    if not totals.routed_steps:
+        return "none timed with fused kernels"
+    return f"timed: {totals.routed_steps:,} with fused kernels, {totals.held_out_steps:,} held out in eager"
+
+
+def _cost(report: Report) -> str:
+    run = report.run
+    assert run is not None
+    totals = report.totals
+    how = {"background": " beside the script", "wait": " while the script waited", "after": " after the script"}
+    tuning = f"tuning {words.seconds(totals.tuning_seconds)}" if totals.tuning_seconds else "no tuning"
+    return f"capture {words.seconds(totals.capture_seconds)}, {tuning}" + (
+        how.get(run.mode, "") if totals.tuning_seconds else ""
+    )
+
+
+def _saved(report: Report) -> str:
+    totals = report.totals
+    if totals.seconds_saved is None:
+        return "not measurable"
+    if totals.seconds_saved <= 0:
+        return f"nothing: {words.seconds(-totals.seconds_saved)} lost"
+    when = (
+        f"paid for its cost by step {totals.break_even_step:,}"
+        if totals.break_even_step is not None
+        else "has not paid for its cost yet"
+    )
+    return f"{words.seconds(totals.seconds_saved)}, {when}"
+
+
+# ---- tables -------------------------------------------------------------------------------------------
+
+
+def plain_table(title: str, caption: str = "") -> Table:
+    """The one look of all tables."""
+    return Table(
+        title=title or None, caption=caption or None, title_justify="left", caption_justify="left", title_style="bold",
+        caption_style="dim", box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
+    )  # fmt: skip
+
+
+def _nodes(report: Report) -> Table:
+    more = len(report.nodes) - MAX_NODES
+    caption = f"and {words.plural(more, 'node')} more: autofuse report --json" if more > 0 else ""
+    table = plain_table("Fusion nodes by share of step time", caption)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("operations, node and bucket", ratio=5, overflow="fold")
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("eager", justify="right", no_wrap=True)
+    table.add_column("fused", justify="right", no_wrap=True)
+    table.add_column("speedup", justify="right", no_wrap=True)
+    table.add_column("decision", ratio=3, overflow="fold")
+    for line in report.nodes[:MAX_NODES]:
+        name = Text(words.shorten(line.operations, 120) or "?")
+        name.append(f"\n{cut(line.node)}", "dim")
+        name.append(f"\n{line.bucket}", "dim cyan")
+        speedup = Text(words.times(line.speedup), _speedup_style(line))
+        span = words.interval(line.speedup_low, line.speedup_high)
+        if span and line.variant != "eager":
+            speedup.append("\n" + span.replace(" to ", "–"), "dim")
+        table.add_row(
+            words.percent(line.time_share), name, f"{line.calls:,}", words.microseconds(line.unfused_us),
+            words.microseconds(line.fused_us), speedup, decision_in_words(line),
+        )  # fmt: skip
+    return table
+
+
+def _speedup_style(line: NodeLine) -> str:
+    return "green" if line.decision == "fused" else ""
+
+
+def decision_in_words(line: NodeLine) -> Text:
+    """What was decided for a node, and why, on lines of their own."""
+    style = {"fused": "green", "failed": "red", "queued": "yellow", "running": "yellow"}.get(line.decision, "")
+    if line.decision == "fused":
+        text = Text(f"fused ({words.in_words(line.variant or '', words.VARIANTS)})", style)
+    elif line.decision == "eager":
+        text = Text("stays eager")
+    else:
+        text = Text({"queued": "queued", "running": "in work", "failed": "failed"}.get(line.decision, "open"), style)
+    if line.reason != "won":
+        text.append("\n" + words.in_words(line.reason, words.DECISION_REASONS), "dim")
+    return text
+
+
+def _steps(report: Report) -> Table:
+    rows = [row for row in report.steps if row.routed]
+    more = len(rows) - MAX_STEPS
+    caption = "* hot: these make up 80 % of the routed time and the speedup above"
+    if more > 0:
+        caption += f"; and {words.plural(more, 'shape')} more: autofuse report --json"
+    table = plain_table("Steps by shape of the input", caption)
+    names = {root.root: root.name for root in report.roots}
+    several = len({row.root for row in rows}) > 1
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("input", ratio=3, overflow="fold")
+    table.add_column("routed", justify="right", no_wrap=True)
+    table.add_column("held out", justify="right", no_wrap=True)
+    table.add_column("eager", justify="right", no_wrap=True)
+    table.add_column("fused", justify="right", no_wrap=True)
+    table.add_column("speedup", justify="right", no_wrap=True)
+    for row in rows[:MAX_STEPS]:
+        label = words.signature(row.signature)
+        root = f"{names.get(row.root, row.root)} " if several else ""
+        table.add_row(
+            words.percent(row.time_share), f"{root}{words.shorten(label, 80)}{' *' if row.hot else ''}",
+            f"{row.routed:,}", f"{row.held_out:,}", words.microseconds(row.held_out_us),
+            words.microseconds(row.routed_us), _step_speedup(row),
+        )  # fmt: skip
+    return table
+
+
+def _step_speedup(row: StepRow) -> Text:
+    text = Text(words.times(row.speedup.median), "green" if row.speedup.is_gain else "")
+    span = words.interval(row.speedup.low, row.speedup.high)
+    if span:
+        text.append("\n" + span.replace(" to ", "–"), "dim")
+    return text
+
+
+def _roots(report: Report) -> Table:
+    table = plain_table("Modules")
+    table.add_column("module", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("capture", justify="right", no_wrap=True)
+    table.add_column("why", ratio=1, overflow="fold")
+    styles = {"captured": "green", "observing": "yellow"}
+    for root in report.roots:
+        why = Text(words.in_words(root.reason, words.ROOT_REASONS))
+        if root.detail:
+            why.append(f"\n{words.shorten(root.detail, 200)}", "dim")
+        if root.dynamic_dims:
+            dims = ", ".join(f"{argument} dim {dim}" for argument, dim in root.dynamic_dims)
+            why.append(f"\ndynamic: {words.shorten(dims, 120)}", "dim")
+        capture = words.seconds(root.capture_seconds) if root.capture_seconds else "–"
+        table.add_row(root.name, Text(root.state, styles.get(root.state, "")), f"{root.calls:,}", capture, why)
+    return table
+
+
+def _settings(report: Report) -> Table:
+    table = plain_table("Process settings", "measured in separate processes; not part of the speedup above")
+    table.add_column("setting", ratio=3, overflow="fold")
+    table.add_column("without", justify="right", no_wrap=True)
+    table.add_column("with", justify="right", no_wrap=True)
+    table.add_column("speedup", justify="right", no_wrap=True)
+    table.add_column("decision", ratio=2, overflow="fold")
+    for trial in report.settings:
+        name = Text(trial.setting)
+        name.append(f"\n{trial.value}", "dim")
+        speedup = Text(words.times(trial.ratio), "green" if trial.decision == "on" else "")
+        speedup.append("\n" + words.interval(trial.low, trial.high).replace(" to ", "–"), "dim")
+        decision = Text(trial.decision, "green" if trial.decision == "on" else "")
+        decision.append("\n" + words.in_words(trial.reason, words.SETTING_REASONS), "dim")
+        table.add_row(name, words.microseconds(trial.baseline_us), words.microseconds(trial.with_us), speedup, decision)
+    return table
+
+
+def _refusals(report: Report) -> Table:
+    table = plain_table("Fusions not made")
+    table.add_column("times", justify="right", no_wrap=True)
+    table.add_column("why", ratio=2, overflow="fold")
+    table.add_column("for example", ratio=3, overflow="fold", style="dim")
+    for line in [line for line in report.refusals if not line.accepted][:MAX_REFUSALS]:
+        example = line.example
+        shown = words.shorten(example.operations, 60) + (
+            f"\n{words.shorten(example.source, 100)}" if example.source else ""
+        )
+        table.add_row(f"{line.count:,}", words.in_words(line.code, words.REFUSALS), shown)
+    return table
+
+
+def _events(report: Report) -> Group:
+    lines: list[RenderableType] = [Text("Notes", "bold")]
+    counts: dict[tuple[str, str], int] = {}
+    for row in report.events:
+        counts[row.event.kind, row.event.message] = counts.get((row.event.kind, row.event.message), 0) + 1
+    for (kind, message), count in list(counts.items())[:MAX_EVENTS]:
+        repeats = f" ({count} times)" if count > 1 else ""
+        text = Text("• ")
+        text.append(kind.replace("_", " "), "yellow")
+        text.append(f"{repeats}: {words.shorten(message, 400)}")
+        lines.append(text)
+    if len(counts) > MAX_EVENTS:
+        lines.append(Text(f"and {len(counts) - MAX_EVENTS} more: autofuse report --json", "dim"))
+    return Group(*lines)
+
+
+def _command(lead: str, command: str) -> Text:
+    text = Text(f"{lead}: ", "dim")
+    text.append(command, "bold")
+    return text

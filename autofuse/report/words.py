@@ -1,0 +1,165 @@
+"""Reason codes, states and numbers in the words of a person.
+
+In: the codes that stages leave in the store. Out: short texts. Guarantee: a code that is not listed comes out readable,
+its underscores replaced; no function here fails on odd input.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+from autofuse.ir.records import EAGER
+
+DECISION_REASONS = {
+    "won": "faster than eager, checked against float64",
+    "below_margin": "no candidate beat eager by the margin",
+    "no_gain": "no candidate was faster than eager",
+    "all_wrong": "no candidate was accurate enough",
+    "compile_failed": "no candidate compiled",
+    "crashed": "every candidate crashed",
+    "timeout": "every candidate ran out of time",
+    "budget": "the tuning budget was spent",
+    "no_candidates": "no kernel can be generated for it",
+    "no_compiler": "there is no C compiler",
+    "too_small": "too small to gain",
+    "demoted": "real calls were slower than eager",
+    "waiting": "waits in the queue for tuning",
+    "tuning": "is being tuned now",
+    "failed": "tuning failed",
+    "not_asked": "nobody asked for it to be tuned yet",
+}
+
+SETTING_REASONS = {
+    "won": "faster by more than noise",
+    "below_margin": "not faster by the margin",
+    "no_gain": "not faster",
+    "failed": "the trial failed",
+    "slower": "slower",
+}
+
+ROOT_REASONS = {
+    "not_yet": "still observed: capture has not paid for itself yet",
+    "paid_off": "the time spent in eager reached the cost of capture",
+    "wait_mode": "captured at once, because --tune wait was asked for",
+    "known": "captured at once: an earlier run found that it pays",
+    "too_small": "too fast per call for capture to gain",
+    "too_expensive": "capture would take longer than allowed",
+    "capture_failed": "could not be captured",
+    "slower_than_eager": "released: captured steps were slower than eager",
+    "no_compiler": "there is no C compiler",
+    "asked": "captured because the script asked for it",
+}
+
+REFUSALS = {
+    "fused": "fused",
+    "size_limit": "more operations than one kernel may have",
+    "random_op": "random operators keep eager's stream",
+    "cycle": "fusing would make a cycle",
+    "no_rule": "no rule fuses these operators",
+    "loops_differ": "the operations share no loop nest",
+    "needs_whole_reduction": "a value is needed before it is complete",
+    "pattern_loops_differ": "the pattern's operations share no loop nest",
+    "pattern_has_no_kernel": "the pattern has no kernel",
+    "dtype": "a dtype that kernels do not compute with",
+    "no_work": "nothing to compute",
+    "single_op": "one cheap operation gains nothing",
+    "small_tensors": "tensors too small to gain",
+    "low_benefit": "estimated gain too low",
+    "fuel": "AUTOFUSE_FUEL is spent",
+}
+
+VARIANTS = {
+    EAGER: "eager",
+    "c_generic": "C, any size",
+    "c_specialised": "C, fixed size",
+}
+
+STATUSES = {
+    "ok": "ok",
+    "wrong": "wrong result",
+    "crash": "crashed",
+    "timeout": "too slow to finish",
+    "out_of_memory": "out of memory",
+    "compile_error": "did not compile",
+    "pruned": "given up early",
+    "refused": "not applicable",
+}
+
+
+def in_words(code: str, words: dict[str, str]) -> str:
+    return words.get(code, code.replace("_", " "))
+
+
+# ---- numbers ------------------------------------------------------------------------------------------
+
+
+def microseconds(value: float | None) -> str:
+    """``31.2 µs``, ``4.50 ms``, ``1.20 s``; a dash for None."""
+    if value is None:
+        return "–"
+    if value < 1_000:
+        return f"{value:.1f} µs"
+    if value < 1_000_000:
+        return f"{value / 1e3:.2f} ms"
+    return f"{value / 1e6:.2f} s"
+
+
+def seconds(value: float | None) -> str:
+    """``0.8 s``, ``2 min 05 s``, ``1 h 12 min``; a dash for None."""
+    if value is None:
+        return "–"
+    if abs(value) < 59.95:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def times(value: float | None) -> str:
+    """``1.34x``; a dash for None."""
+    return "–" if value is None else f"{value:.2f}x"
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """``1.29 to 1.38``; empty where there is none."""
+    return "" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+
+
+def percent(share: float) -> str:
+    """A share of 0 to 1 as ``12.3 %``."""
+    return f"{100 * share:.1f} %"
+
+
+def moment(at: float) -> str:
+    """UTC epoch seconds as local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """``1 step``, ``2,000 steps``."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+# ---- names --------------------------------------------------------------------------------------------
+
+_SIZES = re.compile(r"torch\.Size\(\[([\d, ]*)\]\)")
+_FLAGS = re.compile(r"(True|False), (True|False)\)$")
+
+
+def signature(text: str) -> str:
+    """The shapes of a call's arguments, ``4×128 4×128``, with what is not plain training said behind them."""
+    shapes = [sizes.replace(" ", "").replace(",", "×") or "scalar" for sizes in _SIZES.findall(text)]
+    flags = _FLAGS.search(text)
+    if not shapes:
+        return text
+    shown = " ".join(shapes[:4]) + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
+    if flags is None:
+        return shown
+    training, gradients = (flag == "True" for flag in flags.groups())
+    return shown + ("" if training else " eval") + ("" if gradients else " no_grad")
+
+
+def shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
