@@ -41,8 +41,7 @@ class _Root:
         self.samples: deque[RootTotals] = deque(maxlen=_KEPT_SAMPLES)
         self.calls = 0
         self.waited_in_vain = 0  # sampled steps in a row that waited for a backward which never came
-        self.seconds = 0.0  # in calls that were not sampled
-        self.timed_calls = 0
+        self.seconds: deque[float] = deque(maxlen=_KEPT_SAMPLES)  # of the last calls that were not sampled
 
 
 class Observer:
@@ -117,8 +116,7 @@ class Observer:
             except Exception:
                 self._give_up()
         elif known is not None:
-            known.seconds += seconds
-            known.timed_calls += 1
+            known.seconds.append(seconds)
 
     def decide(self, root: str) -> None:
         """The root is captured or stays eager for good: sampling it has no more use."""
@@ -181,10 +179,10 @@ class Observer:
         known = self._roots.get(root)
         return known.calls if known else 0
 
-    def mean_seconds(self, root: str) -> float | None:
-        """Mean time of a root call that was not sampled; None before the first."""
+    def typical_seconds(self, root: str) -> float | None:
+        """Median time of the root's last calls that were not sampled; None before the first."""
         known = self._roots.get(root)
-        return known.seconds / known.timed_calls if known and known.timed_calls else None
+        return median(known.seconds) if known and known.seconds else None
 
     def profiles(self) -> list[OpProfile]:
         """What was seen of each op, longest total time first."""

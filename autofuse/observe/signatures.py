@@ -52,26 +52,35 @@ def _nested_signature(value: Any, depth: int) -> Any:
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
-    """(argument path, shape) of every tensor among the arguments, in order."""
-    leaves: list[Leaf] = []
+    """(argument path, shape) of every tensor among the arguments, in order.
+
+    Symbolic sizes (jagged tensors, tracing) must not be pinned down by looking at them: such tensors are left out.
+    """
+    return [
+        (path, tuple(tensor.shape))
+        for path, tensor in tensors_by_path(args, kwargs).items()
+        if all(type(size) is int for size in tensor.shape)
+    ]
+
+
+def tensors_by_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments under their paths, at most 64 of them."""
+    found: dict[str, torch.Tensor] = {}
     for index, value in enumerate(args):
-        _collect(f"args[{index}]", value, leaves, 0)
+        _collect(f"args[{index}]", value, found, 0)
     for name, value in kwargs.items():
-        _collect(f"kwargs[{name!r}]", value, leaves, 0)
-    return leaves
+        _collect(f"kwargs[{name!r}]", value, found, 0)
+    return found
 
 
-def _collect(path: str, value: Any, leaves: list[Leaf], depth: int) -> None:
-    if len(leaves) >= _MAX_LEAVES or depth > _MAX_DEPTH or type(value) in _SCALARS:
+def _collect(path: str, value: Any, found: dict[str, torch.Tensor], depth: int) -> None:
+    if len(found) >= _MAX_LEAVES or depth > _MAX_DEPTH or type(value) in _SCALARS:
         return
     if isinstance(value, _Tensor):
-        sizes = tuple(value.shape)
-        # Symbolic sizes (jagged tensors, tracing) must not be pinned down by looking at them.
-        if all(type(size) is int for size in sizes):
-            leaves.append((path, sizes))
+        found[path] = value
         return
     for step, child in _children(value)[:_MAX_LEAVES]:
-        _collect(path + step, child, leaves, depth + 1)
+        _collect(path + step, child, found, depth + 1)
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
@@ -85,21 +94,3 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if is_dataclass(value) and not isinstance(value, type):
         return [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
     return []
-
-
-def tensors_by_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among the arguments under the paths that ``tensor_leaves`` gives them."""
-    found: dict[str, torch.Tensor] = {}
-
-    def visit(path: str, value: Any, depth: int) -> None:
-        if isinstance(value, _Tensor):
-            found[path] = value
-        elif depth <= _MAX_DEPTH and type(value) not in _SCALARS:
-            for step, child in _children(value)[:_MAX_LEAVES]:
-                visit(path + step, child, depth + 1)
-
-    for index, value in enumerate(args):
-        visit(f"args[{index}]", value, 0)
-    for name, value in kwargs.items():
-        visit(f"kwargs[{name!r}]", value, 0)
-    return found

@@ -1,0 +1,145 @@
+"""When to capture a root, and which calls stay on the original module: pure functions of numbers.
+
+In: what a root cost so far, what capture is expected to cost, what earlier runs found. Out: ``CaptureAdvice`` with a
+reason code, and the held-out calls.
+Guarantee: torch-free, no clock, and no random stream but its own: the script's generators are never touched.
+
+Capture is bought like skis: rent (run eager) until the rent paid equals the price, then buy. Whatever the length of
+the run, that costs at most twice what the best choice in hindsight would have cost, and a short script never pays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from autofuse.errors import SettingsError
+from autofuse.ir.records import RootRecord
+
+# Tracing forward alone leaves out autograd's joint graph, about half of AOT's share (design, 2026-11).
+_FORWARD_ONLY_SHARE = 0.6
+# What the first capture of a process pays whatever the graph: importing Dynamo and AOTAutograd, first-call caches.
+_FIXED_SECONDS = 0.3
+_CALLS_TO_JUDGE_SIZE = 3
+_CALLS_TO_SETTLE_SIZE = 20
+
+_FINAL_IN_EARLIER_RUNS = ("capture_failed", "slower_than_eager")
+
+
+@dataclass(frozen=True)
+class CaptureAdvice:
+    """Capture this root now, or not, and why."""
+
+    capture: bool
+    reason: str  # "paid_off", "known_to_pay", "at_once", "not_yet", "not_observed", "too_small", "too_expensive", ...
+    detail: str  # a sentence for people
+    predicted_seconds: float = 0.0
+    final: bool = False  # the root stays eager for good; no need to ask again
+
+
+def learn_cost(records: Sequence[RootRecord], default: float) -> float:
+    """Seconds of capture per op of the forward, from captures of this store; ``default`` before the first.
+
+    The median, so that one capture on a busy machine does not scare all others off.
+    """
+    seen = [
+        max(0.0, record.capture_seconds - _FIXED_SECONDS) / record.operations
+        for record in records
+        if record.state == "captured" and record.operations > 0 and record.capture_seconds > 0.0
+    ]
+    return max(median(seen), 1e-4) if seen else default
+
+
+def predict_seconds(operations: int, seconds_per_op: float, backward: bool = True) -> float:
+    """Expected stall of capturing a root with this many aten calls in its forward."""
+    return _FIXED_SECONDS + operations * seconds_per_op * (1.0 if backward else _FORWARD_ONLY_SHARE)
+
+
+def should_capture(spent_seconds: float, predicted_seconds: float) -> bool:
+    """The ski-rental rule alone."""
+    return spent_seconds >= predicted_seconds
+
+
+def advise_capture(
+    *,
+    spent_seconds: float,
+    operations: int | None,
+    seconds_per_op: float,
+    calls: int,
+    backward: bool = True,
+    min_root_us: float = 500.0,
+    max_seconds: float = 120.0,
+    failures: int = 0,
+    max_failures: int = 1,
+    at_once: bool = False,
+    min_calls: int = 2,
+    call_us: float | None = None,
+    known: RootRecord | None = None,
+) -> CaptureAdvice:
+    """Should this root be captured before its next call?
+
+    ``spent_seconds``: eager time in the root so far, backward included; ``operations``: aten calls in one forward, None
+    while unknown; ``calls``: finished calls; ``at_once``: someone waits for the capture (``--tune wait``), so do not
+    rent, but see ``min_calls`` calls for what their shapes tell; ``call_us``: typical time of a call where known,
+    otherwise the mean; ``known``: what earlier runs found out about this root.
+    """
+    if failures >= max_failures:
+        return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
+    if operations is None and known is not None and known.operations:
+        operations = known.operations
+    predicted = 0.0 if operations is None else predict_seconds(operations, seconds_per_op, backward)
+    if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
+        detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
+        return CaptureAdvice(False, known.reason, detail, predicted, final=True)
+    if known is not None and known.state == "captured":
+        return CaptureAdvice(True, "known_to_pay", "captured in an earlier run", predicted)
+    if calls >= _CALLS_TO_JUDGE_SIZE:
+        typical_us = spent_seconds / calls * 1e6 if call_us is None else call_us
+        if typical_us < min_root_us:
+            detail = f"{typical_us:.0f} us a call, below {min_root_us:.0f} us a graph call costs more than it can save"
+            return CaptureAdvice(False, "too_small", detail, predicted, final=calls >= _CALLS_TO_SETTLE_SIZE)
+    if predicted > max_seconds:
+        detail = f"capture is expected to take {predicted:.0f} s, more than {max_seconds:.0f} s"
+        return CaptureAdvice(False, "too_expensive", detail, predicted, final=True)
+    if at_once:
+        if calls >= min_calls:
+            return CaptureAdvice(True, "at_once", f"captured after {calls} calls: the run waits for tuning", predicted)
+        return CaptureAdvice(False, "not_yet", f"{calls} of {min_calls} calls seen", predicted)
+    if operations is None:
+        return CaptureAdvice(False, "not_observed", "no step was sampled yet", predicted)
+    if should_capture(spent_seconds, predicted):
+        detail = f"{spent_seconds:.2f} s spent in eager, capture is expected to take {predicted:.2f} s"
+        return CaptureAdvice(True, "paid_off", detail, predicted)
+    detail = f"{spent_seconds:.2f} s of the {predicted:.2f} s spent that capture is expected to take"
+    return CaptureAdvice(False, "not_yet", detail, predicted)
+
+
+class HeldOut:
+    """Which calls run the original module, so that the gain is always measured and never assumed.
+
+    One call in every ``round(1 / share)``, at a place in that stretch that a hash of (seed, stretch) picks: evenly
+    spread, not in step with anything periodic in the script, and the same in every run. Never the first calls.
+    """
+
+    def __init__(self, share: float, seed: int = 0, skip_first: int = 8) -> None:
+        if not 0.0 <= share <= 0.5:
+            raise SettingsError(f"capture.held_out_share must be between 0 and 0.5, found {share}")
+        self.period = max(2, round(1.0 / share)) if share else 0
+        self._seed = seed
+        self._skip_first = skip_first
+        self._calls = itertools.count()
+
+    def next(self) -> bool:
+        """Is the next call held out? Counts the call."""
+        return self.takes(next(self._calls))
+
+    def takes(self, call: int) -> bool:
+        """Is the call with this running number (from 0) held out?"""
+        if not self.period or call < self._skip_first:
+            return False
+        stretch, place = divmod(call, self.period)
+        digest = hashlib.blake2b(f"{self._seed}:{stretch}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % self.period == place
