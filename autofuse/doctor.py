@@ -6,10 +6,8 @@ Each check stands alone: one that raises becomes a finding of its own, the other
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from autofuse.codegen.build import compile_source, find_toolchain
 from autofuse.db.store import Store
-from autofuse.errors import AutofuseError, StoreVersionError
+from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
 from autofuse.settings import Settings
 
 TORCH_RANGE: Final = ((2, 11), (2, 14))  # as in pyproject.toml: from, up to but not including
-COMPILERS: Final = ("cc", "gcc", "clang")  # looked for in this order
 
 # Compiled and run as kernels are: OpenMP, vector math, a shared object loaded into this process.
 _TEST_SOURCE = """\
 #include <math.h>
 #include <stdint.h>
-int64_t autofuse_doctor(int64_t n) {
+__attribute__((visibility("default"))) int64_t autofuse_doctor(int64_t n) {
     double total = 0.0;
     #pragma omp parallel for reduction(+:total)
     for (int64_t i = 0; i < n; i++) total += expf(0.0f);
@@ -68,12 +66,6 @@ def examine(settings: Settings) -> Iterator[Finding]:
             yield Finding(name, False, f"the check itself failed: {error}", "autofuse doctor, once this is mended")
 
 
-def find_compiler(settings: Settings) -> str | None:
-    """The compiler that would be used, as an absolute path."""
-    wanted = (settings.run.cc.split()[0],) if settings.run.cc.split() else COMPILERS
-    return next((path for path in map(shutil.which, wanted) if path), None)
-
-
 def _check_python(settings: Settings) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     ok = sys.version_info >= (3, 11)
@@ -94,25 +86,19 @@ def _check_torch(settings: Settings) -> Finding:
 
 def _check_compiler(settings: Settings) -> Finding:
     remedy = "sudo apt install gcc, or name one: export AUTOFUSE_CC=/path/to/gcc"
-    compiler = find_compiler(settings)
-    if compiler is None:
-        sought = settings.run.cc or ", ".join(COMPILERS)
-        return Finding("C compiler", False, f"none; looked for {sought}", remedy)
+    try:
+        toolchain = find_toolchain(settings.run.cc or None)
+        library = compile_source(_TEST_SOURCE, toolchain, toolchain.flags, timeout=60.0)
+    except CompilerError as error:
+        return Finding("C compiler", False, str(error).splitlines()[0], remedy)
     with tempfile.TemporaryDirectory(prefix="autofuse-doctor-") as folder:
-        source, library = Path(folder, "test.c"), Path(folder, "test.so")
-        source.write_text(_TEST_SOURCE)
-        flags = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"]
-        command = [compiler, *settings.run.cc.split()[1:], *flags, str(source), "-o", str(library), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return Finding("C compiler", False, f"{compiler} cannot compile a test: {last}", remedy)
+        path = Path(folder, "test.so")
+        path.write_bytes(library)
         # In a process of its own: the library brings its OpenMP runtime, and a crash stays there.
-        call = f"import ctypes; assert ctypes.CDLL({str(library)!r}).autofuse_doctor(ctypes.c_int64(1000)) == 1000"
+        call = f"import ctypes; assert ctypes.CDLL({str(path)!r}).autofuse_doctor(ctypes.c_int64(1000)) == 1000"
         if subprocess.run([sys.executable, "-c", call], capture_output=True, timeout=60).returncode != 0:
-            return Finding("C compiler", False, f"what {compiler} compiled does not run", remedy)
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, errors="replace").stdout
-    return Finding("C compiler", True, f"{(version.splitlines() or [''])[0]} at {compiler}")
+            return Finding("C compiler", False, f"what {toolchain.path} compiled does not run", remedy)
+    return Finding("C compiler", True, f"{toolchain.version} at {toolchain.path}")
 
 
 def _check_openmp(settings: Settings) -> Finding:
@@ -137,10 +123,13 @@ def _check_openmp(settings: Settings) -> Finding:
 def _check_vector_math(settings: Settings) -> Finding:
     remedy = "nothing to do: kernels with exp, tanh and the like are slower, and eager may win there"
     try:
-        ctypes.CDLL("libmvec.so.1")
-    except OSError:
-        return Finding("vector math", False, "no libmvec; it comes with glibc on x86-64 and arm64", remedy, False)
-    return Finding("vector math", True, "libmvec of glibc")
+        level = find_toolchain(settings.run.cc or None).libmvec
+    except CompilerError:
+        return Finding("vector math", False, "unknown without a C compiler", "see C compiler", False)
+    if level == 0:
+        return Finding("vector math", False, "no libmvec; it comes with glibc on x86-64", remedy, False)
+    some = "exp, log, sin, cos and pow" if level == 1 else "all functions"
+    return Finding("vector math", True, f"libmvec of glibc, {some}")
 
 
 def _check_cores(settings: Settings) -> Finding:

@@ -33,6 +33,7 @@ MALLOC_VALUES: Final = {
     "M_TRIM_THRESHOLD": (_M_TRIM_THRESHOLD, (1 << 31) - 1),
     "M_TOP_PAD": (_M_TOP_PAD, 64 << 20),
 }
+MALLOC_IN_WORDS: Final = "mmap=1GiB trim=2GiB pad=64MiB"
 
 
 def apply_malloc() -> dict[str, int]:

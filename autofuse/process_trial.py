@@ -22,7 +22,7 @@ from types import TracebackType
 from autofuse.db.rows import SettingTrial
 from autofuse.errors import AutofuseError
 from autofuse.execute import Target
-from autofuse.process_settings import MALLOC, MALLOC_VALUES
+from autofuse.process_settings import MALLOC, MALLOC_IN_WORDS
 
 WARM_UP = 5  # first steps of a process: lazy initialisation, first touch of every buffer
 RESAMPLES = 1000
@@ -124,7 +124,7 @@ def judge(pairs: Sequence[StepPair], *, margin: float, device_key: str, workload
     won = ratio > 1.0 + margin and low > 1.0
     return SettingTrial(
         setting=MALLOC,
-        value="on: " + " ".join(f"{name}={value}" for name, (_, value) in MALLOC_VALUES.items()),
+        value=MALLOC_IN_WORDS,
         baseline_us=statistics.median(pair.off_us for pair in pairs),
         with_us=statistics.median(pair.on_us for pair in pairs),
         ratio=ratio,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from autofuse.cli.output import say
+from autofuse.errors import StoreError
 from autofuse.settings import Settings, load, parse_assignment, profile_names
+
+if TYPE_CHECKING:
+    from autofuse.db.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,6 +39,15 @@ def effort_options(function: Function) -> Function:
     return click.option("--profile", metavar="NAME", help=f"How much effort to spend: {', '.join(profile_names())}.")(
         function
     )
+
+
+def open_store(settings: Settings) -> Store:
+    """The store for reading; where there is none yet, the error says how to get one."""
+    from autofuse.db.store import Store  # SQLAlchemy, 0.2 s: not for a command's help
+
+    if not settings.run.store.exists():
+        raise StoreError(f"there are no results yet: {settings.run.store} does not exist. Type: autofuse run SCRIPT.py")
+    return Store.open(settings.run.store, readonly=True)
 
 
 def load_settings(assignments: Sequence[str] = (), **options: object) -> Settings:

@@ -1,0 +1,103 @@
+"""``autofuse daemon``: the process that tunes in the background, one per store; the work is in ``autofuse.tuner``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from autofuse.cli.options import effort_options, load_settings, store_option
+from autofuse.cli.output import out_console
+
+EPILOG = """\
+\b
+Examples:
+  autofuse daemon status       is it running, what is it doing?
+  autofuse daemon logs -n 20   the last lines of its log
+  autofuse daemon stop         end it; queued work stays queued
+"""
+
+
+@click.group("daemon", epilog=EPILOG)
+def command() -> None:
+    """Start, stop or look at the background tuner.
+
+    'autofuse run' starts it when there is work, and it ends by itself when it has had nothing to do for a while. It
+    runs at low priority, one process for each store.
+    """
+
+
+@command.command("start", epilog="\b\nExample:\n  autofuse daemon start --profile thorough\n")
+@store_option
+@effort_options
+def start(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
+    """Start the daemon, unless it is running."""
+    from autofuse.tuner import daemon  # here and below: only when the command works, not for its help
+
+    settings = load_settings(assignments, store=store, profile=profile)
+    running = daemon.status(settings) is not None
+    pid = daemon.ensure_running(settings)
+    click.echo(f"The daemon {'was already running' if running else 'has started'} (process {pid}).")
+
+
+@command.command("stop", epilog="\b\nExample:\n  autofuse daemon stop\n")
+@store_option
+def stop(store: Path | None) -> None:
+    """End the daemon; queued work stays queued."""
+    from autofuse.tuner import daemon
+
+    stopped = daemon.stop(load_settings(store=store))
+    click.echo("The daemon has ended." if stopped else "No daemon was running.")
+
+
+@command.command("status", epilog="\b\nExample:\n  autofuse daemon status --store ./tuned.sqlite3\n")
+@store_option
+def status(store: Path | None) -> int:
+    """Tell whether the daemon runs and what it does. Exit code 1 when it does not run."""
+    from autofuse.tuner import daemon
+
+    settings = load_settings(store=store)
+    state = daemon.status(settings)
+    if state is None:
+        click.echo(f"No daemon serves {settings.run.store}. 'autofuse run' starts one when there is work.")
+        return 1
+    console = out_console()
+    console.print(f"process {state.pid}, {state.state}" + (f": {state.job}" if state.job else ""), soft_wrap=True)
+    console.print(f"queued {state.queued}, done {state.done}, failed {state.failed}")
+    if state.heartbeat_at:
+        age = max(0.0, time.time() - state.heartbeat_at)
+        console.print(f"started {_ago(time.time() - state.started_at)}, last sign of life {_ago(age)}")
+    console.print(f"store {settings.run.store}", soft_wrap=True)
+    return 0
+
+
+@command.command("logs", epilog="\b\nExample:\n  autofuse daemon logs -n 50\n")
+@click.option("-n", "lines", type=click.IntRange(min=1), default=20, show_default=True, help="How many lines.")
+@store_option
+def logs(lines: int, store: Path | None) -> int:
+    """Print the last lines of the daemon's log."""
+    from autofuse.tuner import daemon
+
+    path = Path(daemon.log_path(load_settings(store=store)))
+    if not path.exists():
+        click.echo(f"There is no log yet: {path}", err=True)
+        return 1
+    click.echo("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]))
+    return 0
+
+
+@command.command("serve", hidden=True)
+@store_option
+@effort_options
+def serve(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
+    """Be the daemon; 'autofuse daemon start' runs this in a process of its own."""
+    from autofuse.tuner import daemon
+
+    daemon.serve(load_settings(assignments, store=store, profile=profile))
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.1f} h ago"

@@ -1,0 +1,44 @@
+"""``autofuse report``: loads the report of a run and prints it; everything in it is made in ``autofuse.report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from autofuse.cli.options import load_settings, open_store, store_option
+from autofuse.cli.output import out_console
+
+EPILOG = """\
+\b
+Examples:
+  autofuse report                    the newest run
+  autofuse report --run 3            an earlier one
+  autofuse report --json > run.json  for programs
+"""
+
+
+@click.command("report", epilog=EPILOG)
+@click.option(
+    "--run", "run_id", type=click.IntRange(min=1), metavar="N", help="Number of the run. Default: the newest."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@store_option
+def command(run_id: int | None, as_json: bool, store: Path | None) -> None:
+    """Show what was fused, how much faster it is, and what tuning cost.
+
+    The speedup compares steps on fused kernels with steps of the same run that were held out and ran eager. A run that
+    gained nothing is said to have gained nothing, and why.
+    """
+    # Imported when the command works: rich, SQLAlchemy and the report are not needed to print the help.
+    from autofuse.report.as_json import report_to_json
+    from autofuse.report.data import load_report
+    from autofuse.report.terminal import render_report
+
+    with open_store(load_settings(store=store)) as opened:
+        report = load_report(opened, run_id)
+    if as_json:
+        click.echo(json.dumps(report_to_json(report), indent=2))
+    else:
+        render_report(report, out_console())
