@@ -18,7 +18,7 @@ from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Config, Decision
 from autofuse.report import words
 from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
-from autofuse.report.terminal import plain_table
+from autofuse.report.terminal import plain_table, say
 
 MAX_CANDIDATES = 15
 MAX_OPERATIONS = 40
@@ -42,8 +42,8 @@ def render_explain(store: Store, console: Console, name: str | None = None) -> N
 def _render_list(store: Store, console: Console) -> None:
     nodes, roots = store.nodes(), list(store.roots().values())
     if not nodes and not roots:
-        console.print(f"The store {store.path} knows no nodes yet.", highlight=False, soft_wrap=True)
-        console.print("Fill it: autofuse run SCRIPT.py", highlight=False)
+        say(console, f"The store {store.path} knows no nodes yet.")
+        say(console, "Fill it: autofuse run SCRIPT.py")
         return
     if nodes:
         decisions: dict[str, list[Decision]] = {}
@@ -59,14 +59,10 @@ def _render_list(store: Store, console: Console) -> None:
             made = decisions.get(node.fusion_id, [])
             fused = [decision for decision in made if decision.candidate.variant != EAGER]
             best = max((decision.speedup for decision in fused), default=None)
-            table.add_row(
-                cut(name_of(node)),
-                words.shorten(node.operations, 80),
-                str(len(made)),
-                str(len(fused)),
-                words.times(best),
-            )
+            operations = words.shorten(node.operations, 80)
+            table.add_row(cut(name_of(node)), operations, str(len(made)), str(len(fused)), words.times(best))
         console.print(table)
+        console.print()
     if roots:
         table = plain_table("Modules")
         table.add_column("module", no_wrap=True)
@@ -76,7 +72,7 @@ def _render_list(store: Store, console: Console) -> None:
             table.add_row(root.name, root.state, words.in_words(root.reason, words.ROOT_REASONS))
         console.print(table)
     console.print()
-    console.print("Next: autofuse explain NODE", highlight=False)
+    say(console, "Next: autofuse explain NODE")
 
 
 # ---- a node -------------------------------------------------------------------------------------------
@@ -101,7 +97,7 @@ def _render_node(story: NodeStory, console: Console) -> None:
         )
         console.print()
     if not story.buckets:
-        console.print("Not decided: nobody has asked for it to be tuned. It runs on eager's kernels.", highlight=False)
+        say(console, "Not decided: nobody has asked for it to be tuned. It runs on eager's kernels.")
         return
     for bucket in story.buckets:
         _render_bucket(bucket, console)
@@ -121,9 +117,9 @@ def operation_lines(form: Mapping[str, Any]) -> Iterator[str]:
         yield f"{op.get('name', '?')} = {short}({', '.join(arguments)})  {outputs}".rstrip()
     if len(operations) > MAX_OPERATIONS:
         yield f"and {len(operations) - MAX_OPERATIONS} operations more"
-    outputs = [name if index == 0 else f"{name}[{index}]" for name, index in form.get("outputs", [])]
-    if outputs:
-        yield f"return {', '.join(outputs)}"
+    returned = [name if index == 0 else f"{name}[{index}]" for name, index in form.get("outputs", [])]
+    if returned:
+        yield f"return {', '.join(returned)}"
 
 
 def _spec(spec: Any) -> str:
@@ -151,10 +147,10 @@ def _render_bucket(bucket: BucketStory, console: Console) -> None:
     key = bucket.key
     text = Text("Bucket ", "bold")
     text.append(key.bucket, "bold cyan")
-    text.append(f"  on {key.device}, {words.plural(key.threads, 'thread')}, {key.versions}", "dim")
+    text.append(f"\non {key.device}, {words.plural(key.threads, 'thread')}, {key.versions}", "dim")
     console.print(text, highlight=False)
     for line in decision_lines(bucket):
-        console.print(line, highlight=False)
+        say(console, line)
     if bucket.measurements:
         console.print(_candidates(bucket), highlight=False)
     console.print()
@@ -178,18 +174,16 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
     decision = row.decision
     reason = words.in_words(decision.reason, words.DECISION_REASONS)
     span = words.interval(decision.speedup_low, decision.speedup_high)
+    unfused, fused = words.microseconds(decision.unfused_us), words.microseconds(decision.fused_us)
     if decision.candidate.variant == EAGER:
-        yield f"Decision: stays eager ({words.microseconds(decision.unfused_us)} a call), because {reason}."
+        yield f"Decision: stays eager. {words.sentence(reason)} Eager takes {unfused} a call."
         if decision.fused_us != decision.unfused_us:
-            yield f"The best candidate took {words.microseconds(decision.fused_us)}: {words.times(decision.speedup)} ({span})."
+            yield f"The best candidate took {fused}: {words.times(decision.speedup)} ({span})."
     else:
         variant = words.in_words(decision.candidate.variant, words.VARIANTS)
         config = config_text(decision.candidate.config)
-        yield f"Decision: fused ({variant}{', ' + config if config else ''}), because {reason}."
-        yield (
-            f"{words.times(decision.speedup)} (95 % interval {span}): {words.microseconds(decision.unfused_us)} in eager, "
-            f"{words.microseconds(decision.fused_us)} fused."
-        )
+        yield f"Decision: fused ({variant}{', ' + config if config else ''}). {words.sentence(reason)}"
+        yield f"{words.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
     if decision.detail:
         yield decision.detail
     effort = f"{words.plural(decision.trials, 'trial')} in {words.seconds(decision.tuning_seconds)}"
@@ -202,7 +196,8 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
 def _candidates(bucket: BucketStory) -> Table:
     rows = sorted(bucket.measurements, key=_rank)
     more = len(rows) - MAX_CANDIDATES
-    table = plain_table("", f"and {more} more, all slower or refused" if more > 0 else "")
+    caption = "error: largest error against float64, over eager's own"
+    table = plain_table("", caption + (f"; and {more} more, slower or refused" if more > 0 else ""))
     table.add_column("variant", no_wrap=True)
     table.add_column("config", ratio=3, overflow="fold")
     table.add_column("shape", no_wrap=True)
@@ -247,14 +242,11 @@ def _render_root(story: RootStory, console: Console) -> None:
     console.print(Text(root.root, "dim"), soft_wrap=True)
     console.print()
     reason = words.in_words(root.reason, words.ROOT_REASONS)
-    console.print(f"State: {root.state}, because {reason}.", highlight=False)
+    say(console, f"State: {root.state}. {words.sentence(reason)}")
     if root.detail:
-        console.print(root.detail, highlight=False)
-    console.print(
-        f"{words.plural(root.calls, 'call')} in the newest run, {words.plural(root.operations, 'operation')} a forward, "
-        f"{words.seconds(root.eager_seconds)} spent in eager.",
-        highlight=False,
-    )
+        say(console, root.detail)
+    seen = f"{words.plural(root.calls, 'call')} in the newest run, {words.seconds(root.eager_seconds)} spent in eager"
+    say(console, f"{seen}, {words.plural(root.operations, 'operation')} a forward.")
     if root.predicted_capture_seconds or root.capture_seconds:
         console.print(
             f"Capture: predicted {words.seconds(root.predicted_capture_seconds)}, "
@@ -262,7 +254,7 @@ def _render_root(story: RootStory, console: Console) -> None:
             highlight=False,
         )
     for argument, dim in root.dynamic_dims:
-        console.print(f"Dynamic: dim {dim} of {argument}.", highlight=False)
+        say(console, f"Dynamic: dim {dim} of {argument}.")
     if story.histograms:
         table = plain_table("Sizes seen")
         table.add_column("argument", no_wrap=True)
@@ -279,4 +271,4 @@ def _render_root(story: RootStory, console: Console) -> None:
         console.print(Text("History", "bold"))
         for change in story.changes[-12:]:
             why = words.in_words(change.reason, words.ROOT_REASONS)
-            console.print(f"{words.moment(change.at)}  run {change.run_id}: {change.state} ({why})", highlight=False)
+            say(console, f"{words.moment(change.at)}  run {change.run_id}: {change.state} ({why})")

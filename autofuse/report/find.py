@@ -96,9 +96,17 @@ def _not_found(name: str, nodes: Iterable[NodeRow], roots: Iterable[RootRecord])
     known = {name_of(node) for node in nodes} | {root.name for root in roots}
     if not known:
         return f"expected the name of a node, found {name!r} and a store without nodes; type: autofuse run SCRIPT.py"
-    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"expected the name of a node or module in this store, found {name!r}; {hint}List them: autofuse explain"
+    ranked = sorted((-_likeness(name, other), other) for other in known)
+    near = [other for likeness, other in ranked[:3] if -likeness >= 0.6]
+    hint = f"did you mean {' or '.join(near)}? List all" if near else "list them"
+    return f"expected the name of a node or module in this store, found {name!r}; {hint} with: autofuse explain"
+
+
+def _likeness(name: str, other: str) -> float:
+    """0 to 1; a beginning of a long label is as good as the label."""
+    return max(
+        difflib.SequenceMatcher(None, name.lower(), text.lower()).ratio() for text in (other, other[: len(name) + 1])
+    )
 
 
 def node_story(store: Store, node: NodeRow) -> NodeStory:

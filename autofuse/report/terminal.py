@@ -7,6 +7,7 @@ measured, or is none, is said in words; no number is printed that the JSON repor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -28,7 +29,7 @@ MAX_REFUSALS = 8
 def render_report(report: Report, console: Console) -> None:
     """Print a report; a store without runs prints what to do about it."""
     if report.run is None:
-        console.print(f"The store {report.store} holds no runs yet.", highlight=False, soft_wrap=True)
+        say(console, f"The store {report.store} holds no runs yet.")
         console.print(_command("Fill it", "autofuse run SCRIPT.py"))
         return
     for part in _parts(report):
@@ -88,7 +89,7 @@ def _header(report: Report) -> Text:
 def _totals(report: Report) -> Panel:
     totals = report.totals
     verdict, style = gain_in_words(report)
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     table.add_row("steps", f"{totals.steps:,} ({_measured(report)})")
@@ -183,9 +184,21 @@ def _saved(report: Report) -> str:
 # ---- tables -------------------------------------------------------------------------------------------
 
 
-def plain_table(title: str, caption: str = "") -> Table:
+class PlainTable(Table):
+    """A table whose cells are what they say: names and messages may hold what rich takes for markup."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print text as it is, wrapped at words."""
+    console.print(Text(text, style))
+
+
+def plain_table(title: str, caption: str = "") -> PlainTable:
     """The one look of all tables."""
-    return Table(
+    return PlainTable(
         title=title or None, caption=caption or None, title_justify="left", caption_justify="left", title_style="bold",
         caption_style="dim", box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
     )  # fmt: skip

@@ -91,6 +91,11 @@ def in_words(code: str, words: dict[str, str]) -> str:
     return words.get(code, code.replace("_", " "))
 
 
+def sentence(text: str) -> str:
+    """With a capital first letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 # ---- numbers ------------------------------------------------------------------------------------------
 
 

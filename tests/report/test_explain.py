@@ -1,0 +1,153 @@
+"""``autofuse explain``: finding what a person means, and saying why a decision fell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_records import DEVICE, GELU, HOT, LOSS, NORM, ROOT, VERSIONS, decision, fill, key
+from rich.console import Console
+
+from autofuse.db.rows import NodeRow
+from autofuse.db.store import Store
+from autofuse.errors import UsageError
+from autofuse.ir.records import DimHistogram, RootRecord, RunStart
+from autofuse.report.explain import operation_lines, render_explain
+from autofuse.report.find import NodeStory, RootStory, cut, find
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "store.db") as opened:
+        yield opened
+
+
+def explain(store: Store, name: str | None = None, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115
+    render_explain(store, console, name)
+    text = console.export_text()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [GELU[1], GELU[0], "af_pointwise", "aaaaaa", "a1b2c3", "af_point…a1b2c3", cut(GELU[1], 24)],
+)
+def test_ways_to_name_a_node(store: Store, name: str) -> None:
+    fill(store)
+    story = find(store, name)
+    assert isinstance(story, NodeStory) and story.node.fusion_id == GELU[0]
+    assert len(story.buckets) == 2 and len(story.uses) == 2
+
+
+@given(st.text(st.sampled_from("ab_"), min_size=1, max_size=80).filter(lambda t: not t.endswith("_")))
+def test_a_cut_label_keeps_its_ends(label: str) -> None:
+    shown = cut(label, 24)
+    head, _, tail = shown.partition("…")
+    assert label.startswith(head) and label.endswith(tail)
+    assert len(label) > 24 or shown == label
+
+
+def test_unknown_and_ambiguous_names(store: Store) -> None:
+    with pytest.raises(UsageError, match="found 'x' and a store without nodes; type: autofuse run"):
+        find(store, "x")
+    fill(store)
+    with pytest.raises(UsageError, match=f"found 'af_nrm'; did you mean {NORM[1]}") as caught:
+        find(store, "af_nrm")
+    assert caught.value.exit_code == 2
+    with pytest.raises(UsageError, match="found 'zzzz'; list them with: autofuse explain"):
+        find(store, "zzzz")
+    with pytest.raises(UsageError, match="expected the name of one node, found 3 for 'af_'"):
+        find(store, "af_")
+    with pytest.raises(UsageError):
+        find(store, "")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_fused_node(store: Store, width: int) -> None:
+    fill(store)
+    text = explain(store, "a1b2c3", width)
+    assert "train_lm.py:41 x = x + self.mlp(self.norm(x))" in text
+    assert "v0 = add(i0, 0.5, s1) float32 [s0, s1, 256] v1 = gelu(v0, 0.5, s1)" in text
+    assert "4,416 calls in all runs, 2,760 of them fused" in text
+    assert "Decision: fused (C, fixed size, threads=2 unroll=4). Faster than eager, checked against float64." in text
+    assert "2.16x (95 % interval 2.12 to 2.21): 151.2 µs in eager, 70.0 µs fused." in text
+    assert "after 24 trials in 6.5 s." in text
+    assert text.index("2.40x") < text.index("2.20x") < text.index("2.10x") < text.index("crashed")
+    assert "signal 11" in text
+    assert "Waits in the queue: 900 calls seen, expected to have saved 67.50 ms." in text
+
+
+def test_a_node_that_stays_eager(store: Store) -> None:
+    fill(store)
+    text = explain(store, LOSS[1])
+    assert "Decision: stays eager. No candidate beat eager by the margin. Eager takes 151.2 µs a call." in text
+    assert "The best candidate took 149.8 µs: 1.01x (0.97 to 1.06)." in text
+
+
+def test_replaced_failed_and_repeated_decisions(store: Store) -> None:
+    fill(store)
+    store.put_decision(replace(decision(GELU, HOT, 1.9), detail="Measured again after a demotion."))
+    text = explain(store, GELU[1])
+    assert "1.90x" in text and "1 earlier decision replaced." in text and "Measured again after a demotion." in text
+    taken = store.next_request(DEVICE.key)
+    assert taken is not None and "Is being tuned now" in explain(store, GELU[1])
+    store.finish_request(taken.key, "failed", "gcc died")
+    assert "Tuning failed: gcc died. It runs on eager's kernels." in explain(store, GELU[1])
+
+
+def test_a_node_nobody_asked_for(store: Store) -> None:
+    fill(store)
+    run_id = store.start_run(RunStart("x", DEVICE, VERSIONS, "off", 1))
+    use = replace(store.node_uses(1)[0], fusion_id="d" * 64, label="")
+    store.put_node_uses(run_id, [use])
+    text = explain(store, "node_dddd")
+    assert "Not decided: nobody has asked for it to be tuned." in text
+    store.put_measurements(replace(key(GELU, HOT), fusion_id="d" * 64), [store.measurements(GELU[0])[0].measurement])
+    assert "Not decided: it was measured, but no decision was stored." in explain(store, "node_dddd")
+
+
+def test_a_root(store: Store) -> None:
+    run_id = fill(store)
+    store.put_dim_histograms(run_id, [DimHistogram(ROOT, "args[0]", 1, ((256, 254), (128, 127)), 3)])
+    store.put_root(run_id, replace(store.roots()[ROOT], state="eager", reason="slower_than_eager"))
+    assert isinstance(find(store, "GPT"), RootStory)
+    text = explain(store, "GPT")
+    assert "State: eager. Released: captured steps were slower than eager." in text
+    assert "Capture: predicted 8.2 s, took 5.4 s." in text and "Dynamic: dim 1 of args[0]." in text
+    assert "256 (254), 128 (127), others (3)" in text
+    assert "run 1: captured" in text and "run 1: eager" in text
+
+
+def test_the_list(store: Store) -> None:
+    text = explain(store)
+    assert "knows no nodes yet" in text and "autofuse run SCRIPT.py" in text
+    fill(store)
+    text = explain(store)
+    assert "add + gelu + mul" in text and "2.16x" in text and "Scale" in text
+    store.put_root(1, RootRecord("[b]X", "[b]X", "eager", "capture_failed", "a[int]"))
+    assert "[b]X" in explain(store)
+
+
+def test_odd_forms_are_printed_not_refused() -> None:
+    assert list(operation_lines({})) == []
+    form = {
+        "operations": [
+            {"name": "v0", "target": "strange", "args": [[{"ref": "i0", "index": 1}, None], {"float": "inf"}]}
+        ],
+        "outputs": [["v0", 1]],
+    }
+    assert list(operation_lines(form)) == ["v0 = strange((i0[1], None), inf)", "return v0[1]"]
+    many = {"operations": [{"name": f"v{i}", "target": "aten.add.Tensor"} for i in range(50)]}
+    assert list(operation_lines(many))[-1] == "and 10 operations more"
+
+
+def test_node_row_without_a_label_has_a_name() -> None:
+    from autofuse.report.find import name_of
+
+    assert name_of(NodeRow("e" * 64, "", "add", {}, "")) == "node_" + "e" * 12
