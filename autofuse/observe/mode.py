@@ -11,6 +11,7 @@ Measured (2 cores AVX-512, torch 2.13, 2026-11): see docs; an empty mode costs 2
 
 from __future__ import annotations
 
+import os
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -213,3 +214,15 @@ def detach(mode: ObserverMode) -> bool:
 def is_attached(mode: ObserverMode) -> bool:
     """Is the mode on this thread's stack?"""
     return any(_get_dispatch_stack_at(index) is mode for index in range(_len_torch_dispatch_stack()))
+
+
+def _detach_all_after_fork() -> None:
+    """A forked child (a data-loader worker) is not watched, whatever step its parent was in."""
+    for index in reversed(range(_len_torch_dispatch_stack())):
+        mode = _get_dispatch_stack_at(index)
+        if getattr(mode, "is_autofuse_observer", False):
+            mode.recording = False
+            detach(mode)
+
+
+os.register_at_fork(after_in_child=_detach_all_after_fork)
