@@ -73,7 +73,9 @@ def status(store: Path | None) -> int:
 
 
 @command.command("logs", epilog="\b\nExample:\n  autofuse daemon logs -n 50\n")
-@click.option("-n", "lines", type=click.IntRange(min=1), default=20, show_default=True, help="How many lines.")
+@click.option(
+    "-n", "lines", metavar="N", type=click.IntRange(min=1), default=20, show_default=True, help="How many lines."
+)
 @store_option
 def logs(lines: int, store: Path | None) -> int:
     """Print the last lines of the daemon's log."""

@@ -33,7 +33,9 @@ AUTOFUSE_DISABLE=1 switches autofuse off.
 @click.option(
     "--tune",
     type=click.Choice(["background", "wait", "after", "off"]),
-    help="When to tune: beside the script (default), pausing it, when it has ended, or never.",
+    metavar="MODE",
+    help="When to tune: background (beside the script; the default), wait (pausing it), after (when it has ended) or "
+    "off (never: use what is stored).",
 )
 @store_option
 @effort_options

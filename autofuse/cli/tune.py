@@ -29,7 +29,9 @@ Examples:
     is_flag=True,
     help="Measure settings of the whole process on SCRIPT instead: some of its first steps, in two processes.",
 )
-@click.option("--steps", type=click.IntRange(min=10), default=60, show_default=True, help="How many steps.")
+@click.option(
+    "--steps", metavar="N", type=click.IntRange(min=10), default=60, show_default=True, help="How many steps."
+)
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
