@@ -40,14 +40,14 @@ SETTING_REASONS = {
 
 ROOT_REASONS = {
     "not_yet": "still observed: capture has not paid for itself yet",
+    "not_observed": "no step was observed in full yet",
     "paid_off": "the time spent in eager reached the cost of capture",
-    "wait_mode": "captured at once, because --tune wait was asked for",
-    "known": "captured at once: an earlier run found that it pays",
+    "at_once": "captured at once, because the run waits for tuning",
+    "known_to_pay": "captured at once: an earlier run found that it pays",
     "too_small": "too fast per call for capture to gain",
     "too_expensive": "capture would take longer than allowed",
     "capture_failed": "could not be captured",
     "slower_than_eager": "released: captured steps were slower than eager",
-    "no_compiler": "there is no C compiler",
     "asked": "captured because the script asked for it",
 }
 
@@ -67,6 +67,21 @@ REFUSALS = {
     "small_tensors": "tensors too small to gain",
     "low_benefit": "estimated gain too low",
     "fuel": "AUTOFUSE_FUEL is spent",
+    "batch_norm": "a form of batch norm without a kernel",
+    "constant": "a constant that kernels do not know",
+    "dim": "a dim that kernels do not reduce",
+    "disjoint": "parts that share no data",
+    "division": "a rounding mode without a kernel",
+    "empty": "nothing to compute",
+    "indirect": "an index computed in the kernel itself",
+    "overlap": "an input that overlaps itself",
+    "pow": "a power without a kernel",
+    "reduction": "a reduction without a kernel",
+    "reductions": "reductions over different dims",
+    "sink_reused": "an output that is read again",
+    "sizes": "sizes that do not fit one loop nest",
+    "view": "a view that kernels cannot follow",
+    "views": "only views",
 }
 
 VARIANTS = {

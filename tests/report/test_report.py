@@ -90,7 +90,7 @@ def test_json_of_a_run(store: Store) -> None:
     assert totals["observer_overhead_percent"] == pytest.approx(100 * 0.11 / 33.5)
     assert totals["speedup_median"] == pytest.approx(1.34, abs=0.04)
     assert 1.2 < totals["speedup_low"] <= totals["speedup_median"] <= totals["speedup_high"] < 1.5
-    assert totals["held_out_steps"] == 14 and totals["speedup_pairs"] == 14
+    assert totals["held_out_steps"] == 15 and totals["speedup_pairs"] == 15
     assert totals["seconds_saved"] == pytest.approx(8, abs=1) and totals["break_even_step"] is None  # 24.9 s of cost
 
     assert [set(row) for row in data["nodes"]] == [NODE] * 4
@@ -204,7 +204,7 @@ def test_no_line_is_wider_than_the_terminal(store: Store, width: int) -> None:
 def test_a_gain_in_words(store: Store) -> None:
     fill(store)
     text = words_of(load_report(store), 80)
-    assert "faster steps than eager (95 % interval" in text and "14 comparisons)" in text
+    assert "faster steps than eager (95 % interval" in text and "15 comparisons)" in text
     assert "16,560 of 17,664 ran fused kernels (93.8 %)" in text
     assert "capture 5.4 s, tuning 19.5 s while the script waited" in text
     assert "has not paid for its cost yet" in text

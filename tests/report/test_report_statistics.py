@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -67,18 +68,31 @@ def test_savings_and_break_even() -> None:
 
 def test_only_hot_signatures_make_the_speedup() -> None:
     def series(signature: str, step_us: float, ratio: float) -> list[StepSample]:
-        return [
-            routed(0, step_us, signature), held(1, step_us, signature), routed(2, step_us, signature),
-            held(3, step_us * ratio, signature),
-        ]  # fmt: skip
+        return [routed(0, step_us, signature), routed(2, step_us, signature), held(3, step_us * ratio, signature)]
 
     # shares of routed time: 70 %, 20 %, 10 %; 80 % is reached with the second
-    gain = measure_gain(series("cold", 10, 9.0) + series("hot", 70, 1.2) + series("warm", 20, 1.4), 0.0)
+    cold, hot, warm = series("cold", 10, 9.0), series("hot", 70, 1.2), series("warm", 20, 1.4)
+    gain = measure_gain([held(0, 1.0, "first"), *cold, *hot, *warm], 0.0)
     assert [(row.signature, row.hot, round(row.time_share, 3)) for row in gain.rows] == [
         ("hot", True, 0.7), ("warm", True, 0.2), ("cold", False, 0.1),
     ]  # fmt: skip
     assert gain.speedup.median == pytest.approx(1.3)
     assert gain.rows[2].speedup.median == pytest.approx(9.0)
+
+
+def test_a_script_with_many_lengths_is_measurable() -> None:
+    """400 steps of 12 lengths in a random order, 1.5 % held out: few held-out steps, hardly two of a length."""
+    order = random.Random(1)
+    samples = []
+    for i in range(400):
+        size = 16 * order.randint(4, 15)
+        held_out = i % 67 == 30
+        step = held(i, 1.3 * size, str(size)) if held_out else routed(i, 1.0 * size, str(size))
+        samples.append(step)
+    gain = measure_gain(samples, 0.0)
+    assert gain.held_out_steps == 5
+    assert gain.speedup.median == pytest.approx(1.3)
+    assert 3 <= gain.speedup.pairs <= 5
 
 
 def test_roots_and_signatures_are_never_compared_with_each_other() -> None:
