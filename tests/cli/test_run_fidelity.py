@@ -19,16 +19,12 @@ AUTOFUSE = (sys.executable, "-m", "autofuse", "run")
 CONSOLE = (str(Path(sys.executable).with_name("autofuse")), "run")
 
 WITH_SESSION = [
-    "falls off the end",
-    "sys.exit(3)",
     "sys.exit(text)",
     "uncaught exception",
     "KeyboardInterrupt",
-    "SIGTERM",
     "atexit after sys.exit",
     "forked child exits by itself",
     "portrait of a package",
-    "pickle of a class of __main__",
     "multiprocessing spawn",
     "deep recursion",
     "signal dispositions",
@@ -118,11 +114,14 @@ def test_zip_file_and_compiled_script_run(tmp_path: Path) -> None:
         assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode)
 
 
-def test_closed_and_full_streams_do_not_change_the_exit_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_closed_and_full_streams_do_not_change_the_exit_code(redirect: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; sys.exit(3)")
-    for redirect in ("2>&-", "2>/dev/full", ">&- 2>&-", "</dev/null >/dev/null 2>&1"):
-        command = f"{sys.executable} -m autofuse run --store {tmp_path}/s.sqlite3 --tune off script.py {redirect}"
-        assert subprocess.run(command, shell=True, cwd=tmp_path).returncode == 3, redirect
+    # Garbage for a store: our side has something to say on the stream that takes nothing.
+    (tmp_path / "store.sqlite3").write_bytes(b"garbage")
+    command = f"{sys.executable} -m autofuse run --store store.sqlite3 --tune off script.py {redirect}"
+    plain = subprocess.run(f"{sys.executable} script.py {redirect}", shell=True, cwd=tmp_path)
+    assert subprocess.run(command, shell=True, cwd=tmp_path).returncode == plain.returncode == 3
 
 
 @pytest.mark.parametrize(
