@@ -12,7 +12,10 @@ from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape, symbol
@@ -20,9 +23,21 @@ from autofuse.ir.shape import SymbolicShape, symbol
 aten = torch.ops.aten
 
 
-def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor], dynamic: bool = True) -> NodeForm:
-    """The node that a function's aten calls make on these inputs; sizes of 2 and more become symbols."""
-    graph = make_fx(function, tracing_mode="symbolic" if dynamic else "fake")(*inputs).graph
+def trace(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], dynamic: bool = True, static: Sequence[int] = ()
+) -> NodeForm:
+    """The node that a function's aten calls make on these inputs.
+
+    Sizes of 2 and more become symbols, but for those in ``static`` (the widths of layers, as in a real capture).
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = []
+    for tensor in inputs:
+        sizes = [DimDynamic.STATIC if not dynamic or s in (0, 1, *static) else DimDynamic.DUCK for s in tensor.shape]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        fakes.append(mode.from_tensor(tensor, symbolic_context=context))
+    with mode, enable_python_dispatcher():
+        graph = make_fx(function, tracing_mode="real")(*fakes).graph
     names: dict[torch.fx.Node, ValueRef] = {}
     specs: dict[torch.fx.Node, list[TensorSpec]] = {}
     table: dict[sympy.Symbol, sympy.Symbol] = {}
@@ -100,7 +115,226 @@ class Case:
     example: tuple[torch.Tensor, ...]  # sizes that differ become different symbols
     sizes: tuple[tuple[int, ...], ...] = ()  # values of the symbols, in order; the example's own always too
     dynamic: bool = True
+    static: tuple[int, ...] = ()  # sizes that stay constants
     tags: frozenset[str] = field(default=frozenset())
 
-    def form(self) -> NodeForm:
-        return trace(self.function, self.example, self.dynamic)
+    def form(self, dtype: torch.dtype | None = None) -> NodeForm:
+        """The node; with a dtype, its floating inputs are of that dtype."""
+        example = self.example
+        if dtype is not None:
+            example = tuple(t.to(dtype) if t.is_floating_point() else t for t in example)
+        return trace(self.function, example, self.dynamic, self.static)
+
+
+# ---- the table ------------------------------------------------------------------------------------------
+
+F = torch.nn.functional
+
+
+def _t(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An example input; only its shape, strides and dtype matter."""
+    if dtype == torch.bool:
+        return torch.zeros(sizes, dtype=torch.bool)
+    return torch.zeros(sizes, dtype=dtype) if not dtype.is_floating_point else torch.full(sizes, 0.5, dtype=dtype)
+
+
+_SIZES_2D = ((5, 7), (1, 1), (33, 67), (3, 0), (2, 1030))
+
+_UNARY = (
+    "neg abs sign sgn floor ceil round trunc square relu exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh "
+    "cosh asin acos atan erf erfc sigmoid sqrt rsqrt reciprocal silu mish softplus elu gelu hardswish hardsigmoid "
+    "hardtanh leaky_relu isnan isinf logical_not"
+).split()
+
+
+def _call_unary(op: str) -> Callable[..., Any]:
+    return lambda x: getattr(aten, op).default(x)
+
+
+def _unary_cases() -> list[Case]:
+    return [
+        Case(f"unary_{op}", _call_unary(op), (_t(5, 7),), _SIZES_2D, tags=frozenset({"pointwise"}))
+        for op in _UNARY
+    ]
+
+
+_X, _Y, _ROW, _COL = _t(5, 7), _t(5, 7), _t(7), _t(5, 1)
+_MASK = _t(5, 7, dtype=torch.bool)
+_I = _t(5, 7, dtype=torch.int64)
+
+_POINTWISE: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
+    ("add_bias_gelu", lambda a, b, c: F.gelu(a + b) * c, (_X, _ROW, _Y)),
+    ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), (_X,)),
+    ("sub_alpha", lambda a, b: aten.sub.Tensor(a, b, alpha=2.5), (_X, _COL)),
+    ("add_scalar", lambda a: aten.add.Scalar(a, 1.5, 2), (_X,)),
+    ("sub_scalar", lambda a: aten.sub.Scalar(a, 0.25), (_X,)),
+    ("rsub", lambda a, b: aten.rsub.Scalar(a, 2.0) + aten.rsub.Tensor(a, b, alpha=3), (_X, _Y)),
+    ("mul_scalar", lambda a: aten.mul.Scalar(a, 0.1), (_X,)),
+    ("div_broadcast", lambda a, b: a / b, (_X, _COL)),
+    ("div_int", lambda a: a / 3, (_I,)),
+    ("div_scalar", lambda a: aten.div.Scalar(a, 3.0), (_X,)),
+    ("maximum_minimum", lambda a, b, c: torch.minimum(torch.maximum(a, b), c), (_X, _ROW, _Y)),
+    ("clamp", lambda a: a.clamp(-0.5, 0.75), (_X,)),
+    ("clamp_min_max", lambda a: aten.clamp_max.default(aten.clamp_min.default(a, -1), 0.5), (_X,)),
+    ("clamp_tensor", lambda a, b, c: aten.clamp.Tensor(a, b, c), (_X, _ROW, _Y)),
+    ("clamp_tensor_bounds", lambda a, b, c: aten.clamp_max.Tensor(aten.clamp_min.Tensor(a, b), c), (_X, _ROW, _Y)),
+    ("clamp_int", lambda a: a.clamp(-3, 4), (_I,)),
+    ("hardtanh_6", lambda a: aten.hardtanh.default(a, 0.0, 6.0), (_X,)),
+    ("leaky_relu_slope", lambda a: aten.leaky_relu.default(a, 0.2), (_X,)),
+    ("softplus_beta", lambda a: aten.softplus.default(a, 2.0, 1.0), (_X,)),
+    ("elu_scales", lambda a: aten.elu.default(a, 1.3, 1.05, 0.7), (_X,)),
+    ("log_sigmoid", lambda a: tuple(aten.log_sigmoid_forward.default(a)), (_X,)),
+    ("pow_scalars", lambda a: (a**2 + a**3 + a**-1 + a**-2, a**0.5, a**-0.5, a**1.7, a**0, a**1), (_X,)),
+    ("pow_tensor", lambda a, b: aten.pow.Tensor_Tensor(a.abs(), b), (_X, _Y)),
+    ("pow_base", lambda a: aten.pow.Scalar(1.7, a), (_X,)),
+    ("pow_int", lambda a: a**3 + a**5, (_I,)),
+    ("atan2", lambda a, b: torch.atan2(a, b), (_X, _Y)),
+    ("fmod", lambda a: aten.fmod.Scalar(a, 0.7), (_X,)),
+    ("remainder", lambda a: aten.remainder.Scalar(a, -0.7), (_X,)),
+    ("remainder_int", lambda a: (aten.remainder.Scalar(a, 5), aten.fmod.Scalar(a, 5), aten.remainder.Scalar(a, -5)), (_I,)),
+    ("where", lambda m, a, b: torch.where(m, a, b), (_MASK, _X, _ROW)),
+    ("where_scalar", lambda m, a: (aten.where.ScalarOther(m, a, 0.5), aten.where.ScalarSelf(m, 2.0, a)), (_MASK, _X)),
+    ("where_scalars", lambda m: aten.where.Scalar(m, 1.0, -1.0), (_MASK,)),
+    ("masked_fill", lambda a, m: a.masked_fill(m, float("-inf")), (_X, _MASK)),
+    ("masked_fill_tensor", lambda a, m, v: aten.masked_fill.Tensor(a, m, v), (_X, _MASK, _t())),
+    ("compare", lambda a, b: (a == b, a != b, a < b, a <= b, a > b, a >= b), (_X, _ROW)),
+    ("compare_scalar", lambda a: (a == 0.5, a != 0.5, a < 0.1, a <= 0.1, a > 0.1, a >= 0.1), (_X,)),
+    ("compare_int_float", lambda a: (a > 2.5, a == 3), (_I,)),
+    ("logical", lambda a, b: (a.logical_and(b), a.logical_or(b), a.logical_xor(b)), (_X, _MASK)),
+    ("bitwise_int", lambda a, b: (a & b, a | b, a ^ b, ~a, aten.bitwise_and.Scalar(a, 6)), (_I, _I.clone())),
+    ("bitwise_bool", lambda a, b: (a & b, a | b, a ^ b, ~a), (_MASK, _MASK.clone())),
+    ("bool_arithmetic", lambda a, b: (a + b, a * b), (_MASK, _MASK.clone())),
+    ("casts", lambda a: (a.double(), a.half(), a.bfloat16(), a.to(torch.int32), a.bool()), (_X,)),
+    ("cast_round_trip", lambda a: a.bfloat16().float() + a.half().float(), (_X,)),
+    ("int_to_float", lambda a: a.float() * 0.5 + 1, (_I,)),
+    ("copy_broadcast", lambda a, b: aten.copy.default(a, b), (_X, _ROW)),
+    ("clone_transposed", lambda a: a.t().clone(memory_format=torch.contiguous_format), (_X,)),
+    ("addcmul", lambda a, b, c: aten.addcmul.default(a, b, c, value=0.3), (_X, _Y, _ROW)),
+    ("addcdiv", lambda a, b, c: aten.addcdiv.default(a, b, c, value=-0.3), (_X, _Y, _ROW)),
+    ("lerp", lambda a, b, c: (aten.lerp.Scalar(a, b, 0.3), aten.lerp.Scalar(a, b, 0.8), torch.lerp(a, b, c)), (_X, _Y, _ROW)),
+    ("tril_triu", lambda a: (a.tril(), a.triu(1), a.tril(-2)), (_t(3, 5, 7),)),
+    ("threshold_backward", lambda g, x: aten.threshold_backward.default(g, x, 0.1), (_X, _Y)),
+    ("hardtanh_backward", lambda g, x: aten.hardtanh_backward.default(g, x, -0.5, 0.5), (_X, _Y)),
+    ("leaky_relu_backward", lambda g, x: aten.leaky_relu_backward.default(g, x, 0.2, False), (_X, _Y)),
+    ("gelu_backward", lambda g, x: aten.gelu_backward.default(g, x), (_X, _Y)),
+    ("gelu_tanh_backward", lambda g, x: aten.gelu_backward.default(g, x, approximate="tanh"), (_X, _Y)),
+    ("silu_backward", lambda g, x: aten.silu_backward.default(g, x), (_X, _Y)),
+    ("tanh_backward", lambda g, x: aten.tanh_backward.default(g, x), (_X, _Y)),
+    ("sigmoid_backward", lambda g, x: aten.sigmoid_backward.default(g, x), (_X, _Y)),
+    ("elu_backward", lambda g, x: (aten.elu_backward.default(g, 1.2, 1.1, 0.9, False, x), aten.elu_backward.default(g, 1.2, 1.1, 0.9, True, x)), (_X, _Y)),
+    ("softplus_backward", lambda g, x: aten.softplus_backward.default(g, x, 1.5, 2.0), (_X, _Y)),
+    ("mish_backward", lambda g, x: aten.mish_backward.default(g, x), (_X, _Y)),
+    ("hardswish_backward", lambda g, x: aten.hardswish_backward.default(g, (x * 4).round()), (_X, _Y)),
+    ("hardsigmoid_backward", lambda g, x: aten.hardsigmoid_backward.default(g, (x * 4).round()), (_X, _Y)),
+    ("log_sigmoid_backward", lambda g, x, b: aten.log_sigmoid_backward.default(g, x, b), (_X, _Y, _t(5, 7))),
+    ("dropout_backward", lambda g, m: aten.native_dropout_backward.default(g, m, 1.25), (_X, _MASK)),
+    ("dropout_scale", lambda x, m: torch.ops.autofuse_test.dropout_scale.default(x, m, 1.25), (_X, _MASK)),
+    ("transposed_add", lambda a, b: a.t() + b, (_X, _t(7, 5))),
+    ("square_plus_transpose", lambda a: a + a.t(), (_t(5, 5),)),
+    ("expanded_view", lambda a, b: (a.unsqueeze(1).expand(5, 3, 7) * b).reshape(15, 7), (_X, _t(5, 3, 7))),
+    ("heads", lambda x: x.view(x.shape[0], x.shape[1], 2, 3).permute(0, 2, 1, 3) * 2.0, (_t(5, 11, 6),)),
+    ("merge_heads", lambda x: aten.clone(x.permute(0, 2, 1, 3), memory_format=torch.contiguous_format).view(x.shape[0], x.shape[2], 12), (_t(5, 2, 11, 6),)),
+    ("causal_bias", lambda x: x + torch.where(torch.arange(x.shape[1]) <= torch.arange(x.shape[0]).unsqueeze(1), 0.0, float("-inf")), (_X,)),
+    ("aranges", lambda x: (x + torch.arange(2, 9), x * torch.arange(0.0, 3.5, 0.5)), (_X,)),
+    ("creation", lambda x: (x + torch.full([5, 7], 2.5), torch.zeros_like(x) + torch.ones_like(x) * 3, torch.full_like(x, 4), x * torch.ones([7]) + torch.zeros([7]), x + torch.scalar_tensor(2.0)), (_X,)),
+    ("squeeze", lambda x, y: x.squeeze(1) + aten.squeeze.dims(y, [0, 2]), (_t(5, 1, 7), _t(1, 5, 1, 7))),
+)  # fmt: skip
+
+_R3 = _t(3, 5, 7)
+_SIZES_3D = ((3, 5, 7), (1, 2, 1), (4, 3, 67), (2, 3, 2050), (0, 5, 7))
+
+_REDUCTIONS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
+    ("softmax", lambda x: torch.softmax(x, -1), (_R3,)),
+    ("softmax_middle", lambda x: torch.softmax(x, 1), (_R3,)),
+    ("log_softmax", lambda x: torch.log_softmax(x, -1), (_R3,)),
+    ("safe_softmax", lambda x, m: aten._safe_softmax.default(x.masked_fill(m, float("-inf")), -1), (_R3, _t(3, 5, 7, dtype=torch.bool))),
+    ("softmax_backward", lambda g, y: aten._softmax_backward_data.default(g, y, -1, y.dtype), (_R3, _R3.clone())),
+    ("log_softmax_backward", lambda g, y: aten._log_softmax_backward_data.default(g, y, -1, y.dtype), (_R3, _R3.clone())),
+    ("attention_scores", lambda x, m: torch.ops.autofuse_test.dropout_scale.default(torch.softmax((x / 8.0).masked_fill(m, float("-inf")), -1), m, 1.1), (_R3, _t(5, 7, dtype=torch.bool))),
+    ("amax_amin", lambda x: (x.amax(-1), x.amin(-1, keepdim=True)), (_R3,)),
+    ("amax_int", lambda x: x.amax(-1), (_t(3, 5, 7, dtype=torch.int64),)),
+    ("logsumexp", lambda x: aten.logsumexp.default(x, [-1]), (_R3,)),
+    ("sum_last", lambda x: x.sum(-1), (_R3,)),
+    ("sum_first", lambda x: x.sum(0), (_R3,)),
+    ("sum_middle", lambda x: x.sum(1), (_R3,)),
+    ("sum_leading", lambda x: x.sum((0, 1), keepdim=True), (_R3,)),
+    ("sum_all", lambda x: x.sum(), (_R3,)),
+    ("mean_last", lambda x: x.mean(-1, keepdim=True), (_R3,)),
+    ("mean_all", lambda x: (x * 2).mean(), (_R3,)),
+    ("sum_int", lambda x: (x.sum(-1), x.sum()), (_t(3, 5, 7, dtype=torch.int32),)),
+    ("count_bool", lambda m: m.sum(), (_MASK,)),
+    ("any_all", lambda m: (m.any(-1), m.all(-1)), (_MASK,)),
+    ("any_all_whole", lambda m: (aten.any.default(m), aten.all.default(m)), (_MASK,)),
+    ("any_float", lambda x: (x > 1).any(-1, keepdim=True), (_X,)),
+    ("prod", lambda x: x.prod(-1), (_t(5, 7),)),
+    ("variance", lambda x: (x.var(-1), x.std(-1, keepdim=True)), (_R3,)),
+    ("var_mean", lambda x: torch.var_mean(x, -1, correction=0, keepdim=True), (_R3,)),
+    ("var_all", lambda x: x.var(), (_R3,)),
+    ("norms", lambda x: (aten.linalg_vector_norm.default(x, 2, [-1]), aten.linalg_vector_norm.default(x, 1, [-1], True), aten.linalg_vector_norm.default(x, 3.0, [-1])), (_R3,)),
+    ("norm_all", lambda x: aten.linalg_vector_norm.default(x), (_R3,)),
+    ("normalise", lambda x: x / (x.square().sum(-1, keepdim=True).sqrt() + 1e-6), (_R3,)),
+    ("layer_norm", lambda x, w, b: tuple(aten.native_layer_norm.default(x, [x.shape[-1]], w, b, 1e-5)), (_R3, _t(7), _t(7))),
+    ("add_layer_norm", lambda x, y, w, b: (x + y, *aten.native_layer_norm.default(x + y, [x.shape[-1]], w, b, 1e-5)), (_R3, _R3.clone(), _t(7), _t(7))),
+    ("layer_norm_plain", lambda x: aten.native_layer_norm.default(x, [x.shape[1], x.shape[2]], None, None, 1e-5)[0], (_R3,)),
+    ("layer_norm_backward", lambda g, x, m, r, w, b: tuple(aten.native_layer_norm_backward.default(g, x, [x.shape[-1]], m, r, w, b, [True, True, True])), (_R3, _R3.clone(), _t(3, 5, 1), _t(3, 5, 1), _t(7), _t(7))),
+    ("layer_norm_backward_add", lambda g, h, x, m, r, w, b: (aten.native_layer_norm_backward.default(g + h, x, [x.shape[-1]], m, r, w, b, [True, False, False])[0] + h,), (_R3, _R3.clone(), _R3.clone(), _t(3, 5, 1), _t(3, 5, 1), _t(7), _t(7))),
+    ("rms_norm_parts", lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, (_R3, _t(7))),
+    ("bias_gradient", lambda g, x: (aten.gelu_backward.default(g, x), aten.gelu_backward.default(g, x).sum((0, 1), keepdim=True).view(7)), (_R3, _R3.clone())),
+)  # fmt: skip
+
+_CLASS = _t(5, dtype=torch.int64)
+_LOSSES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
+    ("cross_entropy", lambda x, t: tuple(aten.nll_loss_forward.default(torch.log_softmax(x, 1), t, None, 1, -100)), (_X, _CLASS)),
+    ("cross_entropy_sum", lambda x, t: aten.nll_loss_forward.default(torch.log_softmax(x, 1), t, None, 2, -100)[0], (_X, _CLASS)),
+    ("cross_entropy_none", lambda x, t: aten.nll_loss_forward.default(torch.log_softmax(x, 1), t, None, 0, 3)[0], (_X, _CLASS)),
+    ("nll_weighted", lambda x, t, w: tuple(aten.nll_loss_forward.default(x, t, w, 1, -100)), (_X, _CLASS, _t(7))),
+    ("nll_backward", lambda g, x, t, w: aten.nll_loss_backward.default(g, x, t, None, 1, -100, w), (_t(), _X, _CLASS, _t())),
+    ("cross_entropy_backward", lambda g, y, t, w: aten._log_softmax_backward_data.default(aten.nll_loss_backward.default(g, y, t, None, 1, -100, w), y, 1, y.dtype), (_t(), _X, _CLASS, _t())),
+    ("cross_entropy_backward_none", lambda g, y, t, w: aten._log_softmax_backward_data.default(aten.nll_loss_backward.default(g, y, t, None, 0, -100, w), y, 1, y.dtype), (_t(5), _X, _CLASS, _t())),
+    ("mse", lambda x, y: (aten.mse_loss.default(x, y, 1),), (_X, _Y)),
+    ("mse_none_sum", lambda x, y: (aten.mse_loss.default(x, y, 0), aten.mse_loss.default(x, y, 2)), (_X, _Y)),
+    ("mse_backward", lambda g, x, y: aten.mse_loss_backward.default(g, x, y, 1), (_t(), _X, _Y)),
+)  # fmt: skip
+
+_X4 = _t(3, 6, 5, 7)
+_IMAGES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
+    ("batch_norm_inference", lambda x, w, b, m, v: aten.relu(aten._native_batch_norm_legit_no_training.default(x, w, b, m, v, 0.1, 1e-5)[0]), (_X4, _t(6), _t(6), _t(6), _t(6))),
+    ("batch_norm_training", lambda x, w, b: tuple(aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)), (_X4, _t(6), _t(6))),
+    ("batch_norm_backward", lambda g, x, w, m, r: tuple(aten.native_batch_norm_backward.default(g, x, w, None, None, m, r, True, 1e-5, [True, True, True])), (_X4, _X4.clone(), _t(6), _t(6), _t(6))),
+    ("group_norm", lambda x, w, b: tuple(aten.native_group_norm.default(x, w, b, x.shape[0], 6, x.shape[2] * x.shape[3], 3, 1e-5)), (_t(4, 6, 5, 7), _t(6), _t(6))),
+    ("channels_last_mean", lambda x: x.mean((2, 3)), (_X4.contiguous(memory_format=torch.channels_last),)),
+)  # fmt: skip
+
+_library = torch.library.Library("autofuse_test", "FRAGMENT")
+_library.define("dropout_scale(Tensor x, Tensor mask, float scale) -> Tensor")
+_library.impl("dropout_scale", lambda x, mask, scale: x.mul(mask).mul_(scale), "CompositeExplicitAutograd")
+
+
+# Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
+LOOSE_SPECIALS = frozenset({"var_mean", "layer_norm_backward", "layer_norm_backward_add", "batch_norm_backward"})
+
+_IMAGE_SIZES = ((3, 5, 7), (1, 2, 1), (4, 3, 67))
+_LOSS_SIZES = ((5, 7), (1, 2), (33, 67), (3, 1030))
+
+
+def _table() -> dict[str, Case]:
+    cases = _unary_cases()
+    cases += [
+        Case(name, fn, example, static=(6,), tags=frozenset({"pointwise"})) for name, fn, example in _POINTWISE
+    ]
+    cases += [Case(name, fn, example, tags=frozenset({"reduction"})) for name, fn, example in _REDUCTIONS]
+    cases += [Case(name, fn, example, _LOSS_SIZES, tags=frozenset({"loss"})) for name, fn, example in _LOSSES]
+    cases += [Case(name, fn, example, _IMAGE_SIZES, static=(6,), tags=frozenset({"image"})) for name, fn, example in _IMAGES]
+    return {case.name: case for case in cases}
+
+
+CASES = _table()
+
+# What the symbols are set to, by how many there are; a case adds its own through `sizes`.
+SIZES_BY_SYMBOLS: dict[int, tuple[tuple[int, ...], ...]] = {
+    0: ((),),
+    1: ((5,), (1,), (67,)),
+    2: ((5, 7), (1, 1), (33, 67), (3, 0), (2, 1030)),
+    3: ((3, 5, 7), (1, 2, 1), (4, 3, 67), (2, 3, 1100), (0, 5, 7)),
+    4: ((3, 6, 5, 7), (1, 2, 1, 3), (2, 4, 9, 33)),
+}

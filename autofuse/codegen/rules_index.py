@@ -142,6 +142,7 @@ INDEX_RULES: dict[str, Rule] = {
     "aten.transpose.int": _PERMUTE,
     "aten.t.default": _PERMUTE,
     "aten.alias.default": View(_same, _same),
+    "aten.detach.default": View(_same, _same),
     "aten.full.default": Custom(_fresh, _constant(1), counts=False),
     "aten.scalar_tensor.default": Custom(_fresh, _constant(0), counts=False),
     "aten.zeros.default": Custom(_fresh, _constant(None, 0), counts=False),

@@ -250,8 +250,8 @@ def _threshold_backward(b: Builder, to: str, grad: Val, x: Val, threshold: Numbe
 
 
 def _hardtanh_backward(b: Builder, to: str, grad: Val, x: Val, low: Number, high: Number) -> Val:
-    outside = b.apply("or", b.compare("le", x, low), b.compare("ge", x, high))
-    return b.select(outside, 0, grad, to)
+    inside = b.apply("and", b.compare("gt", x, low), b.compare("lt", x, high))
+    return b.select(inside, grad, 0, to)
 
 
 def _leaky_relu_backward(b: Builder, to: str, grad: Val, x: Val, slope: Number, is_result: bool) -> Val:
@@ -290,7 +290,7 @@ def _elu_backward(
         low = b.mul(b.mul(grad, input_scale), b.add(x, alpha * scale))
     else:
         low = b.mul(b.mul(grad, input_scale * alpha * scale), b.apply("exp", _scaled(b, to, x, input_scale)))
-    return b.where(b.compare("le", x, 0), low, _scaled(b, to, grad, scale))
+    return b.where(b.compare("gt", x, 0), _scaled(b, to, grad, scale), low)
 
 
 def _softplus_backward(b: Builder, to: str, grad: Val, x: Val, beta: Number, threshold: Number) -> Val:
@@ -307,7 +307,7 @@ def _mish_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
 
 def _hardswish_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
     middle = b.mul(grad, b.add(b.div(x, 3), 0.5))
-    return b.select(b.compare("le", x, -3), 0, b.where(b.compare("lt", x, 3), middle, grad), to)
+    return b.select(b.compare("le", x, -3), 0, b.where(b.compare("ge", x, 3), grad, middle), to)
 
 
 def _hardsigmoid_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:

@@ -103,15 +103,22 @@ def variance(b: Builder, x: Val, over: Sequence[Atom], n: Dim, correction: Numbe
     return b.div(squares, freedom), mean
 
 
+def _mean_as_aten(b: Builder, var: Val, mean: Val) -> Val:
+    """aten's running mean turns an infinite element into NaN."""
+    return b.select(b.apply("isnan", var), math.nan, mean, mean.dtype)
+
+
 def _evaluate_variance(cx: Context, op: Operation, output: int, index: Index) -> Val:
     dims, keepdim = _arguments(cx, op)
     ref = op.args[0]
     opened, over = open_dims(cx, ref, dims, keep_index(index, dims, len(cx.shape(ref)), keepdim))
     correction = op.kwarg("correction", op.arg(2))
     b = cx.builder
-    x = b.cast(cx.operand(ref, opened), op.outputs[0].dtype)
-    found = variance(b, x, over, count(cx, ref, dims), 1 if correction is None else correction)
-    return b.apply("sqrt", found[0]) if op.short_name == "std" else found[output]
+    x = b.cast(cx.operand(ref, opened), "float64")  # aten accumulates these in double, unlike its norms
+    var, mean = variance(b, x, over, count(cx, ref, dims), 1 if correction is None else correction)
+    if output == 1:
+        return b.cast(_mean_as_aten(b, var, mean), op.outputs[1].dtype)
+    return b.cast(b.apply("sqrt", var) if op.short_name == "std" else var, op.outputs[0].dtype)
 
 
 def _logsumexp(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom], n: Dim) -> Val:
@@ -235,8 +242,8 @@ def _layer_norm(cx: Context, op: Operation, output: int, index: Index) -> Val:
     b, dims, to = cx.builder, _trailing(cx, x, normalized), _wide(op.outputs[0].dtype)
     opened, over = open_dims(cx, x, dims, index)
     var, mean = variance(b, b.cast(cx.operand(x, opened), to), over, count(cx, x, dims))
-    if output == 1:  # aten's running mean turns an infinite element into NaN
-        return b.select(b.apply("isnan", var), math.nan, mean, to)
+    if output == 1:
+        return _mean_as_aten(b, var, mean)
     rstd = b.apply("rsqrt", b.add(var, eps))
     if output == 2:
         return rstd
@@ -424,7 +431,7 @@ def _group_norm(cx: Context, op: Operation, output: int, index: Index) -> Val:
     n = product((op.args[5], count_div(op.args[4], op.args[6])))
     var, mean = variance(b, b.cast(cx.operand(x, opened), to), over, n)
     if output == 1:
-        return mean
+        return _mean_as_aten(b, var, mean)
     rstd = b.apply("rsqrt", b.add(var, eps))
     if output == 2:
         return rstd

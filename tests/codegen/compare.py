@@ -1,0 +1,56 @@
+"""The criterion for every generated kernel: nearer to float64 than twice eager, and NaN and Inf where eager has them.
+
+In: a kernel's outputs, eager's, and the float64 reference. Out: nothing, or an AssertionError that says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+ULPS = 4  # libmvec's erf and log are within 4 units in the last place
+ULPS_FLOAT64 = 64  # eager is its own reference there, so its error counts as 0
+
+
+def problems(
+    found: Sequence[torch.Tensor],
+    eager: Sequence[torch.Tensor],
+    reference: Sequence[torch.Tensor],
+    loose: bool = False,
+) -> list[str]:
+    """What is wrong with outputs; empty where they pass. ``loose`` takes NaN for Inf and Inf for NaN."""
+    wrong = []
+    for n, (ours, theirs, exact) in enumerate(zip(found, eager, reference, strict=True)):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            wrong.append(f"output {n}: {ours.shape} {ours.dtype}, eager has {theirs.shape} {theirs.dtype}")
+        elif not ours.is_floating_point():
+            if not torch.equal(ours, theirs):
+                wrong.append(f"output {n}: {(ours != theirs).sum()} of {ours.numel()} integers differ")
+        else:
+            wrong += [f"output {n}: {text}" for text in _compare(ours, theirs, exact, loose)]
+    return wrong
+
+
+def _compare(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, loose: bool) -> list[str]:
+    a, b, x = ours.double(), theirs.double(), exact.double()
+    wrong = []
+    # Where eager itself disagrees with float64 (gelu(inf) is NaN in float32), either answer is right.
+    kind = torch.isfinite if loose else _kind
+    if ((kind(a) != kind(b)) & (kind(a) != kind(x))).any():
+        places = [t.isnan().sum().item() for t in (a, b, x)] + [t.isinf().sum().item() for t in (a, b, x)]
+        wrong.append("NaN in {} places, eager in {} (float64 {}); Inf in {}, eager in {} ({})".format(*places))
+    finite = a.isfinite() & b.isfinite() & x.isfinite()
+    if finite.any():
+        scale = x[finite].abs().max().item()
+        info = torch.finfo(ours.dtype)
+        bound = 2 * (b - x)[finite].abs().max().item() + (ULPS if ours.dtype != torch.float64 else ULPS_FLOAT64) * max(info.eps * scale, info.smallest_normal)
+        error = (a - x)[finite].abs().max().item()
+        if error > bound:
+            wrong.append(f"error {error:.3g} is over {bound:.3g} (eager {(b - x)[finite].abs().max().item():.3g})")
+    return wrong
+
+
+def _kind(t: torch.Tensor) -> torch.Tensor:
+    """0 finite, 1 NaN, 2 Inf, -2 -Inf."""
+    return t.isnan() * 1 + (t == float("inf")) * 2 - (t == float("-inf")) * 2
