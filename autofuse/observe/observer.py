@@ -101,10 +101,12 @@ class Observer:
                 return
             if not self._sampler.wants(root):
                 return
+        began = time.perf_counter()
         try:
             self._step_to(root, module)
         except Exception:
             self._give_up()
+        self._sampler.spend(time.perf_counter() - began)
 
     def after_root_call(self, root: str, seconds: float) -> None:
         """The root call is over and took this long, observation included."""
@@ -131,12 +133,14 @@ class Observer:
         if self._stopped:
             return
         self._stopped = True
+        began = time.perf_counter()
         try:
             if self._recorder.is_recording:
                 self._finish_step()
             self._recorder.clean_up()
         except Exception:
             self._give_up()
+        self._sampler.spend(time.perf_counter() - began)
 
     # ---- asked by the session ---------------------------------------------------------------------
 
@@ -287,15 +291,11 @@ class Observer:
         if recorder.fault is not None:
             self.fault = recorder.fault
             self._stopped = True
-        cost = (
-            len(events) * self._op_cost.recorded_seconds
-            + (recorder.passed - passed) * self._op_cost.passed_seconds
-            + time.perf_counter()
-            - began
-        )
-        self._sampler.spend(cost)
+        in_ops = len(events) * self._op_cost.recorded_seconds
+        in_ops += (recorder.passed - passed) * self._op_cost.passed_seconds
+        self._sampler.spend(in_ops)  # the time spent here is accounted for by the caller
         if anchor is not None:
-            self._sampler.finish_step(anchor, cost, learnt)
+            self._sampler.finish_step(anchor, in_ops + time.perf_counter() - began, learnt)
 
     def _give_up(self) -> None:
         self.fault = self.fault or traceback.format_exc(limit=3)

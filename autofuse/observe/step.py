@@ -35,7 +35,8 @@ class StepRecorder:
         self._open_root: str | None = None
         self._answer_before: Any = module_calls.OUTSIDE
         self._leftovers: list[tuple[int, ObserverMode]] = []  # (thread, mode) still to be taken off
-        self._modules: dict[str, weakref.ref[torch.nn.Module]] = {}
+        self._paths: dict[str, tuple[weakref.ref[torch.nn.Module], dict[int, str]]] = {}
+        self._roots_of_step: list[str] = []
         self.began = 0.0
         self.fault: str | None = None  # why nothing is recorded any more
         self.passed = 0  # calls that went through modes without being recorded
@@ -66,7 +67,7 @@ class StepRecorder:
         mode.recording = True
         self._mode = mode
         self._thread = threading.get_ident()
-        self._modules = {}
+        self._roots_of_step = []
         self.began = time.perf_counter()
         module_calls.acquire()
         return True
@@ -78,8 +79,9 @@ class StepRecorder:
             return
         self.exit_root()  # one that an exception left open
         name = root.split(":")[0].rpartition(".")[2] if module is None else type(module).__name__
-        if module is not None and root not in self._modules:
-            self._modules[root] = weakref.ref(module)
+        if module is not None and root not in self._roots_of_step:
+            self._roots_of_step.append(root)
+            self._learn_paths(root, module)
         mode.events.append((MARK, ROOT_ENTER, (root, name, torch.is_grad_enabled()), _get_sequence_nr()))
         self._open_root = root
         self._answer_before = thread.answer
@@ -130,14 +132,17 @@ class StepRecorder:
     def paths(self) -> dict[int, str]:
         """Path of every module of the roots that took part, by identity: ``GPT.blocks.0.attn``."""
         found: dict[int, str] = {}
-        for reference in self._modules.values():
-            module = reference()
-            if module is None:
-                continue
-            name = type(module).__name__
-            for path, child in module.named_modules():
-                found[id(child)] = f"{name}.{path}" if path else name
+        for root in self._roots_of_step:
+            found.update(self._paths[root][1])
         return found
+
+    def _learn_paths(self, root: str, module: torch.nn.Module) -> None:
+        known = self._paths.get(root)
+        if known is not None and known[0]() is module:
+            return
+        name = type(module).__name__
+        paths = {id(child): f"{name}.{path}" if path else name for path, child in module.named_modules()}
+        self._paths[root] = (weakref.ref(module), paths)
 
     def _watch(self, module: torch.nn.Module) -> CallRunner | None:
         if get_eval_frame_callback() is not None:  # in the user's compiled region: leave its calls as they are

@@ -15,7 +15,12 @@ from autofuse.observe.observer import Observer
 from autofuse.observe.roots import RootTracker, root_key
 
 EVERY_STEP = ObserverConfig(
-    first_steps=1000, skip_steps=0, sample_every=1, max_overhead_percent=100.0, burst_seconds=1000.0, settled_after=10**6
+    first_steps=1000,
+    skip_steps=0,
+    sample_every=1,
+    max_overhead_percent=100.0,
+    burst_seconds=1000.0,
+    settled_after=10**6,
 )
 
 

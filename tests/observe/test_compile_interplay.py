@@ -122,7 +122,9 @@ def test_installing_and_sampling_triggers_no_recompile(make: Callable[[], nn.Mod
             call(X)
     call(X)
     # A module with hooks makes Dynamo inline the attribute that we replace: one more trace, once, is the price.
-    assert backend.graphs <= graphs * (2 if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) else 1)
+    assert backend.graphs <= graphs * (
+        2 if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) else 1
+    )
     assert backend.runs >= 6
 
 

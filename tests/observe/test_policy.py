@@ -1,0 +1,121 @@
+"""Ski rental and held-out calls: pure functions."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autofuse.errors import SettingsError
+from autofuse.ir.records import RootRecord
+from autofuse.observe.policy import HeldOut, advise_capture, learn_cost, predict_seconds
+
+
+def advice(**values: Any) -> Any:
+    defaults = {"spent_seconds": 0.1, "operations": 100, "seconds_per_op": 0.02, "calls": 10}
+    return advise_capture(**{**defaults, **values})
+
+
+def record(**values: Any) -> RootRecord:
+    defaults = {"root": "r", "name": "R", "state": "captured", "reason": "paid_off"}
+    return RootRecord(**{**defaults, **values})
+
+
+@given(st.floats(0.001, 1.0), st.integers(1, 2000), st.integers(1, 20_000))
+def test_ski_rental_costs_at_most_twice_the_best_choice(step: float, operations: int, steps: int) -> None:
+    """Whatever the length of the run, and even if a captured step cost nothing."""
+    price = predict_seconds(operations, 0.02)
+    spent = paid = 0.0
+    for call in range(min(steps, 500)):
+        found = advice(
+            spent_seconds=spent, operations=operations, calls=call, min_root_us=0.0, max_seconds=float("inf")
+        )
+        if found.capture:
+            paid = spent + price
+            break
+        spent += step
+        paid = spent
+    best = min(price, min(steps, 500) * step)
+    assert paid <= 2 * best + step
+
+
+def test_reasons() -> None:
+    assert advice().reason == "not_yet"
+    assert advice(operations=None).reason == "not_observed"
+    assert advice(spent_seconds=10.0).reason == "paid_off"
+    assert advice(spent_seconds=1e-3).reason == "too_small"
+    assert not advice(spent_seconds=1e-3, calls=5).final
+    assert advice(spent_seconds=1e-3, calls=50).final
+    assert advice(spent_seconds=1e-3, call_us=5000.0).reason == "not_yet"
+    assert advice(spent_seconds=10.0, operations=10_000).reason == "too_expensive"
+    assert advice(failures=1).reason == "capture_failed"
+    assert advice(failures=1).final
+    assert advice(failures=1, max_failures=2).reason == "not_yet"
+
+
+def test_at_once_needs_no_rent_but_a_look_at_the_shapes() -> None:
+    assert not advice(at_once=True, calls=1, spent_seconds=1.0).capture
+    found = advice(at_once=True, calls=2, operations=None, spent_seconds=1.0)
+    assert found.capture
+    assert found.reason == "at_once"
+
+
+def test_a_warm_store_knows_better() -> None:
+    found = advice(calls=0, operations=None, known=record(operations=80, capture_seconds=3.0))
+    assert found.capture
+    assert found.reason == "known_to_pay"
+    assert found.predicted_seconds > 1.0
+    failed = advice(calls=0, known=record(state="eager", reason="capture_failed", detail="no"))
+    assert failed.final
+    assert "no" in failed.detail
+    assert advice(known=record(state="eager", reason="too_small")).reason == "not_yet"
+    assert advice(known=record(state="observing", reason="not_yet")).reason == "not_yet"
+
+
+def test_cost_is_learnt_from_captures() -> None:
+    assert learn_cost([], 0.02) == 0.02
+    assert learn_cost([record(state="eager", operations=10, capture_seconds=9.0)], 0.02) == 0.02
+    records = [record(operations=100, capture_seconds=s) for s in (1.3, 2.3, 90.3)]
+    assert learn_cost(records, 0.02) == pytest.approx(0.02)
+    assert learn_cost([record(operations=100, capture_seconds=0.1)], 0.02) > 0
+
+
+@given(st.floats(0.002, 0.5), st.integers(0, 5))
+def test_held_out_calls_are_spread_evenly(share: float, seed: int) -> None:
+    held_out = HeldOut(share, seed)
+    calls = 40 * held_out.period
+    taken = [call for call in range(calls) if held_out.takes(call)]
+    assert 36 <= len(taken) <= 40  # the first calls are never among them
+    assert min(taken) >= 8
+    gaps = [b - a for a, b in pairwise(taken)]
+    assert max(gaps) < 2 * held_out.period + 8
+
+
+def test_held_out_is_deterministic_and_leaves_random_alone() -> None:
+    random.seed(0)
+    state = random.getstate()
+    first = [HeldOut(0.02, 1).takes(call) for call in range(1000)]
+    stepwise = HeldOut(0.02, 1)
+    assert [stepwise.next() for _ in range(1000)] == first
+    assert [HeldOut(0.02, 2).takes(call) for call in range(1000)] != first
+    assert random.getstate() == state
+
+
+def test_no_share_holds_nothing_out() -> None:
+    assert not any(HeldOut(0.0).next() for _ in range(100))
+    with pytest.raises(SettingsError):
+        HeldOut(0.6)
+
+
+def test_policy_and_statistics_need_no_torch() -> None:
+    text = (
+        "import sys; import autofuse.observe.policy, autofuse.observe.statistics, autofuse.observe.sampler;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", text], timeout=60).returncode == 0
