@@ -45,7 +45,8 @@ ENDINGS = [
     script("sys.exit(True)", "import sys; sys.exit(True)"),
     script("sys.exit(-1)", "import sys; sys.exit(-1)"),
     script("sys.exit(256)", "import sys; sys.exit(256)"),
-    script("sys.exit(huge)", "import sys; sys.exit(1 << 80)"),
+    # Newer pythons stumble over their own conversion, and say so.
+    Case("sys.exit(huge)", {"script.py": "import sys; sys.exit(1 << 80)"}, stderr_differs=True),
     script("sys.exit(text)", "import sys; print('out'); sys.exit('something went wrong')"),
     script("sys.exit(1.5)", "import sys; sys.exit(1.5)"),
     script("sys.exit in excepthook", "import sys\nsys.excepthook = lambda *a: sys.exit(7)\n1/0"),
