@@ -78,7 +78,7 @@ def _measure(settings: Settings, target: Target, steps: int) -> None:
 
     from autofuse.db.store import Store
     from autofuse.process_trial import measure_malloc
-    from autofuse.runtime.device import cpu_device
+    from autofuse.ir.device import cpu_device
 
     console = err_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -26,8 +26,8 @@ class TuningProgress:
         self._progress = Progress(*columns, console=console, transient=True, disable=not enabled)
         self._task = self._progress.add_task("tuning", total=total)
 
-    def update(self, done: int) -> None:
-        self._progress.update(self._task, completed=max(0, done))
+    def update(self, done: int, total: int | None = None) -> None:
+        self._progress.update(self._task, completed=max(0, done), total=total)
 
     def __enter__(self) -> TuningProgress:
         self._progress.start()

@@ -143,6 +143,8 @@ class Root:
             self._open = (now, "", False, self.calls, self.session.disturbances)
             return self.roots.tracker.call_original(module, args, kwargs)
         if self.state == "observing":
+            # Before the decision: the second call already tells which dims vary.
+            self.roots.observer.on_root_call(self.key, args, kwargs)
             self._decide()
             if self.state != "captured":
                 return self._observed(module, args, kwargs)
@@ -156,8 +158,7 @@ class Root:
 
     def _observed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         observer = self.roots.observer
-        observer.on_root_call(self.key, args, kwargs)
-        observer.before_root_call(self.key)
+        observer.before_root_call(self.key, module)
         began = time.perf_counter()
         self._open = (began, "", False, self.calls, self.session.disturbances)
         try:
@@ -216,6 +217,7 @@ class Root:
         if self.calls == 1:
             # Decisions of earlier runs are read while the script imports; a moment more is well spent.
             session.backstage.wait_ready(2.0)
+        typical = observer.typical_seconds(self.key)
         advice = advise_capture(
             spent_seconds=self.eager_seconds,
             operations=observer.ops_in_forward(self.key),
@@ -227,6 +229,8 @@ class Root:
             failures=self.failures,
             max_failures=capture.max_failures,
             at_once=session.mode == "wait",
+            min_calls=1,
+            call_us=typical * 1e6 if typical is not None else None,
             known=self.roots.known.get(self.key),
         )
         self.reason, self.detail = advice.reason, advice.detail
@@ -235,17 +239,18 @@ class Root:
             self.capture()
         elif advice.final:
             self.state = "eager"
+            self.roots.observer.decide(self.key)
 
     def capture(self) -> None:
         """From the next call on, run the captured graph."""
         self._compiled = torch.compile(_entry(self.name), backend=autofuse_backend)
         self.state = "captured"
-        if all(root.state != "observing" for root in self.roots.groups.values()):
-            self.roots.observer.stop()
+        self.roots.observer.decide(self.key)
 
     def _fail(self, error: BaseException) -> None:
         self.failures += 1
         self.state, self.reason = "eager", "capture_failed"
+        self.roots.observer.decide(self.key)
         self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
         self.session.report_fallback("capture_failed", f"{self.name} stays eager: it could not be captured", error)
 

@@ -21,6 +21,7 @@ import torch
 from autofuse.capture.random_ops import use_generator
 from autofuse.codegen.bernoulli import make_bernoulli
 from autofuse.codegen.build import Toolchain, find_toolchain
+from autofuse.codegen.generator import CODEGEN_VERSION
 from autofuse.codegen.load import load_kernel
 from autofuse.codegen.lower import lower
 from autofuse.db.store import Store
@@ -29,13 +30,13 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
+from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Event, KernelRecord, RunStart, RunTotals, StepSample
 from autofuse.runtime import roots
 from autofuse.runtime.backstage import Backstage, load_missing
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
-from autofuse.runtime.device import cpu_device, versions
 from autofuse.runtime.launch import NodeCall
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
 from autofuse.runtime.tuning import TuningClient
@@ -55,7 +56,8 @@ class Session:
         self.settings = settings
         self.command = command
         self.device = cpu_device()
-        self.versions = versions()
+        minor = ".".join(torch.__version__.split(".")[:2])
+        self.versions = f"torch {minor}, codegen {CODEGEN_VERSION}"  # what a decision depends on besides the device
         self.threads = torch.get_num_threads()
         self.mode = "off" if settings.run.frozen else settings.run.tune
         self.started = time.perf_counter()

@@ -7,6 +7,7 @@ script; without a compiler or a store nothing is asked.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -75,12 +76,14 @@ class TuningClient:
     def _wait_for_daemon(self, total: int, deadline: float) -> None:
         session = self._session
         restarts = 0
+        self._touch()
         self._ensure_daemon()
         checked = time.perf_counter()
         with TuningProgress(total, quiet=session.settings.run.quiet) as progress:
             while session.backstage.usable:
                 left = session.backstage.open_work()
                 progress.update(total - left if left is not None else 0)
+                self._touch()
                 if left == 0:
                     return
                 now = time.perf_counter()
@@ -93,7 +96,7 @@ class TuningClient:
                     return
                 if now - checked > 1.0:
                     checked = now
-                    if daemon.status(session.settings) is None:
+                    if daemon.running_pid(session.settings) is None:
                         restarts += 1
                         if restarts > 2:
                             session.say_once("daemon_lost", "the tuning daemon ended three times; tuning stops here")
@@ -101,6 +104,11 @@ class TuningClient:
                         session.say_once("daemon_restarted", "the tuning daemon ended unexpectedly and was restarted")
                         self._ensure_daemon()
                 time.sleep(POLL_SECONDS)
+
+    def _touch(self) -> None:
+        """Tell the daemon that a script waits: it need not yield."""
+        with contextlib.suppress(OSError):
+            daemon.urgent_path(self._session.settings).touch()
 
     # ---- called on the background thread ---------------------------------------------------------------
 

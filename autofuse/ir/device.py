@@ -1,6 +1,6 @@
 """The machine that decisions are keyed by.
 
-In: /proc/cpuinfo and the affinity of this process. Out: a `DeviceInfo` and the versions text.
+In: /proc/cpuinfo and the affinity of this process. Out: a `DeviceInfo`. Torch-free: the daemon asks the same question.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ import os
 import platform
 from pathlib import Path
 
-import torch
-
-from autofuse.codegen.generator import CODEGEN_VERSION
 from autofuse.ir.records import DeviceInfo
 
 _ISA = (("avx512f", "avx512"), ("avx2", "avx2"), ("avx", "avx"), ("asimd", "neon"), ("sse2", "sse2"))
@@ -22,11 +19,6 @@ def cpu_device() -> DeviceInfo:
     name, flags = _cpuinfo()
     isa = next((isa for flag, isa in _ISA if flag in flags), platform.machine())
     return DeviceInfo("cpu", name, len(os.sched_getaffinity(0)), isa)
-
-
-def versions() -> str:
-    """What besides the device a decision depends on: torch's minor version and the code generator's."""
-    return f"torch {'.'.join(torch.__version__.split('.')[:2])}, codegen {CODEGEN_VERSION}"
 
 
 def _cpuinfo() -> tuple[str, frozenset[str]]:
