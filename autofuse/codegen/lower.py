@@ -177,10 +177,7 @@ def lower(form: NodeForm) -> LoopKernel:
     context.infer_all()
     stores = context.pull_outputs()
     params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
-    params += [
-        Param(f"{ref.name}" if not ref.index else f"{ref.name}_{ref.index}", context.spec(ref).dtype, True)
-        for ref in form.outputs
-    ]
+    params += [Param(f"o{n}", context.spec(ref).dtype, True) for n, ref in enumerate(form.outputs)]
     ops = "_".join(dict.fromkeys(_short(op) for op in form.operations if RULES[op.target].counts))
     return schedule(
         nodes=context.builder.nodes,

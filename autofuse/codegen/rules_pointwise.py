@@ -310,9 +310,12 @@ def _hardswish_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
     return b.select(b.compare("le", x, -3), 0, b.where(b.compare("ge", x, 3), grad, middle), to)
 
 
+_FLOAT_SIXTH = 0.1666666716337204  # aten's kernel divides in float, for double too
+
+
 def _hardsigmoid_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
     inside = b.apply("and", b.compare("gt", x, -3), b.compare("lt", x, 3))
-    return b.select(inside, b.mul(grad, 1 / 6), 0, to)
+    return b.select(inside, b.mul(grad, _FLOAT_SIXTH), 0, to)
 
 
 def _log_sigmoid_backward(b: Builder, to: str, grad: Val, x: Val, buffer: Val) -> Val:
