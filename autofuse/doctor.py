@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from autofuse.codegen.build import compile_source, find_toolchain
+from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
 from autofuse.settings import Settings
@@ -165,4 +166,10 @@ def _check_daemon(settings: Settings) -> Finding:
     from autofuse.tuner import daemon  # here, so that a broken tuner is a finding and not the end of the examination
 
     state = daemon.status(settings)
-    return Finding("daemon", True, f"running: {state}" if state else "not running; 'autofuse run' starts it", "", False)
+    return Finding("daemon", True, _daemon_line(state), "", False)
+
+
+def _daemon_line(state: DaemonState | None) -> str:
+    if state is None:
+        return "not running; 'autofuse run' starts it when there is work"
+    return f"process {state.pid}, {state.state}, {state.queued} queued"

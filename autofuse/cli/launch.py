@@ -38,8 +38,8 @@ def launch(job: RunJob) -> int:
 def _begin(settings: Settings, command: str) -> Session | None:
     try:
         # Imported here: they bring torch, which no other command may load.
-        from autofuse.process_settings import apply_process_settings, resolve
         from autofuse.ir.device import cpu_device
+        from autofuse.process_settings import apply_process_settings, resolve
         from autofuse.runtime.session import start_session
 
         settings = resolve(settings, command, cpu_device().key)

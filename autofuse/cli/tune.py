@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +14,9 @@ from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import err_console, out_console
 from autofuse.execute import Target, check_target
 from autofuse.settings import Settings
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 EPILOG = """\
 \b
@@ -65,24 +71,40 @@ def command(
 
 def _drain(settings: Settings) -> None:
     # Here and below: what a command works with is imported when it works, not when it prints its help.
-    from autofuse.report.progress import TuningProgress
     from autofuse.tuner import daemon
 
-    with TuningProgress(0, quiet=settings.run.quiet) as progress:
-        done = daemon.drain(settings, progress.update)
-    out_console().print(f"{done} nodes tuned; the queue is empty. Next: autofuse report")
+    with _progress("tuning", None) as (progress, task):
+        done = daemon.drain(settings, lambda done, total: progress.update(task, completed=done, total=total))
+    nodes = "1 request" if done == 1 else f"{done} requests"
+    click.echo(f"{nodes} tuned; the queue is empty. Next: autofuse report")
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar with an estimate on stderr, off where that is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = err_console()
+    columns = (TextColumn(f"autofuse: {what}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield progress, progress.add_task(what, total=total)
 
 
 def _measure(settings: Settings, target: Target, steps: int) -> None:
-    from rich.progress import Progress
-
     from autofuse.db.store import Store
-    from autofuse.process_trial import measure_malloc
     from autofuse.ir.device import cpu_device
+    from autofuse.process_trial import measure_malloc
 
-    console = err_console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("autofuse: measuring", total=steps)
+    with _progress("measuring", steps) as (progress, task):
         trial, pairs = measure_malloc(
             target,
             steps=steps,
