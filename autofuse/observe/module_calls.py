@@ -32,6 +32,8 @@ PLAIN: Final = None  # inside a root call: run the module as always
 
 class _Thread(threading.local):
     answer: Answer | bool | None = OUTSIDE
+    # The caller reads twice, "is it None?" and then to call it: (frame, module, runner) of the first read.
+    granted: tuple[int, torch.nn.Module, CallRunner] | None = None
 
 
 thread = _Thread()
@@ -69,11 +71,20 @@ class _ModuleCallHook:
         if answer is None or module is None:
             return None
         # Anyone else who reads the attribute (inspect, pickle, jit) finds None, as without us.
-        if sys._getframe(1).f_code is not _CALL_CODE:
+        frame = sys._getframe(1)
+        if frame.f_code is not _CALL_CODE:
             return None
-        if answer is False:
-            return None if _ask_root is None else _ask_root(module)
-        return answer(module)  # type: ignore[operator]
+        if answer is not False:
+            return answer(module)  # type: ignore[operator]
+        granted = thread.granted
+        if granted is not None:
+            thread.granted = None
+            if granted[1] is module and granted[0] == id(frame):
+                return granted[2]  # the second read must not change its mind, whatever another thread did since
+        runner = None if _ask_root is None else _ask_root(module)
+        if runner is not None:
+            thread.granted = (id(frame), module, runner)
+        return runner
 
 
 _HOOK = _ModuleCallHook()

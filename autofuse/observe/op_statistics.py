@@ -12,8 +12,23 @@ from typing import Any, Literal
 
 from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.observe.config import ObserverConfig
-from autofuse.observe.profile import OpKey, OpTotals, StepProfile
+from autofuse.observe.profile import StepProfile
 from autofuse.observe.statistics import HeavyHitters, Leaf, ShapeStatistics
+
+
+class _Total:
+    """One kind of call over the run."""
+
+    __slots__ = ("calls", "description", "producers", "time_ns")
+
+    def __init__(self, description: tuple[Any, ...], producers: tuple[Any, ...]) -> None:
+        self.description = description
+        self.producers = producers
+        self.calls = 0
+        self.time_ns = 0
+
+
+_Kind = tuple[Any, str, str, int]  # op, module, phase, number of the description
 
 
 class OpStatistics:
@@ -21,8 +36,10 @@ class OpStatistics:
 
     def __init__(self, config: ObserverConfig) -> None:
         self._config = config
-        self._kinds: HeavyHitters[OpKey] = HeavyHitters(config.max_kinds)
-        self._totals: dict[OpKey, OpTotals] = {}
+        self._kinds: HeavyHitters[_Kind] = HeavyHitters(config.max_kinds)
+        self._totals: dict[_Kind, _Total] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}  # descriptions, numbered: cheap to hash in kinds
+        self._next_number = 0
         self._shapes: dict[Any, ShapeStatistics] = {}
         self.untracked_calls = 0  # of ops beyond ``max_owners``, without a histogram
 
@@ -31,26 +48,43 @@ class OpStatistics:
         # A full table always has something "new"; that is no reason to keep looking.
         room = not self._kinds.is_full
         learnt = False
-        by_shape: dict[tuple[Any, Any], int] = {}
-        for key, totals in profile.ops.items():
-            known = self._totals.get(key)
+        number_of: dict[int, int] = {}  # by identity, within this step
+        by_shape: dict[tuple[Any, int], list[Any]] = {}
+        for (op, module, phase, identity), totals in profile.ops.items():
+            number = number_of.get(identity)
+            if number is None:
+                number = number_of[identity] = self._number(totals.description)
+            kind = (op, module, phase, number)
+            known = self._totals.get(kind)
             if known is None:
                 learnt = True
-                known = self._totals[key] = OpTotals(producers=totals.producers)
+                known = self._totals[kind] = _Total(totals.description, totals.producers)
             known.calls += totals.calls
             known.time_ns += totals.time_ns
-            gone = self._kinds.add(key, totals.calls)
+            gone = self._kinds.add(kind, totals.calls)
             if gone is not None:
                 del self._totals[gone]
-            site = (key[0], key[3])
-            by_shape[site] = by_shape.get(site, 0) + totals.calls
-        for (op, description), calls in by_shape.items():
+            seen = by_shape.get((op, identity))
+            if seen is None:
+                by_shape[op, identity] = [totals.calls, totals.description]
+            else:
+                seen[0] += totals.calls
+        for (op, _), (calls, description) in by_shape.items():
             shapes = self._shapes.get(op) or self._add_op(op)
             if shapes is None:
                 self.untracked_calls += calls
             else:
                 shapes.add(_leaves(description), calls)
+        if len(self._numbers) > 4 * self._config.max_kinds:
+            self._numbers = {total.description: kind[3] for kind, total in self._totals.items()}
         return learnt and room
+
+    def _number(self, description: tuple[Any, ...]) -> int:
+        number = self._numbers.get(description)
+        if number is None:
+            number = self._numbers[description] = self._next_number
+            self._next_number += 1
+        return number
 
     def _add_op(self, op: Any) -> ShapeStatistics | None:
         if len(self._shapes) >= self._config.max_owners:
@@ -70,7 +104,7 @@ class OpStatistics:
 
     def profiles(self) -> list[OpProfile]:
         """One record per kind of call, longest total time first."""
-        found = [_to_record(key, totals) for key, totals in self._totals.items()]
+        found = [_to_record(kind, total) for kind, total in self._totals.items()]
         return sorted(found, key=lambda record: -record.time_us)
 
     def histograms(self) -> list[DimHistogram]:
@@ -82,9 +116,9 @@ def _leaves(description: Sequence[Any]) -> list[Leaf]:
     return [(f"args[{index}]", tuple(spec[0])) for index, spec in enumerate(description[:-2]) if spec is not None]
 
 
-def _to_record(key: OpKey, totals: OpTotals) -> OpProfile:
-    op, module, phase, description = key
-    specs, device = description[:-2], description[-1]
+def _to_record(kind: _Kind, total: _Total) -> OpProfile:
+    op, module, phase, _ = kind
+    specs, device = total.description[:-2], total.description[-1]
     described = [spec for spec in specs if spec is not None]
     return OpProfile(
         overload=str(op),
@@ -94,9 +128,9 @@ def _to_record(key: OpKey, totals: OpTotals) -> OpProfile:
         dtypes=tuple(str(spec[1]).removeprefix("torch.") for spec in described),
         strides=tuple(tuple(spec[2]) for spec in described),
         device="" if device is None else str(device),
-        calls=totals.calls,
-        time_us=totals.time_ns / 1e3,
-        producers=_names(totals.producers),
+        calls=total.calls,
+        time_us=total.time_ns / 1e3,
+        producers=_names(total.producers),
     )
 
 

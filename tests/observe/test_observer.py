@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -371,3 +373,76 @@ def test_stop_in_mid_step_takes_everything_off() -> None:
     assert nn.Module._compiled_call_impl is None
     model(torch.randn(2, 8))
     assert watch.observer.profiles()
+
+
+def test_a_root_inside_a_custom_op() -> None:
+    """Our own handler is running further up: the mode cannot be taken off the stack there, and is later."""
+    inner = MLP().eval()
+
+    @torch.library.custom_op("autofuse_test::through_module", mutates_args=())
+    def through_module(x: torch.Tensor) -> torch.Tensor:
+        return inner(x).clone()
+
+    class Outer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.autofuse_test.through_module(x) + 1
+
+    def script() -> list[torch.Tensor]:
+        outer = Outer()
+        with torch.no_grad():
+            return [
+                torch.ops.autofuse_test.through_module(x) + outer(x) + inner(x) for x in torch.randn(4, 2, 8).unbind()
+            ]
+
+    torch.manual_seed(0)
+    expected = script()
+    torch.manual_seed(0)
+    with watching() as watch:
+        found = script()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert {"Outer", "MLP"} <= set(watch.calls)
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        self.model = MLP().eval()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with torch.no_grad():
+            row = self.model(torch.full((1, 8), float(index)))[0]
+        return row, torch._C._len_torch_dispatch_stack()
+
+
+def test_data_loader_workers_are_not_watched() -> None:
+    rows, model = Rows(), MLP()
+    expected = torch.stack([rows[index][0] for index in range(6)])
+    with watching() as watch:
+        model(torch.randn(2, 8)).sum().backward()
+        assert watch.observer.is_sampling
+        found = list(torch.utils.data.DataLoader(rows, batch_size=2, num_workers=2))
+    assert torch.equal(torch.cat([batch for batch, _ in found]), expected)
+    assert all(int(depth.max()) == 0 for _, depth in found)
+    assert watch.calls == ["MLP"]
+
+
+ENDS = {
+    "with an exception": "raise ValueError('mine')",
+    "with an exit code": "import sys; sys.exit(3)",
+    "inside a mode and a thread": "Count().__enter__(); threading.Thread(target=model, args=(torch.ones(2, 8),)).start()",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_that_ends_in_mid_step(end: str) -> None:
+    text = (
+        "import threading, torch; from tests.observe.harness import *; from tests.observe.test_mode import Count\n"
+        "watch = Watch(); watch.tracker.install(); model = MLP()\n"
+        "model(torch.ones(2, 8)).sum().backward(); assert watch.observer.is_sampling; print('ran')\n" + ENDS[end]
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ran\n"
+    assert done.returncode == {"with an exception": 1, "with an exit code": 3}.get(end, 0), done.stderr
+    assert ("ValueError: mine" in done.stderr) == (end == "with an exception")
