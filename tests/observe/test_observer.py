@@ -431,7 +431,7 @@ def test_data_loader_workers_are_not_watched() -> None:
 ENDS = {
     "with an exception": "raise ValueError('mine')",
     "with an exit code": "import sys; sys.exit(3)",
-    "inside a mode and a thread": "Count().__enter__(); threading.Thread(target=model, args=(torch.ones(2, 8),)).start()",
+    "inside a mode": "Count().__enter__(); threading.Thread(target=model, args=(torch.ones(2, 8),)).start()",
 }
 
 
