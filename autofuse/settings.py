@@ -1,12 +1,12 @@
-"""Every setting of autofuse, declared once; the only reader of environment variables and TOML files.
+"""The values of all settings; the only reader of environment variables and TOML files.
 
 In: command-line values, ``AUTOFUSE_*`` variables, ``autofuse.toml`` or ``[tool.autofuse]`` of the project, the user's
-own ``autofuse.toml``, an effort profile, the defaults below; the first that names a setting decides.
+own ``autofuse.toml``, an effort profile, the defaults of ``setting_groups``; the first that names a setting decides.
 Out: a frozen ``Settings`` whose groups are attributes (``settings.tuner.trials``) and which knows where each value
 came from (``settings.origin("tuner.trials")``).
 Guarantee: an unknown key or a value out of range is a ``SettingsError`` that says what was expected, what was found and
 what to type; an unknown ``AUTOFUSE_*`` variable is only a warning, for it may belong to another version.
-Imports neither torch nor anything else of ours but the errors.
+Imports no torch, and of ours only the errors and the declarations.
 """
 
 from __future__ import annotations
@@ -25,153 +25,19 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from autofuse.errors import SettingsError
+from autofuse.setting_groups import (
+    CacheSettings,
+    CaptureSettings,
+    FusionSettings,
+    Group,
+    ObserveSettings,
+    ProcessSettings,
+    RunSettings,
+    TunerSettings,
+)
 
 PROFILE_FOLDER = Path(__file__).with_name("configs")
 PROJECT_FILE = "autofuse.toml"
-
-# ---- declarations -------------------------------------------------------------------------------
-
-
-def declare(default: Any, doc: str, *, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
-    """One setting: default, help, unit, and the inclusive range of a number."""
-    return Field(default=default, description=doc, ge=low, le=high, json_schema_extra={"unit": unit})
-
-
-class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-def default_store() -> Path:
-    """Where results are kept unless told otherwise."""
-    return platformdirs.user_data_path("autofuse") / "store.sqlite3"
-
-
-class RunSettings(_Group):
-    """How a script is run."""
-
-    tune: Literal["background", "wait", "after", "off"] = declare(
-        "background",
-        "When kernels are tuned: beside the running script, by pausing it, when it has ended, or never.",
-    )
-    frozen: bool = declare(False, "Use stored decisions only; nothing is queued for tuning.")
-    disable: bool = declare(False, "Run the script as if autofuse were not there.")
-    store: Path = Field(default_factory=default_store, description="The SQLite file that keeps all results.")
-    cc: str = declare("", "C compiler; empty looks for cc, gcc and clang. CC is read where AUTOFUSE_CC is not set.")
-    debug: int = declare(
-        0, "1 routes, 2 timings, 3 plan with reasons, 4 source, 5 graphs, 6 compiler output.", low=0, high=6
-    )
-    check: bool = declare(False, "Compare every routed call with eager. Slow; for hunting a wrong kernel.")
-    fuel: int | None = declare(
-        None, "At most this many fusions, to find a wrong one by halving; none: no limit.", low=0
-    )
-    quiet: bool = declare(False, "Print nothing of our own on stderr.")
-    profile: str = declare("default", "Effort: quick, default or thorough.")
-
-
-class ObserveSettings(_Group):
-    """How operators and shapes are watched."""
-
-    enabled: bool = declare(True, "Watch operators and shapes; without it nothing new is learnt.")
-    sample_every: int = declare(16, "One of this many calls of a module is observed in full.", unit="calls", low=1)
-    min_samples: int = declare(2, "Observed calls before a module can be captured.", unit="calls", low=1)
-    max_overhead_percent: float = declare(
-        1.0, "The observer slows down or stops beyond this share of run time.", unit="%", low=0.0, high=100.0
-    )
-    max_shapes: int = declare(
-        64, "Distinct shapes kept per operator and per module; the rest is only counted.", unit="shapes", low=1
-    )
-
-
-class CaptureSettings(_Group):
-    """When a module is captured as a graph."""
-
-    predicted_seconds_per_op: float = declare(
-        0.02, "Expected cost of capture per operator, until measured.", unit="s", low=0.0
-    )
-    max_seconds: float = declare(
-        120.0, "A module whose capture is expected to take longer stays eager.", unit="s", low=0.0
-    )
-    min_root_us: float = declare(500.0, "Modules faster than this per call stay eager.", unit="µs", low=0.0)
-    max_failures: int = declare(
-        1, "Failed captures of one module before it stays eager for good.", unit="failures", low=1
-    )
-    release_factor: float = declare(
-        1.05, "A captured module this much slower than held-out eager is released to eager.", unit="x", low=1.0
-    )
-    held_out_share: float = declare(
-        0.015, "Share of calls that keep running the original module, so that gain is measured.", low=0.0, high=0.5
-    )
-    recompile_limit: int = declare(
-        8, "Graphs kept for one module before further shapes run eager.", unit="graphs", low=1
-    )
-
-
-class FusionSettings(_Group):
-    """Which operators are fused."""
-
-    enabled: bool = declare(True, "Fuse at all.")
-    enable_elementwise: bool = declare(True, "Chains of element-wise operators.")
-    enable_reduction: bool = declare(True, "Reductions, softmax and normalisations with the work around them.")
-    enable_matmul: bool = declare(False, "Matrix products with their bias and activation; not generated yet.")
-    enable_conv: bool = declare(False, "Convolutions with normalisation and activation; not generated yet.")
-    enable_attention: bool = declare(False, "Attention as one kernel; not generated yet.")
-    max_fusion_size: int = declare(
-        32, "Operators in one fused kernel at most, views not counted.", unit="operators", low=2, high=256
-    )
-    min_fusion_benefit: float = declare(
-        1.0, "Estimated speedup below which a fusion is not tried.", unit="x", low=0.01, high=100.0
-    )
-    min_tensor_size: int = declare(0, "Fusions whose largest tensor is smaller are not made.", unit="elements", low=0)
-    cpu_fusion: bool = declare(True, "Fuse what runs on the CPU.")
-    cuda_fusion: bool = declare(True, "Fuse what runs on a GPU.")
-    enabled_patterns: tuple[str, ...] | None = declare(
-        None, "Names of the custom patterns that apply, separated by commas; none: all of them."
-    )
-
-
-class TunerSettings(_Group):
-    """How much effort the search for kernels may take."""
-
-    trials: int = declare(24, "Configurations tried per node and bucket.", unit="trials", low=1, high=100_000)
-    budget_seconds: float = declare(
-        120.0, "Tuning time per run: how long 'wait' pauses and how long the daemon works on it.", unit="s", low=0.0
-    )
-    job_seconds: float = declare(15.0, "Tuning time for one node in one bucket.", unit="s", low=0.0)
-    cpu_percent: float = declare(
-        50.0, "Share of one core that the daemon may use beside a running script.", unit="%", low=1.0, high=100.0
-    )
-    memory_bytes: int = declare(2 << 30, "Memory that the tuning worker may use.", unit="bytes", low=64 << 20)
-    margin: float = declare(0.03, "Gain over eager that a kernel must show to win.", low=0.0, high=1.0)
-    rounds: int = declare(
-        15, "Interleaved timing rounds for the candidates that survive screening.", unit="rounds", low=3
-    )
-    idle_exit_seconds: float = declare(300.0, "The daemon ends after this long without work.", unit="s", low=0.0)
-    compile_timeout_seconds: float = declare(
-        60.0, "A compiler run that takes longer counts as failed.", unit="s", low=0.1
-    )
-    worker_timeout_seconds: float = declare(
-        60.0, "A candidate that takes longer is killed and recorded as a timeout.", unit="s", low=0.1
-    )
-    nice: int = declare(19, "Scheduling priority of daemon and worker; 19 yields to everything.", low=0, high=19)
-
-
-class ProcessSettings(_Group):
-    """What is set for the whole process; measured and reported apart from fusion."""
-
-    malloc: Literal["auto", "on", "off"] = declare(
-        "auto", "Keep freed memory instead of returning it (glibc); auto: where it was measured to win."
-    )
-    threads: int | None = declare(
-        None, "Threads that torch computes with; none leaves torch's own choice.", unit="threads", low=1
-    )
-
-
-class CacheSettings(_Group):
-    """How much the store keeps."""
-
-    max_bytes: int = declare(
-        512 << 20, "Kernels kept in the store; the least used go first.", unit="bytes", low=1 << 20
-    )
 
 
 def as_text(value: Any) -> str:
@@ -264,10 +130,10 @@ class Settings(BaseModel):
         return [text for name, value in values.items() for text in ("--set", f"{name}={as_text(value)}")]
 
 
-def _groups() -> dict[str, type[_Group]]:
-    found: dict[str, type[_Group]] = {}
+def _groups() -> dict[str, type[Group]]:
+    found: dict[str, type[Group]] = {}
     for name, info in Settings.model_fields.items():
-        assert isinstance(info.annotation, type) and issubclass(info.annotation, _Group)
+        assert isinstance(info.annotation, type) and issubclass(info.annotation, Group)
         found[name] = info.annotation
     return found
 
