@@ -65,7 +65,8 @@ def evaluate(dim: Dim, values: Mapping[str, int]) -> int:
         return int(function(*[values[name] for name in names]))
     except KeyError:
         missing = sorted(name for name in names if name not in values)
-        raise ShapeError(f"expected values for {missing}, found only {sorted(values)}; bind those symbols too") from None
+        message = f"expected values for {missing}, found only {sorted(values)}; bind those symbols too"
+        raise ShapeError(message) from None
 
 
 @functools.lru_cache(maxsize=65536)

@@ -30,6 +30,8 @@ from autofuse.pipeline import backend as autofuse_backend
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
+# After so many calls of one and the same shape, a waiting run takes it for the only one.
+CALLS_OF_ONE_SHAPE = 3
 # A released root must have lost to this many held-out calls; below that the difference may be noise.
 PAIRS_BEFORE_RELEASE = 12
 # A Dynamo graph break a call is what a log line costs, and the module around it is then traced twice.
@@ -228,8 +230,9 @@ class Root:
             max_seconds=capture.max_seconds,
             failures=self.failures,
             max_failures=capture.max_failures,
+            # At once, but not blind: a first trace of one shape only would be thrown away at the next.
             at_once=session.mode == "wait",
-            min_calls=1,
+            min_calls=1 if observer.dynamic_dims(self.key) else CALLS_OF_ONE_SHAPE,
             call_us=typical * 1e6 if typical is not None else None,
             known=self.roots.known.get(self.key),
         )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autofuse.capture.random_ops import use_generator
 from autofuse.codegen.bernoulli import make_bernoulli
@@ -156,7 +157,8 @@ class Session:
             return
         self._generator_ready = True
         try:
-            use_generator(make_bernoulli(self.toolchain))
+            with _disable_current_modes():  # capture runs under a fake-tensor mode; the proof needs real tensors
+                use_generator(make_bernoulli(self.toolchain))
         except Exception as error:
             self.report_fallback("generator_unusable", "dropout masks come from aten", error)
 

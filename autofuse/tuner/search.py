@@ -8,10 +8,11 @@ a small space is enumerated, a large one sampled; the search ends when it stops 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from math import prod
 
 import optuna
-from optuna.samplers import BaseSampler, BruteForceSampler, TPESampler
+from optuna.samplers import TPESampler
 from optuna.trial import TrialState
 
 from autofuse.codegen.knobs import Knob
@@ -30,15 +31,18 @@ class ConfigSearch:
         self._choices = {knob.name: knob.choices for knob in knobs}
         self.cardinality = prod(len(knob.choices) for knob in knobs)
         self._trials = min(trials, self.cardinality)
-        sampler: BaseSampler = TPESampler(seed=seed, multivariate=True, n_startup_trials=max(4, self._trials // 4))
-        if self.cardinality <= trials:
-            sampler = BruteForceSampler(seed=seed)
+        sampler = TPESampler(seed=seed, multivariate=True, n_startup_trials=max(4, self._trials // 4))
         self._study = optuna.create_study(sampler=sampler, direction="minimize")
         self._open: dict[Config, optuna.trial.Trial] = {}
         self._told: dict[Config, float | None] = {}
         self._since_best = 0
         self._seeds = [s for s in dict.fromkeys(seeds) if self._fits(s)]
-        for config in self._seeds:
+        first = list(self._seeds)
+        if self.cardinality <= trials:  # small enough to try everything; Optuna's own enumeration needs its own loop
+            names = [knob.name for knob in self._knobs]
+            every = product(*(knob.choices for knob in self._knobs))
+            first += [make_config(dict(zip(names, values, strict=True))) for values in every]
+        for config in dict.fromkeys(first):
             self._study.enqueue_trial(dict(config), skip_if_exists=True)
 
     def _fits(self, config: Config) -> bool:

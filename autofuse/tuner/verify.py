@@ -96,10 +96,11 @@ def _output_error(index: int, eager: torch.Tensor, reference: torch.Tensor, foun
             raise Wrong(f"output {index} ({eager.dtype}) differs from eager's")
         return 0.0
     e, r, f = eager.double(), reference.double(), found.double()
-    for name, test in (("NaN", torch.isnan), ("+Inf", torch.isposinf), ("-Inf", torch.isneginf)):
-        if not torch.equal(test(e), test(f)):
-            raise Wrong(f"output {index} has {name} where eager has none, or none where eager has it")
-    finite = torch.isfinite(e) & torch.isfinite(r)
+    # Where eager itself disagrees with float64 (gelu(inf) is NaN in float32 on some CPUs), either answer is right.
+    kinds, rounded = _kind(e), _kind(reference.to(eager.dtype))
+    if not bool(((_kind(f) == kinds) | (_kind(f) == rounded)).all()):
+        raise Wrong(f"output {index} has NaN or Inf where eager has none, or none where eager has it")
+    finite = torch.isfinite(e) & torch.isfinite(r) & torch.isfinite(f)
     if not bool(finite.any()):
         return 0.0
     e, r, f = e[finite], r[finite], f[finite]
@@ -112,6 +113,11 @@ def _output_error(index: int, eager: torch.Tensor, reference: torch.Tensor, foun
             raise Wrong(f"output {index}: {name} error {its:.3g}, eager's own {own:.3g}, scale {scale:.3g}")
         worst = max(worst, its / max(own, floor))
     return worst
+
+
+def _kind(values: torch.Tensor) -> torch.Tensor:
+    """0 finite, 1 NaN, 2 +Inf, 3 -Inf."""
+    return values.isnan() * 1 + values.isposinf() * 2 + values.isneginf() * 3
 
 
 def _largest(values: torch.Tensor) -> float:
