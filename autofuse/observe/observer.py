@@ -29,6 +29,7 @@ from autofuse.observe.signatures import call_signature, tensor_leaves
 from autofuse.observe.statistics import PendingCalls, ShapeStatistics
 from autofuse.observe.step import StepRecorder
 
+_OTHER_CALLS = 8  # this many times more calls of other roots, and the anchor is thought to be called no more
 _KEPT_SAMPLES = 16  # sampled steps of a root whose medians are given
 
 
@@ -50,12 +51,13 @@ class Observer:
     def __init__(self, config: ObserverConfig | None = None) -> None:
         self._config = config or ObserverConfig()
         self._sampler = Sampler(self._config)
-        self._recorder = StepRecorder(self._config.max_events_per_step)
+        self._recorder = StepRecorder(self._config.max_events_per_step, self._config.max_step_seconds)
         self._ops = OpStatistics(self._config)
         self._roots: dict[str, _Root] = {}
         self._lock = threading.RLock()
         self._anchor: str | None = None  # root whose next call ends the step
         self._anchor_calls = 0
+        self._other_calls = 0  # of other roots since the anchor's last call
         self._entered = False  # a root call of the step is in progress
         self._wants_backward = False  # gradients are on in the anchor's calls
         self._stopped = False
@@ -122,7 +124,16 @@ class Observer:
 
     def decide(self, root: str) -> None:
         """The root is captured or stays eager for good: sampling it has no more use."""
-        self._sampler.decide(root)
+        with self._lock:
+            self._sampler.decide(root)
+            # The session need not tell of this root's calls any more, so the step would never end.
+            if root == self._anchor and self._recorder.is_mine and not self._stopped:
+                began = time.perf_counter()
+                try:
+                    self._finish_step()
+                except Exception:
+                    self._give_up()
+                self._sampler.spend(time.perf_counter() - began)
 
     def reopen(self, root: str) -> None:
         """The root is open again (released from its graph, or its shapes drifted): sample it again."""
@@ -244,10 +255,12 @@ class Observer:
             if not recorder.is_recording:
                 if not recorder.begin():
                     return
-                self._anchor, self._anchor_calls = root, 0
+                self._anchor, self._anchor_calls, self._other_calls = root, 0, 0
                 self._wants_backward = torch.is_grad_enabled() and not self._runs_forward_only(root)
             if root == self._anchor:
-                self._anchor_calls += 1
+                self._anchor_calls, self._other_calls = self._anchor_calls + 1, 0
+            else:
+                self._other_calls += 1
             self._entered = True
             recorder.enter_root(root, module)
 
@@ -260,7 +273,7 @@ class Observer:
         if time.perf_counter() - self._recorder.began > self._config.max_step_seconds:
             return True
         if root != self._anchor:
-            return False
+            return self._other_calls >= _OTHER_CALLS * self._config.max_calls_per_step
         waits = self._wants_backward and not self._recorder.saw_backward
         return not waits or self._anchor_calls >= self._config.max_calls_per_step
 

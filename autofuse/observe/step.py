@@ -28,8 +28,9 @@ _MAX_LEFTOVERS = 8
 class StepRecorder:
     """The recorder of one run; at most one step is being recorded, in one thread."""
 
-    def __init__(self, max_events: int) -> None:
+    def __init__(self, max_events: int, max_seconds: float) -> None:
         self._max_events = max_events
+        self._max_seconds = max_seconds
         self._mode: ObserverMode | None = None
         self._thread = 0
         self._open_root: str | None = None
@@ -61,7 +62,7 @@ class StepRecorder:
         # Under a mode each call passes the dispatcher twice and would stand twice in the user's own profile.
         if self._mode is not None or self.fault is not None or torch.autograd._profiler_enabled():
             return False
-        mode = ObserverMode(self._max_events)
+        mode = ObserverMode(self._max_events, self._max_seconds)
         if not attach(mode):
             return False
         mode.recording = True

@@ -282,6 +282,26 @@ def test_decided_roots_are_not_sampled_and_modes_are_gone() -> None:
         assert watch.observer.sampled_steps(root_key(model)) == before
 
 
+def test_deciding_the_root_of_the_step_ends_it() -> None:
+    model = MLP()
+    with watching() as watch:
+        model(torch.randn(2, 8)).sum().backward()
+        assert torch._C._len_torch_dispatch_stack() == 1
+        watch.observer.decide(root_key(model))
+        assert torch._C._len_torch_dispatch_stack() == 0
+        assert watch.observer.ops_in_forward(root_key(model))
+
+
+def test_a_root_that_is_called_no_more_does_not_hold_the_step_open() -> None:
+    model, other = MLP(), nn.ReLU()
+    config = ObserverConfig(first_steps=1, skip_steps=0, max_calls_per_step=1, max_overhead_percent=100.0)
+    with watching(config) as watch, torch.no_grad():
+        model(torch.randn(2, 8))
+        for _ in range(12):
+            other(torch.randn(2, 8))
+        assert watch.observer.sampled_steps(root_key(model)) == 1
+
+
 def test_the_users_profiler_keeps_the_mode_away() -> None:
     model = MLP()
     with watching() as watch:
