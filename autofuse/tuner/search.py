@@ -43,7 +43,8 @@ class ConfigSearch:
             every = product(*(knob.choices for knob in self._knobs))
             first += [make_config(dict(zip(names, values, strict=True))) for values in every]
         for config in dict.fromkeys(first):
-            self._study.enqueue_trial(dict(config), skip_if_exists=True)
+            values = {name: _encode(self._choices[name], value) for name, value in config}
+            self._study.enqueue_trial(values, skip_if_exists=True)
 
     def _fits(self, config: Config) -> bool:
         """Whether a configuration from elsewhere lies in this space."""
@@ -57,8 +58,7 @@ class ConfigSearch:
         while len(found) < count and not self._is_over(len(found)) and attempts < 8 * count:
             attempts += 1
             trial = self._study.ask()
-            values = {knob.name: trial.suggest_categorical(knob.name, list(knob.choices)) for knob in self._knobs}
-            config = make_config(values)
+            config = make_config({knob.name: _suggest(trial, knob) for knob in self._knobs})
             if config in self._told:
                 # The sampler repeats itself: give it the known answer.
                 self._finish(trial, self._told[config])
@@ -99,6 +99,22 @@ class ConfigSearch:
         """Answered configurations, fastest first."""
         answered = [(config, us) for config, us in self._told.items() if us is not None]
         yield from sorted(answered, key=lambda item: item[1])
+
+
+def _suggest(trial: optuna.trial.Trial, knob: Knob) -> int | str | bool:
+    """A choice. Numbers have an order that a sampler can learn from, so it picks their index."""
+    if _is_ordered(knob.choices):
+        return knob.choices[trial.suggest_int(knob.name, 0, len(knob.choices) - 1)]
+    choice: int | str | bool = trial.suggest_categorical(knob.name, list(knob.choices))
+    return choice
+
+
+def _encode(choices: tuple[int | str | bool, ...], value: int | str | bool) -> int | str | bool:
+    return choices.index(value) if _is_ordered(choices) else value
+
+
+def _is_ordered(choices: tuple[int | str | bool, ...]) -> bool:
+    return all(isinstance(choice, int) and not isinstance(choice, bool) for choice in choices)
 
 
 def replay(knobs: Sequence[Knob], recorded: dict[Config, float], seeds: Iterable[Config], trials: int) -> ConfigSearch:

@@ -26,6 +26,7 @@ class Comparison:
     speedup: float  # median of the paired ratios eager / candidate
     low: float  # 95 % interval of that median
     high: float
+    sure_low: float  # lower end of a 99 % interval: what decides, so that two finalists together err below 1 %
 
 
 def measure_rounds(
@@ -35,7 +36,7 @@ def measure_rounds(
     budget_seconds: float = 2.0,
     clock: Callable[[], float] = perf_counter,
 ) -> list[list[float]]:
-    """Seconds a call, one sample per round for each callable. Stops early when the budget is spent (3 rounds at least)."""
+    """Seconds a call, one sample per round for each callable; after 3 rounds a spent budget ends the race."""
     repeats = []
     for call in calls:  # one call to warm up, one to learn how long it takes
         call()
@@ -62,19 +63,24 @@ def compare(eager: Sequence[float], candidate: Sequence[float]) -> Comparison:
     """Paired comparison of samples from the same rounds."""
     ratios = sorted(e / c for e, c in zip(eager, candidate, strict=True))
     low, high = median_interval(ratios)
+    sure_low, _ = median_interval(ratios, 2.58)
     return Comparison(
         median_us=statistics.median(candidate) * 1e6,
         eager_us=statistics.median(eager) * 1e6,
         speedup=statistics.median(ratios),
         low=low,
         high=high,
+        sure_low=sure_low,
     )
 
 
-def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median of sorted samples, by order statistics; needs no assumption on the noise."""
+def median_interval(ordered: Sequence[float], deviations: float = 1.96) -> tuple[float, float]:
+    """Interval of the median of sorted samples (95 % at 1.96 standard deviations of its rank).
+
+    By order statistics, so no assumption on the shape of the noise.
+    """
     n = len(ordered)
-    half = 1.96 * sqrt(n) / 2
+    half = deviations * sqrt(n) / 2
     low = max(0, int(n / 2 - half))
     high = min(n - 1, int(n / 2 + half + 0.999999))
     return ordered[low], ordered[high]
@@ -82,4 +88,4 @@ def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
 
 def wins(comparison: Comparison, margin: float) -> bool:
     """Whether to switch from eager: the median by the margin, and the whole interval above 1."""
-    return comparison.speedup >= 1.0 + margin and comparison.low > 1.0
+    return comparison.speedup >= 1.0 + margin and comparison.sure_low > 1.0
