@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autofuse.codegen.c_reduce import REDUCERS, Reducer, declare_reductions
+from autofuse.codegen.c_reduce import REDUCERS, Reducer
 from autofuse.codegen.c_scalar import dim_text, expression, literal, load_text, memory_type, store_text
 from autofuse.codegen.dtypes import VALUE_TYPE
-from autofuse.codegen.loops import COST, Access, LoopKernel, Store, regions
+from autofuse.codegen.loops import COST, SINKS, Access, LoopKernel, Store, regions
 from autofuse.codegen.phases import Phase, Plan
 from autofuse.ir.shape import Dim
 
@@ -31,10 +31,13 @@ class Body:
         self.plan = plan
         self.regions = regions(kernel)
         self.parallel = knobs.get("threads", "parallel") == "parallel"
+        self.inline_math = knobs.get("math", "inline") == "inline"
         self.last = kernel.cols[-1]
         self.splits_columns = kernel.kind in ("pointwise", "full") and len(kernel.cols) == 1
         heavy = any(COST.get(v.op, 1) >= 12 for v in kernel.values)
         self.serial_below = 8192 if heavy else 32768
+        self._widened = frozenset(n for p in plan.phases for n in p.widened)
+        self._place = "lin + c" if len(kernel.cols) > 1 else "c"  # a column's place in a row buffer
         self._pointers: dict[Access, str] = {}
         for access in self._accesses():
             name = kernel.params[access.param].name
@@ -58,10 +61,6 @@ class Body:
     def work_text(self) -> str:
         return "nrows * ncols"
 
-    def reductions(self) -> str:
-        used = {(str(v.attr), v.dtype) for v in self.kernel.values if v.op in ("row_reduce", "full_reduce")}
-        return declare_reductions(used)
-
     def _sinks(self, op: str) -> list[int]:
         return [n for n in self.kernel.sinks if self.kernel.values[n].op == op]
 
@@ -70,7 +69,19 @@ class Body:
     def text(self, number: int) -> str:
         """A value where it is used."""
         value = self.kernel.values[number]
-        return literal(value.attr, value.dtype) if value.op == "const" else f"x{number}"
+        if value.op == "const":
+            return literal(value.attr, value.dtype)
+        return f"({self._inline(number)})" if self._is_inlined(number) else f"x{number}"
+
+    def _is_inlined(self, number: int) -> bool:
+        """Truth values inside of column loops are written where they are used: as variables they cost a register."""
+        value = self.kernel.values[number]
+        return value.dtype == "bool" and self.regions[number].cols and value.op not in ("const", *SINKS)
+
+    def _inline(self, number: int) -> str:
+        if number in self._widened:
+            return f"buf{number}[{self._place}] != 0"
+        return self.compute(number)
 
     def compute(self, number: int, c: str = "c") -> str:
         """The C expression that makes a value."""
@@ -87,7 +98,7 @@ class Body:
             return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
         operands = [self.kernel.values[a] for a in value.args]
         plain = [o.op == "const" and o.attr != "nan" for o in operands]
-        return expression(value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain)
+        return expression(value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain, self.inline_math)
 
     def _memory(self, access: Access) -> str:
         return self.kernel.params[access.param].dtype
@@ -116,7 +127,7 @@ class Body:
         return [
             f"{indent}{self.declare(n)}"
             for n in numbers
-            if self.kernel.values[n].op not in ("const", "row_reduce", "col_reduce", "full_reduce", "rows_reduce")
+            if self.kernel.values[n].op not in ("const", "row_reduce", *SINKS) and not self._is_inlined(n)
         ]
 
     def store(self, store: Store, c: str = "c") -> str:
@@ -172,9 +183,9 @@ class Body:
             pieces.append((f"buf{n}", f"ncols * sizeof({VALUE_TYPE[self.kernel.values[n].dtype]})"))
         for n in self._sinks("col_reduce"):
             reducer = self._reducer(n)
-            pieces.append((f"acc{n}", f"ncols * sizeof({reducer.partial_type})"))
-            if reducer.has_total:
-                pieces.append((f"tot{n}", f"ncols * sizeof({reducer.total_type})"))
+            pieces.append((f"acc{n}", f"ncols * sizeof({reducer.accumulator})"))
+            if reducer.widens:
+                pieces.append((f"tot{n}", f"ncols * sizeof({reducer.total})"))
         for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
             pieces.append((f"one{n}", "64"))
         lines, offset = [], "0"
@@ -191,14 +202,14 @@ class Body:
         for n in self._sinks("col_reduce"):
             reducer = self._reducer(n)
             start = f"acc{n}[k] = {reducer.start};"
-            lines.append(f"  {reducer.partial_type}* restrict const acc{n} = ({reducer.partial_type}*)(scratch + at_acc{n});")
-            if reducer.has_total:
-                lines.append(f"  {reducer.total_type}* restrict const tot{n} = ({reducer.total_type}*)(scratch + at_tot{n});")
+            lines.append(f"  {reducer.accumulator}* restrict const acc{n} = ({reducer.accumulator}*)(scratch + at_acc{n});")
+            if reducer.widens:
+                lines.append(f"  {reducer.total}* restrict const tot{n} = ({reducer.total}*)(scratch + at_tot{n});")
                 start += f" tot{n}[k] = 0;"
             lines.append(f"  for (int64_t k = 0; k < ncols; ++k) {{ {start} }}")
         for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
             reducer = self._reducer(n)
-            lines.append(f"  {reducer.total_type} t{n} = {reducer.start};")
+            lines.append(f"  {reducer.total} t{n} = {reducer.start};")
         return lines
 
     # ---- the function of a share of the rows
@@ -245,7 +256,7 @@ class Body:
             lines += self._phase(phase)
         lines += self._declare_all(self.plan.last_row_values, "    ")
         for n in self.plan.row_sinks:
-            lines.append(f"    {self._reducer(n).update_total(f't{n}', self.text(self.kernel.values[n].args[0]))}")
+            lines.append(f"    {self._reducer(n).merge(f't{n}', self.text(self.kernel.values[n].args[0]))}")
         lines += [f"    {self.store(s)}" for s in self.plan.row_stores]
         lines += self._flush("    ", f"if (++pending == {FLUSH}) {{ pending = 0;", "}")
         lines += self._advance(digits)
@@ -277,7 +288,10 @@ class Body:
         lines = self._declare_all(phase.row_values, "    ")
         for n in phase.reductions:
             reducer = self._reducer(n)
-            lines.append(f"    {reducer.total_type} t{n} = {reducer.start};")
+            lines.append(f"    {reducer.total} t{n} = {reducer.start};")
+        scalars = [*phase.reductions, *(n for n in phase.sinks if self.kernel.values[n].op == "full_reduce")]
+        flagged = [n for n in scalars if self._reducer(n).nan_flag]
+        lines += [f"    int32_t nan{n} = 0;" for n in flagged]
         body, depth = self._innermost(phase), "    "
         outer = self.kernel.cols[:-1]
         for d in outer:
@@ -288,12 +302,20 @@ class Body:
             for d in outer[1:]:
                 linear = f"({linear} * n{d} + c{d})"
             lines.append(f"{depth}const int64_t lin = {linear} * n{self.last}; (void)lin;")
-            used = [self.kernel.values[n].attr for n in phase.values] + [s.access for s in phase.stores]
+            used = [self.kernel.values[n].attr for n in (*phase.values, *phase.widened)] + [s.access for s in phase.stores]
             lines += self._column_pointers(depth, [a for a in used if isinstance(a, Access)])
+        for n in phase.widened:
+            stop = f"n{self.last}"
+            source = self.compute(n)
+            lines += [
+                f"{depth}#pragma omp simd",
+                f"{depth}for (int64_t c = 0; c < {stop}; ++c) buf{n}[{self._place}] = {source};",
+            ]
         lines += [f"{depth}{line}" for line in body]
         for _ in outer:
             depth = depth[:-2]
             lines.append(f"{depth}}}")
+        lines += [f"    {self._reducer(n).noted(f't{n}', f'nan{n}')}" for n in flagged]
         for n in phase.reductions:
             value = self.kernel.values[n]
             lines.append(f"    const {VALUE_TYPE[value.dtype]} x{n} = {self._reducer(n).finish(f't{n}')};")
@@ -302,10 +324,11 @@ class Body:
     def _innermost(self, phase: Phase) -> list[str]:
         start, stop = ("c_begin", "c_end") if self.splits_columns else ("0", f"n{self.last}")
         scalars = [*phase.reductions, *(n for n in phase.sinks if self.kernel.values[n].op == "full_reduce")]
-        blocked = [n for n in scalars if self._reducer(n).has_total]
+        blocked = [n for n in scalars if self._reducer(n).widens]
         clauses = "".join(
             f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars
         )
+        clauses += "".join(f" reduction(|:nan{n})" for n in scalars if self._reducer(n).nan_flag)
         inner = [f"  {line}" for line in self._columns(phase)]
         if not blocked:
             return [f"#pragma omp simd{clauses}", f"for (int64_t c = {start}; c < {stop}; ++c) {{", *inner, "}"]
@@ -313,7 +336,7 @@ class Body:
             f"for (int64_t b = {start}; b < {stop}; b += {BLOCK}) {{",
             f"  const int64_t b_end = {stop} - b < {BLOCK} ? {stop} : b + {BLOCK};",
         ]
-        lines += [f"  {self._reducer(n).partial_type} p{n} = 0;" for n in blocked]
+        lines += [f"  {self._reducer(n).accumulator} p{n} = 0;" for n in blocked]
         lines += [f"  #pragma omp simd{clauses}", "  for (int64_t c = b; c < b_end; ++c) {"]
         lines += [f"  {line}" for line in inner]
         lines += ["  }", *(f"  t{n} += p{n};" for n in blocked), "}"]
@@ -321,30 +344,31 @@ class Body:
 
     def _columns(self, phase: Phase) -> list[str]:
         """Statements for one column."""
-        place = "lin + c" if len(self.kernel.cols) > 1 else "c"
+        place = self._place
         lines = []
         for n in sorted((*phase.values, *phase.buffer_reads)):
+            if self._is_inlined(n):
+                continue
             if n in phase.buffer_reads:
                 lines.append(f"const {VALUE_TYPE[self.kernel.values[n].dtype]} x{n} = buf{n}[{place}];")
             elif self.kernel.values[n].op != "const":
                 lines.append(self.declare(n))
             if n in phase.buffer_writes:
                 lines.append(f"buf{n}[{place}] = x{n};")
-        for n in phase.reductions:
+        for n in (*phase.reductions, *phase.sinks):
             reducer, argument = self._reducer(n), self.text(self.kernel.values[n].args[0])
-            lines.append(reducer.update(f"{'p' if reducer.has_total else 't'}{n}", argument))
-        for n in phase.sinks:
-            reducer, argument = self._reducer(n), self.text(self.kernel.values[n].args[0])
-            if self.kernel.values[n].op == "full_reduce":
-                lines.append(reducer.update(f"{'p' if reducer.has_total else 't'}{n}", argument))
-            else:
-                lines.append(reducer.update(f"acc{n}[{place}]", argument))
+            if self.kernel.values[n].op == "col_reduce":
+                lines.append(reducer.merge(f"acc{n}[{place}]", argument))
+                continue
+            lines.append(reducer.update(f"{'p' if reducer.widens else 't'}{n}", argument))
+            if reducer.nan_flag:
+                lines.append(reducer.update_flag(f"nan{n}", argument))
         return [*lines, *(self.store(s) for s in phase.stores)]
 
     # ---- column sums and single results
 
     def _flushed(self) -> list[int]:
-        return [n for n in self._sinks("col_reduce") if self._reducer(n).has_total]
+        return [n for n in self._sinks("col_reduce") if self._reducer(n).widens]
 
     def _flush(self, indent: str, opening: str, closing: str) -> list[str]:
         """Add the column sums of the last rows to their totals."""
@@ -359,7 +383,7 @@ class Body:
     def _finish_share(self) -> list[str]:
         lines = []
         for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
-            lines.append(f"  *({self._reducer(n).total_type}*)(scratch + at_one{n}) = t{n};")
+            lines.append(f"  *({self._reducer(n).total}*)(scratch + at_one{n}) = t{n};")
         return lines
 
     # ---- after the nest
@@ -374,9 +398,9 @@ class Body:
         for n in (*self._sinks("full_reduce"), *self._sinks("rows_reduce")):
             reducer = self._reducer(n)
             lines += [
-                f"  {reducer.total_type} t{n} = {reducer.start};",
+                f"  {reducer.total} t{n} = {reducer.start};",
                 f"  for (int64_t k = 0; k < used; ++k) "
-                f"{reducer.update_total(f't{n}', f'*({reducer.total_type}*)(scratch + k * scratch_bytes + at_one{n})')}",
+                f"{reducer.merge(f't{n}', f'*({reducer.total}*)(scratch + k * scratch_bytes + at_one{n})')}",
                 f"  const {VALUE_TYPE[kernel.values[n].dtype]} x{n} = {reducer.finish(f't{n}')};",
             ]
         per_column = [n for n in plan.post_values if self.regions[n].cols]
@@ -401,14 +425,14 @@ class Body:
         place = "lin + c" if outer else "c"
         for n in self._sinks("col_reduce"):
             reducer = self._reducer(n)
-            array, ctype = (("tot", reducer.total_type) if reducer.has_total else ("acc", reducer.partial_type))
+            array, ctype = (("tot", reducer.total) if reducer.widens else ("acc", reducer.accumulator))
             source = f"(({ctype}*)(scratch + k * scratch_bytes + at_{array}{n}))[{place}]"
             lines += [
                 f"{depth}  {ctype} t{n} = {reducer.start};",
-                f"{depth}  for (int64_t k = 0; k < used; ++k) {reducer.update_total(f't{n}', source)}",
+                f"{depth}  for (int64_t k = 0; k < used; ++k) {reducer.merge(f't{n}', source)}",
                 f"{depth}  const {VALUE_TYPE[kernel.values[n].dtype]} x{n} = {reducer.finish(f't{n}')};",
             ]
-        lines += [f"{depth}  {self.declare(n)}" for n in per_column if kernel.values[n].op != "const"]
+        lines += self._declare_all(per_column, f"{depth}  ")
         lines += [f"{depth}  {self.store(s)}" for s in along]
         lines.append(f"{depth}}}")
         for _ in outer:

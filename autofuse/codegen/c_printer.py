@@ -40,7 +40,6 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
             _INCLUDES,
             vector_prototypes(work),
             *(helper for token, helper in HELPERS if token in work),
-            body.reductions(),
             work.replace("@SIZES@", sizes),
             _driver(kernel, body).replace("@SIZES@", sizes),
             _ENTRY.replace("@NAME@", kernel.name)

@@ -1,52 +1,60 @@
-"""How each kind of reduction is written in C: start value, step, OpenMP clause, and the type it accumulates in.
+"""How each kind of reduction is written in C: accumulators, step, OpenMP clauses, and the type it adds up in.
 
-In: a reduction kind and a dtype. Out: a `Reducer`, whose methods print statements.
-Guarantee: sums of 16- and 32-bit floats are blocks in float added up in double; max and min keep NaN, which
-OpenMP's own ``max`` and ``min`` reductions lose; integer sums are 64 bits wide.
+In: a reduction kind, a dtype and the number of the value. Out: a `Reducer`, whose methods print statements.
+Guarantee: sums of floats are blocks in the compute dtype added up in double; max and min keep NaN, which a plain
+comparison loses: a second accumulator notes whether one was seen (a user-defined OpenMP reduction would keep it too,
+at twice the time and a scalar combination of lanes). Integer sums are 64 bits wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autofuse.codegen.c_scalar import suffix
 from autofuse.codegen.dtypes import VALUE_TYPE, is_float
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """One reduction: ``a`` is the accumulator's C name, ``x`` the new value's."""
+    """One reduction over values of a dtype. Accumulators are C lvalues; ``{a}`` is one, ``{x}`` the new value."""
 
-    partial_type: str  # accumulates inside a block
-    total_type: str  # accumulates blocks and threads
+    accumulator: str  # C type inside a block of columns, and of column sums over a few rows
+    total: str  # C type across blocks, rows and threads
     start: str
-    clause: str  # of ``#pragma omp simd reduction``
-    step: Callable[[str, str], str]
-    result_type: str
-    has_total: bool = False  # partial sums are added to a wider total
+    clause: str  # OpenMP's name of the reduction
+    step: str  # inside a vectorised loop that reduces
+    result: str  # C type of the result
+    join: str = ""  # everywhere else, where it differs
+    nan_flag: bool = False  # a second accumulator, an int, tells whether NaN was seen
+    widens: bool = False  # block sums are added to a wider total
 
     def update(self, a: str, x: str) -> str:
-        return self.step(a, x)
+        return self.step.format(a=a, x=x)
 
-    def update_total(self, a: str, x: str) -> str:
-        return self.step(a, x)
+    def merge(self, a: str, x: str) -> str:
+        return (self.join or self.step).format(a=a, x=x)
+
+    def update_flag(self, a: str, x: str) -> str:
+        return f"{a} |= {x} != {x};"
 
     def finish(self, a: str) -> str:
-        return a if self.total_type == self.result_type else f"({self.result_type}){a}"
+        return a if self.total == self.result else f"({self.result}){a}"
+
+    def noted(self, a: str, flag: str) -> str:
+        """The total of a loop, NaN where one was seen."""
+        return f"if ({flag}) {a} = NAN;"
 
 
 def _sum(name: str) -> Reducer:
     ctype = VALUE_TYPE[name]
-    step = lambda a, x: f"{a} += {x};"  # noqa: E731
     if is_float(name):
-        return Reducer(ctype, "double", "0", "+", step, ctype, has_total=True)
-    return Reducer("int64_t", "int64_t", "0", "+", step, ctype)
+        return Reducer(ctype, "double", "0", "+", "{a} += {x};", ctype, widens=True)
+    return Reducer("int64_t", "int64_t", "0", "+", "{a} += {x};", ctype)
 
 
 def _prod(name: str) -> Reducer:
     ctype = VALUE_TYPE[name] if is_float(name) else "int64_t"
-    return Reducer(ctype, ctype, "1", "*", lambda a, x: f"{a} *= {x};", VALUE_TYPE[name])
+    return Reducer(ctype, ctype, "1", "*", "{a} *= {x};", VALUE_TYPE[name])
 
 
 _INTEGER_LIMITS = {
@@ -55,25 +63,26 @@ _INTEGER_LIMITS = {
 }  # fmt: skip
 
 
-def _extreme(kind: str) -> Callable[[str], Reducer]:
+def _extreme(clause: str, keep_nan: bool = True) -> Callable[[str], Reducer]:
     def make(name: str) -> Reducer:
-        ctype = VALUE_TYPE[name]
+        ctype = "uint8_t" if name == "bool" else VALUE_TYPE[name]
+        step = "{a} = {x} " + (">" if clause == "max" else "<") + " {a} ? {x} : {a};"
         if is_float(name):
-            function = f"af_{kind}_{suffix(name)}"
-            start = "-INFINITY" if kind == "max" else "INFINITY"
-            return Reducer(ctype, ctype, start, function, lambda a, x: f"{a} = {function}({a}, {x});", ctype)
-        sign = ">" if kind == "max" else "<"
-        start = _INTEGER_LIMITS[name][0 if kind == "max" else 1]
-        wide = "uint8_t" if name == "bool" else ctype
-        return Reducer(wide, wide, start, kind, lambda a, x: f"{a} = {x} {sign} {a} ? {x} : {a};", ctype)
+            start = "-INFINITY" if clause == "max" else "INFINITY"
+        else:
+            start = _INTEGER_LIMITS[name][0 if clause == "max" else 1]
+        if not keep_nan or not is_float(name):
+            return Reducer(ctype, ctype, start, clause, step, VALUE_TYPE[name])
+        join = "{a} = (({a} " + (">" if clause == "max" else "<") + " {x}) | ({a} != {a})) ? {a} : {x};"
+        return Reducer(ctype, ctype, start, clause, step, VALUE_TYPE[name], join, nan_flag=True)
 
     return make
 
 
-def _logical(kind: str) -> Callable[[str], Reducer]:
+def _logical(operator: str, start: str) -> Callable[[str], Reducer]:
     def make(name: str) -> Reducer:
-        zero, start = ("|", "0") if kind == "any" else ("&", "1")
-        return Reducer("int32_t", "int32_t", start, zero, lambda a, x: f"{a} {zero}= ({x} != 0);", VALUE_TYPE[name])
+        step = "{a} " + operator + "= ({x} != 0);"
+        return Reducer("int32_t", "int32_t", start, operator, step, VALUE_TYPE[name])
 
     return make
 
@@ -83,29 +92,7 @@ REDUCERS: Mapping[str, Callable[[str], Reducer]] = {
     "prod": _prod,
     "max": _extreme("max"),
     "min": _extreme("min"),
-    "any": _logical("any"),
-    "all": _logical("all"),
+    "peak": _extreme("max", keep_nan=False),
+    "any": _logical("|", "0"),
+    "all": _logical("&", "1"),
 }
-
-
-def declare_reductions(used: Iterable[tuple[str, str]]) -> str:
-    """Functions and OpenMP reductions for max and min that keep NaN."""
-    lines = []
-    for kind, name in sorted(used):
-        if kind in ("max", "min") and is_float(name):
-            lines += extreme_function(kind, name)
-            function, sign = f"af_{kind}_{suffix(name)}", "-" if kind == "max" else ""
-            lines.append(
-                f"#pragma omp declare reduction({function} : {VALUE_TYPE[name]} : "
-                f"omp_out = {function}(omp_out, omp_in)) initializer(omp_priv = {sign}INFINITY)"
-            )
-    return "\n".join([*lines, ""])
-
-
-def extreme_function(kind: str, name: str) -> list[str]:
-    ctype, sign = VALUE_TYPE[name], ">" if kind == "max" else "<"
-    return [
-        f"static inline {ctype} af_{kind}_{suffix(name)}({ctype} a, {ctype} b) {{",
-        f"  return ((a {sign} b) | (a != a)) ? a : b;  /* NaN on either side wins */",
-        "}",
-    ]

@@ -39,9 +39,10 @@ _TABLE: tuple[DType, ...] = (
 )
 DTYPES: dict[str, DType] = {d.name: d for d in _TABLE}
 
-# C types of values in registers
+# C types of values in registers. A truth value is 32 bits wide: gcc vectorises a loop for its narrowest type, and
+# a _Bool beside floats means vectors of 64 lanes, four registers for each float value, and spills.
 VALUE_TYPE = {
-    "bool": "_Bool", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
+    "bool": "int32_t", "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t",
     "int64": "int64_t", "float32": "float", "float64": "double",
 }  # fmt: skip
 

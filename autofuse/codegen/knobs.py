@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autofuse.codegen.c_math import INLINE_CALLS
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan
 from autofuse.ir.records import Config, make_config
@@ -52,7 +53,9 @@ def knobs_for(kernel: LoopKernel) -> tuple[Knob, ...]:
         Knob("vector_bits", widths, widths[-1], "preferred vector width of the compiler"),
         Knob("threads", ("parallel", "serial"), "parallel", "use the caller's thread count, or one thread"),
     ]
-    if plan(kernel, keep=True).buffered:
+    if any((v.op, v.dtype) in INLINE_CALLS for v in kernel.values):
+        knobs.append(Knob("math", ("inline", "library"), "inline", "own exp and erf, or the library's vector functions"))
+    if plan(kernel, keep=True).kept:
         knobs.append(
             Knob("staging", ("buffer", "recompute"), "buffer", "keep costly column values of a row for later passes")
         )

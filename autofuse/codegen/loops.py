@@ -84,7 +84,7 @@ class LoopKernel:
 
 SINKS = ("col_reduce", "full_reduce", "rows_reduce")
 REDUCTIONS = ("row_reduce", *SINKS)
-REDUCE_KINDS = ("sum", "max", "min", "prod", "any", "all")
+REDUCE_KINDS = ("sum", "max", "min", "peak", "prod", "any", "all")  # peak: a maximum that may overlook NaN
 
 UNARY = (
     "neg abs sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin acos atan erf erfc "

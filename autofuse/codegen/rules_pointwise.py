@@ -200,8 +200,8 @@ def _leaky_relu(b: Builder, to: str, x: Val, slope: Number = 0.01, **kw: Number)
 
 
 def _gelu(b: Builder, to: str, x: Val, approximate: str = "none") -> Val:
-    if approximate == "tanh":
-        return b.mul(b.mul(x, 0.5), b.add(b.apply("tanh", _gelu_inner(b, x)), 1))
+    if approximate == "tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u): one exp, no cancellation
+        return b.div(x, b.add(b.apply("exp", b.mul(_gelu_inner(b, x), -2)), 1))
     return b.mul(b.mul(x, 0.5), b.add(b.apply("erf", b.mul(x, math.sqrt(0.5))), 1))
 
 
@@ -220,8 +220,15 @@ def _softplus(b: Builder, to: str, x: Val, beta: Number = 1, threshold: Number =
     return b.where(b.compare("gt", scaled, threshold), x, soft)
 
 
+def _mish_parts(b: Builder, to: str, x: Val) -> tuple[Val, Val]:
+    """exp(x) and tanh(log(1 + exp(x))) = n / (n + 2) with n = e (e + 2); from x = 20 on the latter is 1."""
+    e = b.apply("exp", b.apply("minimum", x, b.const(20 if to != "float64" else 40, to)))
+    n = b.mul(e, b.add(e, 2))
+    return e, b.div(n, b.add(n, 2))
+
+
 def _mish(b: Builder, to: str, x: Val) -> Val:
-    return b.mul(x, b.apply("tanh", b.apply("log1p", b.apply("exp", x))))
+    return b.mul(x, _mish_parts(b, to, x)[1])
 
 
 def _elu(b: Builder, to: str, x: Val, alpha: Number = 1, scale: Number = 1, input_scale: Number = 1) -> Val:
@@ -260,11 +267,11 @@ def _leaky_relu_backward(b: Builder, to: str, grad: Val, x: Val, slope: Number, 
 
 def _gelu_backward(b: Builder, to: str, grad: Val, x: Val, approximate: str = "none") -> Val:
     if approximate == "tanh":
-        tanh = b.apply("tanh", _gelu_inner(b, x))
-        left = b.mul(b.add(tanh, 1), 0.5)
-        slope = b.mul(b.add(b.mul(b.mul(x, x), 3 * _GELU_KAPPA), 1), _GELU_BETA)
-        right = b.mul(b.mul(b.mul(x, 0.5), b.sub(b.const(1, to), b.mul(tanh, tanh))), slope)
-        return b.mul(grad, b.add(left, right))
+        # with s = sigmoid(2 u): (1 + tanh(u)) / 2 = s and (1 - tanh(u)^2) / 2 = 2 s (1 - s)
+        s = b.apply("reciprocal", b.add(b.apply("exp", b.mul(_gelu_inner(b, x), -2)), 1))
+        slope = b.mul(b.add(b.mul(b.mul(x, x), 3 * _GELU_KAPPA), 1), 2 * _GELU_BETA)
+        right = b.mul(b.mul(x, b.mul(s, b.sub(b.const(1, to), s))), slope)
+        return b.mul(grad, b.add(s, right))
     cdf = b.mul(b.add(b.apply("erf", b.mul(x, math.sqrt(0.5))), 1), 0.5)
     pdf = b.mul(b.apply("exp", b.mul(b.mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
     return b.mul(grad, b.add(cdf, b.mul(x, pdf)))
@@ -300,8 +307,9 @@ def _softplus_backward(b: Builder, to: str, grad: Val, x: Val, beta: Number, thr
 
 
 def _mish_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
-    tanh = b.apply("tanh", b.apply("log1p", b.apply("exp", x)))
-    slope = b.mul(b.mul(x, _sigmoid(b, to, x)), b.sub(b.const(1, to), b.mul(tanh, tanh)))
+    e, tanh = _mish_parts(b, to, x)
+    sigmoid = b.div(e, b.add(e, 1))
+    slope = b.mul(b.mul(x, sigmoid), b.sub(b.const(1, to), b.mul(tanh, tanh)))
     return b.mul(grad, b.add(tanh, slope))
 
 

@@ -123,7 +123,7 @@ def _evaluate_variance(cx: Context, op: Operation, output: int, index: Index) ->
 
 def _logsumexp(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom], n: Dim) -> Val:
     value = b.cast(x, to)
-    top = b.reduce("max", value, over)
+    top = b.reduce("peak", value, over)  # NaN reaches the result through the sum
     # an infinite maximum would make inf - inf: aten subtracts 0 instead
     shift = b.select(b.compare("eq", b.apply("abs", top), math.inf), 0, top, to)
     total = b.reduce("sum", b.apply("exp", b.sub(value, shift)), over)
@@ -181,7 +181,8 @@ def _softmax(log: bool, safe: bool) -> Any:
             return b.const(0 if log else 1, to)
         opened, over = open_dims(cx, ref, (dim,), index)
         row = b.cast(cx.operand(ref, opened), to)
-        top = b.reduce("max", row, over)
+        # NaN reaches every element through the sum; only the safe form tests the maximum itself
+        top = b.reduce("max" if safe else "peak", row, over)
         total = b.reduce("sum", b.apply("exp", b.sub(row, top)), over)
         here = b.sub(b.cast(cx.operand(ref, index), to), top)
         if log:
