@@ -23,6 +23,10 @@ FLUSH = 32  # rows whose column sums stay in the compute dtype
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
 
 
+_COMPARISON = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
 class Body:
     """Prints one kernel's loops."""
 
@@ -96,9 +100,31 @@ class Body:
             return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"  # type: ignore[arg-type]
         if value.op == "index":
             return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
+        if (narrow := self._position_test(number, c)) is not None:
+            return narrow
         operands = [self.kernel.values[a] for a in value.args]
         plain = [o.op == "const" and o.attr != "nan" for o in operands]
         return expression(value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain, self.inline_math)
+
+    def _position_test(self, number: int, c: str) -> str | None:
+        """A comparison of the column's position with something known per row, in 32 bits.
+
+        In 64 bits it would halve the vector length of a whole loop of floats. Exact below 2^31 columns, which
+        the driver checks: the other side is clamped to the range of 32 bits.
+        """
+        value = self.kernel.values[number]
+        if value.op not in ("eq", "ne", "lt", "le", "gt", "ge") or not self.kernel.rows:
+            return None
+        a, b = value.args
+        for here, other, op in ((a, b, value.op), (b, a, _MIRRORED[value.op])):
+            position = self.kernel.values[here]
+            if position.op == "index" and position.attr == ((self.last, 1),) and not self.regions[other].cols:
+                return f"(int32_t){c} {_COMPARISON[op]} af_narrow({self.text(other)})"
+        return None
+
+    @property
+    def tests_positions(self) -> bool:
+        return any(self._position_test(n, "c") for n in range(len(self.kernel.values)))
 
     def _memory(self, access: Access) -> str:
         return self.kernel.params[access.param].dtype

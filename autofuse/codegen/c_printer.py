@@ -100,6 +100,8 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
         f"  if (threads < 1 || {body.work_text()} < {body.serial_below}) threads = 1;",
         "  if (threads > items) threads = items > 0 ? items : 1;",
     ]
+    if body.tests_positions:
+        lines.append(f"  if (n{body.last} >= INT32_MAX) return -2;")
     scratch = body.scratch_layout()
     if scratch:
         lines += [*scratch, *_SCRATCH]
@@ -152,6 +154,7 @@ extern PyObject* PyErr_Occurred(void);
 extern PyObject* PyErr_NoMemory(void);
 extern void PyErr_SetString(PyObject*, const char*);
 extern PyObject* PyExc_TypeError;
+extern PyObject* PyExc_ValueError;
 extern void* PyEval_SaveThread(void);
 extern void PyEval_RestoreThread(void*);
 extern void Py_IncRef(PyObject*);
@@ -170,7 +173,11 @@ AF_EXPORT PyObject* af_entry(PyObject* self, PyObject* const* args, intptr_t n) 
   void* const thread = PyEval_SaveThread();
   const int failed = @NAME@(sizes, ptrs);
   PyEval_RestoreThread(thread);
-  if (failed) return PyErr_NoMemory();
+  if (failed == -1) return PyErr_NoMemory();
+  if (failed) {
+    PyErr_SetString(PyExc_ValueError, "expected fewer than 2^31 columns");
+    return NULL;
+  }
   Py_IncRef((PyObject*)&_Py_NoneStruct);
   return (PyObject*)&_Py_NoneStruct;
 }

@@ -259,6 +259,13 @@ static inline uint16_t af_store_float16(float f) {  /* nearest, ties to even; Na
 static inline float af_round_float16(float f) { return af_load_float16(af_store_float16(f)); }
 """,
     ),
+    (
+        "af_narrow(",
+        """static inline int32_t af_narrow(int64_t v) {
+  return v < INT32_MIN ? INT32_MIN : v > INT32_MAX ? INT32_MAX : (int32_t)v;
+}
+""",
+    ),
     *INLINE_MATH.items(),
     (
         "af_fmod_f32",

@@ -134,9 +134,11 @@ def regions(kernel: LoopKernel) -> list[Region]:
     for value in kernel.values:
         dims = {d for d, _ in _linear(value)}
         args = [found[a] for a in value.args]
+        in_columns = bool(dims & cols) or any(a.cols for a in args)
         region = Region(
-            rows=bool(dims & rows) or any(a.rows for a in args),
-            cols=bool(dims & cols) or any(a.cols for a in args),
+            # without row dims the nest is one row, and what varies along its columns belongs to it
+            rows=bool(dims & rows) or any(a.rows for a in args) or (in_columns and not rows),
+            cols=in_columns,
             post=any(a.post for a in args),
             stage=max((a.stage for a in args), default=0),
         )

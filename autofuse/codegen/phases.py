@@ -53,9 +53,10 @@ def store_region(kernel: LoopKernel, store: Store, found: list[Region]) -> Regio
     """Where a store happens: the value's region, widened by the dims it is written along."""
     dims = {d for d, _ in store.access.strides}
     value = found[store.value]
+    in_columns = value.cols or bool(dims & set(kernel.cols))
     return Region(
-        rows=value.rows or bool(dims & set(kernel.rows)),
-        cols=value.cols or bool(dims & set(kernel.cols)),
+        rows=value.rows or bool(dims & set(kernel.rows)) or (in_columns and not kernel.rows and not value.post),
+        cols=in_columns,
         post=value.post,
         stage=value.stage,
     )

@@ -57,10 +57,14 @@ def schedule(
     inner = _inner_reduction(body)
     order = _memory_order(body, domain, symbols)
     rows, cols = _split_nest(body, domain, inner, order)
-    groups = _collapse(rows, body) + _collapse(cols, body)
-    row_count = len(_collapse(rows, body))
-    if inner is None and not any(n.op == "reduce" for n in body.nodes) and len(groups) > 1:
-        row_count = len(groups) - 1
+    if rows or cols:
+        groups = _collapse(rows, body) + _collapse(cols, body)
+        row_count = len(_collapse(rows, body))
+    else:  # nothing is reduced over a part of the loops: all of them may collapse, the last group is vectorised
+        groups = _collapse(order, body)
+        row_count = max(0, len(groups) - 1)
+        cols = groups[-1] if groups else []
+        rows = [a for a in order if a not in cols]
     dims = tuple(as_dim(_product(g)) for g in groups) or (1,)
     if not groups:
         groups = [[]]
@@ -155,7 +159,7 @@ def _inner_reduction(body: _Body) -> Atoms | None:
 def _split_nest(
     body: _Body, domain: Atoms, inner: Atoms | None, order: list[Atom]
 ) -> tuple[list[Atom], list[Atom]]:
-    """Rows and columns, each in memory order."""
+    """Rows and columns, each in memory order; both empty where any split would do."""
     sets = {_over(n) for n in body.nodes if n.op == "reduce"}
     if inner is None:
         partial = sorted((s for s in sets if s != domain), key=lambda s: -len(s))
@@ -165,7 +169,7 @@ def _split_nest(
             if inner is None:  # column sums: the kept dims are the inner loop
                 inner = domain - reduced
         else:
-            return order[:-1], order[-1:]
+            return [], []  # for the caller to choose after collapsing
     rows = domain - inner
     for over in sets:
         if over not in (inner, rows, domain):
