@@ -1,24 +1,18 @@
-"""One request from beginning to end: lower, search, compile, verify, race, decide.
+"""One request from beginning to end: search, check, race, decide.
 
-In: a `TuneRequest`. Out: an `Outcome` with the decisions, all measurements and the kernels to keep.
-Guarantee: eager is in every race and wins ties; a kernel is raced only after it was verified; nothing is
-timed while something compiles; a candidate that kills the worker is recorded, never tried again, and does
-not cost the others their chance.
+In: a `TuneRequest` and the bench of its node. Out: an `Outcome` with decisions, measurements and kernels to keep.
+Guarantee: eager is in every race and wins ties; a candidate is timed only after it gave right results on one case,
+and wins only after all cases; the race that decides is not the one that chose; whatever a candidate does is a
+recorded outcome and costs the others nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autofuse.codegen.build import Toolchain, compile_key, compile_source, flags_for
-from autofuse.codegen.c_printer import print_c
-from autofuse.codegen.knobs import default_config, knobs_for
-from autofuse.codegen.loops import LoopKernel
-from autofuse.codegen.lower import lower
-from autofuse.errors import CompilerError, LoweringError
+from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import (
     EAGER,
@@ -27,20 +21,26 @@ from autofuse.ir.records import (
     Decision,
     KernelRecord,
     Measurement,
+    ObservedShape,
     Status,
     TuneRequest,
 )
-from autofuse.tuner.buckets import exact_bucket
+from autofuse.tuner.buckets import dominant_shape, exact_bucket
+from autofuse.tuner.cases import ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases, is_empty
+from autofuse.tuner.comparison import LEAST_PAIRS, Comparison, compare, wins
 from autofuse.tuner.search import ConfigSearch
-from autofuse.tuner.timing import Comparison, wins
-from autofuse.tuner.worker import CandidateError, Worker, WorkerLost
+from autofuse.tuner.timing import RaceRules
+from autofuse.tuner.worker_process import CandidateProblem, Lost
+from autofuse.tuner.workshop import Bench, Built
 
 GENERIC, SPECIALISED = "c_generic", "c_specialised"
+WAVE = 4  # configurations that are built and screened together
 SCREEN_ROUNDS = 5
-FINALISTS = 2
-# A specialised kernel is worth its compilation where one exact shape has most of a bucket's many calls.
-SPECIALISE_CALLS = 32
-SPECIALISE_SHARE = 0.5
+LONGER = 4  # a race whose winner is open goes on for up to this many times its rounds
+FINALISTS = 4
+CLOSE = 0.1  # finalists are within this share of the first: the noise of a screening
+TAKES = 3  # winners that may turn out wrong before the rest is given up
+SPECIALISE_CALLS = 32  # calls of the dominant shape from which a kernel of its own can pay for its compilation
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class JobLimits:
     rounds: int
     margin: float
     job_seconds: float
-    compile_timeout_seconds: float
-    compile_jobs: int = 1  # compilers at a time
+    memory_bytes: int = 2 << 30
 
 
 @dataclass
@@ -64,50 +63,19 @@ class Outcome:
     kernels: list[KernelRecord] = field(default_factory=list)
 
 
-class KernelMaker:
-    """Compiles configurations of nodes, each text once."""
-
-    def __init__(self, toolchain: Toolchain, known: Mapping[str, KernelRecord] | None = None) -> None:
-        self._toolchain = toolchain
-        self._known: dict[str, KernelRecord] = dict(known or {})
-        self._failed: dict[str, str] = {}
-        self._loops: dict[str, LoopKernel] = {}
-        self.stored = lambda digest: None  # looks a kernel up in the store
-
-    def loop(self, fusion_id: str, form: NodeForm) -> LoopKernel:
-        """The loop form of a node. Raises LoweringError."""
-        if fusion_id not in self._loops:
-            self._loops[fusion_id] = lower(form)
-        return self._loops[fusion_id]
-
-    def make(self, loop: LoopKernel, config: Config, constants: Mapping[str, int], timeout: float) -> KernelRecord:
-        """The kernel of a configuration. Raises CompilerError."""
-        source = print_c(loop, config, dict(constants) or None)
-        flags = flags_for(self._toolchain, config)
-        key = compile_key(source.text, self._toolchain, flags)
-        if key.digest in self._failed:
-            raise CompilerError(self._failed[key.digest])
-        if key.digest not in self._known:
-            found = self.stored(key.digest)
-            if found is None:
-                try:
-                    binary = compile_source(source.text, self._toolchain, flags, timeout)
-                except CompilerError as error:
-                    self._failed[key.digest] = str(error)
-                    raise
-                found = KernelRecord(key, source.name, source.text, binary)
-            self._known[key.digest] = found
-        return self._known[key.digest]
-
-
 @dataclass
 class _Entrant:
-    """A candidate that may race."""
+    """A candidate that ran and gave right results."""
 
-    candidate: Candidate
-    record: KernelRecord
+    built: Built
     error_ratio: float
-    compile_seconds: float
+    comparison: Comparison | None = None
+    dropped: bool = False
+    seconds: float = 0.0  # of checking and racing
+
+    @property
+    def speedup(self) -> float:
+        return self.comparison.speedup if self.comparison is not None else 0.0
 
 
 class Job:
@@ -116,286 +84,288 @@ class Job:
     def __init__(
         self,
         request: TuneRequest,
-        maker: KernelMaker,
-        worker: Worker,
+        bench: Bench,
         limits: JobLimits,
         seeds: Iterable[Config] = (),
-        lethal: set[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``seeds``: winners of neighbouring buckets; ``lethal``: digests that have killed a worker before."""
+        """``seeds``: winners of other buckets, nearest first; ``clock``: seconds that count against the job's."""
         self.request = request
         self.form = NodeForm.from_json(dict(request.node))
-        self.maker, self.worker, self.limits = maker, worker, limits
+        self.limits = limits
+        self._bench = bench
         self._seeds = list(seeds)
-        self._lethal = lethal if lethal is not None else set()
+        self._clock = clock
+        self._began = clock()
         self._outcome = Outcome()
-        self._opened = -1
-        self._began = time.monotonic()
-
-    @property
-    def fusion_id(self) -> str:
-        return self.request.key.fusion_id
+        self._tried = 0
 
     def run(self) -> Outcome:
-        """Tune; never raises for what a candidate does."""
+        """Tune. Raises only what stops the daemon itself."""
+        values = self._timed_values()
+        if is_empty(self.form, values):
+            return self._give_up("too_small", "its outputs have no elements")
+        if call_bytes(self.form, values) > self.limits.memory_bytes:
+            return self._give_up("out_of_memory", "one call needs more memory than tuner.memory_bytes allows")
         try:
-            loop = self.maker.loop(self.fusion_id, self.form)
+            self._bench.knobs()
         except LoweringError as error:
-            self._decide_eager(f"refused:{error.code}", str(error), 0.0)
-            return self._outcome
-        values = self._representative()
-        generic = GENERIC if self.form.symbols else SPECIALISED
-        best = self._search(loop, generic, {}, values)
-        decision = self._conclude(best, values)
+            return self._give_up(f"refused:{error.code}", str(error))
+        entrants = self._explore(values)
+        if not entrants:
+            return self._give_up(*self._why_nothing_ran())
+        winner, decision = self._decide(entrants, values)
         self._outcome.decisions.append(decision)
-        self._specialise(loop, decision)
+        if winner is not None:
+            self._outcome.kernels.append(winner.built.record)
+            self._specialise(winner)
+        self._outcome.measurements += [self._measurement(e, values) for e in entrants if e.comparison is not None]
         return self._outcome
 
-    def _representative(self) -> tuple[int, ...]:
-        """The shape to time: the most frequent one seen in the bucket, else its upper end."""
-        if self.request.shapes:
-            return max(self.request.shapes, key=lambda s: s.calls).symbol_values
+    def _timed_values(self) -> tuple[int, ...]:
+        """The shape to time: the most frequent one, else the upper end of the bucket."""
+        seen = [s for s in self.request.shapes if self.request.bucket.contains(s.symbol_values)]
+        if seen:
+            return max(seen, key=lambda s: s.calls).symbol_values
         return tuple(high for _, high in self.request.bucket.ranges)
 
-    # ---- search ------------------------------------------------------------------------------------------
+    def _seconds_left(self) -> float:
+        return self.limits.job_seconds - (self._clock() - self._began)
 
-    def _search(
-        self, loop: LoopKernel, variant: str, constants: Mapping[str, int], values: tuple[int, ...]
-    ) -> list[tuple[_Entrant, Comparison]]:
-        """Screen configurations; the best few, raced once more at length, fastest first."""
-        table = dict(zip(self.form.symbols, values, strict=True))
-        seeds = [default_config(loop, table), *self._seeds]
-        search = ConfigSearch(knobs_for(loop), seeds, self.limits.trials)
+    # ---- exploring ------------------------------------------------------------------------------
+
+    def _explore(self, values: tuple[int, ...]) -> list[_Entrant]:
+        """Screen configurations, in waves; the entrants that ran, each binary once."""
+        variant = GENERIC if self.form.symbols else SPECIALISED
+        search = ConfigSearch(self._bench.knobs(), [self._bench.default(values), *self._seeds], self.limits.trials)
         entrants: dict[str, _Entrant] = {}
-        by_digest: dict[str, Comparison] = {}
-        while configs := search.ask(max(2, self.limits.compile_jobs)):
-            compiled = self._compile(loop, variant, configs, constants)
-            fresh = [e for e in compiled if e is not None and e.record.key.digest not in by_digest]
-            verified = [e for e in fresh if self._verify(e, values)]
-            for entrant, comparison in zip(verified, self._race(verified, values, SCREEN_ROUNDS), strict=True):
-                if comparison is not None:
-                    entrants[entrant.record.key.digest] = entrant
-                    by_digest[entrant.record.key.digest] = comparison
-            for config, made in zip(configs, compiled, strict=True):
-                # Relative time, so that screenings at different moments compare.
-                known = by_digest.get(made.record.key.digest) if made else None
-                search.tell(config, 1.0 / known.speedup if known else None)
-            if time.monotonic() - self._began > self.limits.job_seconds:
+        failed: set[str] = set()
+        while configs := search.ask(WAVE):
+            candidates = [Candidate(variant, config) for config in configs]
+            made = dict(zip(configs, self._build(candidates, values), strict=True))
+            fresh: dict[str, Built] = {}
+            for built in made.values():
+                if built is not None and built.digest not in entrants and built.digest not in failed:
+                    fresh.setdefault(built.digest, built)
+            checked = [e for built in fresh.values() if (e := self._first_check(built, values)) is not None]
+            self._screen(checked, values)
+            entrants |= {e.built.digest: e for e in checked if e.comparison is not None}
+            failed |= fresh.keys() - entrants.keys()
+            for config, built in made.items():
+                entrant = entrants.get(built.digest) if built is not None else None
+                # Relative to eager in the same rounds, so that screenings of different moments compare.
+                search.tell(config, 1.0 / entrant.speedup if entrant is not None else None)
+            if self._seconds_left() <= 0:
                 break
-        ranked = sorted(by_digest, key=lambda d: -by_digest[d].speedup)
-        finalists = [entrants[d] for d in ranked[:FINALISTS] if by_digest[d].high > 1.0]
-        final = self._race(finalists, values, self.limits.rounds)
-        pairs = [(e, c) for e, c in zip(finalists, final, strict=True) if c is not None]
-        pairs = pairs or [(entrants[d], by_digest[d]) for d in ranked[:1]]
-        for digest, comparison in by_digest.items():
-            refined = next((c for e, c in pairs if e.record.key.digest == digest), comparison)
-            self._record(entrants[digest], "ok", values, refined)
-        return sorted(pairs, key=lambda pair: -pair[1].speedup)
+        self._tried = search.tried
+        return list(entrants.values())
 
-    def _compile(
-        self, loop: LoopKernel, variant: str, configs: Sequence[Config], constants: Mapping[str, int]
-    ) -> list[_Entrant | None]:
-        def one(config: Config) -> _Entrant | None:
-            began = time.monotonic()
-            candidate = Candidate(variant, config)
-            try:
-                record = self.maker.make(loop, config, constants, self.limits.compile_timeout_seconds)
-            except CompilerError as error:
-                self._outcome.measurements.append(
-                    Measurement(candidate, "compile_error", message=str(error)[:500])
-                )
-                return None
-            return _Entrant(candidate, record, 0.0, time.monotonic() - began)
+    def _build(self, candidates: Sequence[Candidate], values: tuple[int, ...]) -> list[Built | None]:
+        found: list[Built | None] = []
+        for candidate, result in zip(candidates, self._bench.build(candidates, values), strict=True):
+            if isinstance(result, CandidateProblem):
+                self._fail(candidate, result.status, values, str(result), None)
+                found.append(None)
+            else:
+                found.append(result)
+        return found
 
-        if self.limits.compile_jobs == 1 or len(configs) == 1:
-            return [one(config) for config in configs]
-        with ThreadPoolExecutor(self.limits.compile_jobs) as pool:
-            return list(pool.map(one, configs))
-
-    # ---- the worker ----------------------------------------------------------------------------------------
-
-    def _open_bench(self) -> None:
-        if self._opened != self.worker.generation or self.worker.pid is None:
-            self.worker.ask("open", self.fusion_id, self.request.node, self.request.key.threads)
-            self._opened = self.worker.generation
-
-    def _verify(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
-        record = entrant.record
-        if record.key.digest in self._lethal:
-            self._fail(entrant, "crash", values, "this kernel killed a worker before")
-            return False
+    def _first_check(self, built: Built, values: tuple[int, ...]) -> _Entrant | None:
+        began = self._clock()
         try:
-            self._open_bench()
-            shapes = self._verification_shapes(values)
-            entrant.error_ratio = self.worker.ask(
-                "check", self.fusion_id, record.key.digest, record.name, record.binary, shapes
-            )
-            return True
-        except WorkerLost as error:
-            self._lethal.add(record.key.digest)
-            self._fail(entrant, error.status, values, str(error))
-        except CandidateError as error:
-            self._fail(entrant, error.status, values, str(error))
-        return False
+            error = self._bench.check(built, first_cases(self.form, self.request.bucket, values), 0.0, 1)
+        except CandidateProblem as problem:
+            self._fail(built.candidate, problem.status, values, str(problem), built.digest)
+            return None
+        return _Entrant(built, error, seconds=self._clock() - began)
 
-    def _verification_shapes(self, values: tuple[int, ...]) -> list[tuple[tuple[int, ...], str]]:
-        """Several draws and awkward sizes: the shape itself, the bucket's ends, a prime inside, tiny sizes."""
-        ranges = self.request.bucket.ranges
-        shapes = [(values, "normal"), (values, "special")]
-        for pick in ((lambda low, high: low), (lambda low, high: high), _prime_inside):
-            shapes.append((tuple(pick(low, high) for low, high in ranges), "normal"))
-        shapes += [(tuple(3 for _ in ranges), "large"), (tuple(2 for _ in ranges), "zeros")]
-        return list(dict.fromkeys(shapes))
+    def _screen(self, entrants: Sequence[_Entrant], values: tuple[int, ...]) -> None:
+        budget = min(1.0, max(0.05, self._seconds_left() / 4))
+        self._race(entrants, values, RaceRules(SCREEN_ROUNDS, SCREEN_ROUNDS, budget, self.limits.margin))
 
-    def _race(
-        self, entrants: Sequence[_Entrant], values: tuple[int, ...], rounds: int
-    ) -> list[Comparison | None]:
-        """Race against eager; one by one where racing together killed the worker."""
+    def _race(self, entrants: Sequence[_Entrant], values: tuple[int, ...], rules: RaceRules) -> None:
+        """Race against eager and note the comparisons; one by one where racing together cost the worker."""
         if not entrants:
-            return []
-        digests = [e.record.key.digest for e in entrants]
-        left = max(0.2, self.limits.job_seconds - (time.monotonic() - self._began))
+            return
+        began = self._clock()
         try:
-            self._reload(entrants)
-            _, comparisons = self.worker.ask("race", self.fusion_id, digests, values, rounds, min(2.0, left))
-            return list(comparisons)
-        except (WorkerLost, CandidateError) as error:
-            if len(entrants) > 1:
-                return [self._race([e], values, rounds)[0] for e in entrants]
-            if isinstance(error, WorkerLost):
-                self._lethal.add(digests[0])
-            self._fail(entrants[0], error.status, values, str(error))
-            return [None]
+            result = self._bench.race([e.built for e in entrants], values, rules)
+        except CandidateProblem as problem:
+            if isinstance(problem, Lost) and len(entrants) > 1:
+                for entrant in entrants:
+                    self._race([entrant], values, rules)
+                return
+            for entrant in entrants:
+                entrant.comparison = None
+                self._fail(entrant.built.candidate, problem.status, values, str(problem), entrant.built.digest)
+            return
+        for index, entrant in enumerate(entrants, 1):
+            entrant.comparison = compare(result.samples[0], result.samples[index])
+            entrant.dropped = result.dropped[index]
+            entrant.seconds += (self._clock() - began) / len(entrants)
 
-    def _reload(self, entrants: Sequence[_Entrant]) -> None:
-        """After a loss, the new worker has none of the kernels."""
-        if self._opened == self.worker.generation and self.worker.pid is not None:
-            return
-        self._open_bench()
-        for e in entrants:
-            self.worker.ask("check", self.fusion_id, e.record.key.digest, e.record.name, e.record.binary, [])
+    # ---- deciding -------------------------------------------------------------------------------
 
-    # ---- the decision ----------------------------------------------------------------------------------------
+    def _decide(self, entrants: list[_Entrant], values: tuple[int, ...]) -> tuple[_Entrant | None, Decision]:
+        """The winner and its decision; None where eager stays."""
+        for _ in range(TAKES):
+            ranked = sorted((e for e in entrants if e.comparison is not None), key=lambda e: -e.speedup)
+            if not ranked:
+                return None, self._stay_eager(*self._why_nothing_ran())
+            best = self._final(ranked, values)
+            if best is None:
+                continue  # the finalists did not survive
+            assert best.comparison is not None
+            if not wins(best.comparison, self.limits.margin):
+                return None, self._stay_eager(*self._why_not(best.comparison), best.comparison)
+            if self._full_check(best, values):
+                return best, self._switch(best, self.request, values)
+            best.comparison = None
+        return None, self._stay_eager("all_wrong", self._outcome.measurements[-1].message)
 
-    def _conclude(self, ranked: Sequence[tuple[_Entrant, Comparison]], values: tuple[int, ...]) -> Decision:
-        if not ranked:
-            return self._eager_decision(*self._why_nothing_ran())
-        entrant, comparison = ranked[0]
-        if not wins(comparison, self.limits.margin):
-            detail = (
-                f"the best kernel is {comparison.speedup:.2f}x ({comparison.low:.2f} to {comparison.high:.2f}), "
-                f"a switch needs {1 + self.limits.margin:.2f}x"
-            )
-            return replace(self._eager_decision("below_margin", detail), **_numbers(comparison))
-        self._outcome.kernels.append(entrant.record)
-        return Decision(
-            key=self.request.key,
-            bucket=self.request.bucket,
-            candidate=entrant.candidate,
-            compile_key=entrant.record.key.digest,
-            reason="won",
-            detail=f"fastest of {len(self._outcome.measurements)} candidates, measured at {list(values)}",
-            trials=len(self._outcome.measurements),
-            tuning_seconds=time.monotonic() - self._began,
-            **_numbers(comparison),
-        )
+    def _final(self, ranked: Sequence[_Entrant], values: tuple[int, ...]) -> _Entrant | None:
+        """The best of a race at length; as screened where not even the screening saw a chance."""
+        first = ranked[0]
+        assert first.comparison is not None
+        if first.comparison.high < 1.0:
+            return first
+        finalists = [e for e in ranked if e.speedup >= first.speedup * (1.0 - CLOSE)][:FINALISTS]
+        rounds = max(LEAST_PAIRS, self.limits.rounds)
+        budget = max(0.5, min(self.limits.job_seconds / 2, self._seconds_left()))
+        self._race(finalists, values, RaceRules(rounds, LONGER * rounds, budget, self.limits.margin))
+        return max((e for e in finalists if e.comparison is not None), key=lambda e: e.speedup, default=None)
 
-    def _specialise(self, loop: LoopKernel, decision: Decision) -> None:
-        """A kernel with the sizes of the dominant shape built in, where it beats the generic winner as well."""
-        shapes = self.request.shapes
-        total = sum(s.calls for s in shapes)
-        if decision.reason != "won" or not self.form.symbols or not shapes:
-            return
-        hot = max(shapes, key=lambda s: s.calls)
-        if hot.calls < SPECIALISE_CALLS or hot.calls < SPECIALISE_SHARE * total:
-            return
-        constants = dict(zip(self.form.symbols, hot.symbol_values, strict=True))
-        (entrant,) = self._compile(loop, SPECIALISED, [decision.candidate.config], constants)
-        if entrant is None or not self._verify_exact(entrant, hot.symbol_values):
-            return
-        generic = next(k for k in self._outcome.kernels if k.key.digest == decision.compile_key)
-        rival = _Entrant(decision.candidate, generic, 0.0, 0.0)
-        special, plain = self._race([entrant, rival], hot.symbol_values, self.limits.rounds)
-        if special is None or plain is None:
-            return
-        self._record(entrant, "ok", hot.symbol_values, special)
-        if not wins(special, self.limits.margin) or special.median_us > plain.median_us / (1 + self.limits.margin):
-            return
-        bucket = exact_bucket(hot.symbol_values)
-        self._outcome.kernels.append(entrant.record)
-        self._outcome.decisions.append(
-            Decision(
-                key=replace(self.request.key, bucket=bucket.label),
-                bucket=bucket,
-                candidate=entrant.candidate,
-                compile_key=entrant.record.key.digest,
-                reason="won",
-                detail=f"sizes built in; the generic kernel takes {plain.median_us:.1f} us",
-                trials=1,
-                **_numbers(special),
-            )
-        )
+    def _full_check(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
+        cases = full_cases(self.form, self.request.bucket, self.request.shapes, values)
+        return self._check(entrant, cases, values)
 
-    def _verify_exact(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
-        record = entrant.record
+    def _check(self, entrant: _Entrant, cases: Sequence[CheckCase], values: tuple[int, ...]) -> bool:
+        began = self._clock()
         try:
-            self._open_bench()
-            shapes = [(values, "normal"), (values, "special"), (values, "large")]
-            self.worker.ask("check", self.fusion_id, record.key.digest, record.name, record.binary, shapes)
-            return True
-        except (WorkerLost, CandidateError) as error:
-            self._fail(entrant, error.status, values, str(error))
+            budget = max(0.1, self.limits.job_seconds / 8)
+            error = self._bench.check(entrant.built, cases, budget, ESSENTIAL)
+        except CandidateProblem as problem:
+            self._fail(entrant.built.candidate, problem.status, values, str(problem), entrant.built.digest)
             return False
+        finally:
+            entrant.seconds += self._clock() - began
+        entrant.error_ratio = max(entrant.error_ratio, error)
+        return True
+
+    def _why_not(self, comparison: Comparison) -> tuple[str, str]:
+        seen = f"{comparison.speedup:.2f}x ({comparison.low:.2f} to {comparison.high:.2f})"
+        if comparison.high < 1.0:
+            return "no_gain", f"the best kernel is {seen}"
+        return "below_margin", f"the best kernel is {seen}, a switch needs {1 + self.limits.margin:.2f}x for certain"
 
     def _why_nothing_ran(self) -> tuple[str, str]:
-        statuses = [m.status for m in self._outcome.measurements]
-        last = self._outcome.measurements[-1].message if statuses else "no candidate was made"
+        found = {m.status: m.message for m in reversed(self._outcome.measurements) if m.status != "ok"}
         for status, reason in _REASONS.items():
-            if status in statuses:
-                return reason, last
-        return "no_candidate", last
+            if status in found:
+                return reason, found[status]
+        return "no_candidates", "no candidate was made"
 
-    def _decide_eager(self, reason: str, detail: str, eager_us: float) -> None:
-        self._outcome.decisions.append(replace(self._eager_decision(reason, detail), unfused_us=eager_us))
+    def _switch(self, entrant: _Entrant, request: TuneRequest, values: tuple[int, ...]) -> Decision:
+        assert entrant.comparison is not None
+        at = f" at {list(values)}" if values else ""
+        return Decision(
+            key=request.key,
+            bucket=request.bucket,
+            candidate=entrant.built.candidate,
+            compile_key=entrant.built.digest,
+            unfused_us=entrant.comparison.eager_us,
+            fused_us=entrant.comparison.median_us,
+            speedup=entrant.comparison.speedup,
+            speedup_low=entrant.comparison.low,
+            speedup_high=entrant.comparison.high,
+            reason="won",
+            detail=f"the fastest of {self._tried}, {entrant.comparison.rounds} paired rounds{at}",
+            trials=self._tried,
+            tuning_seconds=self._clock() - self._began,
+        )
 
-    def _eager_decision(self, reason: str, detail: str) -> Decision:
+    def _stay_eager(self, reason: str, detail: str, comparison: Comparison | None = None) -> Decision:
         return Decision(
             key=self.request.key,
             bucket=self.request.bucket,
             candidate=Candidate(EAGER),
             compile_key=None,
-            unfused_us=0.0,
-            fused_us=0.0,
-            speedup=1.0,
-            speedup_low=1.0,
-            speedup_high=1.0,
+            unfused_us=comparison.eager_us if comparison else 0.0,
+            fused_us=comparison.median_us if comparison else 0.0,
+            speedup=comparison.speedup if comparison else 1.0,
+            speedup_low=comparison.low if comparison else 1.0,
+            speedup_high=comparison.high if comparison else 1.0,
             reason=reason,
             detail=detail[:500],
-            trials=len(self._outcome.measurements),
-            tuning_seconds=time.monotonic() - self._began,
+            trials=self._tried,
+            tuning_seconds=self._clock() - self._began,
         )
 
-    def _record(self, entrant: _Entrant, status: Status, values: tuple[int, ...], c: Comparison) -> None:
-        self._outcome.measurements.append(
-            Measurement(
-                candidate=entrant.candidate,
-                status=status,
-                symbol_values=values,
-                median_us=c.median_us,
-                eager_us=c.eager_us,
-                speedup=c.speedup,
-                speedup_low=c.low,
-                speedup_high=c.high,
-                error_ratio=entrant.error_ratio,
-                compile_key=entrant.record.key.digest,
-                compile_seconds=entrant.compile_seconds,
-            )
+    def _give_up(self, reason: str, detail: str) -> Outcome:
+        self._outcome.decisions.append(self._stay_eager(reason, detail))
+        return self._outcome
+
+    # ---- the dominant shape ---------------------------------------------------------------------
+
+    def _specialise(self, generic: _Entrant) -> None:
+        """A kernel with the sizes of the dominant shape built in, where it beats the generic winner as well."""
+        values = dominant_shape(self.request.shapes)
+        calls = max((s.calls for s in self.request.shapes), default=0)
+        if values is None or calls < SPECIALISE_CALLS or not self.form.symbols or self._seconds_left() <= 0:
+            return
+        bucket = exact_bucket(values)
+        request = replace(
+            self.request,
+            key=replace(self.request.key, bucket=bucket.label),
+            bucket=bucket,
+            shapes=(ObservedShape(values, calls),),
+        )
+        (built,) = self._build([Candidate(SPECIALISED, generic.built.candidate.config)], values)
+        if built is None:
+            return
+        entrant, rival = _Entrant(built, 0.0), _Entrant(generic.built, 0.0)
+        cases = [*first_cases(self.form, bucket, values), *full_cases(self.form, bucket, (), values)]
+        if not self._check(entrant, cases, values):
+            return
+        rounds = max(LEAST_PAIRS, self.limits.rounds)
+        budget = max(0.2, self._seconds_left())
+        self._race([entrant, rival], values, RaceRules(rounds, rounds, budget, self.limits.margin))
+        if entrant.comparison is None or rival.comparison is None:
+            return
+        self._outcome.measurements.append(self._measurement(entrant, values))
+        gained = entrant.speedup / rival.speedup >= 1.0 + self.limits.margin
+        if gained and not entrant.dropped and wins(entrant.comparison, self.limits.margin):
+            self._outcome.kernels.append(built.record)
+            decision = self._switch(entrant, request, values)
+            detail = f"sizes built in; the generic kernel takes {rival.comparison.median_us:.1f} us"
+            self._outcome.decisions.append(replace(decision, detail=detail, trials=1, tuning_seconds=entrant.seconds))
+
+    # ---- records --------------------------------------------------------------------------------
+
+    def _measurement(self, entrant: _Entrant, values: tuple[int, ...]) -> Measurement:
+        assert entrant.comparison is not None
+        c = entrant.comparison
+        return Measurement(
+            candidate=entrant.built.candidate,
+            status="pruned" if entrant.dropped else "ok",
+            symbol_values=values,
+            median_us=c.median_us,
+            eager_us=c.eager_us,
+            speedup=c.speedup,
+            speedup_low=c.low,
+            speedup_high=c.high,
+            error_ratio=entrant.error_ratio,
+            compile_key=entrant.built.digest,
+            compile_seconds=entrant.built.seconds,
+            measure_seconds=entrant.seconds,
+            message="slower than the leader in nearly every round" if entrant.dropped else "",
         )
 
-    def _fail(self, entrant: _Entrant, status: Status, values: tuple[int, ...], message: str) -> None:
-        key = entrant.record.key.digest
+    def _fail(
+        self, candidate: Candidate, status: Status, values: tuple[int, ...], message: str, digest: str | None
+    ) -> None:
         self._outcome.measurements.append(
-            Measurement(entrant.candidate, status, values, compile_key=key, message=message[:500])
+            Measurement(candidate, status, values, compile_key=digest, message=message[:500])
         )
 
 
@@ -407,21 +377,3 @@ _REASONS = {
     "compile_error": "compile_failed",
     "refused": "refused",
 }
-
-
-def _numbers(c: Comparison) -> dict[str, float]:
-    return {
-        "unfused_us": c.eager_us,
-        "fused_us": c.median_us,
-        "speedup": c.speedup,
-        "speedup_low": c.low,
-        "speedup_high": c.high,
-    }
-
-
-def _prime_inside(low: int, high: int) -> int:
-    """The largest prime of a range, its lower end where there is none."""
-    for number in range(high, low - 1, -1):
-        if number > 1 and all(number % d for d in range(2, int(number**0.5) + 1)):
-            return number
-    return low

@@ -1,91 +1,111 @@
-"""Timing that can be trusted: interleaved rounds, paired ratios, a margin that noise cannot give.
+"""Timing that can be trusted: interleaved rounds of eager and all candidates, every sample kept.
 
-In: callables of equal meaning. Out: samples per callable, and the comparison of each with the first.
-Guarantee: all samples are kept; candidates take turns inside each round, in an order that rotates, so a
-drift of the machine hits all alike; a switch needs the margin and an interval above 1.
+In: callables of equal meaning, eager first, and the rules of the race. Out: samples per callable.
+Guarantee: all callables take turns within each round, in an order that is shuffled anew, so that a drift of the
+machine or what the one before left in the caches hits all alike; a candidate leaves the race only when nearly all
+of its samples are slower than nearly all of the leader's; a race goes on while its winner is open.
 """
 
 from __future__ import annotations
 
+import gc
+import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, field
 from time import perf_counter
 
-MIN_SAMPLE_SECONDS = 40e-6  # shorter calls are repeated inside a sample
+from autofuse.tuner.comparison import clearly_slower, compare, verdict
+
+Call = Callable[[], object]
+Clock = Callable[[], float]
+
+MIN_SAMPLE_SECONDS = 100e-6  # shorter calls are repeated within a sample: the clock's own cost is 0.1 us
 MAX_REPEATS = 64
+MIN_ROUNDS = 3  # even where the budget is spent
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A candidate against eager, from the same rounds."""
+class RaceRules:
+    """How long a race goes on."""
 
-    median_us: float
-    eager_us: float
-    speedup: float  # median of the paired ratios eager / candidate
-    low: float  # 95 % interval of that median
-    high: float
-    sure_low: float  # lower end of a 99 % interval: what decides, so that two finalists together err below 1 %
+    rounds: int  # at least, unless the budget is spent
+    max_rounds: int  # at most, for a race whose winner is open; equal to ``rounds``: never longer
+    budget_seconds: float
+    margin: float  # what the winner has to show, as a share
+    drop_factor: float = 1.15  # candidates this much slower than the leader leave after 3 rounds
 
 
-def measure_rounds(
-    calls: Sequence[Callable[[], object]],
-    rounds: int,
-    *,
-    budget_seconds: float = 2.0,
-    clock: Callable[[], float] = perf_counter,
-) -> list[list[float]]:
-    """Seconds a call, one sample per round for each callable; after 3 rounds a spent budget ends the race."""
-    repeats = []
-    for call in calls:  # one call to warm up, one to learn how long it takes
+@dataclass
+class RaceResult:
+    """Seconds a call: a list for each callable, one sample per round in which it took part."""
+
+    samples: list[list[float]]
+    dropped: list[bool] = field(default_factory=list)
+
+
+def race(calls: Sequence[Call], rules: RaceRules, clock: Clock = perf_counter) -> RaceResult:
+    """Run the race; ``calls[0]`` is eager, which never leaves it."""
+    enabled = gc.isenabled()
+    gc.disable()  # a collection in one sample would be charged to whoever has the turn
+    try:
+        return _race(calls, rules, clock)
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _race(calls: Sequence[Call], rules: RaceRules, clock: Clock) -> RaceResult:
+    began = clock()
+    repeats = [_repeats(call, clock) for call in calls]
+    result = RaceResult([[] for _ in calls], [False] * len(calls))
+    order = list(range(len(calls)))
+    shuffle = random.Random(0).shuffle
+    number = 0
+    while number < rules.max_rounds:
+        shuffle(order)
+        for index in order:
+            result.samples[index].append(_sample(calls[index], repeats[index], clock))
+        number += 1
+        if number >= MIN_ROUNDS:
+            order = _drop_losers(order, result, rules.drop_factor)
+            if clock() - began > rules.budget_seconds or (number >= rules.rounds and _is_decided(order, result, rules)):
+                break
+    return result
+
+
+def _repeats(call: Call, clock: Clock) -> int:
+    """How often to call within a sample, after a call to warm up."""
+    call()
+    began = clock()
+    call()
+    seconds = max(clock() - began, 1e-9)
+    return max(1, min(MAX_REPEATS, round(MIN_SAMPLE_SECONDS / seconds)))
+
+
+def _sample(call: Call, repeats: int, clock: Clock) -> float:
+    began = clock()
+    for _ in range(repeats):
         call()
-        began = clock()
-        call()
-        seconds = max(clock() - began, 1e-9)
-        repeats.append(max(1, min(MAX_REPEATS, round(MIN_SAMPLE_SECONDS / seconds))))
-    samples: list[list[float]] = [[] for _ in calls]
-    started = clock()
-    for number in range(rounds):
-        for position in range(len(calls)):
-            index = (position + number) % len(calls)
-            call, times = calls[index], repeats[index]
-            began = clock()
-            for _ in range(times):
-                call()
-            samples[index].append((clock() - began) / times)
-        if number >= 2 and clock() - started > budget_seconds:
-            break
-    return samples
+    return max(clock() - began, 1e-9) / repeats
 
 
-def compare(eager: Sequence[float], candidate: Sequence[float]) -> Comparison:
-    """Paired comparison of samples from the same rounds."""
-    ratios = sorted(e / c for e, c in zip(eager, candidate, strict=True))
-    low, high = median_interval(ratios)
-    sure_low, _ = median_interval(ratios, 2.58)
-    return Comparison(
-        median_us=statistics.median(candidate) * 1e6,
-        eager_us=statistics.median(eager) * 1e6,
-        speedup=statistics.median(ratios),
-        low=low,
-        high=high,
-        sure_low=sure_low,
-    )
+def _drop_losers(order: list[int], result: RaceResult, factor: float) -> list[int]:
+    leader = min(order, key=lambda index: statistics.median(result.samples[index]))
+    for index in order:
+        if index != 0 and clearly_slower(result.samples[index], result.samples[leader], factor):
+            result.dropped[index] = True
+    return [index for index in order if not result.dropped[index]]
 
 
-def median_interval(ordered: Sequence[float], deviations: float = 1.96) -> tuple[float, float]:
-    """Interval of the median of sorted samples (95 % at 1.96 standard deviations of its rank).
-
-    By order statistics, so no assumption on the shape of the noise.
-    """
-    n = len(ordered)
-    half = deviations * sqrt(n) / 2
-    low = max(0, int(n / 2 - half))
-    high = min(n - 1, int(n / 2 + half + 0.999999))
-    return ordered[low], ordered[high]
-
-
-def wins(comparison: Comparison, margin: float) -> bool:
-    """Whether to switch from eager: the median by the margin, and the whole interval above 1."""
-    return comparison.speedup >= 1.0 + margin and comparison.sure_low > 1.0
+def _is_decided(order: list[int], result: RaceResult, rules: RaceRules) -> bool:
+    """Whether more rounds would not change what is done: the fastest candidate has won or lost."""
+    candidates = [index for index in order if index != 0]
+    if not candidates or rules.max_rounds <= rules.rounds:
+        return True
+    # Looked at only now and then: each look is a chance to be fooled.
+    count = len(result.samples[0])
+    if (count - rules.rounds) % max(1, rules.rounds) and count < rules.max_rounds:
+        return False
+    best = min(candidates, key=lambda index: statistics.median(result.samples[index]))
+    return verdict(compare(result.samples[0], result.samples[best]), rules.margin) != "open"

@@ -1,0 +1,93 @@
+"""Manners: the daemon takes little, and less while a script runs.
+
+In: a share of one core, a clock of CPU seconds. Out: rests between pieces of work, low priority for the process.
+Guarantee: over any few seconds the daemon, its compilers and its worker use at most their share beside a running
+script; nothing here fails where the system does not allow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+BURST_SECONDS = 0.25  # CPU time that may be used at once before the share counts
+NAP_SECONDS = 0.05
+_IDLE_IO = 3  # ionice's class "idle"
+
+
+class CpuShare:
+    """Rests so that CPU time stays within a share of the wall clock (a token bucket)."""
+
+    def __init__(
+        self,
+        percent: float,
+        cpu_seconds: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """``percent`` of one core; ``cpu_seconds``: used so far by all that counts."""
+        self._share = percent / 100.0
+        self._cpu_seconds = cpu_seconds
+        self._clock = clock
+        self._sleep = sleep
+        self._tokens = BURST_SECONDS
+        self._seen = (clock(), cpu_seconds())
+        self.rested_seconds = 0.0
+
+    def rest(self, is_needed: Callable[[], bool]) -> None:
+        """Sleep until the share allows to go on; at once where no rest ``is_needed`` (any more)."""
+        self._account()
+        if not is_needed():
+            self._tokens = BURST_SECONDS  # what was used while nobody was disturbed is not owed
+            return
+        began = self._clock()
+        while self._tokens < 0.0 and is_needed():
+            self._sleep(min(NAP_SECONDS, max(0.001, -self._tokens / self._share)))
+            self._account()
+        self.rested_seconds += self._clock() - began
+
+    def _account(self) -> None:
+        at, used = self._clock(), self._cpu_seconds()
+        earned = (at - self._seen[0]) * self._share
+        self._tokens = min(BURST_SECONDS, self._tokens + earned - max(0.0, used - self._seen[1]))
+        self._seen = (at, used)
+
+
+def cpu_seconds(worker_pid: int | None) -> float:
+    """CPU seconds of this process, of the children that have ended, and of a living worker."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    if worker_pid is not None:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(worker_pid).cpu_times()
+            total += times.user + times.system
+    return float(total)
+
+
+def lower_priority(nice: int) -> None:
+    """Yield to everything: CPU, disk. Children inherit it."""
+    with contextlib.suppress(OSError):
+        os.nice(nice)
+    if nice >= 10:
+        # Batch: a script's thread that wakes up gets its core back at once. Not SCHED_IDLE: beside a script whose
+        # threads spin on every core it would get nothing at all, and no kernel would ever be tuned.
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError, ValueError, AttributeError, psutil.Error):
+            psutil.Process().ionice(_IDLE_IO)
+        # Where the kernel groups processes by session, ours is as heavy as the script's whatever its nice value is.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(nice))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -1,0 +1,87 @@
+"""Messages between daemon and worker: JSON with a length in front, over pipes.
+
+In: dictionaries of plain values. Out: the same on the other side, or TimeoutError, or `PipeClosed`.
+Guarantee: nothing that a worker sends can run code in the daemon (no pickle: a wild kernel may have written over the
+worker's memory); a message that is not one ends the conversation like a closed pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_HEADER = struct.Struct("<Q")
+_LONGEST_BYTES = 256 << 20
+_SLICE_SECONDS = 0.2  # how long a wait may ignore that somebody wants it to end
+
+
+class PipeClosed(Exception):
+    """The other side has ended, or talks nonsense."""
+
+
+class Interrupted(Exception):
+    """Whoever waited was asked to stop."""
+
+
+class Pipe:
+    """One end of a conversation over two file descriptors, which it owns."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading = reading
+        self._writing = writing
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises PipeClosed."""
+        data = json.dumps(message, separators=(",", ":")).encode()
+        view = memoryview(_HEADER.pack(len(data)) + data)
+        try:
+            while view:
+                view = view[os.write(self._writing, view) :]
+        except OSError as error:
+            raise PipeClosed(str(error)) from None
+
+    def receive(
+        self, timeout_seconds: float | None = None, is_stopping: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
+        """Raises TimeoutError, Interrupted (as soon as ``is_stopping`` says so) and PipeClosed."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline, is_stopping))
+        if length > _LONGEST_BYTES:
+            raise PipeClosed(f"a message of {length} bytes")
+        data = self._read(length, deadline, is_stopping)
+        try:
+            message = json.loads(data)
+        except ValueError as error:
+            raise PipeClosed(f"not a message: {error}") from None
+        if not isinstance(message, dict):
+            raise PipeClosed("not a message")
+        return message
+
+    def _read(self, count: int, deadline: float | None, is_stopping: Callable[[], bool]) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            if is_stopping():
+                raise Interrupted
+            left = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError
+            try:
+                if not select.select([self._reading], [], [], left)[0]:
+                    continue
+                part = os.read(self._reading, min(count, 1 << 20))
+            except (OSError, ValueError) as error:
+                raise PipeClosed(str(error)) from None
+            if not part:
+                raise PipeClosed("closed")
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        for descriptor in {self._reading, self._writing}:
+            os.close(descriptor)

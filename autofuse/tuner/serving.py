@@ -1,0 +1,278 @@
+"""The tuning loop: takes requests from the store, runs jobs, writes what they found. It never imports torch.
+
+In: requests in the store. Out: measurements, decisions and kernels in the store.
+Guarantee: the request with the largest expected saving goes first; a kernel is stored before the decision that names
+it, and the decision before its request is done, so that ``kill -9`` loses only the job at hand; beside a running
+script the loop keeps to its share of a core, while a script waits for it (or none runs) it does not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import IO
+
+import psutil
+
+from autofuse.codegen.build import find_toolchain
+from autofuse.codegen.generator import CODEGEN_VERSION
+from autofuse.db.rows import DaemonState
+from autofuse.db.store import Store
+from autofuse.errors import StoreError
+from autofuse.ir.device import cpu_device
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Bucket, Config, Decision, TuneRequest
+from autofuse.settings import Settings
+from autofuse.tuner.buckets import distance
+from autofuse.tuner.job import Job, JobLimits, Outcome
+from autofuse.tuner.manners import CpuShare, cpu_seconds, is_alive
+from autofuse.tuner.pipes import Interrupted
+from autofuse.tuner.worker_process import WorkerProcess
+from autofuse.tuner.workshop import LETHAL, Workshop
+
+log = logging.getLogger("autofuse.daemon")
+
+POLL_SECONDS = 0.1
+HEARTBEAT_SECONDS = 5.0
+SCRIPTS_SECONDS = 1.0  # how long it is believed that a script runs, or none
+UNPARK_SECONDS = 60.0
+WORKER_IDLE_SECONDS = 60.0  # then its memory is given back
+RECENT_RUNS = 32
+NEIGHBOURS = 3  # winners of other buckets that a search starts from
+PATIENT = 4.0  # beside a running script, a job may take this many times as long
+
+
+def versions() -> str:
+    """What besides the device a decision depends on, as sessions write it, without importing torch."""
+    minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
+    return f"torch {minor}, codegen {CODEGEN_VERSION}"
+
+
+class TuningLoop:
+    """Works requests off, one at a time."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        is_urgent: Callable[[], bool],
+        nice: int,
+        worker_log: IO[bytes] | None = None,
+    ) -> None:
+        """``is_urgent``: whether someone waits for the result. Raises StoreError and CompilerError."""
+        self.settings = settings
+        self.is_stopping = False
+        self.done = self.failed = 0
+        tuner = settings.tuner
+        toolchain = find_toolchain(settings.run.cc or None)
+        self._store = Store.open(settings.run.store)
+        self._store.kernel_limit_bytes = settings.cache.max_bytes
+        self._is_urgent = is_urgent
+        self._device = cpu_device().key
+        self._versions = versions()
+        self._started_at = time.time()
+        self._worker = WorkerProcess(
+            memory_bytes=tuner.memory_bytes,
+            timeout_seconds=tuner.worker_timeout_seconds,
+            nice=nice,
+            is_stopping=lambda: self.is_stopping,
+            stderr=worker_log,
+        )
+        self._share = CpuShare(tuner.cpu_percent, lambda: cpu_seconds(self._worker.pid))
+        self._workshop = Workshop(
+            toolchain,
+            self._worker,
+            compile_timeout_seconds=tuner.compile_timeout_seconds,
+            compilers=lambda: len(os.sched_getaffinity(0)) if self._is_urgent() else 1,
+            stored=self._store.get_kernel,
+            rest=self._rest,
+        )
+        self._winners: dict[str, dict[Bucket, Config]] = {}
+        self._spent: dict[int, float] = {}  # seconds of work by run
+        self._parked: list[TuneRequest] = []  # of runs whose budget is spent
+        self._parked_at = 0.0
+        self._scripts = (0.0, False)  # when looked, whether one runs
+        self._seen_version = -1
+        self._looked_at = 0.0
+        self._beat_at = 0.0
+        self._job = ""
+
+    # ---- loops ----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Work until told to stop, or idle for ``tuner.idle_exit_seconds``. Raises StoreError."""
+        requeued = self._store.requeue_stale(lambda pid: False)  # whoever took them is gone: we hold the lock
+        log.info("serving %s as process %d; %d requests taken up again", self._store.path, os.getpid(), requeued)
+        idle_since = time.monotonic()
+        self._heartbeat("idle")
+        while not self.is_stopping:
+            request = self._next()
+            if request is not None:
+                self.work(request)
+                idle_since = time.monotonic()
+                continue
+            idle_seconds = time.monotonic() - idle_since
+            if idle_seconds >= self.settings.tuner.idle_exit_seconds:
+                log.info("nothing to do for %.0f s, ending", idle_seconds)
+                return
+            if idle_seconds >= WORKER_IDLE_SECONDS:
+                self._worker.kill()
+            self._beat("idle")
+            time.sleep(min(POLL_SECONDS, self.settings.tuner.idle_exit_seconds))
+
+    def drain(self, on_progress: Callable[[int, int], None]) -> int:
+        """Work until the queue is empty or ``tuner.budget_seconds`` are spent; how many requests were handled."""
+        self._store.requeue_stale(lambda pid: False)
+        deadline = time.monotonic() + self.settings.tuner.budget_seconds
+        while not self.is_stopping and time.monotonic() < deadline:
+            request = self._store.next_request(self._device, versions=self._versions)
+            if request is None:
+                break
+            queued = self._store.queue_length(self._device).queued
+            on_progress(self.done + self.failed, self.done + self.failed + queued + 1)
+            self.work(request)
+        return self.done + self.failed
+
+    def close(self) -> None:
+        """Give everything back: requests, worker, store."""
+        self._worker.kill()
+        try:
+            self._unpark()
+            self._heartbeat("stopped")
+        except StoreError as error:
+            log.error("%s", error)
+        self._store.close()
+
+    def _next(self) -> TuneRequest | None:
+        """The next request whose run has budget left; None where there is none. Cheap while nothing changes."""
+        now = time.monotonic()
+        version = self._store.data_version()
+        if version == self._seen_version and now - self._looked_at < HEARTBEAT_SECONDS:
+            return None
+        if self._parked and (now - self._parked_at > UNPARK_SECONDS or self._is_urgent()):
+            self._unpark()
+        while not self.is_stopping:
+            request = self._store.next_request(self._device, versions=self._versions)
+            if request is None:
+                self._seen_version, self._looked_at = version, now
+                return None
+            if self._spent.get(request.run_id or 0, 0.0) < self.settings.tuner.budget_seconds:
+                return request
+            self._parked.append(request)
+            self._parked_at = now
+        return None
+
+    def _unpark(self) -> None:
+        """Queue again what was put aside: its run may be another one by now, with a budget of its own."""
+        while self._parked:
+            self._store.finish_request(self._parked[-1].key, "requeued", "the run's tuning budget was spent")
+            self._parked.pop()
+
+    # ---- one request ----------------------------------------------------------------------------
+
+    def work(self, request: TuneRequest) -> None:
+        """Run the job of a request and store what it found. Raises StoreError."""
+        self._job = f"{request.key.fusion_id[:12]} [{request.bucket.label}]"
+        self._beat("tuning", at_once=self._is_urgent() is False)
+        began, rested = time.monotonic(), self._share.rested_seconds
+        try:
+            outcome = self._tune(request)
+        except Interrupted:
+            self._store.finish_request(request.key, "requeued", "the daemon was stopped")
+            return
+        except StoreError:
+            raise
+        except Exception as error:
+            log.exception("%s failed", self._job)
+            self._store.finish_request(request.key, "failed", f"{type(error).__name__}: {error}")
+            self.failed += 1
+            return
+        seconds = time.monotonic() - began - (self._share.rested_seconds - rested)
+        self._spent[request.run_id or 0] = self._spent.get(request.run_id or 0, 0.0) + seconds
+        self._keep(request, outcome)
+        self.done += 1
+        for decision in outcome.decisions:
+            text = f"{decision.candidate.variant} {decision.speedup:.2f}x {decision.reason} {decision.detail}"
+            log.info("%s %s (%.2f s)", self._job, text, seconds)
+
+    def _tune(self, request: TuneRequest) -> Outcome:
+        tuner = self.settings.tuner
+        self._worker.start()  # imports torch while the first kernels compile
+        winners = self._known_winners(request)
+        # Beside a script most of the time is spent waiting for a core.
+        seconds = tuner.job_seconds * (1.0 if self._is_urgent() else PATIENT)
+        limits = JobLimits(tuner.trials, tuner.rounds, tuner.margin, seconds, tuner.memory_bytes)
+        form = NodeForm.from_json(dict(request.node))
+        bench = self._workshop.bench(request.key.fusion_id, form, request.key.threads)
+        nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
+        seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
+        return Job(request, bench, limits, seeds, lambda: time.monotonic() - self._share.rested_seconds).run()
+
+    def _keep(self, request: TuneRequest, outcome: Outcome) -> None:
+        for kernel in outcome.kernels:
+            self._store.put_kernel(kernel)
+        self._store.put_measurements(request.key, outcome.measurements)
+        for decision in outcome.decisions:
+            self._store.put_decision(decision)
+            self._note_winner(self._winners[self._family(request)], decision)
+        self._store.finish_request(request.key, "done")
+
+    def _known_winners(self, request: TuneRequest) -> dict[Bucket, Config]:
+        """The winner of each bucket of the node so far; read from the store once, with the kernels that kill."""
+        family = self._family(request)
+        if family not in self._winners:
+            self._winners[family] = {}
+            for stored in self._store.decision_history(request.key.fusion_id):
+                same = (stored.decision.key.device, stored.decision.key.threads)
+                if same == (request.key.device, request.key.threads):
+                    self._note_winner(self._winners[family], stored.decision)
+            for row in self._store.measurements(request.key.fusion_id):
+                if row.measurement.status in LETHAL and row.measurement.compile_key:
+                    self._workshop.lethal.add(row.measurement.compile_key)
+        return self._winners[family]
+
+    def _family(self, request: TuneRequest) -> str:
+        return f"{request.key.fusion_id}/{request.key.threads}"
+
+    def _note_winner(self, winners: dict[Bucket, Config], decision: Decision) -> None:
+        if decision.reason == "won":
+            winners[decision.bucket] = decision.candidate.config
+
+    # ---- manners --------------------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        if self.is_stopping:
+            raise Interrupted
+        self._share.rest(lambda: not self.is_stopping and not self._is_urgent() and self._a_script_runs())
+
+    def _a_script_runs(self) -> bool:
+        looked_at, found = self._scripts
+        if time.monotonic() - looked_at > SCRIPTS_SECONDS:
+            runs = self._store.runs(RECENT_RUNS)
+            found = any(run.finished_at is None and is_alive(run.pid) for run in runs)
+            self._scripts = (time.monotonic(), found)
+        return found
+
+    def _beat(self, state: str, at_once: bool = False) -> None:
+        if at_once or time.monotonic() - self._beat_at > HEARTBEAT_SECONDS:
+            self._heartbeat(state)
+
+    def _heartbeat(self, state: str) -> None:
+        self._beat_at = time.monotonic()
+        self._store.heartbeat(
+            DaemonState(
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                started_at=self._started_at,
+                state=state,
+                job=self._job if state == "tuning" else "",
+                queued=self._store.queue_length(self._device).queued + len(self._parked),
+                done=self.done,
+                failed=self.failed,
+                data={"rss_bytes": psutil.Process().memory_info().rss},
+            )
+        )

@@ -1,0 +1,150 @@
+"""The daemon's hold on its worker: a process that is started, asked, killed and started again.
+
+In: requests. Out: replies; or `Lost` for what the process did not survive, `Refused` for what it did.
+Guarantee: the daemon survives whatever a kernel does. A crash, a hang and a lack of memory come back as a status, and
+the next request starts a new process, in which nothing is loaded (``generation`` tells). Must be used from a thread
+that lives as long as the worker: Linux signals the death of the parent when the starting thread ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, cast
+
+import autofuse
+from autofuse.ir.records import Status
+from autofuse.tuner.pipes import Interrupted, Pipe, PipeClosed
+
+START_SECONDS = 120.0  # importing torch on a busy machine
+
+
+class CandidateProblem(Exception):
+    """Something is wrong with a candidate: ``status`` is the recorded outcome."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Lost(CandidateProblem):
+    """The worker process ended or was killed over a request."""
+
+
+class Refused(CandidateProblem):
+    """The worker is well, the candidate is not: "wrong", "out_of_memory" or "refused"."""
+
+
+class WorkerProcess:
+    """A worker process, started at the first request and again after each loss."""
+
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        timeout_seconds: float,
+        nice: int = 19,
+        is_stopping: Callable[[], bool] = lambda: False,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        """``stderr`` takes what kernels print (None: ours does). Requests raise Interrupted once ``is_stopping``."""
+        self._memory_bytes = memory_bytes
+        self._timeout_seconds = timeout_seconds
+        self._nice = nice
+        self._is_stopping = is_stopping
+        self._stderr = stderr
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Pipe | None = None
+        self._is_ready = False
+        self.generation = 0  # grows with each process
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the process if there is none, without waiting until it is ready (1 to 3 s, torch's import)."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.kill()
+        command, environment = python_module("autofuse.tuner.worker")
+        self._process = subprocess.Popen(
+            [*command, str(self._memory_bytes), str(self._nice), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            bufsize=0,
+            process_group=0,  # killed as a group; in our session, whose priority it shares
+            env=environment,
+            cwd="/",
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._pipe = Pipe(os.dup(self._process.stdout.fileno()), os.dup(self._process.stdin.fileno()))
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._is_ready = False
+        self.generation += 1
+
+    def ask(self, do: str, *, timeout_seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send a request and wait for its reply. Raises Lost, Refused and Interrupted."""
+        self.start()
+        pipe = cast(Pipe, self._pipe)
+        limit = timeout_seconds or self._timeout_seconds
+        try:
+            if not self._is_ready:
+                pipe.receive(START_SECONDS, self._is_stopping)
+                self._is_ready = True
+            pipe.send({"do": do, **arguments})
+            reply = pipe.receive(limit, self._is_stopping)
+        except TimeoutError:
+            self.kill()
+            raise Lost("timeout", f"no answer within {limit:g} s; the worker was killed") from None
+        except PipeClosed as error:
+            raise Lost("crash", self._describe_end(str(error))) from None
+        except Interrupted:
+            self.kill()
+            raise
+        if reply.get("ok"):
+            return reply
+        raise Refused(reply.get("status", "refused"), str(reply.get("message", "")))
+
+    def kill(self) -> int | None:
+        """End the process, however busy it is; its exit code, None where there was no process."""
+        process, self._process = self._process, None
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            pipe.close()
+        if process is None:
+            return None
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def _describe_end(self, problem: str) -> str:
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=2.0)  # its pipe closes a moment before it is gone
+        code = process.poll() if process is not None else None
+        self.kill()
+        if code is None:
+            return f"the worker stopped making sense ({problem}); it was killed"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"the worker died by {signal.Signals(-code).name}"
+        return f"the worker ended with exit code {code}"
+
+
+def python_module(module: str) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment that run a module of ours as this process would find it."""
+    source = str(Path(autofuse.__file__).parent.parent)
+    path = os.environ.get("PYTHONPATH", "")
+    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{source}" if path else source}
+    # -P: nothing of the folder that somebody happens to be in
+    return [sys.executable, "-P", "-m", module], environment

@@ -1,0 +1,170 @@
+"""The search finds what is there to find, on recorded timings; no configuration twice, seeds first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from autofuse.codegen.knobs import Knob
+from autofuse.db.rows import StoredMeasurement
+from autofuse.ir.records import Bucket, Candidate, Config, DecisionKey, Measurement, ObservedShape, make_config
+from autofuse.tuner.job import Job, JobLimits
+from autofuse.tuner.replay import RecordedBench, recorded_times
+from autofuse.tuner.search import ConfigSearch, search_all
+from autofuse.tuner.worker_process import CandidateProblem
+from tests.tuner.nodes import chain_form, request
+
+KNOBS = (Knob("a", (1, 2, 4, 8), 1, ""), Knob("b", ("x", "y"), "x", ""), Knob("c", (False, True), False, ""))
+LARGE = tuple(Knob(f"k{i}", (1, 2, 4, 8), 1, "") for i in range(5))  # 1024 configurations
+
+
+def cost_of(config: Config) -> float:
+    values = dict(config)
+    return abs(values["a"] - 4) + (values["b"] == "x") * 2.0 + values["c"] * 0.5 + 1.0  # type: ignore[operator]
+
+
+def whole_space(knobs: tuple[Knob, ...]) -> list[Config]:
+    names = [knob.name for knob in knobs]
+    spaces = itertools.product(*(knob.choices for knob in knobs))
+    return [make_config(dict(zip(names, values, strict=True))) for values in spaces]
+
+
+def bowl(seed: int) -> dict[Config, float]:
+    """Times with one optimum somewhere, each knob with a weight of its own, and 3 % of roughness."""
+    chance = random.Random(seed)
+    best = [chance.randrange(4) for _ in LARGE]
+    weights = [chance.uniform(1.0, 8.0) for _ in LARGE]
+    times = {}
+    for config in whole_space(LARGE):
+        places = [knob.choices.index(value) for knob, (_, value) in zip(LARGE, config, strict=True)]
+        distance = sum(w * (p - b) ** 2 for w, p, b in zip(weights, places, best, strict=True))
+        times[config] = (100.0 + distance) * chance.uniform(1.0, 1.03)
+    return times
+
+
+def test_a_small_space_is_tried_in_full_and_nothing_twice() -> None:
+    search = ConfigSearch(KNOBS, [], trials=100)
+    asked = []
+    while configs := search.ask(3):
+        asked += configs
+        for config in configs:
+            search.tell(config, cost_of(config))
+    assert sorted(asked) == sorted(whole_space(KNOBS)) and search.is_over
+    assert search.best() == (make_config({"a": 4, "b": "y", "c": False}), 1.0)
+
+
+def test_seeds_come_first_foreign_ones_are_left_out_and_failures_are_survived() -> None:
+    seed, foreign = make_config({"a": 8, "b": "y", "c": True}), make_config({"a": 3, "b": "y", "c": True})
+    search = ConfigSearch(KNOBS, [foreign, seed, seed], trials=4)
+    assert search.ask(1) == [seed]
+    search.tell(seed, None)
+    while configs := search.ask(1):
+        search.tell(configs[0], cost_of(configs[0]))
+    assert search.tried == 4 and search.best() is not None
+
+
+def test_equal_answers_give_equal_searches() -> None:
+    times = bowl(0)
+    first, second = (search_all(ConfigSearch(LARGE, [], 64), times) for _ in range(2))
+    assert first.best() == second.best() and first.tried == second.tried
+
+
+def test_a_sampled_search_ends_when_it_gets_no_better() -> None:
+    flat = dict.fromkeys(whole_space(LARGE), 5.0)
+    assert search_all(ConfigSearch(LARGE, [], 500), flat).tried < 30
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tenth_of_the_space_is_enough_to_come_within_5_percent_of_the_oracle(seed: int) -> None:
+    times = bowl(seed)
+    neighbour = make_config({f"k{i}": 2 for i in range(5)})
+    best = search_all(ConfigSearch(LARGE, [neighbour], 100), times).best()
+    assert best is not None and best[1] <= min(times.values()) * 1.05
+
+
+# ---- whole jobs on recorded times -----------------------------------------------------------------------
+
+LIMITS = JobLimits(trials=100, rounds=15, margin=0.03, job_seconds=1e9)
+
+
+def replay(bench: RecordedBench, limits: JobLimits = LIMITS, seeds: tuple[Config, ...] = ()) -> tuple[float, str]:
+    """The true speedup of what a job decides for, and its reason."""
+    outcome = Job(request(chain_form(), (700,)), bench, limits, seeds, bench.clock).run()
+    decision = outcome.decisions[0]
+    chosen = decision.candidate.config
+    return (bench.true_speedup(chosen) if decision.reason == "won" else 1.0), decision.reason
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_jobs_decide_within_5_percent_of_the_oracle_in_spite_of_noise(seed: int) -> None:
+    bench = RecordedBench(LARGE, bowl(seed), 180.0, noise=0.03, seed=seed)
+    speedup, reason = replay(bench)
+    assert reason == "won" and speedup >= bench.oracle * 0.95
+
+
+def test_a_neighbours_winner_saves_trials() -> None:
+    times = bowl(1)
+    best = min(times, key=times.__getitem__)
+    few = JobLimits(trials=2, rounds=9, margin=0.03, job_seconds=1e9)
+    speedup, _ = replay(RecordedBench(LARGE, times, 180.0), few, (best,))
+    assert speedup == pytest.approx(180.0 / times[best])
+
+
+def test_jobs_keep_eager_where_it_is_fastest() -> None:
+    times = dict.fromkeys(whole_space(KNOBS), 120.0)
+    assert replay(RecordedBench(KNOBS, times, 100.0)) == (1.0, "no_gain")
+    assert replay(RecordedBench(KNOBS, dict.fromkeys(times, 100.0), 100.0))[1] == "below_margin"
+
+
+def test_wrong_ones_do_not_win_and_the_next_best_does() -> None:
+    times = {config: 50.0 + 10.0 * cost_of(config) for config in whole_space(KNOBS)}
+    ranked = sorted(times, key=times.__getitem__)
+    problems = {config: CandidateProblem("wrong", "off by one") for config in ranked[:3]}
+    bench = RecordedBench(KNOBS, times, 200.0, noise=0.001, problems=problems)
+    assert replay(bench)[0] == pytest.approx(200.0 / times[ranked[3]])
+    everything = dict.fromkeys(times, CandidateProblem("wrong", "off by one"))
+    assert replay(RecordedBench(KNOBS, times, 200.0, problems=everything)) == (1.0, "all_wrong")
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [("crash", "crashed"), ("timeout", "timeout"), ("out_of_memory", "out_of_memory"), ("refused", "refused")],
+)
+def test_reasons_of_failure(status: str, reason: str) -> None:
+    times = dict.fromkeys(whole_space(KNOBS), 50.0)
+    problems = dict.fromkeys(times, CandidateProblem(status, "no"))  # type: ignore[arg-type]
+    assert replay(RecordedBench(KNOBS, times, 100.0, problems=problems)) == (1.0, reason)
+    assert replay(RecordedBench(KNOBS, {}, 100.0)) == (1.0, "compile_failed")
+
+
+def test_a_jobs_time_is_bounded() -> None:
+    times = bowl(2)
+    bench = RecordedBench(LARGE, times, 180.0)
+    limits = JobLimits(trials=1000, rounds=9, margin=0.03, job_seconds=2.0)
+    replay(bench, limits)
+    assert bench.clock() < 4.0 and len(bench.built) < 30
+
+
+def test_stored_measurements_can_be_replayed(tmp_path: Path) -> None:
+    bucket = Bucket(((513, 1024),))
+    key = DecisionKey("f" * 64, bucket.label, "cpu", 2, "x")
+    rows = [
+        StoredMeasurement(key, Measurement(Candidate("c_generic", config), "ok", (700,), 50.0, 100.0, speedup), 0.0)
+        for config, speedup in zip(whole_space(KNOBS), itertools.count(1.0, 0.1), strict=False)
+    ]
+    times, eager_us = recorded_times(rows, bucket)
+    bench = RecordedBench(KNOBS, times, eager_us)
+    assert eager_us == 100.0 and bench.oracle == pytest.approx(1.0 + 0.1 * 15)
+    assert replay(bench)[0] >= 0.95 * bench.oracle
+    assert recorded_times(rows, Bucket(((1, 1),))) == ({}, 0.0)
+
+
+def test_shapes_outside_of_the_bucket_are_not_timed() -> None:
+    """A request may carry the shapes of merged runs."""
+    asked = request(chain_form(), (700,))
+    odd = (ObservedShape((4,), 10**6), *asked.shapes)
+    job = Job(type(asked)(**{**asked.__dict__, "shapes": odd}), RecordedBench(KNOBS, {}, 1.0), LIMITS)
+    assert job._timed_values() == (700,)
