@@ -4,6 +4,7 @@ In: a Python function on tensors. Out: a `NodeForm`, traced through `make_fx` wi
 would build it: canonical names, strides from the traced metadata.
 """
 
+# ruff: noqa: E501, SIM905
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -153,8 +154,7 @@ def _call_unary(op: str) -> Callable[..., Any]:
 
 def _unary_cases() -> list[Case]:
     return [
-        Case(f"unary_{op}", _call_unary(op), (_t(5, 7),), _SIZES_2D, tags=frozenset({"pointwise"}))
-        for op in _UNARY
+        Case(f"unary_{op}", _call_unary(op), (_t(5, 7),), _SIZES_2D, tags=frozenset({"pointwise"})) for op in _UNARY
     ]
 
 
@@ -321,12 +321,12 @@ _LOSS_SIZES = ((5, 7), (1, 2), (33, 67), (3, 1030))
 
 def _table() -> dict[str, Case]:
     cases = _unary_cases()
-    cases += [
-        Case(name, fn, example, static=(6,), tags=frozenset({"pointwise"})) for name, fn, example in _POINTWISE
-    ]
+    cases += [Case(name, fn, example, static=(6,), tags=frozenset({"pointwise"})) for name, fn, example in _POINTWISE]
     cases += [Case(name, fn, example, tags=frozenset({"reduction"})) for name, fn, example in _REDUCTIONS]
     cases += [Case(name, fn, example, _LOSS_SIZES, tags=frozenset({"loss"})) for name, fn, example in _LOSSES]
-    cases += [Case(name, fn, example, _IMAGE_SIZES, static=(6,), tags=frozenset({"image"})) for name, fn, example in _IMAGES]
+    cases += [
+        Case(name, fn, example, _IMAGE_SIZES, static=(6,), tags=frozenset({"image"})) for name, fn, example in _IMAGES
+    ]
     return {case.name: case for case in cases}
 
 

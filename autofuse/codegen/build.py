@@ -67,7 +67,9 @@ def _probe(path: str) -> Toolchain:
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
         openmp = _compiles(path, "int af_probe(void) { return 0; }", ("-fopenmp",), folder)
         if not openmp and not _compiles(path, "int af_probe(void) { return 0; }", (), folder):
-            raise CompilerError(f"expected {path} to build a shared object, found that it cannot; try `{path} --version`")
+            raise CompilerError(
+                f"expected {path} to build a shared object, found that it cannot; try `{path} --version`"
+            )
         openmp_flag = ("-fopenmp",) if openmp else ()
         libmvec = 0
         for level, text in _LIBMVEC_PROBES:
@@ -103,7 +105,11 @@ def _target(path: str) -> str:
     """What -march=native means here, as the compiler itself says it."""
     result = _run([path, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"], 20)
     names = sorted(line.split()[1] for line in result.stdout.splitlines() if line.startswith("#define __AVX"))
-    names += [line.split()[1] for line in result.stdout.splitlines() if line.startswith(("#define __FMA__", "#define __ARM_FEATURE"))]
+    names += [
+        line.split()[1]
+        for line in result.stdout.splitlines()
+        if line.startswith(("#define __FMA__", "#define __ARM_FEATURE"))
+    ]
     return f"{platform.machine()}:{hashlib.sha256(' '.join(names).encode()).hexdigest()[:12]}"
 
 
@@ -111,7 +117,9 @@ def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProces
     try:
         return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilerError(f"expected {arguments[0]} to run, found {error}; name another compiler with `cc`") from error
+        raise CompilerError(
+            f"expected {arguments[0]} to run, found {error}; name another compiler with `cc`"
+        ) from error
 
 
 def flags_for(toolchain: Toolchain, config: Config = ()) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from autofuse.codegen.dtypes import compute_dtype, dtype, is_float
 from autofuse.codegen.index import Atom, Indirect, Word, resolve
@@ -27,8 +28,8 @@ class Val:
     dtype: str
 
 
-Number = bool | int | float
-Operand = Val | Number | Dim
+Number: TypeAlias = bool | int | float
+Operand: TypeAlias = Any  # Val, Number or Dim
 
 
 @dataclass(frozen=True)

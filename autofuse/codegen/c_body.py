@@ -99,12 +99,14 @@ class Body:
         if value.op == "size":
             return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"  # type: ignore[arg-type]
         if value.op == "index":
-            return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
+            return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)
         if (narrow := self._position_test(number, c)) is not None:
             return narrow
         operands = [self.kernel.values[a] for a in value.args]
         plain = [o.op == "const" and o.attr != "nan" for o in operands]
-        return expression(value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain, self.inline_math)
+        return expression(
+            value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain, self.inline_math
+        )
 
     def _position_test(self, number: int, c: str) -> str | None:
         """A comparison of the column's position with something known per row, in 32 bits.
@@ -167,7 +169,9 @@ class Body:
         for n, param in enumerate(self.kernel.params):
             const = "" if param.is_output else "const "
             ctype = memory_type(param.dtype)
-            lines.append(f"  {const}{ctype}* restrict const {param.name} = ({const}{ctype}*)ptrs[{n}]; (void){param.name};")
+            lines.append(
+                f"  {const}{ctype}* restrict const {param.name} = ({const}{ctype}*)ptrs[{n}]; (void){param.name};"
+            )
         return lines
 
     def _pointer_lines(self, where: str, indent: str) -> list[str]:
@@ -181,7 +185,9 @@ class Body:
             const = "" if param.is_output else "const "
             offset = "".join(f" + {self._product(f'r{d}', s)}" for d, s in moving)
             label = name + ("b" if self._column_terms(access) else "")
-            lines.append(f"{indent}{const}{memory_type(param.dtype)}* const {label} = {param.name}{offset}; (void){label};")
+            lines.append(
+                f"{indent}{const}{memory_type(param.dtype)}* const {label} = {param.name}{offset}; (void){label};"
+            )
         return lines
 
     def _column_terms(self, access: Access) -> list[tuple[int, Dim]]:
@@ -228,7 +234,9 @@ class Body:
         for n in self._sinks("col_reduce"):
             reducer = self._reducer(n)
             start = f"acc{n}[k] = {reducer.start};"
-            lines.append(f"  {reducer.accumulator}* restrict const acc{n} = ({reducer.accumulator}*)(scratch + at_acc{n});")
+            lines.append(
+                f"  {reducer.accumulator}* restrict const acc{n} = ({reducer.accumulator}*)(scratch + at_acc{n});"
+            )
             if reducer.widens:
                 lines.append(f"  {reducer.total}* restrict const tot{n} = ({reducer.total}*)(scratch + at_tot{n});")
                 start += f" tot{n}[k] = 0;"
@@ -243,7 +251,8 @@ class Body:
     def function(self) -> str:
         kernel = self.kernel
         lines = [
-            f"static void {kernel.name}_rows(const int64_t* sizes, void** ptrs, char* scratch, int64_t tid, int64_t team) {{",
+            f"static void {kernel.name}_rows(",
+            "    const int64_t* sizes, void** ptrs, char* scratch, int64_t tid, int64_t team) {",
             "@SIZES@",
             *self._parameters(),
             "  (void)scratch; (void)tid; (void)team;",
@@ -328,7 +337,9 @@ class Body:
             for d in outer[1:]:
                 linear = f"({linear} * n{d} + c{d})"
             lines.append(f"{depth}const int64_t lin = {linear} * n{self.last}; (void)lin;")
-            used = [self.kernel.values[n].attr for n in (*phase.values, *phase.widened)] + [s.access for s in phase.stores]
+            used = [self.kernel.values[n].attr for n in (*phase.values, *phase.widened)] + [
+                s.access for s in phase.stores
+            ]
             lines += self._column_pointers(depth, [a for a in used if isinstance(a, Access)])
         for n in phase.widened:
             stop = f"n{self.last}"
@@ -351,9 +362,7 @@ class Body:
         start, stop = ("c_begin", "c_end") if self.splits_columns else ("0", f"n{self.last}")
         scalars = [*phase.reductions, *(n for n in phase.sinks if self.kernel.values[n].op == "full_reduce")]
         blocked = [n for n in scalars if self._reducer(n).widens]
-        clauses = "".join(
-            f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars
-        )
+        clauses = "".join(f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars)
         clauses += "".join(f" reduction(|:nan{n})" for n in scalars if self._reducer(n).nan_flag)
         inner = [f"  {line}" for line in self._columns(phase)]
         if not blocked:
@@ -430,7 +439,9 @@ class Body:
                 f"  const {VALUE_TYPE[kernel.values[n].dtype]} x{n} = {reducer.finish(f't{n}')};",
             ]
         per_column = [n for n in plan.post_values if self.regions[n].cols]
-        lines += self._declare_all([n for n in plan.post_values if not self.regions[n].cols and n not in plan.entry_values], "  ")
+        lines += self._declare_all(
+            [n for n in plan.post_values if not self.regions[n].cols and n not in plan.entry_values], "  "
+        )
         along = [s for s in plan.post_stores if self._has_columns(s)]
         lines += [f"  {self.store(s)}" for s in plan.post_stores if s not in along]
         if not along:
@@ -451,7 +462,7 @@ class Body:
         place = "lin + c" if outer else "c"
         for n in self._sinks("col_reduce"):
             reducer = self._reducer(n)
-            array, ctype = (("tot", reducer.total) if reducer.widens else ("acc", reducer.accumulator))
+            array, ctype = ("tot", reducer.total) if reducer.widens else ("acc", reducer.accumulator)
             source = f"(({ctype}*)(scratch + k * scratch_bytes + at_{array}{n}))[{place}]"
             lines += [
                 f"{depth}  {ctype} t{n} = {reducer.start};",

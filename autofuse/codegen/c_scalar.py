@@ -15,7 +15,7 @@ import sympy
 
 from autofuse.codegen.c_math import INLINE_CALLS, INLINE_MATH
 from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
-from autofuse.codegen.loops import LoopValue
+from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
 from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim
 
@@ -92,9 +92,10 @@ def literal(value: object, name: str) -> str:
 # ---- ops ------------------------------------------------------------------------------------------------
 
 _CALLS = {
-    op: op for op in
-    "exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin acos atan erf erfc sqrt floor ceil".split()
-} | {"round": "rint", "trunc": "trunc", "pow": "pow", "atan2": "atan2"}  # fmt: skip
+    **{op: op for op in (*TRANSCENDENTAL, "sqrt", "floor", "ceil", "pow", "atan2")},
+    "round": "rint",
+    "trunc": "trunc",
+}
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -315,9 +316,7 @@ static inline float af_round_float16(float f) { return af_load_float16(af_store_
 VECTOR_MATH: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("exp", "log", "sin", "cos"), (1, 1)),
     "pow": (2, 1),
-    **dict.fromkeys(
-        "exp2 expm1 log2 log10 log1p tan tanh sinh cosh asin acos atan erf erfc".split(), (1, 2)
-    ),
+    **{f: (1, 2) for f in TRANSCENDENTAL if f not in ("exp", "log", "sin", "cos")},
     "atan2": (2, 2),
 }  # fmt: skip
 
@@ -329,7 +328,10 @@ def vector_prototypes(body: str) -> str:
         for ctype, end in (("float", "f"), ("double", "")):
             if f" {function}{end}(" in body or f"({function}{end}(" in body or f"-{function}{end}(" in body:
                 arguments = ", ".join([ctype] * arity)
-                lines[level] += ["#pragma omp declare simd notinbranch", f"extern {ctype} {function}{end}({arguments});"]
+                lines[level] += [
+                    "#pragma omp declare simd notinbranch",
+                    f"extern {ctype} {function}{end}({arguments});",
+                ]
     text = ""
     for level, found in lines.items():
         if found:

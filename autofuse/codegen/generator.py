@@ -96,7 +96,9 @@ class FusionKernelGenerator:
         """Whether shapes are concrete, so that their sizes can be built in."""
         return all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for shape in shapes for dim in shape)
 
-    def _build(self, form: NodeForm, kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> CompiledKernel:
+    def _build(
+        self, form: NodeForm, kernel: LoopKernel, config: Config, constants: Mapping[str, int]
+    ) -> CompiledKernel:
         source = print_c(kernel, config, constants)
         flags = flags_for(self.toolchain, config)
         return CompiledKernel(
@@ -124,7 +126,9 @@ def bind_shapes(form: NodeForm, shapes: Sequence[Sequence[int]]) -> dict[str, in
     values: dict[str, int] = {}
     pending = list(zip(form.inputs, shapes, strict=True))
     # plain symbols first: an expression such as 2*s0 can then be checked, not solved
-    for item, sizes in sorted(pending, key=lambda p: any(getattr(d, "is_Symbol", True) is False for d in p[0].spec.shape)):
+    for item, sizes in sorted(
+        pending, key=lambda p: any(getattr(d, "is_Symbol", True) is False for d in p[0].spec.shape)
+    ):
         for name, value in item.spec.shape.substitute(values).unify(sizes).items():
             values[name] = value
     missing = [s for s in form.symbols if s not in values]

@@ -170,7 +170,20 @@ def _view_sources(form: NodeForm) -> dict[str, str]:
 
 
 _VIEWS = frozenset(
-    "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t alias _to_copy clone".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "permute",
+        "transpose",
+        "t",
+        "alias",
+        "_to_copy",
+        "clone",
+    ]
 )
 
 

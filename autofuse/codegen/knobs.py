@@ -54,7 +54,9 @@ def knobs_for(kernel: LoopKernel) -> tuple[Knob, ...]:
         Knob("threads", ("parallel", "serial"), "parallel", "use the caller's thread count, or one thread"),
     ]
     if any((v.op, v.dtype) in INLINE_CALLS for v in kernel.values):
-        knobs.append(Knob("math", ("inline", "library"), "inline", "own exp and erf, or the library's vector functions"))
+        knobs.append(
+            Knob("math", ("inline", "library"), "inline", "own exp and erf, or the library's vector functions")
+        )
     if plan(kernel, keep=True).kept:
         knobs.append(
             Knob("staging", ("buffer", "recompute"), "buffer", "keep costly column values of a row for later passes")

@@ -86,25 +86,30 @@ SINKS = ("col_reduce", "full_reduce", "rows_reduce")
 REDUCTIONS = ("row_reduce", *SINKS)
 REDUCE_KINDS = ("sum", "max", "min", "peak", "prod", "any", "all")  # peak: a maximum that may overlook NaN
 
+TRANSCENDENTAL = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
+    "acos", "atan", "erf", "erfc",
+)  # fmt: skip
 UNARY = (
-    "neg abs sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin acos atan erf erfc "
-    "floor ceil round trunc not bitnot isnan isinf sign rsqrt reciprocal"
-).split()
+    *TRANSCENDENTAL, "neg", "abs", "sqrt", "rsqrt", "reciprocal", "floor", "ceil", "round", "trunc", "sign",
+    "not", "bitnot", "isnan", "isinf",
+)  # fmt: skip
 BINARY = (
-    "add sub mul div maximum minimum pow atan2 fmod remainder eq ne lt le gt ge and or xor bitand bitor bitxor".split()
-)
+    "add", "sub", "mul", "div", "maximum", "minimum", "pow", "atan2", "fmod", "remainder",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "bitand", "bitor", "bitxor",
+)  # fmt: skip
 ARITY: dict[str, int] = {
     "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "where": 3,
     **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1),
 }  # fmt: skip
-COMPARISONS = frozenset("eq ne lt le gt ge and or xor not isnan isinf".split())
+COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "isnan", "isinf"])
 
 # Rough cost of an op in arithmetic operations per element; decides what is worth keeping in a row buffer.
 COST: dict[str, int] = {
-    **dict.fromkeys("exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin acos atan erf erfc".split(), 12),
-    **dict.fromkeys("pow atan2 fmod remainder".split(), 24),
-    **dict.fromkeys("div sqrt rsqrt reciprocal".split(), 3),
-    **dict.fromkeys("load const size index cast".split(), 0),
+    **dict.fromkeys(TRANSCENDENTAL, 12),
+    **dict.fromkeys(["pow", "atan2", "fmod", "remainder"], 24),
+    **dict.fromkeys(["div", "sqrt", "rsqrt", "reciprocal"], 3),
+    **dict.fromkeys(["load", "const", "size", "index", "cast"], 0),
     "gather": 4, "round_to": 2,
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ Guarantee: torch-free, deterministic, and refuses rather than guesses.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ from autofuse.codegen.rules import RULES
 from autofuse.codegen.schedule import schedule
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
-from autofuse.ir.shape import SymbolicShape
+from autofuse.ir.shape import Dim, SymbolicShape
 
 _MAX_PULLS = 8  # each repeats because a view split an atom; a handful of views share the same splits
 
@@ -132,10 +133,8 @@ class Context:
         raise LoweringError("views", "expected views that settle on common loops, found that they keep splitting")
 
     def _try_evaluate(self, op: Operation) -> None:
-        try:
+        with contextlib.suppress(LoweringError):  # raised again if an output needs it
             self.operand(ValueRef(op.name), self.canonical(ValueRef(op.name)))
-        except LoweringError:
-            pass  # raised again if an output needs it
 
     def _store(self, number: int, ref: ValueRef) -> tuple[Val, AtomAccess]:
         index, spec = self.canonical(ref), self.spec(ref)
@@ -159,9 +158,9 @@ class Context:
             raise LoweringError("reduction", f"expected loops of their own for dim {dim} of {ref.name}, found shared")
         return word
 
-    def regroup_word(self, word: Word, sizes: Sequence[object]) -> Index:
+    def regroup_word(self, word: Word, sizes: Sequence[Dim]) -> Index:
         """Split one dim's word into dims of the given sizes."""
-        return regroup((word,), SymbolicShape(sizes))  # type: ignore[arg-type]
+        return regroup((word,), SymbolicShape(sizes))
 
 
 def _check_distinct(index: Index, spec: TensorSpec) -> None:

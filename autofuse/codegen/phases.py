@@ -7,6 +7,7 @@ Guarantee: a pass uses only row reductions of earlier passes; every store and re
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from autofuse.codegen.dtypes import DTYPES
@@ -95,7 +96,15 @@ def plan(kernel: LoopKernel, keep: bool) -> Plan:
         computed = [n for n in computed if n not in fresh]
         reads = sorted({*reads, *fresh})
         available.update(fresh)
-        writes = [n for n in computed if kernel.values[n].dtype != "bool" and keep and n in later and cost[n] >= _WORTH_KEEPING] if roots else []
+        writes = (
+            [
+                n
+                for n in computed
+                if kernel.values[n].dtype != "bool" and keep and n in later and cost[n] >= _WORTH_KEEPING
+            ]
+            if roots
+            else []
+        )
         writes = _frontier(kernel, writes, wanted, stage)
         row_values = [n for n in live if found[n].name == "row" and found[n].stage <= stage and n not in row_done]
         row_values = [n for n in row_values if kernel.values[n].op != "row_reduce"]
@@ -153,10 +162,7 @@ def _narrow_loads(kernel: LoopKernel, numbers: list[int]) -> list[int]:
 
 def _without_unread(phase: Phase, read_later: set[int]) -> Phase:
     writes = tuple(n for n in phase.buffer_writes if n in read_later)
-    return Phase(
-        phase.stage, phase.widened, phase.row_values, phase.values, phase.buffer_reads, writes, phase.reductions, phase.sinks,
-        phase.stores,
-    )  # fmt: skip
+    return dataclasses.replace(phase, buffer_writes=writes)
 
 
 def _live(kernel: LoopKernel) -> list[int]:

@@ -30,9 +30,7 @@ def run_unfused(
     """The outputs of a node, one aten call after the other. Inputs are not changed."""
     if not isinstance(symbol_values, Mapping):
         symbol_values = dict(zip(form.symbols, symbol_values, strict=True))
-    values: dict[ValueRef, Any] = {
-        ValueRef(item.name): t for item, t in zip(form.inputs, inputs, strict=True)
-    }
+    values: dict[ValueRef, Any] = {ValueRef(item.name): t for item, t in zip(form.inputs, inputs, strict=True)}
     with torch.no_grad():
         for op in form.operations:
             found = _run(op, values, symbol_values)
@@ -128,5 +126,3 @@ def widen(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         else:
             wide.append(t)
     return wide
-
-

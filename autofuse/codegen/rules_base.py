@@ -68,7 +68,8 @@ class Pointwise:
     def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
         args, kwargs = operands_at(cx, op, index)
         found = self.function(cx.builder, op.outputs[output].dtype, *args, **kwargs)
-        return found[output] if isinstance(found, tuple) else found
+        value: Val = found[output] if isinstance(found, tuple) else found
+        return value
 
 
 @dataclass(frozen=True)

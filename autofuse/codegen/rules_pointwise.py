@@ -339,9 +339,29 @@ def _dropout_scale(b: Builder, to: str, x: Val, mask: Val, scale: Operand) -> Va
 
 # ---- the table ------------------------------------------------------------------------------------------
 
-_FLOAT_UNARY = (
-    "exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin acos atan erf erfc sqrt rsqrt reciprocal"
-).split()
+_FLOAT_UNARY = [
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sin",
+    "cos",
+    "tan",
+    "tanh",
+    "sinh",
+    "cosh",
+    "asin",
+    "acos",
+    "atan",
+    "erf",
+    "erfc",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+]
 
 _FUNCTIONS: dict[str, Scalar] = {
     **{f"{op}.default": _float_unary(op) for op in _FLOAT_UNARY},

@@ -131,7 +131,7 @@ def _logsumexp(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom],
 
 
 def _vector_norm(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom], n: Dim) -> Val:
-    order = dict(op.kwargs).get("ord", op.arg(1, 2))
+    order: Any = dict(op.kwargs).get("ord", op.arg(1, 2))
     value = b.cast(x, to)
     size = b.apply("abs", value)
     if order == 2:
@@ -151,7 +151,8 @@ def _reduction(function: Any) -> Custom:
         dims, keepdim = _arguments(cx, op)
         ref = op.args[0]
         opened, over = open_dims(cx, ref, dims, keep_index(index, dims, len(cx.shape(ref)), keepdim))
-        return function(cx.builder, op, op.outputs[0].dtype, cx.operand(ref, opened), over, count(cx, ref, dims))
+        found: Val = function(cx.builder, op, op.outputs[0].dtype, cx.operand(ref, opened), over, count(cx, ref, dims))
+        return found
 
     return Custom(_infer_reduction, evaluate)
 

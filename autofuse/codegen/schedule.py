@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autofuse.codegen.builder import AtomAccess, Node, Val
 from autofuse.codegen.index import Atom
-from autofuse.codegen.loops import Access, LoopKernel, LoopValue, Param, Store, regions
+from autofuse.codegen.loops import SINKS, Access, LoopKernel, LoopValue, Param, Store, regions
 from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim, as_dim, evaluate
 
@@ -130,7 +130,9 @@ def _domain(body: _Body) -> Atoms:
         found |= reach
         widest = max(widest, frozenset(reach), key=len)
     if widest != found:
-        raise LoweringError("disjoint", "expected outputs that share one loop nest, found sizes that do not fit together")
+        raise LoweringError(
+            "disjoint", "expected outputs that share one loop nest, found sizes that do not fit together"
+        )
     return frozenset(found)
 
 
@@ -156,16 +158,14 @@ def _inner_reduction(body: _Body) -> Atoms | None:
     return sets.pop() if sets else None
 
 
-def _split_nest(
-    body: _Body, domain: Atoms, inner: Atoms | None, order: list[Atom]
-) -> tuple[list[Atom], list[Atom]]:
+def _split_nest(body: _Body, domain: Atoms, inner: Atoms | None, order: list[Atom]) -> tuple[list[Atom], list[Atom]]:
     """Rows and columns, each in memory order; both empty where any split would do."""
     sets = {_over(n) for n in body.nodes if n.op == "reduce"}
     if inner is None:
         partial = sorted((s for s in sets if s != domain), key=lambda s: -len(s))
         if partial:
             reduced = partial[0]
-            inner = reduced if order[-1] in reduced or len(partial) > 1 and domain - reduced in partial else None
+            inner = reduced if order[-1] in reduced or (len(partial) > 1 and domain - reduced in partial) else None
             if inner is None:  # column sums: the kept dims are the inner loop
                 inner = domain - reduced
         else:
@@ -173,7 +173,9 @@ def _split_nest(
     rows = domain - inner
     for over in sets:
         if over not in (inner, rows, domain):
-            raise LoweringError("reductions", "expected reductions over a row, over all rows or over all, found another")
+            raise LoweringError(
+                "reductions", "expected reductions over a row, over all rows or over all, found another"
+            )
     return [a for a in order if a in rows], [a for a in order if a in inner]
 
 
@@ -231,7 +233,7 @@ def _value(
     node: Node, place: dict[Atom, tuple[int, bool]], rows: list[Atom], cols: list[Atom], body: _Body
 ) -> LoopValue:
     if node.op == "reduce":
-        kind, _ = node.attr  # type: ignore[misc]
+        kind: str = node.attr[0]  # type: ignore[index]
         over = _over(node)
         if over == frozenset(cols) and _row_wise(body, over, rows):
             op = "row_reduce"
@@ -268,9 +270,11 @@ def _check_sinks(kernel: LoopKernel) -> None:
     """What is known only after the nest may meet neither a row's values nor the rows of an output."""
     found = regions(kernel)
     for number, value in enumerate(kernel.values):
-        if found[number].post and value.op not in ("col_reduce", "full_reduce", "rows_reduce"):
-            if any(found[a].rows for a in value.args):
-                raise LoweringError("sink_reused", "expected a column sum that only feeds outputs, found it used in rows")
+        follows = found[number].post and value.op not in SINKS
+        if follows and any(found[a].rows for a in value.args):
+            raise LoweringError("sink_reused", "expected a column sum that only feeds outputs, found it used in rows")
     for store in kernel.stores:
         if found[store.value].post and {d for d, _ in store.access.strides} & set(kernel.rows):
-            raise LoweringError("sink_reused", "expected a column sum that only feeds outputs, found it spread over rows")
+            raise LoweringError(
+                "sink_reused", "expected a column sum that only feeds outputs, found it spread over rows"
+            )

@@ -44,7 +44,9 @@ def _compare(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, loos
     if finite.any():
         scale = x[finite].abs().max().item()
         info = torch.finfo(ours.dtype)
-        bound = 2 * (b - x)[finite].abs().max().item() + (ULPS if ours.dtype != torch.float64 else ULPS_FLOAT64) * max(info.eps * scale, info.smallest_normal)
+        bound = 2 * (b - x)[finite].abs().max().item() + (ULPS if ours.dtype != torch.float64 else ULPS_FLOAT64) * max(
+            info.eps * scale, info.smallest_normal
+        )
         error = (a - x)[finite].abs().max().item()
         if error > bound:
             wrong.append(f"error {error:.3g} is over {bound:.3g} (eager {(b - x)[finite].abs().max().item():.3g})")
