@@ -9,6 +9,7 @@ of a block, ``t*`` totals, ``buf*`` row buffers, ``acc*`` and ``tot*`` column su
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autofuse.codegen.c_reduce import REDUCERS, Reducer
@@ -18,7 +19,7 @@ from autofuse.codegen.loops import COST, SINKS, Access, LoopKernel, Store, regio
 from autofuse.codegen.phases import Phase, Plan
 from autofuse.ir.shape import Dim
 
-BLOCK = 1024  # columns whose partial sums stay in the compute dtype; their sums are added in double
+BLOCK = 256  # columns whose partial sums stay in the compute dtype; their sums are added in double
 FLUSH = 32  # rows whose column sums stay in the compute dtype
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
 
@@ -56,7 +57,11 @@ class Body:
 
     def _reducer(self, number: int) -> Reducer:
         value = self.kernel.values[number]
-        return REDUCERS[str(value.attr)](value.dtype)
+        reducer = REDUCERS[str(value.attr)](value.dtype)
+        if value.op == "full_reduce" and reducer.widens:
+            # A loss adds up a whole tensor and may cancel to almost nothing: in double from the first addition on.
+            return dataclasses.replace(reducer, accumulator=reducer.total, widens=False)
+        return reducer
 
     def items_limit(self) -> str:
         """How many threads can have something to do."""
@@ -97,9 +102,9 @@ class Body:
             place = self._product(self.text(value.args[0]), access.indirect)
             return load_text(self.element(access, c, place), self._memory(access))
         if value.op == "size":
-            return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"  # type: ignore[arg-type]
+            return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"
         if value.op == "index":
-            return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)
+            return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
         if (narrow := self._position_test(number, c)) is not None:
             return narrow
         operands = [self.kernel.values[a] for a in value.args]

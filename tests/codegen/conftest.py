@@ -1,0 +1,71 @@
+"""What tests of generated kernels share: one toolchain, and kernels compiled once a session."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from autofuse.codegen.build import find_toolchain
+from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
+from autofuse.codegen.reference import make_inputs, run_unfused, to_float64, widen
+from autofuse.errors import CompilerError
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Config
+from tests.codegen.compare import problems
+
+warnings.filterwarnings("ignore", message=".*degrees of freedom.*")
+
+
+@pytest.fixture(scope="session")
+def generator() -> FusionKernelGenerator:
+    try:
+        return FusionKernelGenerator(find_toolchain())
+    except CompilerError as error:
+        pytest.skip(str(error))
+
+
+Verify = Callable[..., None]
+
+
+@pytest.fixture(scope="session")
+def verify(generator: FusionKernelGenerator) -> Verify:
+    """Check a node's kernel against eager and float64: ``verify(form, sizes, kinds, config, specialise)``."""
+
+    @functools.cache
+    def generic(form: NodeForm, config: Config | None) -> CompiledKernel:
+        return generator.generate_generic_kernel(form, config)
+
+    def run(
+        form: NodeForm,
+        sizes: Sequence[Sequence[int]],
+        kinds: Sequence[str] = ("normal", "special"),
+        config: Config | None = None,
+        specialise: bool = False,
+        loose: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        for values in sizes:
+            symbols = dict(zip(form.symbols, values, strict=True))
+            for kind in kinds:
+                inputs = make_inputs(form, symbols, seed=1, kind=kind)  # type: ignore[arg-type]
+                if specialise:
+                    kernel = generator.generate_fused_kernel(form, [tuple(t.shape) for t in inputs], config)
+                else:
+                    kernel = generic(form, config)
+                found = kernel(*inputs, threads=threads)
+                eager = run_unfused(form, inputs, symbols)
+                exact = run_unfused(to_float64(form), widen(inputs), symbols)
+                wrong = problems(found, eager, exact, loose)
+                assert not wrong, f"sizes {tuple(values)}, {kind} values: {'; '.join(wrong)}\n{kernel.source}"
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    return None

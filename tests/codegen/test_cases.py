@@ -1,0 +1,74 @@
+"""Every case of the table, generic and specialised, in several dtypes, against eager and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autofuse.codegen.knobs import knobs_for
+from autofuse.codegen.loops import check
+from autofuse.codegen.lower import lower
+from autofuse.ir.records import make_config
+from tests.cases import CASES, LOOSE_SPECIALS, SIZES_BY_SYMBOLS, Case
+from tests.codegen.conftest import Verify
+
+# Kernels of one dtype say little about those of another only where code differs: a sample of each shape of loop.
+OTHER_DTYPES = (
+    "add_bias_gelu add_layer_norm amax_amin attention_scores batch_norm_training bias_gradient casts compare_scalar "
+    "cross_entropy gelu_backward group_norm layer_norm_backward log_softmax masked_fill mean_all mse rms_norm_parts "
+    "softmax softmax_backward sum_leading transposed_add unary_erf unary_exp unary_tanh variance"
+).split()
+
+
+def sizes_of(case: Case, symbols: int) -> tuple[tuple[int, ...], ...]:
+    return case.sizes or SIZES_BY_SYMBOLS[symbols]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generic(name: str, verify: Verify) -> None:
+    case = CASES[name]
+    form = case.form()
+    assert check(lower(form)) == []
+    verify(form, sizes_of(case, len(form.symbols)), ("normal", "special", "large"), loose=name in LOOSE_SPECIALS)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+def test_dtypes(name: str, dtype: str, verify: Verify) -> None:
+    case = CASES[name]
+    form = case.form(getattr(torch, dtype))
+    verify(form, sizes_of(case, len(form.symbols)), loose=name in LOOSE_SPECIALS)
+
+
+SPECIALISED = "add_bias_gelu attention_scores layer_norm_backward cross_entropy bias_gradient batch_norm_training".split()
+
+
+@pytest.mark.parametrize("name", SPECIALISED)
+def test_specialised(name: str, verify: Verify) -> None:
+    case = CASES[name]
+    form = case.form()
+    verify(form, sizes_of(case, len(form.symbols))[-3:], ("normal",), specialise=True, loose=name in LOOSE_SPECIALS)
+
+
+@pytest.mark.parametrize("name", SPECIALISED)
+def test_every_choice_of_every_knob(name: str, verify: Verify) -> None:
+    """One knob at a time away from the default."""
+    case = CASES[name]
+    form = case.form()
+    knobs = knobs_for(lower(form))
+    default = {k.name: k.default for k in knobs}
+    for knob in knobs:
+        for choice in knob.choices:
+            if choice != knob.default:
+                config = make_config({**default, knob.name: choice})
+                sizes = sizes_of(case, len(form.symbols))
+                verify(form, sizes, ("normal",), config=config, loose=name in LOOSE_SPECIALS)
+
+
+@pytest.mark.parametrize("name", ["bias_gradient", "mean_all", "layer_norm_backward", "sum_all", "add_bias_gelu"])
+def test_threads(name: str, verify: Verify) -> None:
+    """Large enough to be shared among threads, by rows and by columns."""
+    case = CASES[name]
+    form = case.form()
+    sizes = {2: ((1, 70_001), (700, 129)), 3: ((1, 1, 70_001), (7, 101, 129))}[len(form.symbols)]
+    verify(form, sizes, ("normal",), threads=3)
