@@ -30,7 +30,7 @@ def launch(job: RunJob) -> int:
         return ending.exit_code
     if session is not None and job.settings is not None and not ending.in_forked_child:
         _finish(session, ending)
-        if not job.settings.run.quiet:
+        if not job.settings.run.quiet and session.is_stored:
             _say_goodbye(job.settings)
     ending.leave()
 

@@ -97,13 +97,15 @@ class RunLog(StoreBase):
             return [_run_of(row) for row in connection.execute(_runs().limit(limit))]
 
     def latest_run(self, *, with_steps: bool = False, command: str | None = None) -> RunRow | None:
-        """The newest run; of those that timed at least one step, or ran ``command``, where asked for."""
+        """The newest run; of those that made at least one step, or ran ``command``, where asked for."""
         query = _runs().limit(1)
         if with_steps:
             series = select(models.StepSeries.run_id).join(
                 models.StepSampleRow, models.StepSampleRow.series_id == models.StepSeries.id
             )
-            query = query.where(models.Run.id.in_(series))
+            # Graphs of torch.compile(backend="autofuse") have calls but no module whose steps could be timed.
+            counted = select(models.RunTotal.run_id).where(models.RunTotal.values["steps"].as_integer() > 0)
+            query = query.where(models.Run.id.in_(series) | models.Run.id.in_(counted))
         if command is not None:
             query = query.where(models.Run.command == clean(command))
         with self._read() as connection:

@@ -28,16 +28,16 @@ class DecisionTable:
         count = 0
         for decision in decisions:
             buckets = dict(self._by_node.get(decision.key.fusion_id, {}))
-            buckets[decision.bucket.label] = decision
+            buckets[f"{decision.bucket.label} {decision.key.threads}"] = decision
             # Exact buckets first: they know the shape at hand.
             ordered = sorted(buckets.items(), key=lambda item: not item[1].bucket.is_exact)
             self._by_node[decision.key.fusion_id] = dict(ordered)
             count += 1
         return count
 
-    def find(self, fusion_id: str, values: Sequence[int]) -> Decision | None:
+    def find(self, fusion_id: str, values: Sequence[int], threads: int) -> Decision | None:
         for decision in self._by_node.get(fusion_id, {}).values():
-            if decision.bucket.contains(values):
+            if decision.key.threads == threads and decision.bucket.contains(values):
                 return decision
         return None
 
@@ -91,9 +91,11 @@ class KernelShelf:
         return list(self._missing)
 
 
-def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int]) -> Choice:
+def choose(
+    table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int], threads: int
+) -> Choice:
     """What the table says, as far as its kernel is here."""
-    decision = table.find(fusion_id, values)
+    decision = table.find(fusion_id, values, threads)
     if decision is None:
         return UNKNOWN
     if decision.candidate.variant == EAGER or decision.compile_key is None:

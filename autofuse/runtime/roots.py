@@ -246,6 +246,7 @@ class Root:
 
     def capture(self) -> None:
         """From the next call on, run the captured graph."""
+        self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         self._compiled = torch.compile(_entry(self.name), backend=autofuse_backend)
         self.state = "captured"
         self.roots.observer.decide(self.key)

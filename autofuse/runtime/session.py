@@ -59,7 +59,6 @@ class Session:
         self.device = cpu_device()
         minor = ".".join(torch.__version__.split(".")[:2])
         self.versions = f"torch {minor}, codegen {CODEGEN_VERSION}"  # what a decision depends on besides the device
-        self.threads = torch.get_num_threads()
         self.mode = "off" if settings.run.frozen else settings.run.tune
         self.started = time.perf_counter()
         self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
@@ -162,11 +161,16 @@ class Session:
         except Exception as error:
             self.report_fallback("generator_unusable", "dropout masks come from aten", error)
 
+    @property
+    def threads(self) -> int:
+        """Threads torch computes with now; the script may change it at any time."""
+        return torch.get_num_threads()
+
     # ---- the catalogue, as the router sees it -------------------------------------------------------
 
     def choose(self, fusion_id: str, values: Sequence[int]) -> Choice:
         try:
-            choice = choose(self.table, self.shelf, fusion_id, values)
+            choice = choose(self.table, self.shelf, fusion_id, values, self.threads)
         except Exception as error:
             self.report_fallback("kernel_unusable", "a stored kernel could not be loaded; its node runs eager", error)
             return UNKNOWN
@@ -202,7 +206,7 @@ class Session:
         rows = store.decisions(self.device.key, self.versions, self._absorbed)
         if rows:
             self._absorbed = max(number for number, _ in rows)
-            self.table.update(d for _, d in rows if d.key.threads == self.threads)
+            self.table.update(d for _, d in rows)
         wanted = [key for key in self.table.kernels() if not self.shelf.has(key)]
         load_missing(store, wanted, self.shelf.add)
         if rows or wanted:
@@ -259,6 +263,11 @@ class Session:
             held_out_calls=self.roots.held_out_calls,
             exit_code=self._exit_code,
         )
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether this run's results are in the store."""
+        return self.backstage.usable and self.backstage.run_id is not None
 
     # ---- the end ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,132 @@
+"""What routing costs: a routed node over its bare kernel, and a captured tiny model over eager.
+
+    python benchmarks/overhead.py
+
+Bar: at most 1 us a node over the bare launch. All variants take turns in one process; times are medians of
+rounds, differences are taken round by round. Writes benchmarks/results/overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+
+os.environ.setdefault("AUTOFUSE_TUNE", "off")
+os.environ.setdefault("AUTOFUSE_STORE", os.path.join(tempfile.mkdtemp(), "store.sqlite3"))
+
+import torch
+from common import difference, interleave, summary, write
+from torch import nn
+
+from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
+from autofuse.ir.shape import SymbolicShape
+from autofuse.runtime.launch import empty_like_spec, make_launcher, make_unfused
+
+
+def add_relu() -> NodeForm:
+    """relu(a + b) on (s0, 16)."""
+    spec = TensorSpec(SymbolicShape(["s0", 16]), "float32", SymbolicShape([16, 1]))
+    operations = (
+        Operation("v0", "aten.add.Tensor", (ValueRef("i0"), ValueRef("i1")), (), (spec,)),
+        Operation("v1", "aten.relu.default", (ValueRef("v0"),), (), (spec,)),
+    )
+    return NodeForm((NodeInput("i0", spec), NodeInput("i1", spec)), operations, (ValueRef("v1"),), ("s0",))
+
+
+def node_overhead(rounds: int) -> dict[str, object]:
+    form, rows = add_relu(), 4
+    kernel = FusionKernelGenerator().generate_generic_kernel(form)
+    entry = kernel.load().entry
+    a, b, out = (torch.randn(rows, 16) for _ in range(3))
+    routed = make_launcher(form, entry, (rows,), 1)
+    unfused = make_unfused(form, (rows,))
+    sizes = routed.sizes.buffer_info()[0]  # type: ignore[attr-defined]
+    pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
+
+    def bare() -> None:
+        entry(sizes, *pointers)
+
+    def bare_with_output() -> torch.Tensor:
+        result = empty_like_spec((rows, 16), (16, 1), torch.float32)
+        entry(sizes, *pointers)
+        return result
+
+    calls = {
+        "bare kernel": bare,
+        "bare kernel and output": bare_with_output,
+        "routed": lambda: routed(a, b),
+        "unfused": lambda: unfused(a, b),
+    }
+    samples = interleave(calls, rounds, 2000)
+    return {
+        "us": {name: summary(s) for name, s in samples.items()},
+        "routed over bare kernel and output, us": difference(samples["routed"], samples["bare kernel and output"]),
+        "routed over bare kernel, us": difference(samples["routed"], samples["bare kernel"]),
+    }
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.linear(x)) + x)
+
+
+def graph_overhead(rounds: int) -> dict[str, object]:
+    """One tiny model, (4, 16), forward without gradients and forward with backward."""
+    variants = {"eager": Small(), "dynamo, empty backend": Small(), "autofuse": Small()}
+    compiled = {
+        "eager": variants["eager"],
+        "dynamo, empty backend": torch.compile(_copy_forward(variants["dynamo, empty backend"]), backend="eager"),
+        "autofuse": torch.compile(_copy_forward(variants["autofuse"]), backend="autofuse"),
+    }
+    x = torch.randn(4, 16)
+
+    def forward(name: str) -> None:
+        with torch.no_grad():
+            compiled[name](x)
+
+    def step(name: str) -> None:
+        compiled[name](x).sum().backward()
+
+    results: dict[str, object] = {}
+    for what, call in (("forward", forward), ("forward and backward", step)):
+        samples = interleave({n: lambda n=n, call=call: call(n) for n in compiled}, rounds, 300)
+        results[what] = {
+            "us": {name: summary(s) for name, s in samples.items()},
+            "autofuse over eager, us": difference(samples["autofuse"], samples["eager"]),
+            "autofuse over empty backend, us": difference(samples["autofuse"], samples["dynamo, empty backend"]),
+        }
+    return results
+
+
+def _copy_forward(module: nn.Module) -> object:
+    """A function of its own for each variant: Dynamo's caches belong to code objects."""
+    namespace: dict[str, object] = {"module": module}
+    exec("def call(x):\n    return module(x)\n", namespace)
+    return namespace["call"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    results = {"node": node_overhead(rounds), "tiny model (4, 16)": graph_overhead(rounds)}
+    path = write("overhead", results)
+    node = results["node"]
+    for name, s in node["us"].items():  # type: ignore[attr-defined]
+        print(f"{name:28s} {s['median']:7.2f} us")
+    over = node["routed over bare kernel and output, us"]
+    print(f"a routed node costs {over['median']:.2f} us over the bare launch ({over['low']:.2f} to {over['high']:.2f})")
+    for what, result in results["tiny model (4, 16)"].items():
+        print(what, {n: round(s["median"], 1) for n, s in result["us"].items()})  # type: ignore[index]
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
