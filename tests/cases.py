@@ -279,7 +279,7 @@ _REDUCTIONS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...
     ("layer_norm_backward", lambda g, x, m, r, w, b: tuple(aten.native_layer_norm_backward.default(g, x, [x.shape[-1]], m, r, w, b, [True, True, True])), (_R3, _R3.clone(), _t(3, 5, 1), _t(3, 5, 1), _t(7), _t(7))),
     ("layer_norm_backward_add", lambda g, h, x, m, r, w, b: (aten.native_layer_norm_backward.default(g + h, x, [x.shape[-1]], m, r, w, b, [True, False, False])[0] + h,), (_R3, _R3.clone(), _R3.clone(), _t(3, 5, 1), _t(3, 5, 1), _t(7), _t(7))),
     ("rms_norm_parts", lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, (_R3, _t(7))),
-    ("bias_gradient", lambda g, x: (aten.gelu_backward.default(g, x), aten.gelu_backward.default(g, x).sum((0, 1), keepdim=True).view(7)), (_R3, _R3.clone())),
+    ("bias_gradient", lambda g, x: (aten.gelu_backward.default(g, x), aten.gelu_backward.default(g, x).sum((0, 1), keepdim=True).view(x.shape[-1])), (_R3, _R3.clone())),
 )  # fmt: skip
 
 _CLASS = _t(5, dtype=torch.int64)

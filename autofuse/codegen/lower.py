@@ -31,7 +31,7 @@ from autofuse.codegen.rules import RULES
 from autofuse.codegen.schedule import schedule
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
-from autofuse.ir.shape import Dim, SymbolicShape
+from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
 
 _MAX_PULLS = 8  # each repeats because a view split an atom; a handful of views share the same splits
 
@@ -115,10 +115,25 @@ class Context:
     def _evaluate(self, ref: ValueRef, index: Index) -> Val:
         param = self._params.get(ref.name)
         if param is not None:
-            spec = self._specs[ref]
-            return self.builder.load(param, spec.dtype, index, spec.strides)
+            return self.load(ref, self._specs[ref], index)
         op = self._operations[ref.name]
         return RULES[op.target].evaluate(self, op, ref.index, index)
+
+    def load(self, ref: ValueRef, spec: TensorSpec, index: Index) -> Val:
+        """Read the memory of an input as a tensor of this spec."""
+        return self.builder.load(self._params[ref.name], spec.dtype, index, spec.strides)
+
+    def aliased_input(self, ref: ValueRef) -> ValueRef | None:
+        """The input whose memory a value is, seen through views; None where something was calculated or copied."""
+        while ref.name not in self._params:
+            op = self._operations[ref.name]
+            source = op.args[0] if op.args else None
+            if op.short_name not in _ALIASES or not isinstance(source, ValueRef):
+                return None
+            if op.short_name == "reshape" and not _is_contiguous(self.spec(source)):
+                return None  # may have copied
+            ref = source
+        return ref
 
     def pull_outputs(self) -> list[tuple[Val, AtomAccess]]:
         """Evaluate the outputs; repeats until no view splits an atom any more, so that all values agree."""
@@ -161,6 +176,18 @@ class Context:
     def regroup_word(self, word: Word, sizes: Sequence[Dim]) -> Index:
         """Split one dim's word into dims of the given sizes."""
         return regroup((word,), SymbolicShape(sizes))
+
+
+_ALIASES = frozenset(
+    (
+        "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "alias",
+        "detach",
+    )
+)  # fmt: skip
+
+
+def _is_contiguous(spec: TensorSpec) -> bool:
+    return spec.strides.dims == contiguous_strides(spec.shape.dims)
 
 
 def _check_distinct(index: Index, spec: TensorSpec) -> None:

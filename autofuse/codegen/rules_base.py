@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from autofuse.codegen.builder import Builder, Val
 from autofuse.codegen.dtypes import result_type
 from autofuse.codegen.index import Index, Word, broadcast_index, fresh_index, join
+from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef, map_arg
 from autofuse.ir.shape import SymbolicShape
 
@@ -119,10 +120,22 @@ class View:
     counts: bool = False
 
     def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
-        return [self.forward(cx, op, cx.canonical(op.args[0]))]
+        try:
+            return [self.forward(cx, op, cx.canonical(op.args[0]))]
+        except LoweringError:
+            if cx.aliased_input(ValueRef(op.name)) is None:
+                raise
+            return [fresh_index(op.outputs[0].shape)]
 
     def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
-        return cx.operand(op.args[0], self.backward(cx, op, index))
+        try:
+            return cx.operand(op.args[0], self.backward(cx, op, index))
+        except LoweringError:
+            source = cx.aliased_input(ValueRef(op.name))
+            if source is None:
+                raise
+            # A view of an input is the same memory under strides of its own, however its dims relate.
+            return cx.load(source, op.outputs[0], index)
 
 
 Infer = Callable[["Context", Operation], Sequence[Index | None]]

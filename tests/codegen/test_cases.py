@@ -14,10 +14,11 @@ from tests.codegen.conftest import Verify
 
 # Kernels of one dtype say little about those of another only where code differs: a sample of each shape of loop.
 OTHER_DTYPES = (
-    "add_bias_gelu add_layer_norm amax_amin attention_scores batch_norm_training bias_gradient casts compare_scalar "
-    "cross_entropy gelu_backward group_norm layer_norm_backward log_softmax masked_fill mean_all mse rms_norm_parts "
-    "softmax softmax_backward sum_leading transposed_add unary_erf unary_exp unary_tanh variance"
-).split()
+    "add_bias_gelu", "add_layer_norm", "amax_amin", "attention_scores", "batch_norm_training", "bias_gradient", "casts",
+    "compare_scalar", "cross_entropy", "gelu_backward", "group_norm", "layer_norm_backward", "log_softmax",
+    "masked_fill", "mean_all", "mse", "rms_norm_parts", "softmax", "softmax_backward", "sum_leading",
+    "transposed_add", "unary_erf", "unary_exp", "unary_tanh", "variance",
+)  # fmt: skip
 
 
 def sizes_of(case: Case, symbols: int) -> tuple[tuple[int, ...], ...]:
@@ -40,7 +41,10 @@ def test_dtypes(name: str, dtype: str, verify: Verify) -> None:
     verify(form, sizes_of(case, len(form.symbols)), loose=name in LOOSE_SPECIALS)
 
 
-SPECIALISED = "add_bias_gelu attention_scores layer_norm_backward cross_entropy bias_gradient batch_norm_training".split()
+SPECIALISED = (
+    "add_bias_gelu", "attention_scores", "layer_norm_backward", "cross_entropy", "bias_gradient",
+    "batch_norm_training",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPECIALISED)

@@ -1,0 +1,69 @@
+"""Masks from our generator are aten's, bit for bit, and leave the generator where aten would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autofuse.codegen.bernoulli import Bernoulli, agrees_with_aten, make_bernoulli
+from autofuse.codegen.generator import FusionKernelGenerator
+
+
+@pytest.fixture(scope="module")
+def fill(generator: FusionKernelGenerator) -> Bernoulli:
+    found = make_bernoulli(generator.toolchain)
+    if found is None:
+        pytest.skip("this machine's aten draws another stream")
+    return found
+
+
+@pytest.mark.parametrize("p", [0.9, 0.5, 1e-3])
+@pytest.mark.parametrize("shape", [(7,), (100,), (256,), (33, 67), (4, 128, 256)])
+def test_masks_and_state(fill: Bernoulli, shape: tuple[int, ...], p: float) -> None:
+    ours, theirs = torch.empty(shape, dtype=torch.bool), torch.empty(shape, dtype=torch.bool)
+    torch.manual_seed(11)
+    fill(ours, p)
+    after = torch.rand(3)
+    torch.manual_seed(11)
+    theirs.bernoulli_(p)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_dropout_draws_the_same(fill: Bernoulli) -> None:
+    torch.manual_seed(5)
+    expected = torch.nn.functional.dropout(torch.ones(64, 100), 0.25) != 0
+    torch.manual_seed(5)
+    mask = torch.empty(64, 100, dtype=torch.bool)
+    fill(mask, 0.75)
+    assert torch.equal(mask, expected)
+
+
+def test_cached_normal_samples_stay(fill: Bernoulli) -> None:
+    def draw(own: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(2)
+        torch.randn(1)  # the second sample of the pair waits in the state
+        mask = torch.empty(1000, dtype=torch.bool)
+        if own:
+            fill(mask, 0.5)
+        else:
+            mask.bernoulli_(0.5)
+        return mask, torch.randn(5)
+
+    for a, b in zip(draw(True), draw(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_masks_that_are_not_dense_go_through_aten(fill: Bernoulli) -> None:
+    torch.manual_seed(3)
+    a = torch.empty(64, 64, dtype=torch.bool).t()
+    fill(a, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(a, torch.empty(64, 64, dtype=torch.bool).t().bernoulli_(0.5))
+
+
+def test_a_wrong_generator_is_refused() -> None:
+    def constant(mask: torch.Tensor, p: float, generator: torch.Generator | None = None, small: int = 0) -> None:
+        mask.fill_(True)
+
+    assert not agrees_with_aten(constant)

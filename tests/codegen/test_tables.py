@@ -1,0 +1,119 @@
+"""The lowering table covers exactly the fusible operators; those that tracing never shows are checked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autofuse.codegen.reference import make_inputs, run_unfused
+from autofuse.codegen.rules import RULES
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import FUSIBLE, OPS
+from autofuse.ir.shape import SymbolicShape
+from tests.cases import CASES
+from tests.codegen.compare import problems
+from tests.codegen.conftest import Verify
+from tests.codegen.nodes import NodeBuilder
+
+
+def test_every_fusible_operator_has_a_rule() -> None:
+    fusible = {target for target, info in OPS.items() if info.kind in FUSIBLE}
+    assert fusible - set(RULES) == set()
+    assert set(RULES) - fusible == set()
+
+
+X, MASK = torch.zeros(5, 7), torch.zeros(5, 7, dtype=torch.bool)
+
+BY_HAND: dict[str, tuple[Any, ...]] = {
+    "aten.square.default": (X,),
+    "aten.where.ScalarSelf": (MASK, 2.0, X),
+    "aten.where.ScalarOther": (MASK, X, 2.0),
+    "aten.where.Scalar": (MASK, 2.0, 3.0),
+    "aten.reshape.default": (X, [7, 5]),
+    "aten._unsafe_view.default": (X, [35]),
+    "aten.alias.default": (X,),
+    "aten.detach.default": (X,),
+    "aten.transpose.int": (X, 0, 1),
+}
+
+
+@pytest.mark.parametrize("target", BY_HAND)
+def test_operators_that_tracing_replaces(target: str, verify: Verify) -> None:
+    b = NodeBuilder()
+    args = [b.input(a) if isinstance(a, torch.Tensor) else a for a in BY_HAND[target]]
+    result = b.call(target, *args)
+    out = b.call("aten.add.Scalar", result, 1.0)
+    verify(b.form(out), [()])
+
+
+def test_every_fusible_operator_is_tested() -> None:
+    tested = {op.target for case in CASES.values() for op in case.form().operations}
+    tested |= set(BY_HAND) | {"aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"}
+    assert {t for t, i in OPS.items() if i.kind in FUSIBLE} - tested == set()
+
+
+def _spec(*sizes: int) -> TensorSpec:
+    return TensorSpec(SymbolicShape(sizes), "float32", SymbolicShape(torch.empty(sizes).stride()))
+
+
+def _rms_form(backward: bool) -> NodeForm:
+    x, r, w = _spec(6, 40), _spec(6, 1), _spec(40)
+    i = [ValueRef(f"i{n}") for n in range(4)]
+    if backward:
+        op = Operation(
+            "v0", "aten._fused_rms_norm_backward.default", (i[0], i[1], (40,), i[2], i[3], (True, True)), (), (x, w)
+        )
+        inputs = (x, x, r, w)
+    else:
+        op = Operation("v0", "aten._fused_rms_norm.default", (i[0], (40,), i[1], 1e-6), (), (x, r))
+        inputs = (x, w)
+    named = tuple(NodeInput(f"i{n}", s) for n, s in enumerate(inputs))
+    return NodeForm(named, (op,), (ValueRef("v0"), ValueRef("v0", 1)))
+
+
+def test_rms_norm(generator: Any) -> None:
+    form = _rms_form(backward=False)
+    x, w = make_inputs(form, {})
+    exact = [t.double() for t in (x, w)]
+    rstd = torch.rsqrt(exact[0].square().mean(-1, keepdim=True) + 1e-6)
+    reference = (exact[0] * rstd * exact[1], rstd)
+    found = generator.generate_generic_kernel(form)(x, w)
+    assert not problems(found, run_unfused(form, [x, w], {}), reference)
+
+
+def test_rms_norm_backward(generator: Any) -> None:
+    """aten has no CPU kernel for it: autograd through the parts is the reference."""
+    form = _rms_form(backward=True)
+    g, x, _, w = make_inputs(form, {})
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    found = generator.generate_generic_kernel(form)(g, x, rstd, w)
+
+    def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+        y = a * torch.rsqrt(a.square().mean(-1, keepdim=True) + 1e-6) * b
+        return torch.autograd.grad(y, (a, b), g.to(dtype))
+
+    assert not problems(found, gradients(torch.float32), gradients(torch.float64))
+
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_wrap_and_promote(dtype: str, verify: Verify) -> None:
+    b = NodeBuilder()
+    x, y = (b.input(torch.ones(9, 33, dtype=getattr(torch, dtype))) for _ in range(2))
+    product = b.call("aten.mul.Tensor", b.call("aten.mul.Tensor", x, y), y)
+    outputs = [
+        product,
+        b.call("aten.sub.Tensor", x, y),
+        b.call("aten.div.Tensor", x, b.call("aten.add.Scalar", b.call("aten.mul.Tensor", y, y), 1)),
+        b.call("aten.clamp.default", x, -3, 5),
+        b.call("aten.gt.Scalar", x, 2.5),
+        b.call("aten._to_copy.default", x, dtype="float32"),
+        b.call("aten.abs.default", x),
+        b.call("aten.sign.default", x),
+    ]
+    verify(b.form(*outputs), [()], ("normal",))
