@@ -17,8 +17,8 @@ from math import comb, inf
 from typing import Literal
 
 INTERVAL_TAIL = 0.025  # each side of the 95 % interval that people see
-# Each side of the bound that decides. Looks at growing numbers of rounds (up to four) and several finalists multiply it,
-# but they see the same samples, and the margin comes on top: simulated A/A tests switch in at most 0.7 % of tries.
+# Each side of the bound that decides. Looks at growing numbers of rounds (up to four) and several finalists multiply
+# it, but they see the same samples, and the margin comes on top: simulated A/A tests switch in 0.7 % of tries at most.
 STRONG_TAIL = 0.001
 
 # Twice as slow together as in their quietest rounds: usual noise on a quiet machine is 1.1.

@@ -29,7 +29,7 @@ from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, DaemonError, StoreError
 from autofuse.settings import Settings
-from autofuse.tuner.manners import lower_priority
+from autofuse.tuner.manners import is_alive, lower_priority
 from autofuse.tuner.serving import TuningLoop
 from autofuse.tuner.worker_process import python_module
 
@@ -157,14 +157,15 @@ def stop(settings: Settings) -> bool:
         return False
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.kill(pid, number)
-        except ProcessLookupError:
+            process = psutil.Process(pid)  # remembers its start, so no later process of that number is hit
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
             return True
-        except PermissionError:
+        except psutil.AccessDenied:
             raise DaemonError(f"expected a daemon of your own, found that process {pid} is another user's") from None
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline:
-            if running_pid(settings) is None:
+            if not is_alive(pid):
                 return True
             time.sleep(POLL_SECONDS)
     raise DaemonError(f"expected process {pid} to end, found that not even SIGKILL ends it")
@@ -179,9 +180,9 @@ def serve(settings: Settings) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     lower_priority(settings.tuner.nice)
     try:
-        with _sole(settings):
+        with _lock(settings):
             loop = TuningLoop(settings, is_urgent=lambda: _someone_waits(settings), nice=settings.tuner.nice)
-            with _stopped_by_signals(loop):
+            with _announced(settings, loop):
                 loop.serve()
     except Timeout:
         log.info("another daemon serves %s", settings.run.store)
@@ -199,9 +200,9 @@ def drain(settings: Settings, on_progress: Callable[[int, int], None] = lambda d
     """
     stop(settings)
     try:
-        with _sole(settings), open(log_path(settings), "ab") as output:
+        with _lock(settings), open(log_path(settings), "ab") as output:
             loop = TuningLoop(settings, is_urgent=lambda: True, nice=0, worker_log=output)
-            with _stopped_by_signals(loop):
+            with _announced(settings, loop):
                 return loop.drain(on_progress)
     except Timeout:
         raise DaemonError("expected to work on the store alone, found that another process has its lock") from None
@@ -209,24 +210,15 @@ def drain(settings: Settings, on_progress: Callable[[int, int], None] = lambda d
         raise DaemonError(f"expected a store beside which files can be written, found {error}") from error
 
 
-@contextlib.contextmanager
-def _sole(settings: Settings) -> Iterator[None]:
-    """Hold the store's lock, and say so. Raises Timeout where another process holds it."""
+def _lock(settings: Settings) -> FileLock:
+    """The store's lock, to be held while working on it. Entering raises Timeout where another process holds it."""
     Path(settings.run.store).parent.mkdir(parents=True, exist_ok=True)
-    path = _pid_path(settings)
-    with FileLock(_beside(settings, ".daemon.lock"), timeout=1.0):
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(json.dumps({"pid": os.getpid(), "created_at": psutil.Process().create_time()}))
-        os.replace(fresh, path)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    return FileLock(_beside(settings, ".daemon.lock"), timeout=1.0)
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(loop: TuningLoop) -> Iterator[None]:
-    """SIGTERM and SIGINT end the loop at the next safe point; it is closed in any case."""
+def _announced(settings: Settings, loop: TuningLoop) -> Iterator[None]:
+    """While it runs, the loop has its process number beside the store, and ends at SIGTERM and SIGINT."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         log.info("asked to stop by signal %d", number)
@@ -234,10 +226,15 @@ def _stopped_by_signals(loop: TuningLoop) -> Iterator[None]:
 
     main = threading.current_thread() is threading.main_thread()
     before = {n: signal.signal(n, ask) for n in (signal.SIGTERM, signal.SIGINT)} if main else {}
+    path = _pid_path(settings)
     try:
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(json.dumps({"pid": os.getpid(), "created_at": psutil.Process().create_time()}))
+        os.replace(fresh, path)
         yield
     finally:
         loop.close()
+        path.unlink(missing_ok=True)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -231,8 +231,8 @@ class Job:
             return first
         finalists = [e for e in ranked if e.speedup >= first.speedup * (1.0 - CLOSE)][:FINALISTS]
         rounds = max(LEAST_PAIRS, self.limits.rounds)
-        budget = max(0.5, min(self.limits.job_seconds / 2, self._seconds_left()))
-        self._race(finalists, values, RaceRules(rounds, LONGER * rounds, budget, self.limits.margin))
+        budget = max(0.5, min(self.limits.job_seconds / 4, self._seconds_left()))
+        self._race(finalists, values, RaceRules(rounds, LONGER * rounds, budget, self.limits.margin, LEAST_PAIRS))
         return max((e for e in finalists if e.comparison is not None), key=lambda e: e.speedup, default=None)
 
     def _full_check(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
@@ -329,7 +329,7 @@ class Job:
             return
         rounds = max(LEAST_PAIRS, self.limits.rounds)
         budget = max(0.2, self._seconds_left())
-        self._race([entrant, rival], values, RaceRules(rounds, rounds, budget, self.limits.margin))
+        self._race([entrant, rival], values, RaceRules(rounds, rounds, budget, self.limits.margin, LEAST_PAIRS))
         if entrant.comparison is None or rival.comparison is None:
             return
         self._outcome.measurements.append(self._measurement(entrant, values))

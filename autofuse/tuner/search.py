@@ -63,7 +63,7 @@ class ConfigSearch:
         self._study.enqueue_trial({name: _encode(self._choices[name], value) for name, value in config})
 
     def _steps(self) -> list[Config]:
-        """Configurations that differ from the best in one knob, by one step where it has an order, and are not tried."""
+        """Untried configurations that differ from the best in one knob, by one step where it has an order."""
         best = self.best()
         if best is None or self.is_exhaustive:
             return []

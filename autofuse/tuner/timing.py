@@ -22,7 +22,8 @@ Clock = Callable[[], float]
 
 MIN_SAMPLE_SECONDS = 100e-6  # shorter calls are repeated within a sample: the clock's own cost is 0.1 us
 MAX_REPEATS = 64
-MIN_ROUNDS = 3  # even where the budget is spent
+MIN_ROUNDS = 3  # whatever the budget says
+OVERDRAFT = 4.0  # a race that needs its least number of rounds to be of use may take this many times its budget
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class RaceRules:
     max_rounds: int  # at most, for a race whose winner is open; equal to ``rounds``: never longer
     budget_seconds: float
     margin: float  # what the winner has to show, as a share
+    least_rounds: int = MIN_ROUNDS  # even where the budget is spent, up to OVERDRAFT times
     drop_factor: float = 1.15  # candidates this much slower than the leader leave after 3 rounds
 
 
@@ -69,7 +71,8 @@ def _race(calls: Sequence[Call], rules: RaceRules, clock: Clock) -> RaceResult:
         number += 1
         if number >= MIN_ROUNDS:
             order = _drop_losers(order, result, rules.drop_factor)
-            if clock() - began > rules.budget_seconds or (number >= rules.rounds and _is_decided(order, result, rules)):
+            budget = rules.budget_seconds * (1.0 if number >= rules.least_rounds else OVERDRAFT)
+            if clock() - began > budget or (number >= rules.rounds and _is_decided(order, result, rules)):
                 break
     return result
 

@@ -37,7 +37,7 @@ def matmul_form() -> NodeForm:
 
 
 def request(
-    form: NodeForm, values: tuple[int, ...], *, calls: int = 5, unfused_us: float = 50.0, threads: int = 2,
+    form: NodeForm, values: tuple[int, ...], *, calls: int = 5, unfused_us: float = 50.0, threads: int = 1,
     run_id: int | None = None,
 ) -> TuneRequest:  # fmt: skip
     bucket = bucket_of(values)

@@ -1,0 +1,268 @@
+"""The daemon: real processes on a real store; starting, stopping, dying, order of work, manners."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from autofuse.codegen.generator import CODEGEN_VERSION
+from autofuse.db.store import Store
+from autofuse.errors import DaemonError
+from autofuse.ir.device import cpu_device
+from autofuse.ir.records import RunStart, TuneRequest
+from autofuse.settings import Settings, load
+from autofuse.tuner import daemon
+from autofuse.tuner.manners import BURST_SECONDS, CpuShare
+from autofuse.tuner.serving import TuningLoop, versions
+from tests.tuner.nodes import chain_form, matmul_form, request
+
+FORM = chain_form()
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    cli = {"run.store": tmp_path / "new" / "store.sqlite3", "run.profile": "quick", "tuner.trials": 2}
+    found = load(cli, environ={}, cwd=tmp_path)
+    yield found
+    with contextlib.suppress(DaemonError):
+        daemon.stop(found)
+
+
+def queue(settings: Settings, *requests: TuneRequest) -> None:
+    settings.run.store.parent.mkdir(parents=True, exist_ok=True)
+    with Store.open(settings.run.store) as store:
+        store.add_requests(requests)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def worker_of(pid: int) -> psutil.Process | None:
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            if "autofuse.tuner.worker" in child.cmdline():
+                return child
+    return None
+
+
+# ---- starting and stopping ------------------------------------------------------------------------------
+
+
+def test_many_starters_start_one_that_works_and_ends_when_idle(settings: Settings) -> None:
+    settings = settings.with_values({"tuner.idle_exit_seconds": 1.0}, "test")
+    queue(settings, request(FORM, (24,)))
+    assert daemon.status(settings) is None and daemon.stop(settings) is False
+    with ThreadPoolExecutor(4) as pool:
+        pids = list(pool.map(lambda _: daemon.ensure_running(settings), range(4)))
+    assert len(set(pids)) == 1
+    pid = pids[0]
+    process = psutil.Process(pid)
+    assert os.getsid(pid) == pid and process.nice() == settings.tuner.nice
+    assert not any("libtorch" in region.path for region in process.memory_maps())
+    with Store.open(settings.run.store) as store:
+        wait_until(lambda: store.queue_length().done == 1)
+        ((_, decision),) = store.decisions(cpu_device().key, versions())
+        assert decision.reason == "won" and decision.compile_key is not None
+        kernel = store.get_kernel(decision.compile_key)
+        assert kernel is not None and kernel.binary[:4] == b"\x7fELF"
+        assert {row.measurement.status for row in store.measurements(decision.key.fusion_id)} <= {"ok", "pruned"}
+    wait_until(lambda: daemon.running_pid(settings) is None)
+    assert "ending" in daemon.log_path(settings).read_text()
+
+
+def test_a_daemon_killed_in_mid_tuning_loses_nothing(settings: Settings) -> None:
+    queue(settings, *(request(FORM, (size,)) for size in (24, 12)))
+    pid = daemon.ensure_running(settings)
+    wait_until(lambda: worker_of(pid))
+    worker = worker_of(pid)
+    assert worker is not None
+    state = daemon.status(settings)
+    assert state is not None and state.pid == pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: daemon.running_pid(settings) is None)
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)  # it dies with the daemon
+    with Store.open(settings.run.store) as store:
+        assert store.queue_length().total == 2 and store.queue_length().open >= 1
+        assert daemon.ensure_running(settings) != pid
+        wait_until(lambda: store.queue_length().done == 2)
+        assert len(store.decisions()) == 2
+
+
+def test_stop_gives_the_request_back(settings: Settings) -> None:
+    queue(settings, request(FORM, (24,)))
+    pid = daemon.ensure_running(settings)
+    wait_until(lambda: worker_of(pid))  # in the middle of its first job: torch is imported now
+    assert daemon.stop(settings) is True and daemon.status(settings) is None
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with Store.open(settings.run.store) as store:
+        assert store.queue_length().queued == 1 and store.decisions() == []
+        state = store.daemon_state()
+        assert state is not None and state.state == "stopped"
+
+
+def test_a_store_that_is_garbage_is_left_alone_and_said(settings: Settings) -> None:
+    settings.run.store.parent.mkdir(parents=True)
+    settings.run.store.write_bytes(b"not a store" * 1000)
+    with pytest.raises(DaemonError, match=r"tail .*daemon\.log"):
+        daemon.ensure_running(settings)
+    assert settings.run.store.read_bytes() == b"not a store" * 1000
+    assert "store" in daemon.log_path(settings).read_text()
+
+
+def test_no_place_to_write(tmp_path: Path, settings: Settings) -> None:
+    blocked = settings.with_values({"run.store": Path("/proc/nobody/store")}, "test")
+    with pytest.raises(DaemonError, match="expected to start"):
+        daemon.ensure_running(blocked)
+
+
+def test_a_stale_pid_file_is_no_daemon(settings: Settings) -> None:
+    path = settings.run.store.with_name(settings.run.store.name + ".daemon.pid")
+    path.parent.mkdir(parents=True)
+    for text in ("", "77", json.dumps({"pid": os.getpid(), "created_at": 1.0}), json.dumps({"pid": 2**22 - 1})):
+        path.write_text(text)
+        assert daemon.running_pid(settings) is None and daemon.status(settings) is None
+
+
+def test_looking_at_the_daemon_imports_no_torch() -> None:
+    code = "import sys, autofuse.tuner.daemon; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_versions_are_those_that_sessions_write() -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert versions() == f"torch {minor}, codegen {CODEGEN_VERSION}"
+
+
+# ---- the queue ------------------------------------------------------------------------------------------
+
+
+def test_drain_takes_the_largest_saving_first_and_tells_how_far_it_is(settings: Settings) -> None:
+    sizes = {(24,): 10.0, (12,): 1000.0, (6,): 100.0}
+    queue(settings, request(matmul_form(), (8,)), *(request(FORM, v, unfused_us=us) for v, us in sizes.items()))
+    told: list[tuple[int, int]] = []
+    assert daemon.drain(settings, lambda done, total: told.append((done, total))) == 4
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    with Store.open(settings.run.store) as store:
+        assert store.queue_length().done == 4
+        found = [decision for _, decision in store.decisions()]
+    assert [d.bucket.label for d in found] == ["s0=9..16", "s0=5..8", "s0=5..8", "s0=17..32"]
+    assert found[2].reason.startswith("refused:")
+    assert daemon.running_pid(settings) is None
+
+
+def make_loop(settings: Settings) -> TuningLoop:
+    settings.run.store.parent.mkdir(parents=True, exist_ok=True)
+    return TuningLoop(settings, is_urgent=lambda: False, nice=0)
+
+
+def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> None:
+    mine = request(FORM, (24,))
+    others = [{"device": "cpu:other:2:avx2"}, {"versions": "torch 1.0, codegen 0"}]
+    queue(settings, *(TuneRequest(**{**vars(mine), "key": type(mine.key)(**{**vars(mine.key), **o})}) for o in others))
+    loop = make_loop(settings)
+    assert loop._next() is None
+    loop.close()
+
+
+def test_a_run_whose_budget_is_spent_waits_and_the_others_do_not(settings: Settings) -> None:
+    first = settings.with_values({"tuner.budget_seconds": 0.5}, "test")
+    with_runs = [request(matmul_form(), (size,), run_id=run) for size, run in ((64, 1), (32, 2), (16, 1))]
+    settings.run.store.parent.mkdir(parents=True, exist_ok=True)
+    with Store.open(settings.run.store) as store:
+        for _ in range(2):
+            store.start_run(RunStart("x.py", cpu_device(), versions(), "background", 2**22 - 1))
+        store.add_requests(with_runs)
+        loop = make_loop(first)
+        loop._spent[1] = 1.0
+        taken = loop._next()
+        assert taken is not None and taken.run_id == 2
+        loop.work(taken)
+        assert loop._next() is None
+        assert (store.queue_length().done, store.queue_length().running) == (1, 2)
+        loop.close()
+        assert store.queue_length().queued == 2  # for the next daemon
+
+
+def test_a_job_that_fails_is_noted_and_the_next_one_is_done(settings: Settings) -> None:
+    broken = request(FORM, (24,), unfused_us=1e6)
+    node = {**broken.node, "operations": [{"name": "v0"}]}
+    queue(settings, TuneRequest(**{**vars(broken), "node": node}), request(matmul_form(), (8,)))
+    assert daemon.drain(settings) == 2
+    with Store.open(settings.run.store) as store:
+        assert (store.queue_length().failed, store.queue_length().done) == (1, 1)
+        assert any("KeyError" in row.message for row in store.requests())
+
+
+def test_winners_of_other_buckets_are_known_after_a_restart(settings: Settings) -> None:
+    queue(settings, request(FORM, (24,)))
+    daemon.drain(settings)
+    loop = make_loop(settings)
+    ((bucket, config),) = loop._known_winners(request(FORM, (12,))).items()
+    assert bucket.label == "s0=17..32" and config
+    assert loop._known_winners(request(FORM, (12,), threads=7)) == {}
+    loop.close()
+
+
+# ---- manners --------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only when somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now = self.used = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.used += seconds
+
+
+def test_the_share_of_a_core_is_kept() -> None:
+    clock = Clock()
+    share = CpuShare(25.0, lambda: clock.used, lambda: clock.now, clock.sleep)
+    for _ in range(40):
+        share.rest(lambda: True)
+        clock.work(0.1)
+    assert clock.used <= 0.25 * clock.now + BURST_SECONDS + 0.1
+    assert share.rested_seconds == pytest.approx(clock.now - clock.used)
+
+
+def test_nobody_rests_while_somebody_waits_and_nothing_is_owed_for_it() -> None:
+    clock = Clock()
+    share = CpuShare(10.0, lambda: clock.used, lambda: clock.now, clock.sleep)
+    clock.work(100.0)
+    share.rest(lambda: False)
+    assert share.rested_seconds == 0.0
+    share.rest(lambda: True)
+    assert share.rested_seconds == 0.0
+
+
+def test_an_idle_daemon_costs_next_to_nothing(settings: Settings) -> None:
+    pid = daemon.ensure_running(settings)
+    process = psutil.Process(pid)
+    time.sleep(0.5)
+    before = process.cpu_times()
+    time.sleep(2.0)
+    after = process.cpu_times()
+    used = after.user + after.system - before.user - before.system
+    assert used <= 0.06  # 3 %: the clock ticks in hundredths of a second; 0.4 % measured over minutes

@@ -1,0 +1,161 @@
+"""Verification passes what is as good as eager, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
+from autofuse.ir.records import Bucket, ObservedShape
+from autofuse.ir.shape import SymbolicShape
+from autofuse.runtime.launch import make_unfused
+from autofuse.tuner.cases import CASE_BYTES, ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases
+from autofuse.tuner.comparison import compare, wins
+from autofuse.tuner.timing import RaceRules, race
+from autofuse.tuner.verify import GuardedAllocator, Verifier, Wrong
+from tests.cases import CASES
+from tests.tuner.nodes import chain_form, spec
+
+FORM = chain_form(width=16)
+NORMAL = CheckCase((33,), "normal")
+
+Body = Callable[[Sequence[torch.Tensor], torch.Tensor], Any]
+
+
+def check(body: Body, *cases: CheckCase, form: NodeForm = FORM, verifier: Verifier | None = None) -> float:
+    """Verify a candidate that gets the inputs and an output of its own to fill."""
+
+    def make_call(allocate: GuardedAllocator, values: Sequence[int]) -> Callable[..., torch.Tensor]:
+        table = dict(zip(form.symbols, values, strict=True))
+        target = form.spec(form.outputs[0])
+        shape, strides = target.shape.bind(table), target.strides.bind(table)
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            out = allocate(shape, strides, getattr(torch, target.dtype))
+            body(tensors, out)
+            return out
+
+        return call
+
+    return (verifier or Verifier(form)).check(make_call, cases or (NORMAL,))
+
+
+def chain(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    x, y = tensors
+    for number in range(8):
+        x = x * y if number % 2 == 0 else x + y
+    return x
+
+
+def test_eager_itself_passes_on_all_kinds_of_values() -> None:
+    cases = [CheckCase((n,), kind, n % 2 == 0) for n in (1, 8, 33) for kind in ("normal", "large", "zeros", "special")]
+    assert check(lambda t, out: out.copy_(chain(t)), *cases) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (lambda t, out: out.copy_(chain(t) * (1 + 1e-5)), "error"),
+        (lambda t, out: out[:-1].copy_(chain(t)[:-1]), "NaN"),
+        (lambda t, out: (out.copy_(chain(t)), t[1].zero_()), "changed input 1"),
+        (lambda t, out: out.copy_(chain(t).nan_to_num()), "NaN"),
+    ],
+    ids=["inaccurate", "forgets a row", "changes an input", "hides NaN"],
+)
+def test_faults_are_caught(body: Body, says: str) -> None:
+    with pytest.raises(Wrong, match=says):
+        check(body, NORMAL, CheckCase((33,), "special"))
+
+
+@pytest.mark.parametrize("at", [-1, 33 * 16], ids=["before", "behind"])
+def test_writes_outside_of_an_output_are_caught(at: int) -> None:
+    def body(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        out.copy_(chain(tensors))
+        out.as_strided((1,), (1,), out.storage_offset() + at).fill_(1.0)
+
+    with pytest.raises(Wrong, match="outside"):
+        check(body)
+
+
+def test_an_input_that_was_changed_does_not_spoil_the_next_candidate() -> None:
+    verifier = Verifier(FORM)
+    with pytest.raises(Wrong):
+        check(lambda t, out: t[0].zero_(), verifier=verifier)
+    assert check(lambda t, out: out.copy_(chain(t)), verifier=verifier) <= 1.0
+
+
+def one_op(target: str, dtype: str, out_dtype: str) -> NodeForm:
+    op = Operation("v0", target, (ValueRef("i0"), ValueRef("i1")), (), (spec("s0", dtype=out_dtype),))
+    inputs = tuple(NodeInput(f"i{i}", spec("s0", dtype=dtype)) for i in range(2))
+    return NodeForm(inputs, (op,), (ValueRef("v0"),), ("s0",))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16", "int64", "bool"])
+def test_dtypes(dtype: str) -> None:
+    target = "aten.logical_and.default" if dtype == "bool" else "aten.add.Tensor"
+    form = one_op(target, dtype, dtype)
+    compute = torch.logical_and if dtype == "bool" else torch.add
+    case = CheckCase((50,), "normal")
+    assert check(lambda t, out: out.copy_(compute(*t)), case, form=form) <= 1.0
+    with pytest.raises(Wrong):
+        check(lambda t, out: out.copy_(~compute(*t) if dtype == "bool" else compute(*t) * 1.5 + 1), case, form=form)
+
+
+def test_a_candidate_in_higher_precision_passes() -> None:
+    """bf16 rounds after each operation in eager; a fused kernel rounds once."""
+    full = spec("s0", dtype="bfloat16")
+    ops = tuple(
+        Operation(f"v{i}", "aten.mul.Tensor", (ValueRef(f"v{i - 1}" if i else "i0"), ValueRef("i1")), (), (full,))
+        for i in range(5)
+    )
+    form = NodeForm((NodeInput("i0", full), NodeInput("i1", full)), ops, (ValueRef("v4"),), ("s0",))
+    ratio = check(lambda t, out: out.copy_(t[0].double() * t[1].double() ** 5), CheckCase((999,), "normal"), form=form)
+    assert ratio < 1.0
+
+
+def test_strided_outputs_are_compared_where_they_have_elements() -> None:
+    transposed = TensorSpec(SymbolicShape(("s0", 4)), "float32", SymbolicShape((1, "s0")))
+    op = Operation("v0", "aten.relu.default", (ValueRef("i0"),), (), (transposed,))
+    form = NodeForm((NodeInput("i0", transposed),), (op,), (ValueRef("v0"),), ("s0",))
+    assert check(lambda t, out: out.copy_(t[0].relu()), CheckCase((5,), "normal"), form=form) <= 1.0
+
+
+# ---- cases ----------------------------------------------------------------------------------------------
+
+
+def test_cases_lie_in_the_bucket_and_fit_in_memory() -> None:
+    bucket, timed = Bucket(((513, 1024),)), (700,)
+    shapes = [ObservedShape((700,), 9), ObservedShape((800,), 5), ObservedShape((4,), 99)]
+    first, full = first_cases(FORM, bucket, timed), full_cases(FORM, bucket, shapes, timed)
+    assert first == [CheckCase((700,), "normal")] and not set(first) & set(full)
+    assert all(bucket.contains(case.values) for case in full)
+    assert {case.kind for case in full[:ESSENTIAL]} == {"normal", "large", "zeros", "special"}
+    assert CheckCase((1021,), "normal") in full and CheckCase((800,), "normal") in full
+    huge = Bucket(((1 << 20, 1 << 21),))
+    assert {c.values for c in full_cases(chain_form(), huge, [], (1 << 21,))} == {(1 << 20,)}
+
+
+def test_a_node_without_symbols_is_checked_on_all_kinds() -> None:
+    static = CASES["softmax"].form()
+    form = NodeForm(static.inputs, static.operations, static.outputs, static.symbols)
+    values = tuple(4 for _ in form.symbols)
+    kinds = {case.kind for case in full_cases(form, Bucket(tuple((v, v) for v in values)), [], values)}
+    assert kinds == {"normal", "large", "zeros", "special"} and call_bytes(form, values) < CASE_BYTES
+
+
+# ---- A against A ----------------------------------------------------------------------------------------
+
+
+def test_eager_against_itself_does_not_switch() -> None:
+    """Real calls on whatever machine this is; the rate itself is tested on simulated noise (test_timing)."""
+    form = chain_form(width=64)
+    inputs = [torch.randn(64, 64), torch.randn(64, 64)]
+    calls = [make_unfused(form, (64,)) for _ in range(2)]
+    switched = 0
+    for _ in range(20):
+        result = race([lambda c=c: c(*inputs) for c in calls], RaceRules(10, 40, 1.0, 0.03))  # type: ignore[misc]
+        switched += wins(compare(*result.samples), 0.03)
+    assert switched <= 1
