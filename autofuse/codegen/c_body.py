@@ -10,58 +10,32 @@ of a block, ``t*`` totals, ``buf*`` row buffers, ``acc*`` and ``tot*`` column su
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from autofuse.codegen.c_reduce import REDUCERS, Reducer
-from autofuse.codegen.c_scalar import dim_text, expression, literal, load_text, memory_type, store_text
+from autofuse.codegen.c_scalar import memory_type, store_text
+from autofuse.codegen.c_values import ValuePrinter
 from autofuse.codegen.dtypes import VALUE_TYPE
-from autofuse.codegen.loops import COST, SINKS, Access, LoopKernel, Store, regions
+from autofuse.codegen.knobs import can_stream
+from autofuse.codegen.loops import COST, Access, LoopKernel, Store
 from autofuse.codegen.phases import Phase, Plan
-from autofuse.ir.shape import Dim
 
 BLOCK = 256  # columns whose partial sums stay in the compute dtype; their sums are added in double
 FLUSH = 32  # rows whose column sums stay in the compute dtype
+TILE = 512  # columns of a non-temporal store's tile
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
 
 
-_COMPARISON = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-
-
-class Body:
+class Body(ValuePrinter):
     """Prints one kernel's loops."""
 
     def __init__(self, kernel: LoopKernel, plan: Plan, knobs: Mapping[str, object]) -> None:
-        self.kernel = kernel
-        self.plan = plan
-        self.regions = regions(kernel)
+        super().__init__(kernel, plan, knobs)
         self.parallel = knobs.get("threads", "parallel") == "parallel"
-        self.inline_math = knobs.get("math", "inline") == "inline"
-        self.last = kernel.cols[-1]
         self.splits_columns = kernel.kind in ("pointwise", "full") and len(kernel.cols) == 1
         heavy = any(COST.get(v.op, 1) >= 12 for v in kernel.values)
-        self.serial_below = 8192 if heavy else 32768
-        self._widened = frozenset(n for p in plan.phases for n in p.widened)
-        self._place = "lin + c" if len(kernel.cols) > 1 else "c"  # a column's place in a row buffer
-        self._pointers: dict[Access, str] = {}
-        for access in self._accesses():
-            name = kernel.params[access.param].name
-            taken = sum(1 for a in self._pointers if a.param == access.param)
-            self._pointers.setdefault(access, f"{name}_{taken}" if taken else f"{name}_")
-
-    # ---- facts
-
-    def _accesses(self) -> list[Access]:
-        loads = [v.attr for v in self.kernel.values if isinstance(v.attr, Access)]
-        return [*loads, *(s.access for s in self.kernel.stores)]
-
-    def _reducer(self, number: int) -> Reducer:
-        value = self.kernel.values[number]
-        reducer = REDUCERS[str(value.attr)](value.dtype)
-        if value.op == "full_reduce" and reducer.widens:
-            # A loss adds up a whole tensor and may cancel to almost nothing: in double from the first addition on.
-            return dataclasses.replace(reducer, accumulator=reducer.total, widens=False)
-        return reducer
+        self.serial_below = 8192 if heavy else 32768  # points of the nest; aten's own grain is 32768
+        self.block = int(str(knobs.get("sum_block", BLOCK)))
+        self.streams = bool(knobs.get("nontemporal", False)) and can_stream(kernel)
 
     def items_limit(self) -> str:
         """How many threads can have something to do."""
@@ -69,147 +43,6 @@ class Body:
 
     def work_text(self) -> str:
         return "nrows * ncols"
-
-    def _sinks(self, op: str) -> list[int]:
-        return [n for n in self.kernel.sinks if self.kernel.values[n].op == op]
-
-    # ---- expressions
-
-    def text(self, number: int) -> str:
-        """A value where it is used."""
-        value = self.kernel.values[number]
-        if value.op == "const":
-            return literal(value.attr, value.dtype)
-        return f"({self._inline(number)})" if self._is_inlined(number) else f"x{number}"
-
-    def _is_inlined(self, number: int) -> bool:
-        """Truth values inside of column loops are written where they are used: as variables they cost a register."""
-        value = self.kernel.values[number]
-        return value.dtype == "bool" and self.regions[number].cols and value.op not in ("const", *SINKS)
-
-    def _inline(self, number: int) -> str:
-        if number in self._widened:
-            return f"buf{number}[{self._place}] != 0"
-        return self.compute(number)
-
-    def compute(self, number: int, c: str = "c") -> str:
-        """The C expression that makes a value."""
-        value = self.kernel.values[number]
-        if value.op == "load":
-            return load_text(self.element(value.attr, c), self._memory(value.attr))  # type: ignore[arg-type]
-        if value.op == "gather":
-            access: Access = value.attr  # type: ignore[assignment]
-            place = self._product(self.text(value.args[0]), access.indirect)
-            return load_text(self.element(access, c, place), self._memory(access))
-        if value.op == "size":
-            return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"
-        if value.op == "index":
-            return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
-        if (narrow := self._position_test(number, c)) is not None:
-            return narrow
-        operands = [self.kernel.values[a] for a in value.args]
-        plain = [o.op == "const" and o.attr != "nan" for o in operands]
-        return expression(
-            value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain, self.inline_math
-        )
-
-    def _position_test(self, number: int, c: str) -> str | None:
-        """A comparison of the column's position with something known per row, in 32 bits.
-
-        In 64 bits it would halve the vector length of a whole loop of floats. Exact below 2^31 columns, which
-        the driver checks: the other side is clamped to the range of 32 bits.
-        """
-        value = self.kernel.values[number]
-        if value.op not in ("eq", "ne", "lt", "le", "gt", "ge") or not self.kernel.rows:
-            return None
-        a, b = value.args
-        for here, other, op in ((a, b, value.op), (b, a, _MIRRORED[value.op])):
-            position = self.kernel.values[here]
-            if position.op == "index" and position.attr == ((self.last, 1),) and not self.regions[other].cols:
-                return f"(int32_t){c} {_COMPARISON[op]} af_narrow({self.text(other)})"
-        return None
-
-    @property
-    def tests_positions(self) -> bool:
-        return any(self._position_test(n, "c") for n in range(len(self.kernel.values)))
-
-    def _memory(self, access: Access) -> str:
-        return self.kernel.params[access.param].dtype
-
-    def _loop(self, dim: int, c: str) -> str:
-        if dim == self.last:
-            return c
-        return f"{'r' if dim in self.kernel.rows else 'c'}{dim}"
-
-    @staticmethod
-    def _product(name: str, stride: Dim) -> str:
-        return name if stride == 1 else f"{name} * {dim_text(stride)}"
-
-    def element(self, access: Access, c: str, extra: str = "") -> str:
-        """The lvalue of an access inside the innermost loop."""
-        terms = [self._product(c, s) for d, s in access.strides if d == self.last]
-        if extra:
-            terms.append(extra)
-        return f"{self._pointers[access]}[{' + '.join(terms) or '0'}]"
-
-    def declare(self, number: int, c: str = "c") -> str:
-        value = self.kernel.values[number]
-        return f"const {VALUE_TYPE[value.dtype]} x{number} = {self.compute(number, c)};"
-
-    def _declare_all(self, numbers: Sequence[int], indent: str) -> list[str]:
-        return [
-            f"{indent}{self.declare(n)}"
-            for n in numbers
-            if self.kernel.values[n].op not in ("const", "row_reduce", *SINKS) and not self._is_inlined(n)
-        ]
-
-    def store(self, store: Store, c: str = "c") -> str:
-        value = store_text(self.text(store.value), self._memory(store.access))
-        return f"{self.element(store.access, c)} = {value};"
-
-    # ---- pointers
-
-    def _parameters(self) -> list[str]:
-        lines = []
-        for n, param in enumerate(self.kernel.params):
-            const = "" if param.is_output else "const "
-            ctype = memory_type(param.dtype)
-            lines.append(
-                f"  {const}{ctype}* restrict const {param.name} = ({const}{ctype}*)ptrs[{n}]; (void){param.name};"
-            )
-        return lines
-
-    def _pointer_lines(self, where: str, indent: str) -> list[str]:
-        """Pointers that move with the row (``row``), with nothing (``entry``)."""
-        lines = []
-        for access, name in self._pointers.items():
-            moving = [(d, s) for d, s in access.strides if d in self.kernel.rows]
-            if bool(moving) != (where == "row"):
-                continue
-            param = self.kernel.params[access.param]
-            const = "" if param.is_output else "const "
-            offset = "".join(f" + {self._product(f'r{d}', s)}" for d, s in moving)
-            label = name + ("b" if self._column_terms(access) else "")
-            lines.append(
-                f"{indent}{const}{memory_type(param.dtype)}* const {label} = {param.name}{offset}; (void){label};"
-            )
-        return lines
-
-    def _column_terms(self, access: Access) -> list[tuple[int, Dim]]:
-        """Outer column dims an access moves with: its pointer is set anew in their loops."""
-        return [(d, s) for d, s in access.strides if d in self.kernel.cols and d != self.last]
-
-    def _column_pointers(self, indent: str, used: Sequence[Access]) -> list[str]:
-        lines = []
-        for access in dict.fromkeys(used):
-            moving = self._column_terms(access)
-            if moving:
-                param = self.kernel.params[access.param]
-                const = "" if param.is_output else "const "
-                name = self._pointers[access]
-                offset = "".join(f" + {self._product(f'c{d}', s)}" for d, s in moving)
-                lines.append(f"{indent}{const}{memory_type(param.dtype)}* const {name} = {name}b{offset};")
-        return lines
 
     # ---- scratch memory
 
@@ -267,6 +100,8 @@ class Body:
             *self._items(),
         ]
         lines += self._finish_share()
+        if self.streams:
+            lines.append("  af_stream_fence();")
         return "\n".join([*lines, "}", ""])
 
     def _items(self) -> list[str]:
@@ -370,17 +205,36 @@ class Body:
         clauses = "".join(f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars)
         clauses += "".join(f" reduction(|:nan{n})" for n in scalars if self._reducer(n).nan_flag)
         inner = [f"  {line}" for line in self._columns(phase)]
+        if self.streams:
+            return self._streamed(phase, start, stop)
         if not blocked:
             return [f"#pragma omp simd{clauses}", f"for (int64_t c = {start}; c < {stop}; ++c) {{", *inner, "}"]
         lines = [
-            f"for (int64_t b = {start}; b < {stop}; b += {BLOCK}) {{",
-            f"  const int64_t b_end = {stop} - b < {BLOCK} ? {stop} : b + {BLOCK};",
+            f"for (int64_t b = {start}; b < {stop}; b += {self.block}) {{",
+            f"  const int64_t b_end = {stop} - b < {self.block} ? {stop} : b + {self.block};",
         ]
         lines += [f"  {self._reducer(n).accumulator} p{n} = 0;" for n in blocked]
         lines += [f"  #pragma omp simd{clauses}", "  for (int64_t c = b; c < b_end; ++c) {"]
         lines += [f"  {line}" for line in inner]
         lines += ["  }", *(f"  t{n} += p{n};" for n in blocked), "}"]
         return lines
+
+    def _streamed(self, phase: Phase, start: str, stop: str) -> list[str]:
+        """Columns in tiles that stay in the first cache and then go to memory past the caches."""
+        lines = [f"for (int64_t b = {start}; b < {stop}; b += {TILE}) {{"]
+        lines.append(f"  const int64_t b_end = {stop} - b < {TILE} ? {stop} : b + {TILE};")
+        stores = []
+        for k, store in enumerate(phase.stores):
+            memory = self._memory(store.access)
+            lines.append(f"  _Alignas(64) {memory_type(memory)} tile{k}[{TILE}];")
+            stores.append(f"    tile{k}[c - b] = {store_text(self.text(store.value), memory)};")
+        lines += ["  #pragma omp simd", "  for (int64_t c = b; c < b_end; ++c) {"]
+        values = dataclasses.replace(phase, stores=())
+        lines += [f"    {line}" for line in self._columns(values)] + stores + ["  }"]
+        for k, store in enumerate(phase.stores):
+            target = self.element(store.access, "b")
+            lines.append(f"  af_stream(&{target}, tile{k}, (b_end - b) * (int64_t)sizeof(tile{k}[0]));")
+        return [*lines, "}"]
 
     def _columns(self, phase: Phase) -> list[str]:
         """Statements for one column."""

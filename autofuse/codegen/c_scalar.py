@@ -261,6 +261,30 @@ static inline float af_round_float16(float f) { return af_load_float16(af_store_
 """,
     ),
     (
+        "af_stream(",
+        """#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+static inline void af_stream(void* to, const void* from, int64_t bytes) {  /* past the caches, where aligned */
+#if defined(__AVX512F__)
+  if (((uintptr_t)to & 63) == 0)
+    for (; bytes >= 64; bytes -= 64, to = (char*)to + 64, from = (const char*)from + 64)
+      _mm512_stream_si512((void*)to, _mm512_load_si512(from));
+#elif defined(__AVX__)
+  if (((uintptr_t)to & 31) == 0)
+    for (; bytes >= 32; bytes -= 32, to = (char*)to + 32, from = (const char*)from + 32)
+      _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)from));
+#endif
+  memcpy(to, from, (size_t)bytes);
+}
+static inline void af_stream_fence(void) {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+""",
+    ),
+    (
         "af_narrow(",
         """static inline int32_t af_narrow(int64_t v) {
   return v < INT32_MIN ? INT32_MIN : v > INT32_MAX ? INT32_MAX : (int32_t)v;

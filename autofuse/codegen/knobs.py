@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofuse.codegen.c_math import INLINE_CALLS
+from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan
 from autofuse.ir.records import Config, make_config
@@ -61,7 +62,17 @@ def knobs_for(kernel: LoopKernel) -> tuple[Knob, ...]:
         knobs.append(
             Knob("staging", ("buffer", "recompute"), "buffer", "keep costly column values of a row for later passes")
         )
+    if any(v.op == "row_reduce" and v.attr == "sum" and is_float(v.dtype) for v in kernel.values):
+        knobs.append(Knob("sum_block", (256, 1024), 256, "columns added in the compute dtype before double takes over"))
+    if can_stream(kernel):
+        knobs.append(Knob("nontemporal", (False, True), False, "write outputs past the caches; pays from about 8 MB"))
     return tuple(knobs)
+
+
+def can_stream(kernel: LoopKernel) -> bool:
+    """Whether every output is written once, in order, by a nest without reductions."""
+    dense = all(dict(s.access.strides).get(kernel.cols[-1]) == 1 for s in kernel.stores)
+    return kernel.kind == "pointwise" and dense and len(kernel.cols) == 1
 
 
 def default_config(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> Config:
