@@ -98,19 +98,20 @@ class RunLog(StoreBase):
 
     def latest_run(self, *, with_steps: bool = False, command: str | None = None) -> RunRow | None:
         """The newest run; of those that made at least one step, or ran ``command``, where asked for."""
-        query = _runs().limit(1)
-        if with_steps:
-            series = select(models.StepSeries.run_id).join(
-                models.StepSampleRow, models.StepSampleRow.series_id == models.StepSeries.id
-            )
-            # Graphs of torch.compile(backend="autofuse") have calls but no module whose steps could be timed.
-            counted = select(models.RunTotal.run_id).where(models.RunTotal.values["steps"].as_integer() > 0)
-            query = query.where(models.Run.id.in_(series) | models.Run.id.in_(counted))
+        query = _runs()
         if command is not None:
             query = query.where(models.Run.command == clean(command))
+        series = select(models.StepSeries.run_id).join(
+            models.StepSampleRow, models.StepSampleRow.series_id == models.StepSeries.id
+        )
         with self._read() as connection:
-            row = connection.execute(query).one_or_none()
-        return None if row is None else _run_of(row)
+            timed = set(connection.execute(series.distinct()).scalars()) if with_steps else set()
+            for row in connection.execute(query):
+                run = _run_of(row)
+                # Graphs of torch.compile(backend="autofuse") make steps, but no module's steps that could be timed.
+                if not with_steps or run.id in timed or run.totals.steps > 0:
+                    return run
+        return None
 
     # ---- steps ----------------------------------------------------------------------------------
 

@@ -38,12 +38,12 @@ def autofuse(*arguments, **environment):
 QUICK = ("--set", "tuner.trials=2", "--set", "tuner.rounds=5", "--set", "tuner.idle_exit_seconds=20")
 
 
-def check_losses(result, expected, steps=None):
+def check_losses(result, expected, tolerance=TOLERANCE):
     assert result.returncode == 0, result.stderr
     losses = [float(line) for line in result.stdout.split()]
-    assert len(losses) == len(expected[:steps])
-    for loss, wanted in zip(losses, expected, strict=False):
-        assert loss == pytest.approx(wanted, rel=TOLERANCE)
+    assert len(losses) == len(expected)
+    for loss, wanted in zip(losses, expected, strict=True):
+        assert loss == pytest.approx(wanted, rel=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +113,14 @@ def test_the_other_two_ways_in(tuned, tmp_path, expected):
         assert [float(x) for x in disabled.stdout.split()] == expected
 
 
-def test_background_and_after_mode_leave_work_to_the_daemon(tmp_path, expected):
+def test_background_and_after_mode_leave_work_to_the_daemon(tmp_path):
     store = tmp_path / "s.sqlite3"
+    # Long enough that capture pays: by the rule, the time spent in eager must reach what capture is expected to take.
     options = ("--set", "capture.predicted_seconds_per_op=0.00001", "--set", "capture.min_root_us=0", *QUICK)
+    long = [float(line) for line in run([sys.executable, str(SCRIPT), "250"]).stdout.split()]
     try:
-        check_losses(autofuse("run", "--tune", "after", "--store", store, *options, SCRIPT), expected)
+        result = autofuse("run", "--tune", "after", "--store", store, *options, SCRIPT, 250)
+        check_losses(result, long, tolerance=0.02)  # rounding grows over the steps
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             found = report(store)
@@ -127,7 +130,8 @@ def test_background_and_after_mode_leave_work_to_the_daemon(tmp_path, expected):
         assert found["queue"]["done"] > 0 and found["totals"]["fused_calls"] == 0
     finally:
         autofuse("daemon", "stop", "--store", store)
-    check_losses(autofuse("run", "--tune", "background", "--store", store, *options, SCRIPT), expected)
+    result = autofuse("run", "--tune", "background", "--store", store, *options, SCRIPT, 250)
+    check_losses(result, long, tolerance=0.02)
     autofuse("daemon", "stop", "--store", store)
     assert report(store)["totals"]["fused_calls"] > 0
 
@@ -191,7 +195,7 @@ def test_kill_9_on_the_daemon_in_mid_tuning(tmp_path, expected):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         time.sleep(1.0)
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        os.kill(json.loads(pid_file.read_text())["pid"], signal.SIGKILL)
         out, err = process.communicate(timeout=240)
     finally:
         process.kill()
