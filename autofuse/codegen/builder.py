@@ -17,7 +17,7 @@ from autofuse.codegen.dtypes import compute_dtype, dtype, is_float
 from autofuse.codegen.index import Atom, Indirect, Word, resolve
 from autofuse.codegen.loops import COMPARISONS
 from autofuse.errors import LoweringError
-from autofuse.ir.shape import Dim, as_dim
+from autofuse.ir.shape import Dim, as_dim, product
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,44 @@ class Builder:
     def reduce(self, kind: str, value: Val, atoms: Iterable[Atom]) -> Val:
         """Reduce over atoms (all of them must still be loops, none an indirect index)."""
         over = tuple(sorted(set(atoms), key=lambda a: a.number))
+        hit = self._one_hot(value, frozenset(over)) if kind == "sum" else None
+        if hit is not None:
+            return hit
         return self.node("reduce", value.dtype, (value,), (kind, over)) if over else value
+
+    def _one_hot(self, value: Val, over: frozenset[Atom]) -> Val | None:
+        """sum over c of where(c == t, x, 0) = where(0 <= t < size, x, 0), with t and x free of c.
+
+        The gradient of a class index summed over the classes: no loop is left of it.
+        """
+        node = self.nodes[value.number]
+        if node.op != "where" or not over:
+            return None
+        test, yes, no = (Val(a, self.nodes[a].dtype) for a in node.args)
+        equal, zero = self.nodes[test.number], self.nodes[no.number]
+        if equal.op != "eq" or zero.op != "const" or zero.attr != 0:
+            return None
+        position, target = equal.args
+        counted = self.nodes[position]
+        if counted.op != "index" or frozenset(a for a, _ in counted.attr) != over:  # type: ignore[attr-defined]
+            return None
+        if over & (self._reach(target) | self._reach(yes.number)):
+            return None
+        t = Val(target, self.nodes[target].dtype)
+        size = self.size(product(a.size for a in over), t.dtype)
+        inside = self.apply("and", self.compare("ge", t, 0), self.apply("lt", t, size))
+        return self.where(inside, yes, no)
+
+    def _reach(self, number: int) -> frozenset[Atom]:
+        """The loops a value depends on."""
+        node = self.nodes[number]
+        own: frozenset[Atom] = frozenset()
+        if isinstance(node.attr, AtomAccess):
+            own = frozenset(a for a, _ in node.attr.strides)
+        elif node.op == "index":
+            own = frozenset(a for a, _ in node.attr)  # type: ignore[attr-defined]
+        reached = own.union(*(self._reach(a) for a in node.args)) if node.args else own
+        return reached - frozenset(node.attr[1]) if node.op == "reduce" else reached  # type: ignore[index]
 
     # ---- shorthands that rules are written in
 
