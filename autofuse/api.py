@@ -18,9 +18,9 @@ from rich.console import Console
 
 from autofuse.db.store import Store
 from autofuse.ir.records import DimHistogram, OpProfile
-from autofuse.observe.config import ObserverConfig
-from autofuse.observe.observer import Observer
-from autofuse.observe.roots import RootTracker, root_key
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.observer import Observer
+from autofuse.observer.roots import RootTracker, root_key
 from autofuse.pipeline import backend
 from autofuse.report.explain import render_explain
 from autofuse.runtime.session import current_session

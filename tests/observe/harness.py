@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofuse.observe.config import ObserverConfig
-from autofuse.observe.observer import Observer
-from autofuse.observe.roots import RootTracker, root_key
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.observer import Observer
+from autofuse.observer.roots import RootTracker, root_key
 
 EVERY_STEP = ObserverConfig(
     first_steps=1000,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from autofuse.observe.mode import ObserverMode, attach, detach
+from autofuse.observer.mode import ObserverMode, attach, detach
 from tests.observe.harness import MLP, Blocks, watching
 
 X = torch.randn(3, 8)

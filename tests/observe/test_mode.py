@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autofuse.observe.mode import ObserverMode, attach, detach, is_attached
-from autofuse.observe.profile import StepProfile, aggregate
+from autofuse.observer.mode import ObserverMode, attach, detach, is_attached
+from autofuse.observer.profile import StepProfile, aggregate
 from tests.observe.harness import MLP, Blocks
 
 
@@ -436,7 +436,7 @@ def test_event_limit_ends_the_recording() -> None:
 
 
 def test_a_fault_of_ours_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autofuse.observe import mode as module
+    from autofuse.observer import mode as module
 
     def broken(*args: Any) -> None:
         raise LookupError("ours")

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofuse.observe.config import ObserverConfig
-from autofuse.observe.observer import Observer
-from autofuse.observe.roots import root_key
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.observer import Observer
+from autofuse.observer.roots import root_key
 from tests.observe.harness import EVERY_STEP, MLP, Blocks, Watch, watching
 from tests.observe.test_mode import Count, CountFunctions
 
@@ -335,7 +335,7 @@ def test_a_step_abandoned_by_its_thread_does_not_block_others() -> None:
 
 
 def test_a_fault_ends_the_observation_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autofuse.observe import observer as module
+    from autofuse.observer import observer as module
 
     def broken(*args: Any) -> None:
         raise LookupError("ours")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autofuse.errors import SettingsError
 from autofuse.ir.records import RootRecord
-from autofuse.observe.policy import HeldOut, advise_capture, learn_cost, predict_seconds
+from autofuse.observer.policy import HeldOut, advise_capture, learn_cost, predict_seconds
 
 
 def advice(**values: Any) -> Any:
@@ -115,7 +115,7 @@ def test_no_share_holds_nothing_out() -> None:
 
 def test_policy_and_statistics_need_no_torch() -> None:
     text = (
-        "import sys; import autofuse.observe.policy, autofuse.observe.statistics, autofuse.observe.sampler;"
+        "import sys; import autofuse.observer.policy, autofuse.observer.statistics, autofuse.observer.sampler;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", text], timeout=60).returncode == 0

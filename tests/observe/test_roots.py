@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autofuse.observe import module_calls
-from autofuse.observe.roots import RootTracker, classify, root_key
+from autofuse.observer import module_calls
+from autofuse.observer.roots import RootTracker, classify, root_key
 from tests.observe.harness import MLP, Blocks, watching
 
 X = torch.randn(3, 8)
@@ -329,7 +329,7 @@ def test_root_key_names_the_structure() -> None:
 
 
 def test_root_key_is_the_same_in_another_process() -> None:
-    text = "from tests.observe.harness import MLP; from autofuse.observe.roots import root_key; print(root_key(MLP()))"
+    text = "from tests.observe.harness import MLP; from autofuse.observer.roots import root_key; print(root_key(MLP()))"
     out = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == root_key(MLP())
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autofuse.errors import SettingsError
-from autofuse.observe.config import ObserverConfig
-from autofuse.observe.sampler import Sampler
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.sampler import Sampler
 
 
 class Run:

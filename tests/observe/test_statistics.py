@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofuse.observe.signatures import call_signature, tensor_leaves, tensors_by_path
-from autofuse.observe.statistics import HeavyHitters, PendingCalls, ShapeStatistics
+from autofuse.observer.signatures import call_signature, tensor_leaves, tensors_by_path
+from autofuse.observer.statistics import HeavyHitters, PendingCalls, ShapeStatistics
 
 streams = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=300)
 

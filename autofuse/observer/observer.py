@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from autofuse.ir.records import DimHistogram, OpProfile
-from autofuse.observe.calibration import OpCost, measure_op_cost
-from autofuse.observe.config import ObserverConfig
-from autofuse.observe.module_calls import skip_in_dynamo
-from autofuse.observe.op_statistics import OpStatistics
-from autofuse.observe.profile import RootTotals, aggregate
-from autofuse.observe.sampler import Sampler
-from autofuse.observe.signatures import call_signature, tensor_leaves
-from autofuse.observe.statistics import PendingCalls, ShapeStatistics
-from autofuse.observe.step import StepRecorder
+from autofuse.observer.calibration import OpCost, measure_op_cost
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.module_calls import skip_in_dynamo
+from autofuse.observer.op_statistics import OpStatistics
+from autofuse.observer.profile import RootTotals, aggregate
+from autofuse.observer.sampler import Sampler
+from autofuse.observer.signatures import call_signature, tensor_leaves
+from autofuse.observer.statistics import PendingCalls, ShapeStatistics
+from autofuse.observer.step import StepRecorder
 
 _OTHER_CALLS = 8  # this many times more calls of other roots, and the anchor is thought to be called no more
 _KEPT_SAMPLES = 16  # sampled steps of a root whose medians are given

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autofuse.observe.statistics import Leaf
+from autofuse.observer.statistics import Leaf
 
 _MAX_LEAVES = 64
 _MAX_DEPTH = 5

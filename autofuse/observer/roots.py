@@ -24,8 +24,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack
 from torch.fx import _symbolic_trace
 
-from autofuse.observe import module_calls
-from autofuse.observe.module_calls import PLAIN, CallRunner, skip_in_dynamo, thread
+from autofuse.observer import module_calls
+from autofuse.observer.module_calls import PLAIN, CallRunner, skip_in_dynamo, thread
 
 Handler = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 Kind = Literal["root", "transparent", "opaque"]

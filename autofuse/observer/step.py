@@ -18,9 +18,9 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import _get_sequence_nr
 
-from autofuse.observe import module_calls
-from autofuse.observe.mode import ENTER, EXIT, MARK, ROOT_ENTER, ROOT_EXIT, ObserverMode, attach, detach
-from autofuse.observe.module_calls import CallRunner, skip_in_dynamo, thread
+from autofuse.observer import module_calls
+from autofuse.observer.mode import ENTER, EXIT, MARK, ROOT_ENTER, ROOT_EXIT, ObserverMode, attach, detach
+from autofuse.observer.module_calls import CallRunner, skip_in_dynamo, thread
 
 _MAX_LEFTOVERS = 8
 

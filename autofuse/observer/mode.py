@@ -30,7 +30,7 @@ from torch._C import (
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofuse.observe.module_calls import skip_in_dynamo
+from autofuse.observer.module_calls import skip_in_dynamo
 
 TensorSpec = tuple[torch.Size, torch.dtype, tuple[int, ...]] | None  # shape, dtype, strides; None: not describable
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autofuse.observe.mode import (
+from autofuse.observer.mode import (
     ENTER,
     EXIT,
     FORWARD_OR_OTHER,

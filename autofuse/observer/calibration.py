@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from autofuse.observe.mode import ObserverMode, attach, detach
+from autofuse.observer.mode import ObserverMode, attach, detach
 
 _OPS_PER_ROUND = 50
 _ROUNDS = 4

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from autofuse.ir.records import DimHistogram, OpProfile
-from autofuse.observe.config import ObserverConfig
-from autofuse.observe.profile import StepProfile
-from autofuse.observe.statistics import HeavyHitters, Leaf, ShapeStatistics
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.profile import StepProfile
+from autofuse.observer.statistics import HeavyHitters, Leaf, ShapeStatistics
 
 
 class _Total:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autofuse.observe.config import ObserverConfig
+from autofuse.observer.config import ObserverConfig
 
 _MAX_BACKOFF = 64
 
