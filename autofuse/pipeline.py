@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,9 +19,7 @@ from autofuse.capture.random_ops import split_dropout
 from autofuse.fusion.graph import FusionGraph
 from autofuse.runtime.program import build_program
 from autofuse.runtime.router import GraphRouter
-
-if TYPE_CHECKING:
-    from autofuse.runtime.session import Session
+from autofuse.runtime.session import Session, current_session
 
 
 def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callable[[list[Any]], Any]:
@@ -44,9 +42,8 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callabl
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """The Dynamo backend: ``torch.compile(model, backend="autofuse")``."""
-    from autofuse.runtime.session import current_session
-
     session = current_session()
     if session is None:
-        return module.forward  # switched off: the captured graph, as it is
+        forward: Callable[..., Any] = module.forward
+        return forward  # switched off: the captured graph, as it is
     return compile_with(module, example_inputs, lambda graph, phase: route_graph(graph, phase, session))

@@ -72,7 +72,7 @@ class _Dims:
         hint = node.hint if node.has_hint() else None
         if hint is not None:
             # Two spellings of one size (tokens of the input, tokens of the target) must read the same.
-            for known, dim in self._by_hint.get(int(hint), ()):
+            for known, dim in self._by_hint.get(int(hint), []):
                 if self._env is not None and self._env._maybe_evaluate_static(sympy.Eq(expr, known)) is sympy.true:
                     return dim
         dim = as_dim(expr.xreplace({s: symbol(str(s)) for s in expr.free_symbols}))
@@ -147,7 +147,7 @@ def _spec(value: torch.Tensor, dims_of: _Dims) -> TensorSpec | None:
     strides = [dims_of(s) for s in value.stride()]
     if None in sizes or None in strides:
         return None
-    return TensorSpec(SymbolicShape(sizes), _dtype(value.dtype), SymbolicShape(strides), value.device.type)  # type: ignore[arg-type]
+    return TensorSpec(SymbolicShape(sizes), _dtype(value.dtype), SymbolicShape(strides), value.device.type)
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -165,7 +165,7 @@ def _operation(
     node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims, dims: dict[fx.Node, Dim]
 ) -> Operation:
     if node.target in OURS:
-        target = OURS[node.target]  # type: ignore[index]
+        target = OURS[node.target]
     elif isinstance(node.target, torch._ops.OpOverload):
         target = f"{node.target.namespace}.{node.target._schema.name.split('::')[1]}.{node.target._overloadname}"
     else:

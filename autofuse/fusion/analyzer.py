@@ -229,9 +229,7 @@ class FusionCandidateAnalyzer:
         self.refusals.append(Refusal(code, False, names, detail, source=operations[0].source or ""))
 
 
-_DTYPES = frozenset(
-    {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
-)
+_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
 _FINAL = frozenset({"no_work", "single_op", "small_tensors", "low_benefit"})
 
 

@@ -76,7 +76,8 @@ class FusionEngine:
         graph = operations if isinstance(operations, FusionGraph) else None
         seeds = self._seeds(graph, analyzer) if graph is not None else []
         nodes = analyzer.find_fusible_operations(operations, seeds)
-        self._count(operations if graph is None else graph.operations, nodes, analyzer)
+        listed = operations.operations if isinstance(operations, FusionGraph) else operations
+        self._count(listed, nodes, analyzer)
         return nodes
 
     def _seeds(self, graph: FusionGraph, analyzer: FusionCandidateAnalyzer) -> list[list[str]]:

@@ -36,7 +36,8 @@ def extent_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Extent |
     if rule is not None:
         return rule(op, [spec(ref) for ref in op.inputs])
     if kind in (OpKind.POINTWISE, OpKind.CREATION):
-        return Extent(op.outputs[0].numel, None, ("full",) * len(op.outputs))
+        levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
+        return Extent(op.outputs[0].numel, None, levels)
     if kind is OpKind.REDUCTION:
         return _reduction(op, spec(op.inputs[0]))
     return None
@@ -74,7 +75,8 @@ def _split(shape: Sequence[Dim], dims: Sequence[int]) -> tuple[Dim | None, Level
 
 def _reduction(op: Operation, source: TensorSpec) -> Extent:
     rows, level, general = _split(source.shape.dims, reduced_dims(op, len(source.shape)))
-    return Extent(source.numel, rows, (level,) * len(op.outputs), general)
+    levels: tuple[Level, ...] = tuple([level] * len(op.outputs))
+    return Extent(source.numel, rows, levels, general)
 
 
 def _softmax(op: Operation, inputs: list[TensorSpec]) -> Extent:
@@ -132,7 +134,8 @@ def _channels(op: Operation, inputs: list[TensorSpec]) -> Extent:
     """Batch norm: everything but dim 1 is reduced; it shares loops only with its own kind."""
     shape = inputs[0].shape.dims
     key = ("channels", tuple(map(str, shape)))
-    return Extent(product(shape), shape[1], ("full", *("row",) * (len(op.outputs) - 1)), key)
+    statistics: list[Level] = ["row"] * (len(op.outputs) - 1)
+    return Extent(product(shape), shape[1], ("full", *statistics), key)
 
 
 def _group_norm(op: Operation, inputs: list[TensorSpec]) -> Extent:

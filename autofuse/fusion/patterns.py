@@ -87,7 +87,6 @@ class FusionPattern:
         return tuple(chain)
 
 
-
 def is_called(op: Operation, name: str) -> bool:
     """Whether people call this operation by that name."""
     return op.short_name == name or op.short_name in ALIASES.get(name, ())

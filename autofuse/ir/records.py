@@ -51,9 +51,7 @@ class Bucket:
     @property
     def label(self) -> str:
         """Text for people and for keys: ``s0=4 s1=65..128``; ``static`` for a node without symbols."""
-        parts = [
-            f"s{i}={low}" if low == high else f"s{i}={low}..{high}" for i, (low, high) in enumerate(self.ranges)
-        ]
+        parts = [f"s{i}={low}" if low == high else f"s{i}={low}..{high}" for i, (low, high) in enumerate(self.ranges)]
         return " ".join(parts) or "static"
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import sympy
 
 from autofuse.errors import ShapeError
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def parse_dim(text: str) -> Dim:
     return as_dim(sympy.sympify(text, locals=names))
 
 
-def as_dim(value: Dim | str) -> Dim:
+def as_dim(value: Any) -> Dim:
     """Normalise: constants become ints, expressions are expanded so that equal sizes compare equal."""
     if isinstance(value, bool):
         raise ShapeError(f"expected a size, found the bool {value}")

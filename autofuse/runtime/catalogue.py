@@ -91,9 +91,7 @@ class KernelShelf:
         return list(self._missing)
 
 
-def choose(
-    table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int], threads: int
-) -> Choice:
+def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int], threads: int) -> Choice:
     """What the table says, as far as its kernel is here."""
     decision = table.find(fusion_id, values, threads)
     if decision is None:

@@ -18,9 +18,7 @@ from autofuse.runtime.router import NodeState
 SLACK = 64.0
 
 
-def check_against(
-    node: NodeState, fused: NodeCall, unfused: NodeCall, say: Callable[[str, str], None]
-) -> NodeCall:
+def check_against(node: NodeState, fused: NodeCall, unfused: NodeCall, say: Callable[[str, str], None]) -> NodeCall:
     """A callable of the node's inputs that compares before it answers."""
 
     def checked(*inputs: torch.Tensor) -> Any:

@@ -22,7 +22,9 @@ from autofuse.ir.shape import evaluate
 from autofuse.runtime.eager_calls import render_call
 
 try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
-    from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu
+    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+        _empty_strided_cpu as empty_strided_cpu,
+    )
 except ImportError:
     empty_strided_cpu = None
 
@@ -51,7 +53,7 @@ def make_launcher(
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
     call = _launcher_factory(form)(*symbol_values, entry, address, allocate or empty_like_spec, failed or _raise)
-    call.sizes = sizes  # keeps the array alive as long as its address is in use
+    vars(call)["sizes"] = sizes  # keeps the array alive as long as its address is in use
     return call
 
 

@@ -245,7 +245,7 @@ class _Builder:
 
     def _arg(self, arg: Any) -> str:
         if isinstance(arg, fx.Node):
-            return arg.name
+            return str(arg.name)
         if isinstance(arg, tuple | list):
             items = [self._arg(a) for a in arg]
             text = "".join(f"{i}, " for i in items)

@@ -7,25 +7,22 @@ what the user's own code raises, the user gets.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import statistics
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from autofuse.ir.records import RootRecord, StepSample
-from autofuse.observe.config import ObserverConfig
-from autofuse.observe.observer import Observer
-from autofuse.observe.policy import HeldOut, advise_capture, learn_cost
-from autofuse.observe.roots import RootTracker, root_key
-from autofuse.observe.signatures import call_signature, tensors_by_path
-from autofuse.pipeline import backend as autofuse_backend
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.observer import Observer
+from autofuse.observer.policy import HeldOut, advise_capture, learn_cost
+from autofuse.observer.roots import RootTracker, root_key
+from autofuse.observer.signatures import call_signature, tensors_by_path
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
@@ -34,12 +31,6 @@ if TYPE_CHECKING:
 CALLS_OF_ONE_SHAPE = 3
 # A released root must have lost to this many held-out calls; below that the difference may be noise.
 PAIRS_BEFORE_RELEASE = 12
-# A Dynamo graph break a call is what a log line costs, and the module around it is then traced twice.
-IGNORED_LOGGING = tuple(
-    getattr(logging.Logger, name)
-    for name in ("debug", "info", "warning", "warning_once")
-    if hasattr(logging.Logger, name)
-)
 
 
 class Roots:
@@ -128,6 +119,7 @@ class Root:
         self.predicted_seconds = 0.0
         self.failures = 0
         self._compiled: Callable[..., Any] | None = None
+        self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
         self._seen: set[Any] = set()
         capture = self.session.settings.capture
         self._held_out = HeldOut(capture.held_out_share, seed=0)
@@ -171,9 +163,7 @@ class Root:
             ratio = observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
             self.eager_seconds += seconds * (1.0 + (ratio or 0.0))
 
-    def _captured(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any
-    ) -> Any:
+    def _captured(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any) -> Any:
         compiled = self._compiled
         assert compiled is not None
         if signature in self._seen:
@@ -189,15 +179,16 @@ class Root:
         signature: Any,
     ) -> Any:
         """A call with a new signature, which may trace: everything that can go wrong in capture goes wrong here."""
-        session = self.session
+        session, dynamo = self.session, self._dynamo
+        assert dynamo is not None
         graphs, paused = len(session.routers), session.tuning.paused_seconds
         random_state = torch.get_rng_state()
         began = time.perf_counter()
         try:
-            self._mark_dynamic(args, kwargs)
-            with capture_settings(session.settings.capture.recompile_limit):
+            dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
+            with dynamo.capture_settings(session.settings.capture.recompile_limit):
                 result = compiled(module, *args, **kwargs)
-        except TorchDynamoException as error:
+        except dynamo.CAPTURE_ERRORS as error:
             self._fail(error)
             torch.set_rng_state(random_state)
             return self.roots.tracker.call_original(module, args, kwargs)
@@ -247,7 +238,12 @@ class Root:
     def capture(self) -> None:
         """From the next call on, run the captured graph."""
         self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
-        self._compiled = torch.compile(_entry(self.name), backend=autofuse_backend)
+        # Here, because it brings Dynamo: 2 s that a script without a root worth capturing never pays.
+        from autofuse.capture import backend as dynamo
+        from autofuse.pipeline import backend
+
+        self._dynamo = dynamo
+        self._compiled = dynamo.compile_root(self.name, backend)
         self.state = "captured"
         self.roots.observer.decide(self.key)
 
@@ -257,14 +253,6 @@ class Root:
         self.roots.observer.decide(self.key)
         self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
         self.session.report_fallback("capture_failed", f"{self.name} stays eager: it could not be captured", error)
-
-    def _mark_dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Dims seen to vary are symbols from the first trace on; sizes 0 and 1 are always traced as they are."""
-        tensors = tensors_by_path(args, kwargs)
-        for path, dim in self.dynamic_dims():
-            tensor = tensors.get(path)
-            if tensor is not None and dim < tensor.dim() and tensor.shape[dim] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
     def dynamic_dims(self) -> tuple[tuple[str, int], ...]:
         known = self.roots.known.get(self.key)
@@ -328,24 +316,3 @@ class Root:
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
         )
-
-
-def _entry(name: str) -> Callable[..., Any]:
-    """A function of its own for each root: Dynamo's recompile limit counts per code object.
-
-    The call also gives modules whose forward lives in torch itself a frame that Dynamo does not skip.
-    """
-    namespace: dict[str, Any] = {}
-    text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
-    exec(compile(text, f"<autofuse root {name}>", "exec"), namespace)
-    entry: Callable[..., Any] = namespace["call_root"]
-    return entry
-
-
-@contextlib.contextmanager
-def capture_settings(recompile_limit: int) -> Iterator[None]:
-    """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside."""
-    config = torch._dynamo.config
-    ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
-    with config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit):
-        yield

@@ -36,7 +36,8 @@ UNKNOWN = Choice(known=False)
 class Catalogue(Protocol):
     """What the router asks of the session. All of it in memory; none of it may block, but `settle_plan`."""
 
-    threads: int
+    @property
+    def threads(self) -> int: ...
 
     def choose(self, fusion_id: str, values: Sequence[int]) -> Choice: ...
 

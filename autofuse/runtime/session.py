@@ -164,7 +164,7 @@ class Session:
     @property
     def threads(self) -> int:
         """Threads torch computes with now; the script may change it at any time."""
-        return torch.get_num_threads()
+        return int(torch.get_num_threads())
 
     # ---- the catalogue, as the router sees it -------------------------------------------------------
 

@@ -10,7 +10,12 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down, self.drop = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64), nn.Dropout(0.1)
+        self.norm, self.up, self.down, self.drop = (
+            nn.LayerNorm(64),
+            nn.Linear(64, 256),
+            nn.Linear(256, 64),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x):
         scores = x @ x.transpose(-2, -1) * 0.125

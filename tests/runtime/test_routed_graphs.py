@@ -133,9 +133,7 @@ def tokens(size):
 
 
 def test_transformer_with_dropout_and_varying_shapes():
-    catalogue = check_training(
-        Tiny(), tokens, [(2, 7), (3, 5), (4, 16)], dynamic=[(0, 0), (0, 1), (1, 0), (1, 1)]
-    )
+    catalogue = check_training(Tiny(), tokens, [(2, 7), (3, 5), (4, 16)], dynamic=[(0, 0), (0, 1), (1, 0), (1, 1)])
     assert [r.phase for r in catalogue.routers] == ["forward", "backward"]
     nodes = [s.node.operation_names for r in catalogue.routers for s in r.program.slots]
     # What the planner is for: softmax with mask and dropout, residual with norm, cross-entropy, their backwards.
