@@ -1,15 +1,19 @@
 """One node on the worker's bench: inputs, eager, candidates; verified, then timed.
 
 In: a `NodeForm`, symbol values, kernels as bytes. Out: numbers.
+On a machine that is too busy for parallel regions (see ``usable_threads``) eager and kernels are timed on one thread.
 Guarantee: what is timed is what is deployed: the router's own launcher against the router's own unfused call, both
 with fresh outputs, on inputs that rotate; the last few outputs stay alive, so that calls do not all write one buffer.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,6 +29,25 @@ from autofuse.tuner.verify import GuardedAllocator, Verifier
 ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that they do not all sit in the L2
 MAX_COPIES = 4
 KEPT_OUTPUTS = 3
+PROBES = 5
+PROBE_ELEMENTS = 1 << 17  # four times the size from which torch uses threads
+BUSY_SECONDS = 1e-3  # 30 us on a quiet machine, 4 to 60 ms where another process has the other core
+
+
+def usable_threads(threads: int) -> int:
+    """``threads``, or 1 where parallel regions wait for cores that others use: they would only measure the others.
+
+    Beside a training script on two cores an eager call of 0.1 ms took 30 ms on two threads and 0.1 ms on one.
+    """
+    if threads == 1:
+        return 1
+    tensor = torch.zeros(PROBE_ELEMENTS)
+    slow = 0
+    for number in range(PROBES + 1):
+        began = perf_counter()
+        torch.neg(tensor, out=tensor)
+        slow += number > 0 and perf_counter() - began > BUSY_SECONDS
+    return 1 if slow > 1 else threads
 
 
 class NodeBench:
@@ -49,14 +72,18 @@ class NodeBench:
         def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
             return make_launcher(self.form, self._entries[digest], values, self.threads, allocator)
 
-        return self._verifier.check(make_call, cases, budget_seconds, least)
+        with _torch_threads(usable_threads(self.threads)):  # the kernel itself uses all of its threads
+            return self._verifier.check(make_call, cases, budget_seconds, least)
 
     def race(self, digests: Sequence[str], values: tuple[int, ...], rules: RaceRules) -> RaceResult:
         """Eager, then each kernel: seconds a call, round by round."""
         self._prepare(values)
+        threads = usable_threads(self.threads)
         calls = [make_unfused(self.form, values)]
-        calls += [make_launcher(self.form, self._entries[d], values, self.threads) for d in digests]
-        return race([self._rotating(call) for call in calls], rules)
+        calls += [make_launcher(self.form, self._entries[d], values, threads) for d in digests]
+        with _torch_threads(threads):
+            result = race([self._rotating(call) for call in calls], rules)
+        return replace(result, threads=threads)
 
     def close(self) -> None:
         """Free tensors; kernels stay loaded, they cannot be unloaded safely."""
@@ -81,6 +108,18 @@ class NodeBench:
             kept.append(call(*next(sets)))
 
         return rotated
+
+
+@contextlib.contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if threads != before:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads != before:
+            torch.set_num_threads(before)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,9 @@ class ConfigSearch:
         self._since_better = 0
         first = [config for config in seeds if self.fits(config)]
         if self.is_exhaustive:
-            first += self._whole_space()
+            # Nearest to the first seed first: should the search be cut short, each knob has been tried alone.
+            near = dict(first[0]) if first else {knob.name: knob.default for knob in knobs}
+            first += sorted(self._whole_space(), key=lambda c: sum(near[name] != value for name, value in c))
         for config in list(dict.fromkeys(first))[: self._trials]:
             self._enqueue(config)
 

@@ -36,7 +36,9 @@ from autofuse.tuner.workshop import LETHAL, Workshop
 
 log = logging.getLogger("autofuse.daemon")
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05  # just after work, when more may follow
+IDLE_POLL_SECONDS = 0.2  # 0.3 % of a core
+IDLE_AFTER_SECONDS = 2.0
 HEARTBEAT_SECONDS = 5.0
 SCRIPTS_SECONDS = 1.0  # how long it is believed that a script runs, or none
 UNPARK_SECONDS = 60.0
@@ -122,7 +124,7 @@ class TuningLoop:
             if idle_seconds >= WORKER_IDLE_SECONDS:
                 self._worker.kill()
             self._beat("idle")
-            time.sleep(min(POLL_SECONDS, self.settings.tuner.idle_exit_seconds))
+            time.sleep(POLL_SECONDS if idle_seconds < IDLE_AFTER_SECONDS else IDLE_POLL_SECONDS)
 
     def drain(self, on_progress: Callable[[int, int], None]) -> int:
         """Work until the queue is empty or ``tuner.budget_seconds`` are spent; how many requests were handled."""

@@ -44,6 +44,7 @@ class RaceResult:
 
     samples: list[list[float]]
     dropped: list[bool] = field(default_factory=list)
+    threads: int = 0  # that eager and the candidates were given; 0: not known
 
 
 def race(calls: Sequence[Call], rules: RaceRules, clock: Clock = perf_counter) -> RaceResult:

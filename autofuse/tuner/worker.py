@@ -80,7 +80,7 @@ class Benches:
     def do_race(self, request: dict[str, Any]) -> dict[str, Any]:
         rules = RaceRules(**request["rules"])
         result = self._bench.race(request["digests"], tuple(request["values"]), rules)
-        return {"samples": result.samples, "dropped": result.dropped}
+        return {"samples": result.samples, "dropped": result.dropped, "threads": result.threads}
 
     @property
     def _bench(self) -> NodeBench:

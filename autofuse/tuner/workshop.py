@@ -209,7 +209,7 @@ class NodeWorkshop:
         digests = [item.digest for item in built]
         with self._blaming(built):
             reply = self._workshop.ask(self, "race", built, digests=digests, values=list(values), rules=asdict(rules))
-        return RaceResult(reply["samples"], reply["dropped"])
+        return RaceResult(reply["samples"], reply["dropped"], reply["threads"])
 
     def _refuse_lethal(self, built: Built) -> None:
         if built.digest in self._workshop.lethal:

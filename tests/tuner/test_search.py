@@ -41,7 +41,7 @@ def bowl(seed: int) -> dict[Config, float]:
     for config in whole_space(LARGE):
         places = [knob.choices.index(value) for knob, (_, value) in zip(LARGE, config, strict=True)]
         distance = sum(w * (p - b) ** 2 for w, p, b in zip(weights, places, best, strict=True))
-        times[config] = (100.0 + distance) * chance.uniform(1.0, 1.03)
+        times[config] = (1000.0 + 10.0 * distance) * chance.uniform(1.0, 1.03)
     return times
 
 
@@ -100,7 +100,7 @@ def replay(bench: RecordedBench, limits: JobLimits = LIMITS, seeds: tuple[Config
 
 @pytest.mark.parametrize("seed", range(5))
 def test_jobs_decide_within_5_percent_of_the_oracle_in_spite_of_noise(seed: int) -> None:
-    bench = RecordedBench(LARGE, bowl(seed), 180.0, noise=0.03, seed=seed)
+    bench = RecordedBench(LARGE, bowl(seed), 1800.0, noise=0.03, seed=seed)
     speedup, reason = replay(bench)
     assert reason == "won" and speedup >= bench.oracle * 0.95
 
@@ -109,8 +109,8 @@ def test_a_neighbours_winner_saves_trials() -> None:
     times = bowl(1)
     best = min(times, key=times.__getitem__)
     few = JobLimits(trials=2, rounds=9, margin=0.03, job_seconds=1e9)
-    speedup, _ = replay(RecordedBench(LARGE, times, 180.0), few, (best,))
-    assert speedup == pytest.approx(180.0 / times[best])
+    speedup, _ = replay(RecordedBench(LARGE, times, 1800.0), few, (best,))
+    assert speedup == pytest.approx(1800.0 / times[best])
 
 
 def test_jobs_keep_eager_where_it_is_fastest() -> None:
@@ -140,9 +140,19 @@ def test_reasons_of_failure(status: str, reason: str) -> None:
     assert replay(RecordedBench(KNOBS, {}, 100.0)) == (1.0, "compile_failed")
 
 
+def test_more_is_tried_where_it_can_pay() -> None:
+    """Kernels of 5 us are decided after the first wave, of 5 ms they are searched through."""
+    tried = []
+    for scale in (0.005, 5.0):
+        bench = RecordedBench(LARGE, {config: us * scale for config, us in bowl(3).items()}, 1800.0 * scale)
+        replay(bench, JobLimits(trials=24, rounds=9, margin=0.03, job_seconds=1e9))
+        tried.append(len(bench.built))
+    assert tried[0] == 4 and tried[1] == 24
+
+
 def test_a_jobs_time_is_bounded() -> None:
     times = bowl(2)
-    bench = RecordedBench(LARGE, times, 180.0)
+    bench = RecordedBench(LARGE, times, 1800.0)
     limits = JobLimits(trials=1000, rounds=9, margin=0.03, job_seconds=2.0)
     replay(bench, limits)
     assert bench.clock() < 4.0 and len(bench.built) < 30
@@ -152,12 +162,12 @@ def test_stored_measurements_can_be_replayed(tmp_path: Path) -> None:
     bucket = Bucket(((513, 1024),))
     key = DecisionKey("f" * 64, bucket.label, "cpu", 2, "x")
     rows = [
-        StoredMeasurement(key, Measurement(Candidate("c_generic", config), "ok", (700,), 50.0, 100.0, speedup), 0.0)
+        StoredMeasurement(key, Measurement(Candidate("c_generic", config), "ok", (700,), 5e3, 1e4, speedup), 0.0)
         for config, speedup in zip(whole_space(KNOBS), itertools.count(1.0, 0.1), strict=False)
     ]
     times, eager_us = recorded_times(rows, bucket)
     bench = RecordedBench(KNOBS, times, eager_us)
-    assert eager_us == 100.0 and bench.oracle == pytest.approx(1.0 + 0.1 * 15)
+    assert eager_us == 1e4 and bench.oracle == pytest.approx(1.0 + 0.1 * 15)
     assert replay(bench)[0] >= 0.95 * bench.oracle
     assert recorded_times(rows, Bucket(((1, 1),))) == ({}, 0.0)
 
