@@ -79,7 +79,7 @@ class CaptureSettings(Group):
         1.05, "A captured module this much slower than held-out eager is released to eager.", unit="x", low=1.0
     )
     held_out_share: float = declare(
-        0.015, "Share of calls that keep running the original module, so that gain is measured.", low=0.0, high=0.5
+        0.02, "Share of calls that keep running the original module, so that gain is measured.", low=0.0, high=0.5
     )
     recompile_limit: int = declare(
         8, "Graphs kept for one module before further shapes run eager.", unit="graphs", low=1
@@ -114,9 +114,9 @@ class TunerSettings(Group):
 
     trials: int = declare(24, "Configurations tried per node and bucket.", unit="trials", low=1, high=100_000)
     budget_seconds: float = declare(
-        120.0, "Tuning time per run: how long 'wait' pauses and how long the daemon works on it.", unit="s", low=0.0
+        180.0, "Tuning time per run: how long 'wait' pauses and how long the daemon works on it.", unit="s", low=0.0
     )
-    job_seconds: float = declare(15.0, "Tuning time for one node in one bucket.", unit="s", low=0.0)
+    job_seconds: float = declare(8.0, "Tuning time for one node in one bucket.", unit="s", low=0.0)
     cpu_percent: float = declare(
         50.0, "Share of one core that the daemon may use beside a running script.", unit="%", low=1.0, high=100.0
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autofuse.ir.device import cpu_device
-from autofuse.tuner.timing import median_interval
+from autofuse.tuner.comparison import INTERVAL_TAIL, bounds
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -53,7 +53,7 @@ def interleave(calls: dict[str, Callable[[], object]], rounds: int, repeats: int
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
     """Median with its 95 % interval."""
-    low, high = median_interval(sorted(samples))
+    low, high = bounds(sorted(samples), INTERVAL_TAIL)
     return {"median": statistics.median(samples), "low": low, "high": high, "samples": len(samples)}
 
 

@@ -145,7 +145,7 @@ def to_tensors(group):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's standard library.")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)

@@ -97,10 +97,10 @@ def test_config_shows_values_and_origins(capsys: pytest.CaptureFixture[str], mon
     assert rows["tuner.margin"]["origin"] == "environment AUTOFUSE_TUNER_MARGIN"
     assert rows["tuner.rounds"]["origin"] == "profile quick"
     assert rows["capture.held_out_share"] | {"help": ""} == {
-        "value": 0.015,
+        "value": 0.02,
         "unit": "",
         "origin": "default",
-        "default": 0.015,
+        "default": 0.02,
         "expected": "number, 0 to 0.5",
         "variable": "AUTOFUSE_CAPTURE_HELD_OUT_SHARE",
         "help": "",
