@@ -154,14 +154,19 @@ class Job:
             for built in made.values():
                 if built is not None and built.digest not in entrants and built.digest not in failed:
                     fresh.setdefault(built.digest, built)
-            checked = [e for built in fresh.values() if (e := self._first_check(built, values)) is not None]
+            checked: list[_Entrant] = []
+            for built in fresh.values():
+                if (entrants or checked) and self._seconds_left() <= 0:
+                    break
+                entrant = self._first_check(built, values)
+                checked += [entrant] if entrant is not None else []
             self._screen(checked, values)
             entrants |= {e.built.digest: e for e in checked if e.comparison is not None}
             failed |= fresh.keys() - entrants.keys()
             for config, built in made.items():
-                entrant = entrants.get(built.digest) if built is not None else None
+                known = entrants.get(built.digest) if built is not None else None
                 # Relative to eager in the same rounds, so that screenings of different moments compare.
-                search.tell(config, 1.0 / entrant.speedup if entrant is not None else None)
+                search.tell(config, 1.0 / known.speedup if known is not None else None)
             if self._seconds_left() <= 0 or not self._pays(entrants.values(), self._clock() - wave_began):
                 break
         self._tried = search.tried
