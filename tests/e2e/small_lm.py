@@ -32,16 +32,20 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.block(self.embed(tokens))).view(-1, 64), targets.view(-1))
 
 
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 12
-torch.manual_seed(0)
-torch.set_num_threads(1)
-model = Model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-lengths = [24, 40, 24, 17, 33]
-for step in range(steps):
-    tokens = torch.randint(0, 64, (8, lengths[step % len(lengths)]))
-    loss = model(tokens, tokens.roll(1, 1))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(f"{loss.item():.9g}", flush=True)
+def main(steps):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    lengths = [24, 40, 24, 17, 33]
+    for step in range(steps):
+        tokens = torch.randint(0, 64, (8, lengths[step % len(lengths)]))
+        loss = model(tokens, tokens.roll(1, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.9g}", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 12)
