@@ -216,8 +216,9 @@ def _nodes(report: Report) -> Table:
     table.add_column("speedup", justify="right", no_wrap=True)
     table.add_column("decision", ratio=3, overflow="fold")
     for line in report.nodes[:MAX_NODES]:
-        name = Text(words.shorten(line.operations, 120) or "?")
-        name.append(f"\n{cut(line.node)}", "dim")
+        name = Text(words.shorten(line.operations.replace("native_", ""), 120) or "?")
+        # The end of a node's name is enough for `autofuse explain`, and fits.
+        name.append(f"\n{line.node.rsplit('_', 1)[-1]}", "bold dim")
         name.append(f"\n{line.bucket}", "dim cyan")
         speedup = Text(words.times(line.speedup), _speedup_style(line))
         span = words.interval(line.speedup_low, line.speedup_high)

@@ -75,7 +75,7 @@ class TuningClient:
 
     def _wait_for_daemon(self, total: int, deadline: float) -> None:
         session = self._session
-        restarts = 0
+        restarts, began = 0, time.perf_counter()
         self._touch()
         self._ensure_daemon()
         checked = time.perf_counter()
@@ -90,8 +90,8 @@ class TuningClient:
                 if now >= deadline:
                     session.say_once(
                         "budget_spent",
-                        f"tuning paused the script for {self.paused_seconds + now - checked:.0f} s in all, its budget; "
-                        f"{left} nodes stay on eager's kernels (tuner.budget_seconds sets the budget)",
+                        f"tuning has paused the script for {self.paused_seconds + now - began:.0f} s, its whole budget; "
+                        f"nodes not tuned yet stay on eager's kernels (tuner.budget_seconds sets the budget)",
                     )
                     return
                 if now - checked > 1.0:
