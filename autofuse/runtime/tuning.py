@@ -90,7 +90,7 @@ class TuningClient:
                 if now >= deadline:
                     session.say_once(
                         "budget_spent",
-                        f"tuning has paused the script for {self.paused_seconds + now - began:.0f} s, its whole budget; "
+                        f"tuning has paused the script for {self.paused_seconds + now - began:.0f} s, all its budget; "
                         f"nodes not tuned yet stay on eager's kernels (tuner.budget_seconds sets the budget)",
                     )
                     return
