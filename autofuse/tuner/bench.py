@@ -1,7 +1,7 @@
 """One node on the worker's bench: inputs, eager, candidates; verified, then timed.
 
 In: a `NodeForm`, symbol values, kernels as bytes. Out: numbers.
-On a machine that is too busy for parallel regions (see ``usable_threads``) eager and kernels are timed on one thread.
+On a machine that is too busy for parallel regions (see ``Cores``) eager and kernels are timed on one thread.
 Guarantee: what is timed is what is deployed: the router's own launcher against the router's own unfused call, both
 with fresh outputs, on inputs that rotate; the last few outputs stay alive, so that calls do not all write one buffer.
 """
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -30,24 +31,37 @@ ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that 
 MAX_COPIES = 4
 KEPT_OUTPUTS = 3
 PROBES = 5
+BELIEVED_SECONDS = 2.0  # a busy machine is not probed again for so long: probes that wait are slow
 PROBE_ELEMENTS = 1 << 17  # four times the size from which torch uses threads
 BUSY_SECONDS = 1e-3  # 30 us on a quiet machine, 4 to 60 ms where another process has the other core
 
 
-def usable_threads(threads: int) -> int:
-    """``threads``, or 1 where parallel regions wait for cores that others use: they would only measure the others.
+class Cores:
+    """Whether this machine has cores to spare for parallel regions."""
 
-    Beside a training script on two cores an eager call of 0.1 ms took 30 ms on two threads and 0.1 ms on one.
-    """
-    if threads == 1:
-        return 1
-    tensor = torch.zeros(PROBE_ELEMENTS)
-    slow = 0
-    for number in range(PROBES + 1):
-        began = perf_counter()
-        torch.neg(tensor, out=tensor)
-        slow += number > 0 and perf_counter() - began > BUSY_SECONDS
-    return 1 if slow > 1 else threads
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(PROBE_ELEMENTS)
+        self._busy_at = -inf
+
+    def usable_threads(self, threads: int) -> int:
+        """``threads``, or 1 where parallel regions wait for cores that others use: they would only measure the others.
+
+        Beside a training script on two cores an eager call of 0.1 ms took 30 ms on two threads and 0.1 ms on one.
+        """
+        if threads == 1 or perf_counter() - self._busy_at < BELIEVED_SECONDS:
+            return 1
+        slow = 0
+        for number in range(PROBES + 1):
+            began = perf_counter()
+            torch.neg(self._tensor, out=self._tensor)
+            slow += number > 0 and perf_counter() - began > BUSY_SECONDS
+            if slow > 1:
+                self._busy_at = perf_counter()
+                return 1
+        return threads
+
+
+CORES = Cores()
 
 
 class NodeBench:
@@ -72,13 +86,13 @@ class NodeBench:
         def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
             return make_launcher(self.form, self._entries[digest], values, self.threads, allocator)
 
-        with _torch_threads(usable_threads(self.threads)):  # the kernel itself uses all of its threads
+        with _torch_threads(CORES.usable_threads(self.threads)):  # the kernel itself uses all of its threads
             return self._verifier.check(make_call, cases, budget_seconds, least)
 
     def race(self, digests: Sequence[str], values: tuple[int, ...], rules: RaceRules) -> RaceResult:
         """Eager, then each kernel: seconds a call, round by round."""
         self._prepare(values)
-        threads = usable_threads(self.threads)
+        threads = CORES.usable_threads(self.threads)
         calls = [make_unfused(self.form, values)]
         calls += [make_launcher(self.form, self._entries[d], values, threads) for d in digests]
         with _torch_threads(threads):

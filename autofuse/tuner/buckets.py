@@ -10,7 +10,7 @@ Within a range work varies by 2x at most for each symbol, and so do the best set
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from autofuse.errors import ShapeError
 from autofuse.ir.records import Bucket, ObservedShape
@@ -37,15 +37,6 @@ def _range_of(value: int) -> tuple[int, int]:
     return high // 2 + 1, high
 
 
-def neighbours(bucket: Bucket) -> Iterator[Bucket]:
-    """Buckets one step larger or smaller along one symbol, where such are."""
-    for index, (low, high) in enumerate(bucket.ranges):
-        for value in (low - 1, high + 1):
-            if value >= 0:
-                ranges = (*bucket.ranges[:index], _range_of(value), *bucket.ranges[index + 1 :])
-                yield Bucket(ranges)
-
-
 def distance(a: Bucket, b: Bucket) -> int:
     """How many steps apart two buckets of one node are; buckets of powers of two only."""
     return sum(abs(x[1].bit_length() - y[1].bit_length()) for x, y in zip(a.ranges, b.ranges, strict=True))
@@ -60,18 +51,14 @@ def dominant_shape(shapes: Sequence[ObservedShape]) -> tuple[int, ...] | None:
     return best.symbol_values
 
 
-def awkward_values(bucket: Bucket, limit: int = 4) -> list[tuple[int, ...]]:
-    """Shapes of a bucket on which kernels go wrong first: its corners, and a prime inside each range.
-
-    Without repeats, smallest first, at most ``limit``.
-    """
+def awkward_values(bucket: Bucket) -> list[tuple[int, ...]]:
+    """Shapes of a bucket on which kernels go wrong first: both ends, and a prime inside each range; no repeats."""
     corners = [
         tuple(low for low, _ in bucket.ranges),
         tuple(_prime_in(low, high) for low, high in bucket.ranges),
         tuple(high for _, high in bucket.ranges),
-        tuple(max(low, high - 1) for low, high in bucket.ranges),
     ]
-    return list(dict.fromkeys(corners))[:limit]
+    return list(dict.fromkeys(corners))
 
 
 def _prime_in(low: int, high: int) -> int:

@@ -1,14 +1,14 @@
 """Cases: the sizes and kinds of inputs on which a candidate is checked before it may win.
 
 In: a node, the bucket, the shapes that were seen. Out: `CheckCase`s, the most telling first.
-Guarantee: all sizes lie in the bucket; cases whose tensors would take more than ``CASE_BYTES`` are left out, unless
-nothing smaller exists. Torch-free: the daemon chooses, the worker runs them.
+Guarantee: all sizes lie in the bucket; cases whose tensors would take more than ``CASE_BYTES`` are made on its
+smallest sizes instead. Torch-free: the daemon chooses, the worker runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
@@ -46,31 +46,31 @@ def is_empty(form: NodeForm, values: Sequence[int]) -> bool:
 
 
 def first_cases(form: NodeForm, bucket: Bucket, timed: Values) -> list[CheckCase]:
-    """What a candidate must pass before it is timed: one call at the timed shape, or the largest that fits."""
-    sizes = [timed, *reversed(_by_size(form, awkward_values(bucket)))]
-    fitting = [values for values in sizes if call_bytes(form, values) <= CASE_BYTES]
-    return [CheckCase(fitting[0] if fitting else sizes[-1], "normal")]
+    """What a candidate must pass before it is timed: one call on the smallest sizes."""
+    return [CheckCase(_by_size(form, [*awkward_values(bucket), timed])[0], "normal")]
 
 
-def full_cases(form: NodeForm, bucket: Bucket, shapes: Sequence[ObservedShape], timed: Values) -> list[CheckCase]:
+def full_cases(
+    form: NodeForm, bucket: Bucket, shapes: Sequence[ObservedShape], timed: Values, *, is_known: bool = False
+) -> list[CheckCase]:
     """What a candidate must pass before it is used, beyond ``first_cases``.
 
-    The first ``ESSENTIAL`` are all kinds of values on the smallest sizes of the bucket.
+    The first ``ESSENTIAL`` cover all kinds of values. ``is_known``: the same binary has passed in another bucket of
+    the node, so that only what the sizes change is looked at.
     """
     sizes = _by_size(form, awkward_values(bucket))
-    low, others = sizes[0], sizes[1:]
-    seen = [shape.symbol_values for shape in shapes if bucket.contains(shape.symbol_values)][: SHAPES_SEEN + 1]
-    cases = [
-        CheckCase(low, "special"),
-        CheckCase(low, "normal", True),
-        CheckCase(low, "large"),
-        CheckCase(low, "zeros"),
-    ]
-    cases += [CheckCase(values, "normal") for values in (*others, *seen)]
-    cases += [CheckCase(timed, "special"), CheckCase(timed, "large")]
+    low, inner = sizes[0], sizes[len(sizes) // 2]
+    seen = [shape.symbol_values for shape in shapes if bucket.contains(shape.symbol_values)]
+    cases = [CheckCase(timed, "normal"), CheckCase(inner, "special"), CheckCase(low, "large", True)]
+    if not is_known:
+        cases.append(CheckCase(low, "zeros"))
+        cases += [CheckCase(values, "normal") for values in (sizes[-1], inner, *seen[: SHAPES_SEEN + 1])]
     done = set(first_cases(form, bucket, timed))
-    kept = [c for c in cases if c not in done and (c.values == low or call_bytes(form, c.values) <= CASE_BYTES)]
-    return list(dict.fromkeys(kept))
+    smaller = {timed: low, inner: low}
+    fitting = [
+        c if call_bytes(form, c.values) <= CASE_BYTES else replace(c, values=smaller.get(c.values, low)) for c in cases
+    ]
+    return [case for case in dict.fromkeys(fitting) if case not in done]
 
 
 ESSENTIAL = 4  # cases of ``full_cases`` that are run whatever they take

@@ -272,8 +272,12 @@ class Job:
         return [e for e in ranked if dict(e.built.candidate.config).get(THREADS_KNOB) == usual] or ranked
 
     def _full_check(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
-        cases = full_cases(self.form, self.request.bucket, self.request.shapes, values)
-        return self._check(entrant, cases, values)
+        known = self._bench.has_passed(entrant.built)
+        cases = full_cases(self.form, self.request.bucket, self.request.shapes, values, is_known=known)
+        if not self._check(entrant, cases, values):
+            return False
+        self._bench.note_passed(entrant.built)
+        return True
 
     def _check(self, entrant: _Entrant, cases: Sequence[CheckCase], values: tuple[int, ...]) -> bool:
         began = self._clock()

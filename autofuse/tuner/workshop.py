@@ -58,6 +58,12 @@ class Bench(Protocol):
     def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         """Largest error over eager's own. Raises CandidateProblem."""
 
+    def has_passed(self, built: Built) -> bool:
+        """Whether the same binary has passed all cases of another bucket."""
+
+    def note_passed(self, built: Built) -> None:
+        """All cases of a bucket are passed."""
+
     def race(self, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
         """Eager first, then the candidates in order. Raises CandidateProblem."""
 
@@ -79,6 +85,7 @@ class Workshop:
         before each piece of work, to yield the machine."""
         self.worker = worker
         self.lethal: set[str] = set()
+        self.passed: set[str] = set()  # digests
         self.rest = rest
         self._toolchain = toolchain
         self._compile_timeout_seconds = compile_timeout_seconds
@@ -210,6 +217,12 @@ class NodeWorkshop:
         with self._blaming(built):
             reply = self._workshop.ask(self, "race", built, digests=digests, values=list(values), rules=asdict(rules))
         return RaceResult(reply["samples"], reply["dropped"], reply["threads"])
+
+    def has_passed(self, built: Built) -> bool:
+        return built.digest in self._workshop.passed
+
+    def note_passed(self, built: Built) -> None:
+        self._workshop.passed.add(built.digest)
 
     def _refuse_lethal(self, built: Built) -> None:
         if built.digest in self._workshop.lethal:
