@@ -22,6 +22,8 @@ from common import write
 
 from autofuse import settings as settings_module
 from autofuse.db.store import Store
+from autofuse.ir.device import cpu_device
+from autofuse.ir.records import DecisionKey, TuneRequest
 from autofuse.tuner import daemon
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -30,10 +32,14 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 def collect_requests(store: Path, steps: int) -> int:
     """Run the example once, in a process of its own that never tunes but asks for everything."""
     command = [sys.executable, "-m", "autofuse", "run", "--tune", "after", "--store", str(store)]
-    command += ["--set", "tuner.budget_seconds=100000", str(EXAMPLES / "train_lm.py"), "--steps", str(steps)]
+    command += ["--set", "tuner.budget_seconds=100000", "--set", "capture.predicted_seconds_per_op=0.0001"]
+    command += [str(EXAMPLES / "train_lm.py"), "--steps", str(steps)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with Store.open(store, readonly=True) as opened:
-        return opened.queue_length().queued
+        status = opened.queue_length()
+    if not status.queued + status.running + status.done:
+        raise SystemExit("the example asked for no tuning: nothing to measure the daemon at")
+    return status.queued + status.running + status.done
 
 
 def trainer(length: int) -> object:
@@ -71,6 +77,7 @@ def main() -> None:
     settings = settings_module.load({"run.store": str(store), "tuner.budget_seconds": 100000})
     queued = collect_requests(store, 40)
     daemon.stop(settings)
+    requests = all_requests(store)
     step = trainer(options.length)
     for _ in range(10):
         step()
@@ -79,7 +86,8 @@ def main() -> None:
     for block in range(2 * options.blocks):
         name = ("without", "with")[block % 2]
         if name == "with":
-            refill(store)
+            with Store.open(store) as opened:  # everything again: the daemon must not run out of work in a block
+                opened.add_requests(requests, force=True)
             daemon.ensure_running(settings)
             time.sleep(4.0)  # the worker imports torch once for each block; a long run pays that once
         deadline = time.perf_counter() + options.seconds
@@ -107,26 +115,24 @@ def main() -> None:
     print(f"written to {path}")
 
 
-def refill(store: Path) -> None:
-    """Queue everything again, so that the daemon never runs out of work in a block."""
-    with Store.open(store) as opened:
-        for _ in range(10_000):
-            request = opened.next_request(settings_device(), pid=-1)
-            if request is None:
-                break
-            taken.append(request)
-        if taken:
-            opened.add_requests(taken, force=True)
-            opened.requeue_stale(lambda pid: False)
-
-
-taken: list = []
-
-
-def settings_device() -> str:
-    from autofuse.ir.device import cpu_device
-
-    return cpu_device().key
+def all_requests(store: Path) -> list[TuneRequest]:
+    """Everything the example asked for, whether the daemon has begun on it or not."""
+    device, threads = cpu_device().key, torch.get_num_threads()
+    with Store.open(store, readonly=True) as opened:
+        versions = {row.key.versions for row in opened.requests()}
+        return [
+            TuneRequest(
+                DecisionKey(use.fusion_id, use.bucket.label, device, threads, version),
+                use.node,
+                use.bucket,
+                use.shapes,
+                use.calls,
+                100.0,
+                2.0,
+            )
+            for use in opened.node_uses()
+            for version in versions
+        ]
 
 
 if __name__ == "__main__":
