@@ -124,8 +124,10 @@ class TuningClient:
             self._ensure_daemon()
 
     def hand_over(self) -> None:
-        """At the end of the script: in ``after`` mode the work begins now."""
+        """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""
         session = self._session
+        if session.settings.run.frozen:
+            self._report_misses()
         if session.mode != "after" or not self.enabled:
             return
         plans = [p for r in list(session.routers) for p in r.all_plans()]
@@ -133,6 +135,16 @@ class TuningClient:
         if requests:
             session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
             self._ensure_daemon()
+
+    def _report_misses(self) -> None:
+        plans = [p for r in list(self._session.routers) for p in r.all_plans()]
+        missed = {(node.fusion_id, bucket_of(node.values).label) for p in plans for _, node in self._undecided(p)}
+        if missed:
+            self._session.say_once(
+                "frozen_miss",
+                f"{len(missed)} nodes had no stored decision and ran on eager's kernels, since the run was frozen; "
+                "without --frozen they would be tuned",
+            )
 
     # ---- requests ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,120 @@
+"""Decisions in memory: narrowest bucket, latest, right thread count; shape checks and dispatch by the seeds' names."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autofuse
+from autofuse.errors import ShapeError
+from autofuse.fusion import FusionNode
+from autofuse.ir.operation import Operation, TensorSpec, ValueRef
+from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, KernelRecord
+from autofuse.ir.shape import SymbolicShape
+from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
+from autofuse.runtime.injector import RuntimeShapeInjector
+from autofuse.tuner.buckets import bucket_of, exact_bucket
+
+
+def decision(bucket, variant="c_generic", kernel="k", threads=2, node="n"):
+    key = DecisionKey(node, bucket.label, "cpu", threads, "v")
+    return Decision(key, bucket, Candidate(variant), kernel, 2.0, 1.0, 2.0, 1.9, 2.1, "won")
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(0, 5000))
+def test_the_narrowest_bucket_wins_and_buckets_do_not_leak(seen, value):
+    table = DecisionTable()
+    table.update(decision(bucket_of([v]), kernel=f"range{bucket_of([v]).label}") for v in seen)
+    table.update(decision(exact_bucket([v]), kernel=f"exact{v}") for v in seen)
+    found = table.find("n", [value], 2)
+    if value in seen:
+        assert found.compile_key == f"exact{value}"
+    elif bucket_of([value]) in [bucket_of([v]) for v in seen]:
+        assert found.compile_key == f"range{bucket_of([value]).label}"
+    else:
+        assert found is None
+    assert table.find("n", [value], 1) is None and table.find("other", [value], 2) is None
+
+
+def test_the_latest_decision_of_a_bucket_stands():
+    table = DecisionTable()
+    table.update([decision(bucket_of([7]), kernel="old"), decision(bucket_of([8]), kernel="new")])
+    assert table.find("n", [6], 2).compile_key == "new" and len(table) == 1
+
+
+def test_choices_wait_for_their_kernel_and_survive_a_bad_one():
+    loaded = []
+
+    def load(record):
+        loaded.append(record.name)
+        if record.name == "bad":
+            raise OSError("not a shared object")
+        return lambda *args: None
+
+    table, shelf = DecisionTable(), KernelShelf(load)
+    table.update([decision(bucket_of([7]), kernel="k1"), decision(bucket_of([70]), kernel="k2")])
+    assert not choose(table, shelf, "n", [7], 2).known and shelf.missing() == ["k1"]
+    record = KernelRecord(CompileKey("s", "c", "f", "t"), "good", "", b"")
+    shelf.add("k1", record)
+    first = choose(table, shelf, "n", [7], 2)
+    assert first.entry is not None and first.tag == "k1"
+    assert choose(table, shelf, "n", [8], 2).entry is first.entry and loaded == ["good"]
+    shelf.add("k2", KernelRecord(CompileKey("s", "c", "f", "t"), "bad", "", b""))
+    with pytest.raises(OSError):
+        choose(table, shelf, "n", [70], 2)
+    assert choose(table, shelf, "n", [70], 2).entry is None  # once is enough
+    table.update([decision(bucket_of([7]), variant="eager", kernel=None)])
+    assert choose(table, shelf, "n", [7], 2).known and choose(table, shelf, "n", [7], 2).entry is None
+
+
+def add_relu():
+    spec = TensorSpec(SymbolicShape(["s0", "s1"]), "float32", SymbolicShape(["s1", 1]))
+    row = TensorSpec(SymbolicShape(["s1"]), "float32", SymbolicShape([1]))
+    operations = [
+        Operation("a", "aten.add.Tensor", (ValueRef("x"), ValueRef("b")), (), (spec,)),
+        Operation("r", "aten.relu.default", (ValueRef("a"),), (), (spec,)),
+    ]
+    return FusionNode(operations, {"x": spec, "b": row})
+
+
+def test_shape_checks_dispatch_and_fallback():
+    injector, node = RuntimeShapeInjector(), add_relu()
+    checks = injector.inject_shape_check(node)
+    assert [c.target for c in checks] == ["autofuse.check_shape.default"] * 2
+    x, b = torch.randn(3, 5), torch.randn(5)
+    assert injector.run_shape_check(node, (x, b)) == {"s0": 3, "s1": 5}
+    with pytest.raises(ShapeError, match="s1"):
+        injector.run_shape_check(node, (x, torch.randn(4)))
+    with pytest.raises(ShapeError, match="2 inputs"):
+        injector.run_shape_check(node, (x,))
+    dispatch = injector.generate_shape_dispatch(node, {(3, 5): lambda x, b: "special"})
+    assert dispatch(x, b) == "special"
+    y = torch.randn(4, 5)
+    assert torch.equal(dispatch(y, b), torch.relu(y + b))
+    assert torch.equal(injector.generate_generic_fallback(node)(x, b), torch.relu(x + b))
+
+
+def test_a_generated_kernel_takes_the_place_of_the_fallback():
+    node = add_relu()
+    generator = autofuse.FusionKernelGenerator()
+    assert generator.can_generate_specialized([(3, 5), (5,)])
+    assert not generator.can_generate_specialized([("s0", 5)])
+    special = generator.generate_fused_kernel(node, [(3, 5), (5,)])
+    generic = generator.generate_generic_kernel(node)
+    dispatch = RuntimeShapeInjector().generate_shape_dispatch(node, {(3, 5): lambda *t: special(*t)[0]})
+    x, b = torch.randn(3, 5), torch.randn(5)
+    assert torch.equal(dispatch(x, b), torch.relu(x + b))
+    assert torch.equal(generic(torch.randn(7, 5) * 0 + 1, b)[0], torch.relu(1 + b).expand(7, 5))
+
+
+def test_observe_and_optimize_say_what_they_want(tmp_path, monkeypatch):
+    with autofuse.observe() as seen:
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())(torch.randn(2, 4)).sum().backward()
+    assert any(p.overload.startswith("aten.") and "relu" in p.overload for p in seen.operations)
+    with pytest.raises(TypeError, match=r"nn\.Module or a function"):
+        autofuse.optimize(3)
+    monkeypatch.setenv("AUTOFUSE_DISABLE", "1")
+    model = torch.nn.Linear(2, 2)
+    assert autofuse.optimize(model) is model and model._compiled_call_impl is None
+    with pytest.raises(AttributeError, match="it has"):
+        autofuse.nothing  # noqa: B018
