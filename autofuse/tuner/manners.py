@@ -18,6 +18,8 @@ import psutil
 
 BURST_SECONDS = 0.25  # CPU time that may be used at once before the share counts
 NAP_SECONDS = 0.05
+LOOK_SECONDS = 0.5
+OTHERS_SHARE = 0.3  # of one core: more than a desktop at rest, less than any training
 _IDLE_IO = 3  # ionice's class "idle"
 
 
@@ -68,6 +70,33 @@ def cpu_seconds(worker_pid: int | None) -> float:
             times = psutil.Process(worker_pid).cpu_times()
             total += times.user + times.system
     return float(total)
+
+
+class OtherWork:
+    """Whether processes that are not ours keep the machine busy."""
+
+    def __init__(self, own_cpu_seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
+        self._own = own_cpu_seconds
+        self._clock = clock
+        self._seen = (clock(), _busy_seconds(), own_cpu_seconds())
+        self._is_busy = False
+
+    def is_busy(self) -> bool:
+        """As of the last LOOK_SECONDS; looks again when they are over."""
+        now = self._clock()
+        elapsed = now - self._seen[0]
+        if elapsed >= LOOK_SECONDS:
+            seen = (now, _busy_seconds(), self._own())
+            others = (seen[1] - self._seen[1]) - (seen[2] - self._seen[2])
+            self._is_busy = others > OTHERS_SHARE * elapsed
+            self._seen = seen
+        return self._is_busy
+
+
+def _busy_seconds() -> float:
+    """CPU seconds that all processors together have worked since the machine started."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def lower_priority(nice: int) -> None:

@@ -29,7 +29,7 @@ from autofuse.ir.records import Bucket, Config, Decision, TuneRequest
 from autofuse.settings import Settings
 from autofuse.tuner.buckets import distance
 from autofuse.tuner.job import Job, JobLimits, Outcome
-from autofuse.tuner.manners import CpuShare, cpu_seconds, is_alive
+from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive
 from autofuse.tuner.pipes import Interrupted
 from autofuse.tuner.worker_process import WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
@@ -85,6 +85,7 @@ class TuningLoop:
             stderr=worker_log,
         )
         self._share = CpuShare(tuner.cpu_percent, lambda: cpu_seconds(self._worker.pid))
+        self._others = OtherWork(lambda: cpu_seconds(self._worker.pid))
         self._workshop = Workshop(
             toolchain,
             self._worker,
@@ -249,7 +250,11 @@ class TuningLoop:
     def _rest(self) -> None:
         if self.is_stopping:
             raise Interrupted
-        self._share.rest(lambda: not self.is_stopping and not self._is_urgent() and self._a_script_runs())
+        self._share.rest(lambda: not self.is_stopping and not self._is_urgent() and self._disturbs())
+
+    def _disturbs(self) -> bool:
+        """Whether there is anybody to yield to: a script of ours, or whatever else keeps the machine busy."""
+        return self._others.is_busy() or self._a_script_runs()
 
     def _a_script_runs(self) -> bool:
         looked_at, found = self._scripts

@@ -24,7 +24,7 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.records import RunStart, TuneRequest
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon
-from autofuse.tuner.manners import BURST_SECONDS, CpuShare
+from autofuse.tuner.manners import BURST_SECONDS, CpuShare, OtherWork
 from autofuse.tuner.serving import TuningLoop, versions
 from tests.tuner.nodes import chain_form, matmul_form, request
 
@@ -255,6 +255,21 @@ def test_nobody_rests_while_somebody_waits_and_nothing_is_owed_for_it() -> None:
     assert share.rested_seconds == 0.0
     share.rest(lambda: True)
     assert share.rested_seconds == 0.0
+
+
+def test_other_work_is_told_from_our_own() -> None:
+    clock = Clock()
+    spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        others = OtherWork(lambda: 0.0, lambda: clock.now)
+        own = OtherWork(lambda: psutil.Process(spinner.pid).cpu_times().user + 1e6 * clock.now, lambda: clock.now)
+        assert not others.is_busy()
+        wait_until(lambda: psutil.Process(spinner.pid).cpu_times().user > 0.5)
+        clock.now = 1.0
+        assert others.is_busy() and not own.is_busy()
+    finally:
+        spinner.kill()
+        spinner.wait()
 
 
 def test_an_idle_daemon_costs_next_to_nothing(settings: Settings) -> None:
