@@ -1,28 +1,16 @@
-"""Where text goes: results to stdout, everything else to stderr, nothing ever into a script's own streams.
-
-``say`` never fails: a closed or full stderr must not change how a script ends.
-"""
+"""Where text goes: results to stdout, everything else to stderr, nothing ever into a script's own streams."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 from typing import TYPE_CHECKING
+
+from autofuse.say import say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def say(text: str) -> None:
-    """One line on stderr. The script may have put its own object in ``sys.stderr``: ours is the interpreter's.
-
-    Written past its buffer: text that could not be written would stay there, and the interpreter's last flush would
-    turn the script's exit code into 120.
-    """
-    with contextlib.suppress(Exception):
-        if sys.__stderr__ is not None:
-            os.write(sys.__stderr__.fileno(), f"autofuse: {text}\n".encode(errors="backslashreplace"))
+__all__ = ["err_console", "one_line", "out_console", "say"]
 
 
 def one_line(error: BaseException) -> str:

@@ -42,6 +42,7 @@ from autofuse.runtime.launch import NodeCall
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
 from autofuse.runtime.tuning import TuningClient
 from autofuse.runtime.usage import node_uses
+from autofuse.say import say
 from autofuse.settings import Settings, load
 
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
@@ -103,7 +104,7 @@ class Session:
         self._said[kind] += 1
         self.backstage.post_event(Event(kind, message))
         if self._said[kind] == 1 and not self.settings.run.quiet:
-            print(f"autofuse: {message}", file=sys.stderr, flush=True)
+            say(message)
 
     def report_fallback(self, kind: str, what: str, error: BaseException) -> None:
         first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
@@ -141,7 +142,7 @@ class Session:
         self.disturbances += 1
         if self.settings.run.debug >= 3:
             for node in nodes:
-                print(f"autofuse: {router.phase}: {node.label}: {node.operation_names}", file=sys.stderr)
+                say(f"{router.phase}: {node.label}: {node.operation_names}")
 
     def _find_toolchain(self) -> Toolchain | None:
         try:
@@ -307,7 +308,7 @@ def current_session() -> Session | None:
     try:
         settings = load()
     except AutofuseError as error:
-        print(f"autofuse: {error}", file=sys.stderr)
+        say(str(error))
         return None
     if settings.run.disable:
         return None

@@ -1,0 +1,19 @@
+"""``say``: one line of ours on stderr, which never fails and never gets in the script's way.
+
+In: text. Out: "autofuse: text" on the interpreter's own stderr. A closed or full stderr must not change how a script
+ends, and an object that the script put into ``sys.stderr`` is the script's, not ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def say(text: str) -> None:
+    """Write past the stream's buffer: text that could not be written would stay there, and the interpreter's last
+    flush would turn the script's exit code into 120."""
+    with contextlib.suppress(Exception):
+        if sys.__stderr__ is not None:
+            os.write(sys.__stderr__.fileno(), f"autofuse: {text}\n".encode(errors="backslashreplace"))
