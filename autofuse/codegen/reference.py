@@ -121,7 +121,11 @@ def widen(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for t in tensors:
         if t.is_floating_point():
             copy = torch.empty_strided(t.shape, t.stride(), dtype=torch.float64)
-            copy.copy_(t)
+            target, source = copy, t
+            for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
+                if size > 1 and stride == 0:  # elements that share memory are written once
+                    target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+            target.copy_(source)
             wide.append(copy)
         else:
             wide.append(t)
