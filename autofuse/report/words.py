@@ -13,7 +13,8 @@ from autofuse.ir.records import EAGER
 
 DECISION_REASONS = {
     "won": "faster than eager, checked against float64",
-    "below_margin": "no candidate beat eager by the margin",
+    "below_margin": "no candidate beat eager by the margin for certain",
+    "out_of_memory": "the candidates ran out of memory",
     "no_gain": "no candidate was faster than eager",
     "all_wrong": "no candidate was accurate enough",
     "compile_failed": "no candidate compiled",
@@ -33,6 +34,8 @@ DECISION_REASONS = {
 SETTING_REASONS = {
     "won": "faster by more than noise",
     "below_margin": "not faster by the margin",
+    "won_on_nodes": "faster on the run's recorded nodes",
+    "below_margin_on_nodes": "not faster by the margin on the run's recorded nodes",
     "no_gain": "not faster",
     "failed": "the trial failed",
     "slower": "slower",
