@@ -13,7 +13,7 @@ from autofuse.ir.records import EAGER
 
 DECISION_REASONS = {
     "won": "faster than eager, checked against float64",
-    "below_margin": "no candidate beat eager by the margin for certain",
+    "below_margin": "no candidate beat eager by the margin",
     "out_of_memory": "the candidates ran out of memory",
     "no_gain": "no candidate was faster than eager",
     "all_wrong": "no candidate was accurate enough",
