@@ -34,8 +34,6 @@ DECISION_REASONS = {
 SETTING_REASONS = {
     "won": "faster by more than noise",
     "below_margin": "not faster by the margin",
-    "won_on_nodes": "faster on the run's recorded nodes",
-    "below_margin_on_nodes": "not faster by the margin on the run's recorded nodes",
     "no_gain": "not faster",
     "failed": "the trial failed",
     "slower": "slower",
