@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from autofuse.codegen.build import compile_source, find_toolchain
+from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, StoreVersionError

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autofuse.codegen.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
-from autofuse.codegen.c_printer import print_c
-from autofuse.codegen.knobs import default_config
+from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
+from autofuse.codegen.c.knobs import default_config
+from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.loops import LoopKernel
-from autofuse.codegen.lower import lower
+from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config
@@ -58,7 +58,7 @@ def _loader(key: CompileKey, name: str) -> Callable[[bytes], Any]:
 
     def load(binary: bytes) -> Any:
         if not loaded:
-            from autofuse.codegen.load import load_kernel
+            from autofuse.codegen.c.load import load_kernel
 
             loaded.append(load_kernel(binary, name))
         return loaded[0]

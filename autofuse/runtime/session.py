@@ -20,11 +20,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autofuse.capture.random_ops import use_generator
-from autofuse.codegen.bernoulli import make_bernoulli
-from autofuse.codegen.build import Toolchain, find_toolchain
+from autofuse.codegen.c.bernoulli import make_bernoulli
+from autofuse.codegen.c.build import Toolchain, find_toolchain
+from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.generator import CODEGEN_VERSION
-from autofuse.codegen.load import load_kernel
-from autofuse.codegen.lower import lower
+from autofuse.codegen.lowering.lower import lower
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, LoweringError
 from autofuse.fusion.config import FusionConfig

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.inputs import make_inputs
-from autofuse.codegen.load import load_kernel
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.launch import make_launcher, make_unfused
 from autofuse.tuner.cases import CheckCase

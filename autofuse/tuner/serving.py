@@ -18,7 +18,7 @@ from typing import IO
 
 import psutil
 
-from autofuse.codegen.build import find_toolchain
+from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.generator import CODEGEN_VERSION
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from autofuse.codegen.build import Toolchain, compile_key, compile_source, flags_for
-from autofuse.codegen.c_printer import print_c
-from autofuse.codegen.knobs import Knob, default_config, knobs_for
+from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
+from autofuse.codegen.c.knobs import Knob, default_config, knobs_for
+from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.loops import LoopKernel
-from autofuse.codegen.lower import lower
+from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import AutofuseError, CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Candidate, Config, KernelRecord

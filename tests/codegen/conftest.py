@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from autofuse.codegen.build import find_toolchain
+from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
 from autofuse.codegen.reference import make_inputs, run_unfused, to_float64, widen
 from autofuse.errors import CompilerError

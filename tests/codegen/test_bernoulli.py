@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autofuse.codegen.bernoulli import Bernoulli, agrees_with_aten, make_bernoulli
+from autofuse.codegen.c.bernoulli import Bernoulli, agrees_with_aten, make_bernoulli
 from autofuse.codegen.generator import FusionKernelGenerator
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autofuse.codegen.knobs import knobs_for
+from autofuse.codegen.c.knobs import knobs_for
 from autofuse.codegen.loops import check
-from autofuse.codegen.lower import lower
+from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.records import make_config
 from tests.cases import CASES, LOOSE_SPECIALS, SIZES_BY_SYMBOLS, Case
 from tests.codegen.conftest import Verify

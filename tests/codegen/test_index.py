@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autofuse.codegen.index import Atom, join, regroup, resolve
 from autofuse.codegen.loops import check
-from autofuse.codegen.lower import lower
+from autofuse.codegen.lowering.index import Atom, join, regroup, resolve
+from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.shape import SymbolicShape, symbol

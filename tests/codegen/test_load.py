@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.generator import FusionKernelGenerator
-from autofuse.codegen.load import load_kernel
 from tests.cases import CASES
 
 

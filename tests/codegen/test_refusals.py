@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autofuse.codegen.build import compile_source, find_toolchain
+from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.generator import FusionKernelGenerator, bind_shapes
-from autofuse.codegen.lower import lower
+from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import CompilerError, LoweringError, ShapeError
 from tests.cases import CASES
 from tests.codegen.nodes import NodeBuilder

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from autofuse.codegen.lowering.rules import RULES
 from autofuse.codegen.reference import make_inputs, run_unfused
-from autofuse.codegen.rules import RULES
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, OPS
 from autofuse.ir.shape import SymbolicShape

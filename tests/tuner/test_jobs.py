@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from autofuse.codegen.build import find_toolchain
-from autofuse.codegen.c_printer import print_c
+from autofuse.codegen.c.build import find_toolchain
+from autofuse.codegen.c.printer import print_c
 from autofuse.ir.records import Bucket, Decision
 from autofuse.tuner import workshop as workshop_module
 from autofuse.tuner.job import Job, JobLimits, Outcome

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autofuse.codegen.c_body import Body
-from autofuse.codegen.c_scalar import HELPERS, dim_text, vector_prototypes
+from autofuse.codegen.c.body import Body
+from autofuse.codegen.c.scalar import HELPERS, dim_text, vector_prototypes
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan
 from autofuse.ir.records import Config

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofuse.codegen.c_math import INLINE_CALLS
+from autofuse.codegen.c.math import INLINE_CALLS
 from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan

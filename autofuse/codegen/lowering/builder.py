@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autofuse.codegen.dtypes import compute_dtype, dtype, is_float
-from autofuse.codegen.index import Atom, Indirect, Word, resolve
 from autofuse.codegen.loops import COMPARISONS
+from autofuse.codegen.lowering.index import Atom, Indirect, Word, resolve
 from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim, as_dim, product
 

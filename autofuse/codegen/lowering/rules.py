@@ -5,10 +5,10 @@ In: the name of an overload. Out: its rule. A test holds this table and the oper
 
 from __future__ import annotations
 
-from autofuse.codegen.rules_base import Rule
-from autofuse.codegen.rules_index import INDEX_RULES
-from autofuse.codegen.rules_loss import LOSS_RULES
-from autofuse.codegen.rules_pointwise import POINTWISE_RULES
-from autofuse.codegen.rules_reduce import REDUCE_RULES
+from autofuse.codegen.lowering.rules_base import Rule
+from autofuse.codegen.lowering.rules_index import INDEX_RULES
+from autofuse.codegen.lowering.rules_loss import LOSS_RULES
+from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
+from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 
 RULES: dict[str, Rule] = {**POINTWISE_RULES, **INDEX_RULES, **REDUCE_RULES, **LOSS_RULES}

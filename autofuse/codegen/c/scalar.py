@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import sympy
 
-from autofuse.codegen.c_math import INLINE_CALLS, INLINE_MATH
+from autofuse.codegen.c.math import INLINE_CALLS, INLINE_MATH
 from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
 from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
 from autofuse.errors import LoweringError

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autofuse.codegen.c_reduce import REDUCERS, Reducer
-from autofuse.codegen.c_scalar import dim_text, expression, literal, load_text, memory_type, store_text
+from autofuse.codegen.c.reduce import REDUCERS, Reducer
+from autofuse.codegen.c.scalar import dim_text, expression, literal, load_text, memory_type, store_text
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.loops import SINKS, Access, LoopKernel, Store, regions
 from autofuse.codegen.phases import Plan

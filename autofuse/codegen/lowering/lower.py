@@ -14,8 +14,9 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 
-from autofuse.codegen.builder import AtomAccess, Builder, Val, linear_terms
-from autofuse.codegen.index import (
+from autofuse.codegen.loops import LoopKernel, Param
+from autofuse.codegen.lowering.builder import AtomAccess, Builder, Val, linear_terms
+from autofuse.codegen.lowering.index import (
     Index,
     Word,
     atoms_of,
@@ -26,9 +27,8 @@ from autofuse.codegen.index import (
     resolve_index,
     word_size,
 )
-from autofuse.codegen.loops import LoopKernel, Param
-from autofuse.codegen.rules import RULES
-from autofuse.codegen.schedule import schedule
+from autofuse.codegen.lowering.rules import RULES
+from autofuse.codegen.lowering.schedule import schedule
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autofuse.codegen.builder import Builder, Val
 from autofuse.codegen.dtypes import result_type
-from autofuse.codegen.index import Index, Word, broadcast_index, fresh_index, join
+from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.index import Index, Word, broadcast_index, fresh_index, join
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef, map_arg
 from autofuse.ir.shape import SymbolicShape
 
 if TYPE_CHECKING:
-    from autofuse.codegen.lower import Context
+    from autofuse.codegen.lowering.lower import Context
 
 
 class Rule(Protocol):

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from autofuse.codegen.build import Toolchain, compile_source, flags_for
-from autofuse.codegen.load import load_kernel
+from autofuse.codegen.c.build import Toolchain, compile_source, flags_for
+from autofuse.codegen.c.load import load_kernel
 from autofuse.errors import CompilerError
 
 Bernoulli = Callable[..., None]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autofuse.codegen.builder import Builder, Number, Operand, Val
 from autofuse.codegen.dtypes import is_float
-from autofuse.codegen.rules_base import Comparison, Pointwise, Rule, Scalar
+from autofuse.codegen.lowering.builder import Builder, Number, Operand, Val
+from autofuse.codegen.lowering.rules_base import Comparison, Pointwise, Rule, Scalar
 from autofuse.errors import LoweringError
 
 # ---- shapes of rules ------------------------------------------------------------------------------

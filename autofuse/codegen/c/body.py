@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autofuse.codegen.c_scalar import memory_type, store_text
-from autofuse.codegen.c_values import ValuePrinter
+from autofuse.codegen.c.knobs import can_stream
+from autofuse.codegen.c.scalar import memory_type, store_text
+from autofuse.codegen.c.values import ValuePrinter
 from autofuse.codegen.dtypes import VALUE_TYPE
-from autofuse.codegen.knobs import can_stream
 from autofuse.codegen.loops import COST, Access, LoopKernel, Store
 from autofuse.codegen.phases import Phase, Plan
 

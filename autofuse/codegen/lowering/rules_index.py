@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofuse.codegen.builder import Number, Val
-from autofuse.codegen.index import Index, fresh_index, regroup
-from autofuse.codegen.rules_base import Custom, Rule, View, infer_broadcast, normal_dim
+from autofuse.codegen.lowering.builder import Number, Val
+from autofuse.codegen.lowering.index import Index, fresh_index, regroup
+from autofuse.codegen.lowering.rules_base import Custom, Rule, View, infer_broadcast, normal_dim
 from autofuse.ir.operation import Operation
 from autofuse.ir.shape import SymbolicShape
 
 if TYPE_CHECKING:
-    from autofuse.codegen.lower import Context
+    from autofuse.codegen.lowering.lower import Context
 
 
 # ---- views ------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autofuse.codegen.builder import AtomAccess, Node, Val
-from autofuse.codegen.index import Atom
 from autofuse.codegen.loops import SINKS, Access, LoopKernel, LoopValue, Param, Store, regions
+from autofuse.codegen.lowering.builder import AtomAccess, Node, Val
+from autofuse.codegen.lowering.index import Atom
 from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim, as_dim, evaluate
 

@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofuse.codegen.builder import Val
-from autofuse.codegen.index import Index, Indirect, Word, atoms_of, join
-from autofuse.codegen.rules_base import Custom, Rule, infer_broadcast
+from autofuse.codegen.lowering.builder import Val
+from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, join
+from autofuse.codegen.lowering.rules_base import Custom, Rule, infer_broadcast
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim
 
 if TYPE_CHECKING:
-    from autofuse.codegen.lower import Context
+    from autofuse.codegen.lowering.lower import Context
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # aten's Reduction
 

@@ -1,0 +1,198 @@
+"""What the Triton printer hands on: the text of a module, and how its kernels are launched.
+
+In: made by `printer.print_triton`. Out: `TritonSource`, from which the compiler makes binaries for any target, the
+interpreter runs the text as it is, and `resolve` says, for given sizes, which launches with which grids make one call
+of the node. Serialisable, free of torch and of Triton: the daemon, the compiler process and the script share it.
+A call runs the passes in order on one stream. Most nodes have one pass; reductions over rows have two: programs write
+partial results to scratch memory, the second pass adds them up in a fixed order, so results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+
+from autofuse.errors import ShapeError
+from autofuse.ir.shape import Dim, evaluate, parse_dim
+
+MAX_GRID = 2**31 - 1  # programs of a launch along x
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A runtime argument of a kernel."""
+
+    name: str  # in the source
+    kind: Literal["param", "scratch", "symbol", "programs"]
+    type: str  # Triton's name: "*fp32", "*bf16", "*i1", "i32", "i64"
+    index: int = 0  # of the parameter (inputs, then outputs) or of the scratch tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One kernel of the module and how it is launched."""
+
+    function: str
+    arguments: tuple[Argument, ...]  # in the order of the signature
+    constants: tuple[tuple[str, int], ...]  # tl.constexpr parameters, which follow the arguments
+    tiles: tuple[tuple[Dim, int], ...]  # (extent, block): the product of ceil(extent / block) is the number of tiles
+    is_shared: bool = False  # at most ``TritonSource.programs`` programs are launched and share the tiles
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that passes hand results on in: ``programs`` x ``columns`` elements, contiguous."""
+
+    dtype: str
+    columns: Dim
+
+
+@dataclass(frozen=True)
+class TritonSource:
+    """A module of one or more kernels."""
+
+    name: str  # af_<kind>_<ops>_<hash>; functions are this name, with a suffix where there are several
+    text: str
+    passes: tuple[Pass, ...]
+    scratch: tuple[Scratch, ...]
+    symbols: tuple[str, ...]  # that are arguments; those of a specialised kernel are part of the text
+    num_warps: int
+    num_stages: int
+    programs: int = 0  # most programs of a shared pass
+    limits: tuple[tuple[Dim, int], ...] = ()  # (size, bound): the kernels are wrong for sizes beyond a bound
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "text": self.text,
+            "passes": [
+                {
+                    "function": p.function,
+                    "arguments": [[a.name, a.kind, a.type, a.index] for a in p.arguments],
+                    "constants": [list(c) for c in p.constants],
+                    "tiles": [[_encode(extent), block] for extent, block in p.tiles],
+                    "is_shared": p.is_shared,
+                }
+                for p in self.passes
+            ],
+            "scratch": [[s.dtype, _encode(s.columns)] for s in self.scratch],
+            "symbols": list(self.symbols),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "programs": self.programs,
+            "limits": [[_encode(size), bound] for size, bound in self.limits],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TritonSource:
+        return cls(
+            name=data["name"],
+            text=data["text"],
+            passes=tuple(
+                Pass(
+                    p["function"],
+                    tuple(Argument(*a) for a in p["arguments"]),
+                    tuple((name, value) for name, value in p["constants"]),
+                    tuple((_decode(extent), block) for extent, block in p["tiles"]),
+                    p["is_shared"],
+                )
+                for p in data["passes"]
+            ),
+            scratch=tuple(Scratch(dtype, _decode(columns)) for dtype, columns in data["scratch"]),
+            symbols=tuple(data["symbols"]),
+            num_warps=data["num_warps"],
+            num_stages=data["num_stages"],
+            programs=data["programs"],
+            limits=tuple((_decode(size), bound) for size, bound in data["limits"]),
+        )
+
+
+def _encode(dim: Dim) -> int | str:
+    return dim if isinstance(dim, int) else str(dim)
+
+
+def _decode(data: int | str) -> Dim:
+    return data if isinstance(data, int) else parse_dim(data)
+
+
+# ---- one call -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one call, with everything that the sizes decide."""
+
+    number: int  # of the pass
+    grid: int  # programs along x; y and z are 1
+    scalars: tuple[int, ...]  # values of the arguments that are no pointers, in their order
+
+
+@dataclass(frozen=True)
+class ResolvedCall:
+    """All launches of one call of the node, for one set of sizes."""
+
+    launches: tuple[Launch, ...]
+    scratch: tuple[tuple[str, int], ...]  # (dtype, elements) of each scratch tensor
+
+
+def resolve(source: TritonSource, values: Mapping[str, int]) -> ResolvedCall:
+    """The launches for these values of the node's symbols.
+
+    Raises ShapeError where the kernels are not made for these sizes: a row longer than its block, more elements than
+    32-bit indices reach. Sizes of 0 need no launch and must not come here.
+    """
+    for size, bound in source.limits:
+        found = evaluate(size, values)
+        if found > bound:
+            raise ShapeError(f"expected {size} of at most {bound} for {source.name}, found {found}")
+    shared = [min(source.programs, _tiles(p, values)) for p in source.passes if p.is_shared]
+    programs = max(shared, default=1)
+    launches = []
+    for number, item in enumerate(source.passes):
+        grid = programs if item.is_shared else _tiles(item, values)
+        if grid > MAX_GRID:
+            raise ShapeError(f"expected at most {MAX_GRID} programs for {item.function}, found {grid}")
+        scalars = tuple(
+            programs if a.kind == "programs" else values[a.name]
+            for a in item.arguments
+            if a.kind in ("programs", "symbol")
+        )
+        launches.append(Launch(number, grid, scalars))
+    scratch = tuple((s.dtype, programs * evaluate(s.columns, values)) for s in source.scratch)
+    return ResolvedCall(tuple(launches), scratch)
+
+
+def _tiles(item: Pass, values: Mapping[str, int]) -> int:
+    total = 1
+    for extent, block in item.tiles:
+        total *= -(-evaluate(extent, values) // block)
+    return max(1, total)
+
+
+# ---- what a binary may assume -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What one binary of a kernel takes for granted; the launcher picks the strongest that holds for a call."""
+
+    is_aligned: bool = False  # every pointer is a multiple of 16 bytes
+    divisible: tuple[str, ...] = ()  # symbols whose values are multiples of 16
+
+    def hold(self, is_aligned: bool, values: Mapping[str, int]) -> bool:
+        return (is_aligned or not self.is_aligned) and all(values[s] % 16 == 0 for s in self.divisible)
+
+
+def natural_assumptions(symbols: Sequence[str], values: Mapping[str, int]) -> Assumptions:
+    """The strongest that hold for fresh tensors of these sizes."""
+    return Assumptions(True, tuple(s for s in symbols if values[s] % 16 == 0))
+
+
+NOTHING_ASSUMED = Assumptions()
+
+
+def is_symbolic(dim: Dim) -> bool:
+    return isinstance(dim, sympy.Expr) and not dim.is_Integer
