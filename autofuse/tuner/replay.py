@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from autofuse.codegen.c.knobs import Knob
+from autofuse.codegen.knobs import Knob
 from autofuse.db.rows import StoredMeasurement
 from autofuse.ir.records import Bucket, Candidate, CompileKey, Config, KernelRecord
 from autofuse.tuner.cases import CheckCase

@@ -17,7 +17,7 @@ import optuna
 from optuna.samplers import TPESampler
 from optuna.trial import Trial, TrialState
 
-from autofuse.codegen.c.knobs import Choice, Knob
+from autofuse.codegen.knobs import Choice, Knob
 from autofuse.ir.records import Config, make_config
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)

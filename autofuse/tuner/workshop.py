@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
-from autofuse.codegen.c.knobs import Knob, default_config, knobs_for
+from autofuse.codegen.c.knobs import default_config, knobs_for
 from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import AutofuseError, CompilerError

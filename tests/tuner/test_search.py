@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autofuse.codegen.c.knobs import Knob
+from autofuse.codegen.knobs import Knob
 from autofuse.db.rows import StoredMeasurement
 from autofuse.ir.records import Bucket, Candidate, Config, DecisionKey, Measurement, ObservedShape, make_config
 from autofuse.tuner.job import Job, JobLimits

@@ -10,27 +10,15 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from autofuse.codegen.c.math import INLINE_CALLS
 from autofuse.codegen.dtypes import is_float
+from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate
-
-Choice = int | str | bool
-
-
-@dataclass(frozen=True)
-class Knob:
-    """One tunable."""
-
-    name: str
-    choices: tuple[Choice, ...]
-    default: Choice
-    doc: str
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autofuse.codegen.c.body import Body
-from autofuse.codegen.c.scalar import HELPERS, dim_text, vector_prototypes
+from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
+from autofuse.codegen.dims import dim_text
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan
 from autofuse.ir.records import Config

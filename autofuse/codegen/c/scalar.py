@@ -11,59 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import sympy
-
 from autofuse.codegen.c.math import INLINE_CALLS, INLINE_MATH
 from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
 from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
-from autofuse.errors import LoweringError
-from autofuse.ir.shape import Dim
-
-# ---- sizes ------------------------------------------------------------------------------------------
-
-
-def dim_text(dim: Dim) -> str:
-    """A size as an ``int64_t`` expression; raises LoweringError("dim") for a form with no exact C text."""
-    if isinstance(dim, int):
-        return str(dim) if abs(dim) < 2**31 else f"INT64_C({dim})"
-    return _dim(dim)
-
-
-def _dim(e: sympy.Expr) -> str:
-    if e.is_Integer:
-        return dim_text(int(e))
-    if e.is_Symbol:
-        return str(e)
-    if e.is_Add:
-        return "(" + " + ".join(_dim(a) for a in e.args) + ")"
-    if e.is_Mul:
-        whole = [a for a in e.args if not (a.is_Rational and not a.is_Integer) and not _is_inverse(a)]
-        ratio = sympy.Mul(*[a for a in e.args if a not in whole])
-        text = "*".join(_dim(a) for a in whole) or "1"
-        if ratio == 1:
-            return text
-        top, bottom = ratio.as_numer_denom()
-        return f"(({text}) * {_dim(top)} / {_dim(bottom)})"
-    if e.is_Pow and e.exp.is_Integer and e.exp > 0:
-        return "(" + "*".join([_dim(e.base)] * int(e.exp)) + ")"
-    if isinstance(e, sympy.floor):
-        top, bottom = sympy.together(e.args[0]).as_numer_denom()
-        return f"({_dim(top)} / {_dim(bottom)})"  # sizes are not negative
-    if isinstance(e, sympy.Mod):
-        return f"({_dim(e.args[0])} % {_dim(e.args[1])})"
-    if isinstance(e, sympy.Max | sympy.Min):
-        left, *rest = e.args
-        text = _dim(left)
-        for other in rest:
-            b = _dim(other)
-            text = f"(({text}) {'>' if isinstance(e, sympy.Max) else '<'} ({b}) ? ({text}) : ({b}))"
-        return text
-    raise LoweringError("dim", f"expected a size built from +, *, floor and Mod, found {e}")
-
-
-def _is_inverse(e: sympy.Expr) -> bool:
-    return bool(e.is_Pow and e.exp.is_Integer and e.exp < 0)
-
 
 # ---- constants ------------------------------------------------------------------------------------------
 

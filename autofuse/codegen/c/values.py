@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autofuse.codegen.c.reduce import REDUCERS, Reducer
-from autofuse.codegen.c.scalar import dim_text, expression, literal, load_text, memory_type, store_text
+from autofuse.codegen.c.scalar import expression, literal, load_text, memory_type, store_text
+from autofuse.codegen.dims import dim_text
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.loops import SINKS, Access, LoopKernel, Store, regions
 from autofuse.codegen.phases import Plan
