@@ -1,6 +1,7 @@
-"""The daemon's hold on its worker: a process that is started, asked, killed and started again.
+"""The daemon's hold on a process of its own: one that is started, asked, killed and started again.
 
-In: requests. Out: replies; or `Lost` for what the process did not survive, `Refused` for what it did.
+In: requests. Out: replies; or `Lost` for what the process did not survive, `Refused` for what it did. While it works
+on a request the process may ask back; ``answers`` has what it may ask for.
 Guarantee: the daemon survives whatever a kernel does. A crash, a hang and a lack of memory come back as a status, and
 the next request starts a new process, in which nothing is loaded (``generation`` tells). Must be used from a thread
 that lives as long as the worker: Linux signals the death of the parent when the starting thread ends.
@@ -13,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -22,6 +23,9 @@ from autofuse.ir.records import Status
 from autofuse.tuner.pipes import Interrupted, Pipe, PipeClosed
 
 START_SECONDS = 120.0  # importing torch on a busy machine
+WORKER = "autofuse.tuner.worker"
+
+Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class CandidateProblem(Exception):
@@ -51,8 +55,17 @@ class WorkerProcess:
         nice: int = 19,
         is_stopping: Callable[[], bool] = lambda: False,
         stderr: IO[bytes] | None = None,
+        module: str = WORKER,
+        environment: Callable[[Mapping[str, str]], dict[str, str]] = dict,
+        answers: Mapping[str, Answer] | None = None,
     ) -> None:
-        """``stderr`` takes what kernels print (None: ours does). Requests raise Interrupted once ``is_stopping``."""
+        """``stderr`` takes what kernels print (None: ours does). Requests raise Interrupted once ``is_stopping``.
+
+        ``module`` is what is run; ``environment`` turns ours into its; ``answers`` are what it may ask back.
+        """
+        self._module = module
+        self._environment = environment
+        self._answers = answers or {}
         self._memory_bytes = memory_bytes
         self._timeout_seconds = timeout_seconds
         self._nice = nice
@@ -72,7 +85,7 @@ class WorkerProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
-        command, environment = python_module("autofuse.tuner.worker")
+        command, environment = python_module(self._module)
         self._process = subprocess.Popen(
             [*command, str(self._memory_bytes), str(self._nice), str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -80,7 +93,7 @@ class WorkerProcess:
             stderr=self._stderr,
             bufsize=0,
             process_group=0,  # killed as a group; in our session, whose priority it shares
-            env=environment,
+            env=self._environment(environment),
             cwd="/",
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -101,6 +114,9 @@ class WorkerProcess:
                 self._is_ready = True
             pipe.send({"do": do, **arguments})
             reply = pipe.receive(limit, self._is_stopping)
+            while "ask" in reply:
+                pipe.send(self._answer(reply))
+                reply = pipe.receive(limit, self._is_stopping)
         except TimeoutError:
             self.kill()
             raise Lost("timeout", f"no answer within {limit:g} s; the worker was killed") from None
@@ -112,6 +128,12 @@ class WorkerProcess:
         if reply.get("ok"):
             return reply
         raise Refused(reply.get("status", "refused"), str(reply.get("message", "")))
+
+    def _answer(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        answer = self._answers.get(question["ask"])
+        if answer is None:
+            raise PipeClosed(f"it asked for {question['ask']!r}")
+        return answer(question)
 
     def kill(self) -> int | None:
         """End the process, however busy it is; its exit code, None where there was no process."""
