@@ -1,23 +1,21 @@
 """Generated kernels in the store: source and binary under the digest of their compile key.
 
 In: ``KernelRecord``. Out: the same record, or a miss; a miss only ever costs a compilation.
-Guarantee: a binary is handed out only if its checksum holds; the binaries together stay within a bound, the
-least recently used ones going first; sources are kept for good, because people and reports read them.
+Guarantee: a binary is handed out only if its checksum holds; the binaries and the files of Triton's cache together
+stay within a bound, the least recently used ones going first; sources are kept for good, because people read them.
 """
 
 from __future__ import annotations
 
-import hashlib
+from sqlalchemy import Connection, func, literal, select, union_all, update
 
-from sqlalchemy import Connection, func, select, update
-
-from autofuse.db import models
+from autofuse.db import models, triton_files
 from autofuse.db.base import add_event_row, now, upsert
 from autofuse.db.rows import KernelSource
 from autofuse.ir.records import CompileKey, Event, KernelRecord
 
 DEFAULT_LIMIT_BYTES = 512 << 20  # a kernel is 16 to 60 kB: some ten thousand of them
-_TOUCH_SECONDS = 600.0  # a use is noted at most this often, so that reading kernels seldom writes
+TOUCH_SECONDS = 600.0  # a use is noted at most this often, so that reading kernels seldom writes
 
 
 def put(connection: Connection, record: KernelRecord, limit_bytes: int) -> None:
@@ -32,13 +30,14 @@ def put(connection: Connection, record: KernelRecord, limit_bytes: int) -> None:
         "name": record.name,
         "source": record.source,
         "binary": record.binary,
-        "checksum": _checksum(record.binary),
+        "checksum": triton_files.checksum(record.binary),
         "size_bytes": len(record.binary),
         "created_at": at,
         "used_at": at,
+        "resources": dict(record.resources) or None,
     }
-    upsert(connection, models.Kernel, [row], ["digest"], ["binary", "checksum", "size_bytes", "used_at"])
-    _evict(connection, limit_bytes, keep=record.key.digest)
+    upsert(connection, models.Kernel, [row], ["digest"], ["binary", "checksum", "size_bytes", "used_at", "resources"])
+    evict(connection, limit_bytes, keep=record.key.digest)
 
 
 def get(connection: Connection, digest: str) -> tuple[KernelRecord | None, str]:
@@ -47,18 +46,18 @@ def get(connection: Connection, digest: str) -> tuple[KernelRecord | None, str]:
     if row is None or row.binary is None:
         return None, ""
     # SQLite keeps to no column type: a damaged row may hold text.
-    if not isinstance(row.binary, bytes) or _checksum(row.binary) != row.checksum:
+    if not isinstance(row.binary, bytes) or triton_files.checksum(row.binary) != row.checksum:
         return None, f"the binary of kernel {row.name} does not match its checksum"
     key = CompileKey(row.source_hash, row.compiler, row.flags, row.target)
     if key.digest != digest:
         return None, f"kernel {row.name} does not belong to its key"
-    return KernelRecord(key, row.name, row.source, row.binary), ""
+    return KernelRecord(key, row.name, row.source, row.binary, row.resources or {}), ""
 
 
 def needs_touch(connection: Connection, digest: str) -> bool:
     """Whether the last noted use of a kernel is long ago."""
     used_at = connection.execute(select(models.Kernel.used_at).where(models.Kernel.digest == digest)).scalar()
-    return used_at is not None and now() - used_at > _TOUCH_SECONDS
+    return used_at is not None and now() - used_at > TOUCH_SECONDS
 
 
 def touch(connection: Connection, digest: str) -> None:
@@ -75,43 +74,45 @@ def note_damage(connection: Connection, digest: str, problem: str) -> None:
 def source(connection: Connection, digest: str) -> KernelSource | None:
     """A kernel for people to read; ``digest`` may be its beginning."""
     table = models.Kernel
-    query = select(
-        table.source_hash, table.compiler, table.flags, table.target, table.name, table.source, table.size_bytes
-    ).where(table.digest.startswith(digest, autoescape=True))
+    columns = (
+        table.source_hash, table.compiler, table.flags, table.target, table.name, table.source, table.size_bytes,
+        table.resources,
+    )  # fmt: skip
+    query = select(*columns).where(table.digest.startswith(digest, autoescape=True))
     row = connection.execute(query.limit(1)).one_or_none()
     if row is None:
         return None
     key = CompileKey(row.source_hash, row.compiler, row.flags, row.target)
-    return KernelSource(key, row.name, row.source, row.size_bytes > 0, row.size_bytes)
+    return KernelSource(key, row.name, row.source, row.size_bytes > 0, row.size_bytes, row.resources or {})
 
 
 def size_bytes(connection: Connection) -> int:
-    """Bytes of all binaries together."""
-    return int(connection.execute(select(func.coalesce(func.sum(models.Kernel.size_bytes), 0))).scalar_one())
+    """Bytes of all binaries and of Triton's files together."""
+    tables = (models.Kernel, models.TritonFile)
+    return sum(connection.execute(select(func.coalesce(func.sum(t.size_bytes), 0))).scalar_one() for t in tables)
 
 
-def _evict(connection: Connection, limit_bytes: int, keep: str) -> None:
-    table = models.Kernel
+def evict(connection: Connection, limit_bytes: int, keep: str) -> None:
+    """Bring the binaries and Triton's files down to the bound; ``keep`` is a digest or a key that stays."""
     excess = size_bytes(connection) - limit_bytes
     if excess <= 0:
         return
-    oldest = (
-        select(table.digest, table.size_bytes)
-        .where(table.size_bytes > 0, table.digest != keep)
-        .order_by(table.used_at, table.digest)
+    kernel, file = models.Kernel, models.TritonFile
+    kernels = select(kernel.digest.label("key"), kernel.size_bytes, kernel.used_at, literal(True).label("is_kernel"))
+    files = select(
+        file.key, func.sum(file.size_bytes).label("size_bytes"), func.max(file.used_at).label("used_at"), literal(False)
     )
-    victims = []
-    for digest, size in connection.execute(oldest):
+    held = union_all(kernels, files.group_by(file.key)).subquery()
+    oldest = select(held).where(held.c.size_bytes > 0, held.c.key != keep).order_by(held.c.used_at, held.c.key)
+    victims: dict[bool, list[str]] = {True: [], False: []}
+    for row in connection.execute(oldest):
         if excess <= 0:
             break
-        victims.append(digest)
-        excess -= size
-    _drop_binaries(connection, victims)
+        victims[bool(row.is_kernel)].append(row.key)
+        excess -= row.size_bytes
+    _drop_binaries(connection, victims[True])
+    triton_files.drop(connection, victims[False])
 
 
 def _drop_binaries(connection: Connection, digests: list[str]) -> None:
     connection.execute(update(models.Kernel).where(models.Kernel.digest.in_(digests)).values(binary=None, size_bytes=0))
-
-
-def _checksum(binary: bytes) -> str:
-    return hashlib.sha256(binary).hexdigest()

@@ -302,6 +302,20 @@ class Kernel(Base):
     size_bytes: Mapped[int]  # of the binary, 0 when evicted
     created_at: Mapped[float]
     used_at: Mapped[float] = mapped_column(index=True)
+    resources: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # registers, spills; NULL for C
+
+
+class TritonFile(Base):
+    """A file of Triton's own cache; an evicted one keeps its row and loses its bytes."""
+
+    __tablename__ = "triton_files"
+
+    key: Mapped[str] = mapped_column(String, primary_key=True)  # Triton's, of one kernel
+    name: Mapped[str] = mapped_column(String, primary_key=True)  # of the file
+    data: Mapped[bytes | None] = mapped_column(LargeBinary)
+    checksum: Mapped[str]  # SHA-256 of the bytes
+    size_bytes: Mapped[int]  # 0 when evicted
+    used_at: Mapped[float] = mapped_column(index=True)
 
 
 class SettingTrialRow(Base):

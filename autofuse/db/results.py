@@ -7,7 +7,7 @@ Guarantee: measurements and decisions are only ever appended; the newest decisio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Row, func, select
 from sqlalchemy.dialects.sqlite import insert
 
-from autofuse.db import kernel_cache, models
+from autofuse.db import kernel_cache, models, triton_files
 from autofuse.db.base import StoreBase, as_tuples, bucket_of, clean, key_of, key_text, now, put_key, ranges_json, upsert
 from autofuse.db.connection import is_private
 from autofuse.db.rows import KernelSource, StoredDecision, StoredMeasurement
@@ -189,9 +189,32 @@ class TuneResults(StoreBase):
             return kernel_cache.source(connection, digest)
 
     def kernel_bytes(self) -> int:
-        """Bytes that the binaries take."""
+        """Bytes that the binaries and Triton's files take."""
         with self._read() as connection:
             return kernel_cache.size_bytes(connection)
+
+    # ---- Triton's own cache ---------------------------------------------------------------------
+
+    def put_triton_files(self, key: str, files: Mapping[str, bytes]) -> None:
+        """Store files under Triton's key of a kernel; they count towards ``kernel_limit_bytes``."""
+        with self._write() as connection:
+            triton_files.put(connection, key, files)
+            kernel_cache.evict(connection, self.kernel_limit_bytes, keep=key)
+
+    def get_triton_files(self, key: str) -> dict[str, bytes] | None:
+        """The sound files under a key, or None where there is none; likewise where a kernel would not be loaded."""
+        if not self._is_private:
+            return None
+        with self._read() as connection:
+            files, damaged = triton_files.get(connection, key)
+            used_at = triton_files.last_use(connection, key)
+        is_old = used_at is not None and now() - used_at > kernel_cache.TOUCH_SECONDS
+        if not self.readonly and (damaged or (files and is_old)):
+            with self._write() as connection:
+                if damaged:
+                    triton_files.note_damage(connection, key, damaged)
+                triton_files.touch(connection, key)
+        return files or None
 
 
 # ---- rows -------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class KernelSource:
     source: str
     has_binary: bool
     size_bytes: int
+    resources: Mapping[str, Any]  # what it takes of a GPU; empty for C
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def make_config(values: Mapping[str, int | str | bool]) -> Config:
 class Candidate:
     """A variant and a point in its search space."""
 
-    variant: str  # "eager", "c_generic", "c_specialised"
+    variant: str  # "eager", "c_generic", "c_specialised", "triton_generic", "triton_specialised"
     config: Config = ()
 
 
@@ -104,9 +104,9 @@ class CompileKey:
     """Exactly what determines a binary."""
 
     source_hash: str  # SHA-256 of the generated source
-    compiler: str  # first line of ``cc --version``
+    compiler: str  # first line of ``cc --version``, or Triton's version
     flags: str  # all flags, in order
-    target: str  # instruction set the flags resolve to on this machine
+    target: str  # instruction set the flags resolve to on this machine, or the GPU's ("cuda:90")
 
     @property
     def digest(self) -> str:
@@ -189,6 +189,7 @@ class KernelRecord:
     name: str  # symbol name a profiler shows
     source: str
     binary: bytes
+    resources: Mapping[str, Any] = field(default_factory=dict)  # what it takes of a GPU; empty for C
 
 
 # ---- what a run tells the store -------------------------------------------------------------------

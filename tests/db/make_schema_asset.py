@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from store_records import decision, kernel, measurement, request, start, steps, use
+from store_records import TRITON_FILES, decision, gpu_kernel, kernel, measurement, request, start, steps, use
 
 from autofuse.db.connection import APPLICATION_ID, HEAD
 from autofuse.db.store import Store
@@ -26,6 +26,8 @@ def main() -> None:
             store.add_requests([request(run_id=run_id)])
             store.put_measurements(decision().key, [measurement(unroll=4)])
             store.put_kernel(kernel())
+            store.put_kernel(gpu_kernel())
+            store.put_triton_files("KEY", TRITON_FILES)
             store.put_decision(decision())
             store.add_step_samples(run_id, steps(3) + steps(1, first=3, held_out=True))
             store.add_event(run_id, Event("fallback", "an event"))

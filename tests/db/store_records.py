@@ -65,6 +65,15 @@ def kernel(source: str = "void af_add_relu(void) {}", binary: bytes = b"\x7fELF"
     return KernelRecord(CompileKey(source, "gcc 12", "-O3", "avx512"), "af_pointwise_add_relu", source, binary)
 
 
+RESOURCES = {"registers": 28, "spill_bytes": 0, "shared_bytes": 128, "threads": 64}
+TRITON_FILES = {"af_softmax.cubin": b"\x7fELF" + bytes(40), "af_softmax.json": b"{}"}
+
+
+def gpu_kernel(source: str = "def af_softmax(): ...", binary: bytes = b"autofuse-triton-1\n") -> KernelRecord:
+    key = CompileKey(source, "triton 3.7.1", "{}", "cuda:90")
+    return KernelRecord(key, "af_softmax", source, binary, RESOURCES)
+
+
 def use(
     fusion_id: str = "a" * 64, calls: int = 10, fused_calls: int = 4, share: float = 0.25, of: Bucket | None = None
 ) -> NodeUse:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_records import kernel
+from store_records import TRITON_FILES, gpu_kernel, kernel
 
 from autofuse.db.store import Store
 
@@ -95,3 +95,63 @@ def test_binaries_of_a_file_that_others_may_write_are_not_loaded(store: Store, p
     path.chmod(0o666)
     with Store.open(path) as opened:
         assert opened.get_kernel(kernel().key.digest) is None
+
+
+# ---- kernels for GPUs, and the files of Triton's cache ----------------------------------------------
+
+
+def test_what_a_kernel_takes_of_a_gpu_is_kept(store: Store) -> None:
+    store.put_kernel(gpu_kernel())
+    store.put_kernel(kernel())
+    assert store.get_kernel(gpu_kernel().key.digest) == gpu_kernel()
+    source = store.kernel_source(gpu_kernel().key.digest)
+    assert source is not None and source.resources == gpu_kernel().resources
+    of_c = store.get_kernel(kernel().key.digest)
+    assert of_c is not None and of_c.resources == {}
+
+
+def test_triton_files_come_back_and_join_those_that_are_there(store: Store) -> None:
+    assert store.get_triton_files("KEY") is None
+    for name, data in TRITON_FILES.items():
+        store.put_triton_files("KEY", {name: data})
+    assert store.get_triton_files("KEY") == TRITON_FILES
+    assert store.get_triton_files("OTHER") is None
+    assert store.kernel_bytes() == sum(map(len, TRITON_FILES.values()))
+
+
+def test_a_damaged_triton_file_is_left_out_and_an_event(store: Store, path: Path) -> None:
+    store.put_triton_files("KEY", TRITON_FILES)
+    change(path, "UPDATE triton_files SET data = x'00' WHERE name LIKE '%.cubin'")
+    sound = {name: data for name, data in TRITON_FILES.items() if not name.endswith(".cubin")}
+    assert store.get_triton_files("KEY") == sound
+    assert [row.event.kind for row in store.events()] == ["damaged_kernel"]
+    assert store.get_triton_files("KEY") == sound
+    assert len(store.events()) == 1
+    store.put_triton_files("KEY", TRITON_FILES)
+    assert store.get_triton_files("KEY") == TRITON_FILES
+
+
+def test_triton_files_and_kernels_share_the_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    store.kernel_limit_bytes = 250
+    store.put_triton_files("A", {"a.cubin": bytes(60), "a.json": bytes(40)})
+    clock[0] += 1
+    store.put_kernel(kernel("k", bytes(100)))
+    clock[0] += 3600
+    assert store.get_triton_files("A") is not None  # used last now
+    clock[0] += 1
+    store.put_triton_files("B", {"b.cubin": bytes(100)})
+    assert store.get_kernel(kernel("k", bytes(100)).key.digest) is None
+    clock[0] += 1
+    store.put_kernel(kernel("l", bytes(100)))
+    assert store.get_triton_files("A") is None  # all of its files
+    assert store.get_triton_files("B") is not None
+    assert store.kernel_bytes() == 200
+
+
+def test_triton_files_of_a_store_that_others_may_write_are_not_used(store: Store, path: Path) -> None:
+    store.put_triton_files("KEY", TRITON_FILES)
+    path.chmod(0o666)
+    with Store.open(path) as opened:
+        assert opened.get_triton_files("KEY") is None

@@ -13,7 +13,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine
-from store_records import DEVICE, VERSIONS, decision, kernel, use
+from store_records import DEVICE, TRITON_FILES, VERSIONS, decision, gpu_kernel, kernel, use
 
 from autofuse.db import connection as opening
 from autofuse.db.migrate import revisions
@@ -58,6 +58,14 @@ def test_upgrade_from(revision: str, tmp_path: Path) -> None:
         assert [made for _, made in store.decisions(DEVICE.key, VERSIONS)] == [decision()]
         assert store.get_kernel(kernel().key.digest) == kernel()
         assert len(store.step_samples(1)) == 4
+        if revision >= "0002":
+            assert store.get_kernel(gpu_kernel().key.digest) == gpu_kernel()
+            assert store.get_triton_files("KEY") == TRITON_FILES
+        else:
+            store.put_kernel(gpu_kernel())
+            store.put_triton_files("KEY", TRITON_FILES)
+            assert store.get_kernel(gpu_kernel().key.digest) == gpu_kernel()
+            assert store.get_triton_files("KEY") == TRITON_FILES
 
 
 def test_newer_schema_is_refused_and_left_alone(path: Path) -> None:
@@ -68,14 +76,14 @@ def test_newer_schema_is_refused_and_left_alone(path: Path) -> None:
         with pytest.raises(StoreVersionError) as caught:
             Store.open(path, readonly=readonly)
         message = str(caught.value)
-        assert "expected a store with schema 0001 or older" in message and "found schema 0999" in message
+        assert f"expected a store with schema {opening.HEAD} or older" in message and "found schema 0999" in message
         assert "pip install --upgrade autofuse" in message and "--store PATH" in message
         assert caught.value.exit_code == 2
     assert path.read_bytes() == before
 
 
 def test_older_schema_is_upgraded_and_readers_ask_for_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "REVISIONS", ("0000", "0001"))
+    monkeypatch.setattr(opening, "REVISIONS", ("0000", *opening.REVISIONS))
     Store.open(path).close()
     set_revision(path, "0000")
     with pytest.raises(StoreVersionError, match="found 0000; the next `autofuse run`"):
