@@ -46,6 +46,10 @@ class CompilerError(AutofuseError):
     """The system compiler is missing or refused the source."""
 
 
+class DeviceError(AutofuseError):
+    """A GPU's driver is missing, or refused a kernel."""
+
+
 class StoreError(AutofuseError):
     """The store cannot be opened, read or written."""
 

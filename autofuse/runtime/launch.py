@@ -1,14 +1,16 @@
 """Callables for one node: the unfused one (aten, op by op) and the fused one (a kernel's launcher).
 
-In: a `NodeForm`, the values of its symbols, for the fused one a loaded kernel. Out: a flat Python
-function of the node's input tensors that returns its outputs (one tensor, or a tuple of several).
-Guarantee: outputs have exactly the sizes and strides that the form promises; a call computes no size
-and looks nothing up. Both callables read the same inputs and may replace each other between calls.
+In: a `NodeForm`, the values of its symbols, for the fused one a loaded kernel: the entry of a C kernel, or the
+`LoadedArtifact` of Triton kernels. Out: a flat Python function of the node's input tensors that returns its outputs
+(one tensor, or a tuple of several).
+Guarantee: outputs have exactly the sizes and strides that the form promises, on the node's device; a call computes no
+size and looks nothing up. Both callables read the same inputs and may replace each other between calls.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,8 +20,13 @@ import torch
 
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.eager_calls import render_call
+from autofuse.runtime.gpu.calls import TorchCalls, torch_calls
+from autofuse.runtime.gpu.launcher import Launch, launch_of
+from autofuse.runtime.gpu.modules import LoadedArtifact
+from autofuse.runtime.gpu.record import make_record
 
 try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
     from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
@@ -31,14 +38,26 @@ except ImportError:
 NodeCall = Callable[..., Any]
 
 
-def make_unfused(form: NodeForm, symbol_values: Sequence[int]) -> NodeCall:
-    """The node's operations one by one through aten: eager's own kernels."""
-    return _unfused_factory(form)(*symbol_values)
+# What runs a node: the C kernel's entry ``(sizes, *pointers)``, or Triton kernels loaded on one device.
+Entry = Callable[..., None] | LoadedArtifact
+
+
+def device_type(form: NodeForm) -> str:
+    """Where the node runs: "cpu" or "cuda". All its tensors live there."""
+    return form.spec(form.outputs[0]).device
+
+
+def make_unfused(form: NodeForm, symbol_values: Sequence[int], device: torch.device | None = None) -> NodeCall:
+    """The node's operations one by one through aten: eager's own kernels.
+
+    ``device``: where operations without inputs create their results, the current one of the node's type if None.
+    """
+    return _unfused_factory(form)(*symbol_values, device or torch.device(device_type(form)))
 
 
 def make_launcher(
     form: NodeForm,
-    entry: Callable[..., None],
+    entry: Entry,
     symbol_values: Sequence[int],
     threads: int,
     allocate: Callable[..., torch.Tensor] | None = None,
@@ -46,14 +65,45 @@ def make_launcher(
 ) -> NodeCall:
     """The fused callable.
 
-    ``entry(sizes, *pointers)`` is the loaded kernel. ``allocate(shape, strides, dtype)`` replaces the
-    allocation of outputs in tests. ``failed(error, *inputs)`` answers in place of a launch that raised;
-    without it the error goes to the caller.
+    ``allocate(shape, strides, dtype)`` replaces the allocation of outputs in tests. ``failed(error, *inputs)`` answers
+    in place of a launch that raised; without it the error goes to the caller. ``threads`` are those of a C kernel.
+    Raises ShapeError where the kernels of a GPU are not made for these sizes.
     """
+    if isinstance(entry, LoadedArtifact):
+        return make_device_launcher(form, entry, symbol_values, allocate, failed)
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
     call = _launcher_factory(form)(*symbol_values, entry, address, allocate or empty_like_spec, failed or _raise)
     vars(call)["sizes"] = sizes  # keeps the array alive as long as its address is in use
+    return call
+
+
+def make_device_launcher(
+    form: NodeForm,
+    loaded: LoadedArtifact,
+    symbol_values: Sequence[int],
+    allocate: Callable[..., torch.Tensor] | None = None,
+    failed: Callable[..., Any] | None = None,
+    calls: TorchCalls | None = None,
+    launch: Launch | None = None,
+) -> NodeCall:
+    """The fused callable of a GPU's node, on the device that the artifact was loaded on, in its current stream.
+
+    ``calls`` and ``launch`` replace what is used of torch and the launcher where there is no GPU.
+    """
+    values = dict(zip(form.symbols, symbol_values, strict=True))
+    outputs = [math.prod(form.spec(ref).shape.bind(values)) for ref in form.outputs]
+    torch_side = calls or torch_calls()
+    empty = allocate or torch_side.empty
+    device = (loaded.device_index, torch_side.current_device, torch_side.on_device, torch_side.raw_stream)
+    if not any(outputs):
+        return _device_factory(form, None)(*symbol_values, None, 0, *device, empty, torch_side.empty, failed or _raise)
+    record = make_record(loaded, values, len(form.inputs) + len(form.outputs))
+    factory = _device_factory(form, record.scratch)
+    call = factory(
+        *symbol_values, launch or launch_of(record), record.address, *device, empty, torch_side.empty, failed or _raise
+    )
+    vars(call)["record"] = record  # keeps the array alive as long as its address is in use
     return call
 
 
@@ -74,17 +124,19 @@ def make_checked(
     fused: NodeCall,
     unfused: NodeCall,
     settle: Callable[[str | None], None],
+    device: torch.device | None = None,
 ) -> NodeCall:
-    """The first call of a fused node: run it only if the inputs are what the form promises.
+    """The first call of a fused node: run it only if the inputs are what the form promises, and on ``device``.
 
     ``settle(problem)`` is told the outcome once, None for good; it then puts the plain callable in place.
     """
     expected = [expected_layout(form, i, symbol_values) for i in range(len(form.inputs))]
+    wanted = device or torch.device(device_type(form))
 
     def first_call(*inputs: torch.Tensor) -> Any:
         problem = None
         for index, (tensor, layout) in enumerate(zip(inputs, expected, strict=True)):
-            problem = problem or layout_problem(index, tensor, *layout)
+            problem = problem or layout_problem(index, tensor, *layout, wanted)
         settle(problem)
         return unfused(*inputs) if problem else fused(*inputs)
 
@@ -101,12 +153,20 @@ def expected_layout(
 
 
 def layout_problem(
-    index: int, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    index: int,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> str | None:
     """What is wrong with an input, None where nothing is. Strides of dims of size 1 and of empty tensors are free."""
     if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
         return f"input {index} is a {type(tensor).__name__}, expected a plain tensor"
-    if tuple(tensor.shape) != shape or tensor.dtype is not dtype or tensor.device.type != "cpu":
+    found_device = tensor.device
+    if found_device.type != device.type or (device.index is not None and found_device.index != device.index):
+        return f"input {index} is on {found_device}, expected {device}"
+    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
         return f"input {index} is {tensor.dtype}{list(tensor.shape)}, expected {dtype}{list(shape)}"
     if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
         return f"input {index} is not a plain strided tensor"
@@ -122,7 +182,10 @@ def layout_problem(
 @functools.lru_cache(maxsize=4096)
 def _unfused_factory(form: NodeForm) -> Callable[..., NodeCall]:
     namespace: dict[str, Any] = {"torch": torch}
-    lines = [f"def make({', '.join(form.symbols)}):", f"    def unfused({', '.join(i.name for i in form.inputs)}):"]
+    lines = [
+        f"def make({', '.join([*form.symbols, 'device'])}):",
+        f"    def unfused({', '.join(i.name for i in form.inputs)}):",
+    ]
     last_use: dict[str, int] = {}
     for index, op in enumerate(form.operations):
         last_use.update((ref.name, index) for ref in op.inputs)
@@ -130,6 +193,8 @@ def _unfused_factory(form: NodeForm) -> Callable[..., NodeCall]:
     for index, op in enumerate(form.operations):
         args = [render_arg(a, form) for a in op.args]
         kwargs = {k: render_arg(v, form, k) for k, v in op.kwargs}
+        if info(op.target).kind is OpKind.CREATION and not op.inputs:
+            kwargs["device"] = "device"  # import drops the argument: a node runs on one device
         lines.append(f"        {op.name} = {render_call(op.target, _fix_dtypes(op, args), kwargs, namespace)}")
         # Intermediates die at their last use, as they do in eager.
         dead = [n for n, at in last_use.items() if at == index and n.startswith("v") and n not in leaving]
@@ -146,11 +211,7 @@ def _launcher_factory(form: NodeForm) -> Callable[..., NodeCall]:
     names = [i.name for i in form.inputs]
     outputs = [f"o{i}" for i in range(len(form.outputs))]
     lines = [f"def make({', '.join([*form.symbols, 'kernel', 'sizes', 'empty', 'failed'])}):"]
-    for out, ref in zip(outputs, form.outputs, strict=True):
-        spec = form.spec(ref)
-        lines.append(f"    {out}_shape = {_tuple(spec.shape.dims)}")
-        lines.append(f"    {out}_strides = {_tuple(spec.strides.dims)}")
-        lines.append(f"    {out}_dtype = torch.{spec.dtype}")
+    lines += _output_constants(form)
     lines.append(f"    def fused({', '.join(names)}):")
     lines.append("        try:")  # costs nothing while nothing is raised
     lines += [f"            {out} = empty({out}_shape, {out}_strides, {out}_dtype)" for out in outputs]
@@ -161,6 +222,45 @@ def _launcher_factory(form: NodeForm) -> Callable[..., NodeCall]:
     lines.append(f"            return failed({', '.join(['error', *names])})")
     lines.append("    return fused")
     return _compile(lines, namespace, "fused")
+
+
+_DEVICE = ("launch", "record", "index", "current", "on_device", "stream", "empty", "empty_scratch", "failed")
+
+
+@functools.lru_cache(maxsize=4096)
+def _device_factory(form: NodeForm, scratch: tuple[tuple[str, int], ...] | None) -> Callable[..., NodeCall]:
+    """``scratch``: dtype and elements of each scratch tensor; None where there is nothing to launch."""
+    namespace: dict[str, Any] = {"torch": torch}
+    names = [i.name for i in form.inputs]
+    outputs = [f"o{i}" for i in range(len(form.outputs))]
+    lines = [f"def make({', '.join([*form.symbols, *_DEVICE])}):", *_output_constants(form)]
+    lines.append(f"    def fused({', '.join(names)}):")
+    lines.append("        if current() != index:")
+    lines.append(f"            with on_device(index): return fused({', '.join(names)})")
+    lines.append("        try:")
+    lines += [f"            {out} = empty({out}_shape, {out}_strides, {out}_dtype)" for out in outputs]
+    if scratch is not None:
+        memory = [f"w{i}" for i in range(len(scratch))]
+        # Given back when the call returns; the allocator hands it out again in the order of the stream.
+        for name, (dtype, elements) in zip(memory, scratch, strict=True):
+            lines.append(f"            {name} = empty_scratch(({elements},), (1,), torch.{dtype})")
+        pointers = [f"{name}.data_ptr()" for name in [*names, *outputs, *memory]]
+        lines.append(f"            launch({', '.join(['record', 'stream(index)', *pointers])})")
+    lines.append(f"            return {', '.join(outputs)}")
+    lines.append("        except Exception as error:")
+    lines.append(f"            return failed({', '.join(['error', *names])})")
+    lines.append("    return fused")
+    return _compile(lines, namespace, "fused")
+
+
+def _output_constants(form: NodeForm) -> list[str]:
+    lines = []
+    for number, ref in enumerate(form.outputs):
+        spec = form.spec(ref)
+        lines.append(f"    o{number}_shape = {_tuple(spec.shape.dims)}")
+        lines.append(f"    o{number}_strides = {_tuple(spec.strides.dims)}")
+        lines.append(f"    o{number}_dtype = torch.{spec.dtype}")
+    return lines
 
 
 def _compile(lines: list[str], namespace: dict[str, Any], what: str) -> Callable[..., NodeCall]:

@@ -1,0 +1,46 @@
+"""What a launch needs of torch: the current device, its stream, uninitialised memory.
+
+In: nothing. Out: `TorchCalls`, the cheapest spelling that this build of torch has. Replaced as a whole where there is
+no GPU: with CPU tensors in place of a device's, all but the driver runs as it does on one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch._C._dynamo.guards as _guards
+
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TorchCalls:
+    """Functions of torch, as launches call them."""
+
+    current_device: Callable[[], int]  # index
+    raw_stream: Callable[[int], int]  # handle of a device's current stream
+    on_device: Callable[[int], AbstractContextManager[object]]
+    empty: Empty  # (sizes, strides, dtype) on the current device
+
+
+@functools.cache
+def torch_calls() -> TorchCalls:
+    """Those of CUDA, which ROCm answers to as well."""
+    return TorchCalls(
+        getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
+        getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream),
+        torch.cuda.device,
+        getattr(_guards, "_empty_strided_cuda", _empty),
+    )
+
+
+def _raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def _empty(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
