@@ -63,8 +63,8 @@ def store_region(kernel: LoopKernel, store: Store, found: list[Region]) -> Regio
     )
 
 
-def plan(kernel: LoopKernel, keep: bool) -> Plan:
-    """The passes of a kernel; with ``keep``, costly values go through a row buffer."""
+def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:
+    """The passes of a kernel. ``keep``: costly values go through a row buffer; ``widen``: narrow loads do."""
     found = regions(kernel)
     places = [(s, store_region(kernel, s, found)) for s in kernel.stores]
     live = _live(kernel)
@@ -92,7 +92,7 @@ def plan(kernel: LoopKernel, keep: bool) -> Plan:
         reads = sorted(reach & available)
         computed = sorted(reach - available)
         later = set().union(*(wanted[s] for s in wanted if s > stage))
-        fresh = _narrow_loads(kernel, computed) if row_reduces else []
+        fresh = _narrow_loads(kernel, computed) if row_reduces and widen else []
         computed = [n for n in computed if n not in fresh]
         reads = sorted({*reads, *fresh})
         available.update(fresh)

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import sympy
-
 from autofuse.errors import ShapeError
 from autofuse.ir.shape import Dim, evaluate, parse_dim
 
@@ -39,7 +37,11 @@ class Pass:
     arguments: tuple[Argument, ...]  # in the order of the signature
     constants: tuple[tuple[str, int], ...]  # tl.constexpr parameters, which follow the arguments
     tiles: tuple[tuple[Dim, int], ...]  # (extent, block): the product of ceil(extent / block) is the number of tiles
-    is_shared: bool = False  # at most ``TritonSource.programs`` programs are launched and share the tiles
+    shared: int = 0  # so many leading tiles are shared by at most ``TritonSource.programs`` programs, in a loop
+
+    @property
+    def is_shared(self) -> bool:
+        return self.shared > 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class TritonSource:
     symbols: tuple[str, ...]  # that are arguments; those of a specialised kernel are part of the text
     num_warps: int
     num_stages: int
-    programs: int = 0  # most programs of a shared pass
+    programs: int = 0  # of all shared tiles and the others together, about; the argument ``programs`` is their share
     limits: tuple[tuple[Dim, int], ...] = ()  # (size, bound): the kernels are wrong for sizes beyond a bound
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class TritonSource:
                     "arguments": [[a.name, a.kind, a.type, a.index] for a in p.arguments],
                     "constants": [list(c) for c in p.constants],
                     "tiles": [[_encode(extent), block] for extent, block in p.tiles],
-                    "is_shared": p.is_shared,
+                    "shared": p.shared,
                 }
                 for p in self.passes
             ],
@@ -97,7 +99,7 @@ class TritonSource:
                     tuple(Argument(*a) for a in p["arguments"]),
                     tuple((name, value) for name, value in p["constants"]),
                     tuple((_decode(extent), block) for extent, block in p["tiles"]),
-                    p["is_shared"],
+                    p["shared"],
                 )
                 for p in data["passes"]
             ),
@@ -142,17 +144,16 @@ def resolve(source: TritonSource, values: Mapping[str, int]) -> ResolvedCall:
     """The launches for these values of the node's symbols.
 
     Raises ShapeError where the kernels are not made for these sizes: a row longer than its block, more elements than
-    32-bit indices reach. Sizes of 0 need no launch and must not come here.
+    32-bit indices reach. A call whose outputs are all empty needs no launch and must not come here.
     """
     for size, bound in source.limits:
         found = evaluate(size, values)
         if found > bound:
             raise ShapeError(f"expected {size} of at most {bound} for {source.name}, found {found}")
-    shared = [min(source.programs, _tiles(p, values)) for p in source.passes if p.is_shared]
-    programs = max(shared, default=1)
+    programs = max((_shares(source, p, values) for p in source.passes if p.shared), default=1)
     launches = []
     for number, item in enumerate(source.passes):
-        grid = programs if item.is_shared else _tiles(item, values)
+        grid = _tiles(item.tiles[item.shared :], values) * (programs if item.shared else 1)
         if grid > MAX_GRID:
             raise ShapeError(f"expected at most {MAX_GRID} programs for {item.function}, found {grid}")
         scalars = tuple(
@@ -165,9 +166,15 @@ def resolve(source: TritonSource, values: Mapping[str, int]) -> ResolvedCall:
     return ResolvedCall(tuple(launches), scratch)
 
 
-def _tiles(item: Pass, values: Mapping[str, int]) -> int:
+def _shares(source: TritonSource, item: Pass, values: Mapping[str, int]) -> int:
+    """Programs that share the leading tiles, for each of the others."""
+    others = _tiles(item.tiles[item.shared :], values)
+    return min(max(1, source.programs // others), _tiles(item.tiles[: item.shared], values))
+
+
+def _tiles(tiles: Sequence[tuple[Dim, int]], values: Mapping[str, int]) -> int:
     total = 1
-    for extent, block in item.tiles:
+    for extent, block in tiles:
         total *= -(-evaluate(extent, values) // block)
     return max(1, total)
 
@@ -192,7 +199,3 @@ def natural_assumptions(symbols: Sequence[str], values: Mapping[str, int]) -> As
 
 
 NOTHING_ASSUMED = Assumptions()
-
-
-def is_symbolic(dim: Dim) -> bool:
-    return isinstance(dim, sympy.Expr) and not dim.is_Integer

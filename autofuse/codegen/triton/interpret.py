@@ -1,0 +1,169 @@
+"""Running a Triton module without a GPU: Triton's interpreter on CPU tensors, to check what the printer writes.
+
+In: a `TritonSource`. Out: a function that runs all passes of a call. Triton's own functions (``tl.sum``) must be
+interpreted too, which is settled when Triton is imported: a process calls `import_interpreted` first, for torch
+imports Triton sooner or later.
+Where the interpreter differs from hardware it is put right here: the device library becomes numpy, and a float becomes
+a bfloat16 by rounding to nearest even, where the interpreter truncates.
+Not checked by it: speed, registers, memory races between programs, the accuracy of the device's own functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autofuse.codegen.call import torch_dtype
+from autofuse.codegen.triton.source import TritonSource, resolve
+
+InterpretedEntry = Callable[[Mapping[str, int], Sequence[torch.Tensor]], None]
+
+
+def load_interpreted(source: TritonSource) -> InterpretedEntry:
+    """The module as ``entry(symbol values, inputs and outputs)``. Raises RuntimeError where Triton is not interpreted."""
+    with _interpreting():
+        kernels = load_module(source, {"libdevice": _LIBRARY})
+
+    def entry(values: Mapping[str, int], tensors: Sequence[torch.Tensor]) -> None:
+        call = resolve(source, values)
+        scratch = [torch.empty(elements, dtype=torch_dtype(dtype)) for dtype, elements in call.scratch]
+        for launch in call.launches:
+            item = source.passes[launch.number]
+            scalars = iter(launch.scalars)
+            args: list[Any] = []
+            for a in item.arguments:
+                if a.kind == "param":
+                    args.append(_flat(tensors[a.index]))
+                elif a.kind == "scratch":
+                    args.append(scratch[a.index])
+                else:
+                    args.append(next(scalars))
+            with np.errstate(all="ignore"):
+                kernels[launch.number][(launch.grid,)](*args, **dict(item.constants))
+
+    return entry
+
+
+def import_interpreted() -> None:
+    """Import Triton so that its kernels run in the interpreter in this process, for good."""
+    with _interpreting():
+        _mend_interpreter()
+        import triton.experimental.gluon  # noqa: F401  (imported at the first call otherwise, when the variable is gone)
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    """``@triton.jit`` looks at the environment; children of this process must not inherit what is meant for it."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton.language as tl
+        from triton.runtime.interpreter import InterpretedFunction
+
+        if not isinstance(tl.sum, InterpretedFunction):
+            raise RuntimeError("expected Triton to be interpreted, found it imported; call import_interpreted first")
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def load_module(source: TritonSource, names: Mapping[str, Any] | None = None) -> list[Any]:
+    """The functions of the passes, in order; ``names`` replace what the module imports."""
+    text = source.text
+    file = f"<autofuse {source.name}>"
+    for name in names or {}:
+        text = text.replace(f"from triton.language.extra import {name}\n", "\n")
+    # @triton.jit reads the source of what it decorates
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    module = types.ModuleType(source.name)
+    module.__dict__.update(names or {})
+    exec(compile(text, file, "exec"), module.__dict__)
+    return [getattr(module, item.function) for item in source.passes]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory that a tensor spans as one dim: the interpreter copies what it is given, gaps included."""
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)
+    spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    extent = 1 + sum(spans) if tensor.numel() else 0
+    return tensor.as_strided((extent,), (1,))
+
+
+# ---- the device library -----------------------------------------------------------------------------------
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        arrays = [a.handle.data for a in args]
+        with np.errstate(all="ignore"):
+            result = np.asarray(function(*arrays)).astype(arrays[0].dtype)
+        return tl.core.tensor(TensorHandle(result, args[0].handle.dtype), _joint_type(args, result))
+
+    return call
+
+
+def _joint_type(args: Sequence[Any], result: Any) -> Any:
+    """The block type of the result; operands of other shapes were broadcast."""
+    import triton.language as tl
+
+    scalar = args[0].type.scalar
+    return tl.core.block_type(scalar, list(result.shape)) if result.ndim else scalar
+
+
+def _torch_function(name: str) -> Callable[..., Any]:
+    """For what numpy lacks."""
+    function = getattr(torch.special, name)
+    return lambda x: function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
+    "log1p": np.log1p, "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh, "sinh": np.sinh,
+    "cosh": np.cosh, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2,
+    "fmod": np.fmod, "pow": np.power, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "nearbyint": np.rint,
+    "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "erf": _torch_function("erf"),
+    "erfc": _torch_function("erfc"),
+}  # fmt: skip
+_LIBRARY = types.SimpleNamespace(**{name: _elementwise(function) for name, function in _NUMPY.items()})
+
+
+# ---- the interpreter's own gaps -----------------------------------------------------------------------------
+
+
+def _mend_interpreter() -> None:
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "_autofuse_mended", False):
+        return
+    import triton.language as tl
+
+    original = builder.cast_impl
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_to_bfloat16(src.data), dst_type.scalar)
+        return original(self, src, dst_type)
+
+    builder.cast_impl = cast_impl
+    builder._autofuse_mended = True
+
+
+def _to_bfloat16(values: Any) -> Any:
+    """The bits of float32 values rounded to nearest even, as uint16, which is how the interpreter keeps bfloat16."""
+    flat = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+    return flat.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(values.shape)

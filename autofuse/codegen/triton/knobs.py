@@ -1,0 +1,167 @@
+"""Knobs of Triton kernels: what may vary in the code of one kernel, and where to start.
+
+In: a loop kernel, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices.
+Guarantee: every configuration made of these choices is right for all sizes of the bucket. Names are those that Triton
+users know; blocks are powers of two.
+Where the starts come from: about 1024 elements a program for element-wise work, 128 a warp for reductions, as
+hand-written kernels and Inductor's heuristics have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autofuse.codegen.knobs import Choice, Knob
+from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.triton.body import INDEX_BOUND, extents
+from autofuse.codegen.triton.scalar import FAST
+from autofuse.errors import LoweringError
+from autofuse.ir.records import Config, make_config
+from autofuse.ir.shape import Dim, evaluate, product
+
+Sizes = Mapping[str, int]
+
+MAX_ROW = 16384  # columns of a row that may live in registers: 16 floats a thread and value at 32 warps
+MAX_TILE = 32768  # elements of a tile
+WARPS = (1, 2, 4, 8, 16)
+
+
+def triton_knobs(kernel: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+    """The knobs of a kernel. Raises LoweringError for column sums of rows that fit no tile."""
+    return _Space(kernel, values, high).knobs()
+
+
+def default_triton_config(kernel: LoopKernel, values: Sizes, high: Sizes) -> Config:
+    """A configuration to start from for these sizes."""
+    return make_config({knob.name: knob.default for knob in triton_knobs(kernel, values, high)})
+
+
+class _Space:
+    """The search space of one kernel in one bucket."""
+
+    def __init__(self, kernel: LoopKernel, values: Sizes, high: Sizes) -> None:
+        self.kernel = kernel
+        ops = {v.op for v in kernel.values}
+        self.row_reduce = "row_reduce" in ops
+        self.col_reduce = "col_reduce" in ops
+        self.single = bool(ops & {"full_reduce", "rows_reduce"})
+        self.rows = evaluate(_of(kernel, kernel.rows), values)
+        self.cols = evaluate(_of(kernel, kernel.cols), values)
+        self.most_cols = max(self.cols, evaluate(_of(kernel, kernel.cols), high))
+        self.needs_64 = any(evaluate(e, s) > INDEX_BOUND for e in extents(kernel) for s in (values, high))
+
+    def knobs(self) -> tuple[Knob, ...]:
+        find = self._rows_in_registers if self.row_reduce else self._sums if self.col_reduce else self._plain
+        knobs = find()
+        if any(v.op in FAST and v.dtype == "float32" for v in self.kernel.values):
+            knobs.append(
+                Knob("math", ("precise", "fast"), "precise", "the library's exp, or the approximate instruction")
+            )
+        if not self.single and not self.col_reduce:
+            knobs.append(Knob("eviction", ("none", "first"), "none", "cache policy of loads that are read once"))
+        # no choice: recorded with a configuration, since a kernel for more elements is another one
+        bits = 64 if self.needs_64 else 32
+        knobs.append(Knob("index_bits", (bits,), bits, "width of positions"))
+        return tuple(knobs)
+
+    # ---- element-wise, and sums over everything
+
+    def _plain(self) -> list[Knob]:
+        widest = _power(self.cols)
+        cols = _powers(min(widest, 64), min(widest, 4096))
+        col = min(widest, 1024)
+        knobs = [_blocks("BLOCK_COLS", cols, col)]
+        size = col
+        if self.kernel.rows:
+            row = max(1, min(_power(self.rows), 1024 // col))
+            rows = _powers(1, max(1, min(_power(self.rows), MAX_TILE // cols[0], 256)))
+            knobs.append(_blocks("BLOCK_ROWS", rows, row))
+            size *= row
+        knobs.append(_warps(size // 256))
+        if self.single:
+            knobs += [_programs(self.rows * self.cols // max(size, 1)), _stages()]
+        return knobs
+
+    # ---- row reductions
+
+    def _rows_in_registers(self) -> list[Knob]:
+        whole = _power(self.most_cols)
+        if whole > MAX_ROW:
+            return self._looped((False,))
+        tile = max(whole, 1024)
+        row = max(1, min(_power(self.rows), tile // whole)) if whole < 1024 else 1
+        rows = _powers(1, max(1, min(_power(self.rows), 4096 // whole, 64)))
+        knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", rows, min(row, rows[-1]))]
+        knobs.append(_warps(row * whole // 512))
+        knobs.append(Knob("persistent", (True,), True, "a whole row in registers"))
+        if self.col_reduce or self.single:
+            knobs += [_programs(self.rows // row), _stages()]
+        elif whole >= 2048:
+            return self._looped((True, False), whole)
+        return knobs
+
+    def _looped(self, persistent: tuple[bool, ...], whole: int = 0) -> list[Knob]:
+        """Rows in loops over columns; with ``whole``, rows in registers are a choice too."""
+        if self.col_reduce:
+            raise LoweringError(
+                "columns", f"expected rows of at most {MAX_ROW} columns beside column sums, found {self.most_cols}"
+            )
+        if whole:
+            # One block size serves both: a row in registers needs one that holds it, and a loop of one step is a loop.
+            knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", (1, 2), 1)]
+            knobs.append(_warps(whole // 512))
+            return [*knobs, Knob("persistent", (True,), True, "a whole row in registers")]
+        knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
+        knobs += [_warps(8), Knob("persistent", persistent, False, "a whole row in registers"), _stages()]
+        if self.single:
+            knobs.append(_programs(self.rows))
+        return knobs
+
+    # ---- sums over rows
+
+    def _sums(self) -> list[Knob]:
+        widest = _power(self.cols)
+        cols = _powers(min(widest, 32), min(widest, 512))
+        col = min(widest, 128)
+        rows = _powers(min(_power(self.rows), 4), min(_power(self.rows), 128))
+        row = min(rows[-1], max(rows[0], 4096 // col // 2))
+        tiles = max(1, self.rows // row) * max(1, self.cols // col)
+        return [
+            _blocks("BLOCK_COLS", cols, col),
+            _blocks("BLOCK_ROWS", rows, row),
+            _warps(row * col // 512),
+            _programs(tiles),
+            _stages(),
+        ]
+
+
+def _of(kernel: LoopKernel, dims: tuple[int, ...]) -> Dim:
+    return product(kernel.dims[d] for d in dims)
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that holds a size."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _powers(low: int, high: int) -> tuple[int, ...]:
+    return tuple(1 << k for k in range(low.bit_length() - 1, max(low, high).bit_length()))
+
+
+def _blocks(name: str, choices: tuple[int, ...], default: int) -> Knob:
+    return Knob(name, choices, default, f"{'rows' if name == 'BLOCK_ROWS' else 'columns'} of a tile")
+
+
+def _warps(wanted: int) -> Knob:
+    default = max(w for w in WARPS if w <= max(1, wanted)) if wanted < WARPS[-1] else WARPS[-2]
+    choices: tuple[Choice, ...] = WARPS
+    return Knob("num_warps", choices, default, "warps of a program")
+
+
+def _stages() -> Knob:
+    return Knob("num_stages", (1, 2, 3), 1, "loads in flight ahead of a loop's work")
+
+
+def _programs(tiles: int) -> Knob:
+    """How many programs share the tiles; one finishes by itself, more need a second launch."""
+    return Knob("PROGRAMS", (1, 64, 256, 1024), 1 if tiles <= 8 else 256, "programs that share a reduction over rows")

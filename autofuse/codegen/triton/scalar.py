@@ -1,0 +1,245 @@
+"""Triton expressions: one row per scalar op.
+
+In: an op, its dtype and the text of its operands. Out: the text of the result.
+Guarantee: division and square root round as eager's CUDA kernels do (``div_rn``, ``sqrt_rn``); maximum and minimum keep
+NaN; functions come from the target's device library, not from the approximate instructions that ``tl.exp`` is, unless
+the configuration asks for them (``math=fast``, which has to pass the same check). Only functions that the device
+libraries of CUDA and ROCm both have are used, in Triton 3.6 and 3.7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from autofuse.codegen.dtypes import dtype, is_float
+from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
+from autofuse.errors import LoweringError
+
+TYPES: Mapping[str, str] = {
+    "bool": "tl.int1", "uint8": "tl.uint8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32",
+    "int64": "tl.int64", "float16": "tl.float16", "bfloat16": "tl.bfloat16", "float32": "tl.float32",
+    "float64": "tl.float64",
+}  # fmt: skip
+
+# In memory; a bool is a byte.
+POINTERS: Mapping[str, str] = {
+    "bool": "*u8", "uint8": "*u8", "int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64",
+    "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
+}  # fmt: skip
+
+FAST = frozenset(["exp"])  # ops that ``math=fast`` changes
+_LITERAL = frozenset(["float32", "int32", "int64"])  # dtypes in which a plain number in the text has the right type
+_MAX_POWER = 64  # integer powers are unrolled
+
+
+def literal(value: object, name: str) -> str:
+    """A number as Python writes it."""
+    if value == "nan":
+        return 'float("nan")'
+    if name == "bool":
+        return "True" if value else "False"
+    if not is_float(name):
+        return str(int(value))  # type: ignore[call-overload]
+    real = float(value)  # type: ignore[arg-type]
+    if math.isinf(real):
+        return 'float("inf")' if real > 0 else 'float("-inf")'
+    text = f"{real:.9g}" if name == "float32" else repr(real)
+    return text if any(mark in text for mark in ".en") else f"{text}.0"
+
+
+def constant(value: object, name: str) -> str:
+    """A number with its type, as a block of one element."""
+    return f"tl.full([1, 1], {literal(value, name)}, {TYPES[name]})"
+
+
+def can_be_literal(name: str) -> bool:
+    return name in _LITERAL
+
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "and": "&", "or": "|", "xor": "^", "bitand": "&", "bitor": "|", "bitxor": "^",
+}  # fmt: skip
+TAKES_LITERALS = frozenset([*_INFIX, "where", "maximum", "minimum"]) - {"and", "or", "xor"}
+
+_LIBRARY = {
+    **{op: op for op in TRANSCENDENTAL},
+    "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "nearbyint", "rsqrt": "rsqrt", "pow": "pow",
+    "atan2": "atan2", "fmod": "fmod",
+}  # fmt: skip
+
+_UNARY: Mapping[str, Callable[[str, str], str]] = {
+    "neg": lambda n, a: f"-{a}",
+    "abs": lambda n, a: f"tl.abs({a})",
+    "sign": lambda n, a: f"({a} > 0).to({TYPES[n]}) - ({a} < 0).to({TYPES[n]})",
+    "sqrt": lambda n, a: f"tl.sqrt_rn({a})" if n == "float32" else f"libdevice.sqrt({a})",
+    "reciprocal": lambda n, a: _divide(n, constant(1, n), a),
+    "not": lambda n, a: f"{a} ^ {constant(True, 'bool')}",
+    "bitnot": lambda n, a: f"{a} ^ {constant(-1 if n != 'uint8' else 255, n)}",
+    "isnan": lambda n, a: f"{a} != {a}",
+    "isinf": lambda n, a: f'tl.abs({a}) == float("inf")',
+}
+
+
+def _divide(name: str, a: str, b: str) -> str:
+    if name == "float32":
+        return f"tl.div_rn({a}, {b})"
+    return f"{a} / {b}" if is_float(name) else f"{a} // {b}"
+
+
+def expression(value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue], fast: bool = False) -> str:
+    """The text of a scalar op. Raises LoweringError for a power of integers that is no small constant."""
+    op, name = value.op, value.dtype
+    source = operands[0].dtype if operands else name
+    if op == "cast":
+        return cast(args[0], source, name)
+    if op == "round_to":
+        return f"{args[0]}.to({TYPES[str(value.attr)]}).to({TYPES[name]})"
+    if op == "where":
+        return f"tl.where({', '.join(args)})"
+    if op in ("maximum", "minimum"):
+        keep_nan = ", propagate_nan=tl.PropagateNan.ALL" if is_float(name) else ""
+        return f"tl.{op}({', '.join(args)}{keep_nan})"
+    if op in _UNARY:
+        return _UNARY[op](source, args[0])
+    if op == "div":
+        return _divide(name, *args)
+    if op in ("fmod", "remainder", "pow") and not is_float(name):
+        return _of_integers(op, args, operands)
+    if op == "remainder":
+        rest = f"libdevice.fmod({args[0]}, {args[1]})"
+        return f"tl.where(({rest} != 0) & (({rest} < 0) != ({args[1]} < 0)), {rest} + {args[1]}, {rest})"
+    if fast and op in FAST and name == "float32":
+        return f"tl.{op}({args[0]})"
+    if op in _LIBRARY:
+        return f"libdevice.{_LIBRARY[op]}({', '.join(args)})"
+    left, right = args
+    if source == "bool" and op in ("lt", "le", "gt", "ge"):  # a truth value of one bit would be -1
+        left, right = f"{left}.to(tl.int32)", f"{right}.to(tl.int32)"
+    return f"{left} {_INFIX[op]} {right}"
+
+
+def _of_integers(op: str, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+    a, b = args
+    if op == "fmod":
+        return f"{a} % {b}"  # rounds towards zero, as C does
+    if op == "remainder":
+        return f"tl.where(({a} % {b} != 0) & (({a} % {b} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})"
+    exponent = operands[1]
+    power = exponent.attr if exponent.op == "const" else None
+    if not isinstance(power, int) or not 1 <= power <= _MAX_POWER:
+        raise LoweringError("pow", f"expected a constant integer power of 1 to {_MAX_POWER}, found {power}")
+    return " * ".join([a] * power)
+
+
+def cast(a: str, source: str, name: str) -> str:
+    """A conversion between compute dtypes, as C++ and aten do it."""
+    if source == name:
+        return a
+    if name == "bool":
+        return f"{a} != 0"
+    if is_float(source) and not is_float(name) and dtype(name).nbytes < 4:
+        # out of range is undefined; aten's kernels go through a wider integer
+        return f"{a}.to({'tl.int64' if name == 'uint8' else 'tl.int32'}).to({TYPES[name]})"
+    return f"{a}.to({TYPES[name]})"
+
+
+def load_text(pointer: str, memory: str, mask: str, policy: str = "") -> str:
+    """A load in the compute dtype of what lies in memory."""
+    extra = (f", mask={mask}, other=0" if mask else "") + (f', eviction_policy="{policy}"' if policy else "")
+    text = f"tl.load({pointer}{extra})"
+    if memory in ("float16", "bfloat16"):
+        return f"{text}.to(tl.float32)"
+    return f"{text} != 0" if memory == "bool" else text
+
+
+def store_text(pointer: str, value: str, memory: str, mask: str) -> str:
+    stored = f"{value}.to({TYPES['uint8' if memory == 'bool' else memory]})" if memory in _NARROWED else value
+    return f"tl.store({pointer}, {stored}{f', mask={mask}' if mask else ''})"
+
+
+_NARROWED = ("float16", "bfloat16", "bool")
+
+
+# ---- reductions -----------------------------------------------------------------------------------------
+
+
+class Reducer:
+    """How one kind of reduction over values of a dtype is written.
+
+    Sums of float32 are blocks added up by halving; a sum over a whole tensor (``wide``) is in float64 from the first
+    addition on, since a loss may cancel to almost nothing.
+    """
+
+    def __init__(self, kind: str, name: str, wide: bool = False) -> None:
+        self.kind = kind
+        self.name = name  # dtype of the result
+        floating = is_float(name)
+        if kind in ("any", "all") or name == "bool":
+            self.total = "int32"
+        elif kind in ("sum", "prod") and not floating:
+            self.total = "int64"
+        elif wide and kind == "sum" and floating:
+            self.total = "float64"
+        else:
+            self.total = name
+        self.keeps_nan = floating and kind in ("max", "min")
+
+    @property
+    def neutral(self) -> str:
+        if self.kind in ("sum", "any"):
+            return literal(0, self.total)
+        if self.kind in ("prod", "all"):
+            return literal(1, self.total)
+        low = self.kind in ("max", "peak")
+        if is_float(self.total):
+            return literal(-math.inf if low else math.inf, self.total)
+        return str(_LIMITS["bool" if self.name == "bool" else self.total][0 if low else 1])
+
+    def taken(self, x: str, source: str) -> str:
+        """The element as it is added, in the type of the total."""
+        if self.kind in ("any", "all"):
+            return f"({x} != 0).to(tl.int32)" if source != "bool" else f"{x}.to(tl.int32)"
+        return x if source == self.total else f"{x}.to({TYPES[self.total]})"
+
+    def start(self, shape: str) -> str:
+        return f"tl.full({shape}, {self.neutral}, {TYPES[self.total]})"
+
+    def merged(self, a: str, x: str) -> str:
+        """Accumulator and element, lane by lane."""
+        if self.kind in ("sum", "prod"):
+            return f"{a} {'+' if self.kind == 'sum' else '*'} {x}"
+        op = "maximum" if self.kind in ("max", "peak", "any") else "minimum"
+        return f"tl.{op}({a}, {x}{', propagate_nan=tl.PropagateNan.ALL' if self.keeps_nan else ''})"
+
+    def reduced(self, a: str, axis: int) -> str:
+        """Along an axis, which stays as one element."""
+        if self.kind == "sum":
+            return f"tl.sum({a}, axis={axis}, keep_dims=True)"
+        if self.kind == "prod":
+            return f"tl.reduce({a}, {axis}, af_multiply, keep_dims=True)"
+        op = "max" if self.kind in ("max", "peak", "any") else "min"
+        text = f"tl.{op}({a}, axis={axis}, keep_dims=True)"
+        if not self.keeps_nan:
+            return text
+        flag = f"tl.max(({a} != {a}).to(tl.int32), axis={axis}, keep_dims=True)"
+        return f'tl.where({flag} > 0, float("nan"), {text})'
+
+    def finished(self, a: str) -> str:
+        """The result in its own dtype."""
+        if self.total == self.name:
+            return a
+        return f"{a} != 0" if self.name == "bool" else f"{a}.to({TYPES[self.name]})"
+
+
+_LIMITS = {
+    "int8": (-(2**7), 2**7 - 1), "int16": (-(2**15), 2**15 - 1), "int32": (-(2**31), 2**31 - 1),
+    "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255), "bool": (0, 1),
+}  # fmt: skip
+
+HELPERS: tuple[tuple[str, str], ...] = (  # (name that must occur in the text, its definition)
+    ("af_multiply", "@triton.jit\ndef af_multiply(a, b):\n    return a * b\n"),
+)
