@@ -28,6 +28,9 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callabl
         if split_dropout(module):
             session.prepare_generator()
         imported = import_graph(module)
+        session.refusals.extend(imported.refusals)
+        for device in dict.fromkeys(imported.devices.values()):
+            session.use_device(device)
         graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
         nodes = session.plan_nodes(graph)
         program = build_program(imported, nodes)

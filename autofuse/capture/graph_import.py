@@ -2,14 +2,16 @@
 
 In: a GraphModule from AOTAutograd with fake tensors in ``meta["val"]``. Out: an `ImportedGraph`: the
 operations in program order, the specs of the inputs, likely values of the symbols.
-Guarantee: an operation that cannot be described as data becomes opaque, never wrong. Sizes that the
-shape environment proves equal get one spelling, so that loops over them can be shared.
+Guarantee: an operation that cannot be described as data becomes opaque, never wrong; so does one whose tensors live
+on several devices (a number on the CPU beside tensors of a GPU, two GPUs), hence all that a node touches lives on one.
+Sizes that the shape environment proves equal get one spelling, so that loops over them can be shared.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import FUSIBLE, info
+from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, symbol
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,8 @@ class ImportedGraph:
     hints: dict[str, int]  # a likely value of each symbol
     refs: dict[fx.Node, ValueRef]  # FX nodes that hold tensors, as the operations name them
     dims: dict[fx.Node, Dim]  # FX nodes that hold sizes
+    devices: dict[ValueRef, torch.device]  # where each tensor lives
+    refusals: tuple[Refusal, ...]  # operations that could be fused if their tensors lived on one device
 
 
 class _Dims:
@@ -102,6 +108,8 @@ def import_graph(module: fx.GraphModule) -> ImportedGraph:
     inputs: dict[str, TensorSpec] = {}
     operations: list[Operation] = []
     outputs: list[ValueRef] = []
+    devices: dict[ValueRef, torch.device] = {}
+    refusals: list[Refusal] = []
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if node.op == "output":
@@ -119,12 +127,47 @@ def import_graph(module: fx.GraphModule) -> ImportedGraph:
             if parent in refs and isinstance(value, torch.Tensor):
                 refs[node] = ValueRef(refs[parent].name, node.args[1])
         elif node.op == "call_function":
-            operations.append(_operation(node, value, refs, dims_of, dims))
+            found = _devices_of(node)
+            if len(found) == 1:
+                operations.append(_operation(node, value, refs, dims_of, dims))
+            else:
+                operations.append(_opaque(node, value, refs, dims_of))
+                refusals += _mixed(node, found)
             refs[node] = ValueRef(node.name)
         else:  # call_module and call_method do not occur below AOTAutograd
             operations.append(_opaque(node, value, refs, dims_of))
             refs[node] = ValueRef(node.name)
-    return ImportedGraph(module, tuple(operations), inputs, tuple(outputs), dims_of.hints, refs, dims)
+        for index, tensor in enumerate(_tensors(value)):
+            if node in refs and isinstance(tensor, torch.Tensor):
+                devices[ValueRef(refs[node].name, refs[node].index + index)] = _device(tensor)
+    return ImportedGraph(
+        module, tuple(operations), inputs, tuple(outputs), dims_of.hints, refs, dims, devices, tuple(refusals)
+    )
+
+
+def _device(value: torch.Tensor) -> torch.device:
+    """With the index that a GPU's tensor always has; CPUs have none."""
+    return torch.device(value.device.type) if value.device.type == "cpu" else value.device
+
+
+def _devices_of(node: fx.Node) -> set[torch.device]:
+    """Devices of all tensors that an operation reads or makes; that of the CPU where there are none."""
+    values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
+    flat = [t for v in values for t in _tensors(v)]
+    return {_device(t) for t in flat if isinstance(t, torch.Tensor)} or {torch.device("cpu")}
+
+
+def _tensors(value: Any) -> Sequence[Any]:
+    """The values of an operation with one output or several."""
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _mixed(node: fx.Node, found: set[torch.device]) -> list[Refusal]:
+    target = _target(node)
+    if target is None or info(target).kind not in FUSIBLE:
+        return []
+    detail = f"its tensors live on {' and '.join(sorted(map(str, found)))}; a kernel reaches one device"
+    return [Refusal("mixed_devices", False, target.split(".")[1], detail, source=_source(node) or "")]
 
 
 def _shape_env(module: fx.GraphModule) -> ShapeEnv | None:
@@ -164,11 +207,8 @@ class _NotData(Exception):
 def _operation(
     node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims, dims: dict[fx.Node, Dim]
 ) -> Operation:
-    if node.target in OURS:
-        target = OURS[node.target]
-    elif isinstance(node.target, torch._ops.OpOverload):
-        target = f"{node.target.namespace}.{node.target._schema.name.split('::')[1]}.{node.target._overloadname}"
-    else:
+    target = _target(node)
+    if target is None:
         return _opaque(node, value, refs, dims_of)
     outputs = _output_specs(node, value, dims_of)
     try:
@@ -179,6 +219,15 @@ def _operation(
     except _NotData:
         return _opaque(node, value, refs, dims_of)
     return Operation(node.name, target, args, kwargs, tuple(o or _NOTHING for o in outputs), _source(node))
+
+
+def _target(node: fx.Node) -> str | None:
+    """The name of the operator, None for what is none of aten's and none of ours."""
+    if node.target in OURS:
+        return OURS[node.target]
+    if isinstance(node.target, torch._ops.OpOverload):
+        return f"{node.target.namespace}.{node.target._schema.name.split('::')[1]}.{node.target._overloadname}"
+    return None
 
 
 def _opaque(node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims) -> Operation:

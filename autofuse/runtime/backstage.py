@@ -50,6 +50,8 @@ class Backstage:
         self._lock = threading.Lock()
         self._open_work: int | None = None  # requests of this run not finished; None: not known
         self._broken = False
+        self._stale = False  # what was absorbed does not cover all devices in use
+        self._absorbed_again = threading.Event()
         self._flushed = threading.Condition()
         self._posted = 0
         self._written = 0
@@ -67,6 +69,15 @@ class Backstage:
     def wait_ready(self, seconds: float) -> bool:
         """Wait until decisions of earlier runs are in memory."""
         return self._ready.wait(seconds)
+
+    def absorb_again(self, seconds: float) -> bool:
+        """Read decisions and kernels anew, since more devices are in use; wait for it, so long at most."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return False
+        self._absorbed_again.clear()
+        self._stale = True
+        self._wake.set()
+        return self._absorbed_again.wait(seconds)
 
     def post_requests(self, requests: list[TuneRequest]) -> int:
         """Queue work for the daemon; returns a ticket for `written`."""
@@ -109,6 +120,7 @@ class Backstage:
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             self._ready.set()
+            self._absorbed_again.set()
             with self._flushed:
                 self._flushed.notify_all()
             if self._store is not None:
@@ -128,12 +140,14 @@ class Backstage:
             stopping = self._stop.is_set()
             self._write_posted(self._store, self.run_id)
             found = self._store.data_version()
-            if found != version:
-                version = found
+            if found != version or self._stale:
+                version, self._stale = found, False
                 # In this order: who sees that no work is open finds its decisions in memory.
                 left = self._count_open(self._store)
                 self._absorb(self._store)
                 self._open_work = left
+                if not self._stale:
+                    self._absorbed_again.set()
             if stopping or time.monotonic() - flushed_at >= FLUSH_SECONDS:
                 self._collect(self._store, self.run_id, stopping)
                 flushed_at = time.monotonic()
@@ -159,7 +173,7 @@ class Backstage:
                 self._flushed.notify_all()
 
     def _count_open(self, store: Store) -> int:
-        status = store.queue_length(self._start.device.key, self.run_id)
+        status = store.queue_length(run_id=self.run_id)  # for all devices
         return status.queued + status.running
 
     def _fail(self, message: str) -> None:

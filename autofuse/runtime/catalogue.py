@@ -1,8 +1,8 @@
 """What is decided and what is loaded, in memory: the script's side of the store.
 
-In: decisions and kernels that the background thread read. Out: the choice for a node in one shape.
-Guarantee: a look-up never blocks and never touches a file; of several decisions the narrowest bucket
-wins, then the latest.
+In: decisions and kernels that the background thread read. Out: the choice for a node in one shape, at one place.
+Guarantee: a look-up never blocks and never touches a file; of several decisions for a model of device the narrowest
+bucket wins, then the latest. Kernels are loaded once for each device, and none while the script records a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from autofuse.ir.records import EAGER, Decision, KernelRecord
+from autofuse.runtime.backends import Place
+from autofuse.runtime.gpu import capturing
+from autofuse.runtime.launch import Entry
 from autofuse.runtime.router import UNKNOWN, Choice
 
 
 class DecisionTable:
-    """Decisions by node and bucket."""
+    """Decisions by node, bucket and place."""
 
     def __init__(self) -> None:
-        self._by_node: dict[str, dict[str, Decision]] = {}
+        self._by_node: dict[str, dict[tuple[str, str, int], Decision]] = {}
 
     def __len__(self) -> int:
         return sum(len(decisions) for decisions in self._by_node.values())
@@ -27,17 +32,18 @@ class DecisionTable:
         """Take over decisions, later ones replacing earlier ones of the same bucket; returns how many."""
         count = 0
         for decision in decisions:
-            buckets = dict(self._by_node.get(decision.key.fusion_id, {}))
-            buckets[f"{decision.bucket.label} {decision.key.threads}"] = decision
+            key = decision.key
+            buckets = dict(self._by_node.get(key.fusion_id, {}))
+            buckets[decision.bucket.label, key.device, key.threads] = decision
             # Exact buckets first: they know the shape at hand.
             ordered = sorted(buckets.items(), key=lambda item: not item[1].bucket.is_exact)
-            self._by_node[decision.key.fusion_id] = dict(ordered)
+            self._by_node[key.fusion_id] = dict(ordered)
             count += 1
         return count
 
-    def find(self, fusion_id: str, values: Sequence[int], threads: int) -> Decision | None:
-        for decision in self._by_node.get(fusion_id, {}).values():
-            if decision.key.threads == threads and decision.bucket.contains(values):
+    def find(self, fusion_id: str, values: Sequence[int], place: Place) -> Decision | None:
+        for (_, device, threads), decision in self._by_node.get(fusion_id, {}).items():
+            if (device, threads) == (place.key, place.threads) and decision.bucket.contains(values):
                 return decision
         return None
 
@@ -48,57 +54,52 @@ class DecisionTable:
 
 
 class KernelShelf:
-    """Loaded kernels by compile key."""
+    """Kernels by compile key, loaded for each device that asks."""
 
-    def __init__(self, load: Callable[[KernelRecord], Callable[..., None]]) -> None:
+    def __init__(self, load: Callable[[KernelRecord, torch.device], Entry]) -> None:
         self._load = load
-        self._entries: dict[str, Callable[..., None]] = {}
-        self._records: dict[str, KernelRecord] = {}
+        self._entries: dict[tuple[str, torch.device], Entry | None] = {}  # None: it could not be loaded
+        self._records: dict[str, KernelRecord | None] = {}  # None: the store has nothing
         self._missing: set[str] = set()  # asked for by the router, not read yet
-        self._unusable: set[str] = set()
         self._lock = threading.Lock()
 
     def add(self, digest: str, record: KernelRecord | None) -> None:
         """Keep what the store gave for ``digest``; None where it had nothing."""
-        if record is None:
-            self._unusable.add(digest)
-        else:
-            self._records[digest] = record
+        self._records[digest] = record
         self._missing.discard(digest)
 
     def has(self, digest: str) -> bool:
-        return digest in self._entries or digest in self._records or digest in self._unusable
+        return digest in self._records
 
-    def entry(self, digest: str) -> Callable[..., None] | None:
-        """The kernel's entry point, None where it is not here (yet); loading takes 0.2 ms, once."""
-        found = self._entries.get(digest)
-        if found is not None or digest in self._unusable:
-            return found
-        record = self._records.get(digest)
-        if record is None:
+    def entry(self, digest: str, device: torch.device) -> Entry | None:
+        """The kernel, ready to launch; None where it is not here (yet). Loading takes 0.2 ms, once."""
+        key = (digest, device)
+        if key in self._entries:
+            return self._entries[key]
+        if digest not in self._records:
             self._missing.add(digest)
             return None
+        record = self._records[digest]
+        if record is None or (device.type != "cpu" and capturing.is_capturing()):
+            return None
         with self._lock:
-            if digest not in self._entries:
-                try:
-                    self._entries[digest] = self._load(record)
-                except Exception:
-                    self._unusable.add(digest)
-                    raise
-            return self._entries[digest]
+            if key not in self._entries:
+                self._entries[key] = None
+                self._entries[key] = self._load(record, device)
+            return self._entries[key]
 
     def missing(self) -> list[str]:
         return list(self._missing)
 
 
-def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int], threads: int) -> Choice:
+def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int], place: Place) -> Choice:
     """What the table says, as far as its kernel is here."""
-    decision = table.find(fusion_id, values, threads)
+    decision = table.find(fusion_id, values, place)
     if decision is None:
         return UNKNOWN
     if decision.candidate.variant == EAGER or decision.compile_key is None:
         return Choice(known=True)
-    entry = shelf.entry(decision.compile_key)
+    entry = shelf.entry(decision.compile_key, place.device)
     if entry is None:
         # Known, but its kernel is not: eager until it is.
         return Choice(known=shelf.has(decision.compile_key))

@@ -1,7 +1,8 @@
 """The flat call of a captured graph: one generated Python function around an execution plan.
 
 In: an imported graph and its fusion nodes. Out: a `Program` with two functions of the graph's inputs,
-``call`` and ``timed_call`` (which also measures each node), both asking a plan for the nodes' callables.
+``call`` and ``timed_call`` (which also measures each node), both asking a plan for the nodes' callables. A node of the
+CPU is measured with the clock; for one of a GPU the plan's timer is told where it begins and ends.
 Guarantee: random and in-place operations keep their order, values die at their last use, and a call
 does one look-up for all nodes.
 """
@@ -34,6 +35,7 @@ class NodeSlot:
 
     node: FusionNode
     symbols: tuple[Dim, ...]  # the node's s0, s1, ... in the graph's symbols
+    device: torch.device  # where all of its tensors live
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Program:
     slots: tuple[NodeSlot, ...]
     symbols: tuple[str, ...]  # the graph's free symbols, in the order of a plan's key
     call: Callable[..., Any]  # call(plans, miss, args): plans by key, miss(key) -> plan where there is none
-    timed_call: Callable[..., Any]  # timed_call(plans, miss, args, times): times[i] += seconds of node i
+    timed_call: Callable[..., Any]  # timed_call(plans, miss, args, times): times[i] += seconds of CPU node i
     source: str
 
 
@@ -75,8 +77,16 @@ class _Builder:
             self.by_ref.setdefault(ref, fx_node)
             if fx_node.op == "call_function" and ref.index == 0 and fx_node.name != ref.name:
                 self.by_ref[ref] = fx_node
-        self.slots = tuple(NodeSlot(n, tuple(symbol(s) for s in n.symbols)) for n in nodes)
+        self.slots = tuple(NodeSlot(n, tuple(symbol(s) for s in n.symbols), self._device_of(n)) for n in nodes)
         self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter}
+
+    def _device_of(self, node: FusionNode) -> torch.device:
+        refs = [_ref_of(name) for name in node.input_names]
+        refs += [ValueRef(op.name, i) for op in node.operations for i in range(len(op.outputs))]
+        found = {self.imported.devices[ref] for ref in refs if ref in self.imported.devices}
+        if len(found) != 1:
+            raise ShapeError(f"expected {node.label} on one device, found {sorted(map(str, found))}; report this")
+        return found.pop()
 
     def build(self) -> Program:
         units = self._live(self._order(self._units()))
@@ -128,9 +138,8 @@ class _Builder:
         return units
 
     def _node_of(self, name: str) -> fx.Node:
-        """The FX node of a node input; ``a@2`` is output 2 of operation ``a``."""
-        base, _, index = name.partition("@")
-        return self.by_ref[ValueRef(base, int(index) if index else 0)]
+        """The FX node of a node input."""
+        return self.by_ref[_ref_of(name)]
 
     def _order(self, units: list[_Unit]) -> list[_Unit]:
         """Topological order that stays near the program's; effects keep their order among themselves."""
@@ -219,8 +228,11 @@ class _Builder:
             plain += [f"    {line}", *clean]
             if unit.slot is None:
                 timed += [f"    {line}", *clean]
-            else:
+            elif self.slots[unit.slot].device.type == "cpu":
                 timed += ["    af_t = clock()", f"    {line}", f"    times[{unit.slot}] += clock() - af_t", *clean]
+            else:
+                timer = f"    af_plan.timers[{unit.slot}]"
+                timed += [f"{timer}.start()", f"    {line}", f"{timer}.stop()", *clean]
         back = f"    return {self._arg(output.args[0])}"
         return [*plain, back], [*timed, back]
 
@@ -261,6 +273,12 @@ class _Builder:
         name = f"af_c{len(self.namespace)}"  # dtypes, devices, layouts: constants of the function
         self.namespace[name] = arg
         return name
+
+
+def _ref_of(name: str) -> ValueRef:
+    """The value of a node input; ``a@2`` is output 2 of operation ``a``."""
+    base, _, index = name.partition("@")
+    return ValueRef(base, int(index) if index else 0)
 
 
 def _target_name(node: fx.Node) -> str:

@@ -23,6 +23,8 @@ from autofuse.observer.observer import Observer
 from autofuse.observer.policy import HeldOut, advise_capture, learn_cost
 from autofuse.observer.roots import RootTracker, root_key
 from autofuse.observer.signatures import call_signature, tensors_by_path
+from autofuse.runtime.backends import CPU
+from autofuse.runtime.gpu import capturing
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
@@ -133,13 +135,15 @@ class Root:
         now = time.perf_counter()
         self._end_step(now)
         self.calls += 1
+        if self.state != "eager" and capturing.is_capturing():
+            return self._recorded(module, args, kwargs)
         if self.state == "eager":
             self._open = (now, "", False, self.calls, self.session.disturbances)
             return self.roots.tracker.call_original(module, args, kwargs)
         if self.state == "observing":
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs)
-            self._decide()
+            self._decide(module)
             if self.state != "captured":
                 return self._observed(module, args, kwargs)
         signature = (call_signature(args, kwargs), module.training, torch.is_grad_enabled())
@@ -149,6 +153,14 @@ class Root:
             self.roots.held_out_calls += 1
             return self.roots.tracker.call_original(module, args, kwargs)
         return self._captured(module, args, kwargs, signature)
+
+    def _recorded(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
+        if self.state == "captured":
+            signature = (call_signature(args, kwargs), module.training, torch.is_grad_enabled())
+            if signature in self._seen:
+                return self._captured(module, args, kwargs, signature)
+        return self.roots.tracker.call_original(module, args, kwargs)
 
     def _observed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         observer = self.roots.observer
@@ -202,9 +214,11 @@ class Root:
 
     # ---- decisions --------------------------------------------------------------------------------------
 
-    def _decide(self) -> None:
+    def _decide(self, module: torch.nn.Module) -> None:
         session, capture = self.session, self.session.settings.capture
-        if session.toolchain is None and not len(session.table):
+        device = _device_of(module)
+        session.use_device(device)
+        if session.tunable(device) is None and not len(session.table):
             return
         observer = self.roots.observer
         if self.calls == 1:
@@ -316,3 +330,9 @@ class Root:
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
         )
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    """Where the parameters live, the CPU where there are none."""
+    parameter = next(module.parameters(), None)
+    return CPU if parameter is None or parameter.device.type == "cpu" else parameter.device

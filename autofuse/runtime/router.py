@@ -2,19 +2,25 @@
 
 In: a `Program`, and a `Catalogue` that answers what is decided and loaded. Out: a callable graph.
 Guarantee: one dict look-up a call finds the plan of all nodes; plans change between calls by replacing
-one tuple, without a lock on the path; anything unknown or failed runs eager's kernels.
+one tuple, without a lock on the path; anything unknown or failed runs eager's kernels. While the script records a CUDA
+graph everything stands still: what is loaded is launched, a new plan runs eager's kernels and is settled later.
 """
 
 from __future__ import annotations
 
 import statistics
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from autofuse.errors import DeviceError, ShapeError
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.launch import NodeCall, make_checked, make_launcher, make_unfused, node_symbol_values
+from autofuse.runtime.gpu import capturing
+from autofuse.runtime.launch import Entry, NodeCall, make_checked, make_launcher, make_unfused, node_symbol_values
 from autofuse.runtime.program import NodeSlot, Program
 
 # Live times of this many sampled calls are kept for each node of a plan.
@@ -26,11 +32,35 @@ class Choice:
     """What the catalogue says about a node in one shape."""
 
     known: bool  # a decision exists, for or against fusing
-    entry: Callable[..., None] | None = None  # the loaded kernel of the winner, None for eager
+    entry: Entry | None = None  # the loaded kernel of the winner, None for eager
     tag: str = ""  # tells one kernel from another
 
 
 UNKNOWN = Choice(known=False)
+
+
+class Timer(Protocol):
+    """Measures one node of a GPU by events on its stream, call after call; none of it may synchronise."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def poll(self) -> Sequence[float]:
+        """Seconds of the pairs that have finished since the last time."""
+
+
+class Untimed:
+    """A timer that measures nothing."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def poll(self) -> Sequence[float]:
+        return ()
 
 
 class Catalogue(Protocol):
@@ -39,7 +69,7 @@ class Catalogue(Protocol):
     @property
     def threads(self) -> int: ...
 
-    def choose(self, fusion_id: str, values: Sequence[int]) -> Choice: ...
+    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice: ...
 
     def node_failed(self, node: NodeState, problem: str) -> None: ...
 
@@ -77,49 +107,80 @@ class Plan:
         self.count = 0  # calls; the generated code counts
         self.seen = 0  # calls that the step statistics have taken note of
         self.fused_nodes = 0
+        self.is_resolved = False  # the catalogue has been asked about its nodes
         program = router.program
         graph_values = dict(zip(program.symbols, key, strict=True))
         self.nodes: list[NodeState] = []
         for slot in program.slots:
             values = node_symbol_values(slot.symbols, graph_values)
             form = slot.node.form
-            self.nodes.append(NodeState(slot, form, slot.node.fusion_id, values, make_unfused(form, values)))
+            unfused = make_unfused(form, values, slot.device)
+            self.nodes.append(NodeState(slot, form, slot.node.fusion_id, values, unfused))
         self.calls: tuple[NodeCall, ...] = tuple(node.unfused for node in self.nodes)
-        self.samples: list[tuple[float, list[float]]] = []  # (seconds of the graph, seconds of each node)
+        # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
+        self._node_times = [deque[float](maxlen=KEPT_SAMPLES) for _ in self.nodes]
+        self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
+        # Of the nodes of GPUs; the generated code starts and stops them.
+        self.timers: dict[int, Timer] = {}
 
     def fused_calls(self, node: NodeState) -> int:
         """Calls of the node that ran a fused kernel so far."""
         return node.fused_before + (self.count - node.since if node.tag else 0)
 
+    def start_sample(self) -> None:
+        """Before a timed call: what earlier ones measured on GPUs has come in by now."""
+        for index, node in enumerate(self.nodes):
+            if node.slot.device.type != "cpu":
+                if index not in self.timers:
+                    self.timers[index] = self.router.make_timer()
+                self._node_times[index].extend(self.timers[index].poll())
+
     def add_sample(self, seconds: float, times: list[float]) -> None:
-        if len(self.samples) >= KEPT_SAMPLES:
-            self.samples.pop(0)
-        self.samples.append((seconds, times))
+        """Wall times of a call: of the graph, and of the nodes that run on a CPU."""
+        for index, node in enumerate(self.nodes):
+            if node.slot.device.type == "cpu":
+                self._node_times[index].append(times[index])
+        if not self.router.on_gpu:
+            self._graph_times.append(seconds)
 
     def live_us(self, index: int) -> float:
         """Median of the sampled calls of one node, 0.0 without samples."""
-        times = [times[index] for _, times in self.samples]
-        return statistics.median(times) * 1e6 if times else 0.0
+        return _median_us(self._node_times[index])
 
     def graph_us(self) -> float:
-        return statistics.median(s for s, _ in self.samples) * 1e6 if self.samples else 0.0
+        return _median_us(self._graph_times)
+
+
+def _median_us(seconds: deque[float]) -> float:
+    found = list(seconds)
+    return statistics.median(found) * 1e6 if found else 0.0
 
 
 class GraphRouter:
     """One captured graph with its plans."""
 
-    def __init__(self, program: Program, catalogue: Catalogue, phase: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        catalogue: Catalogue,
+        phase: str,
+        clock: Callable[[], float],
+        make_timer: Callable[[], Timer] = Untimed,
+    ) -> None:
+        """``make_timer``: of a node that runs on a GPU, where the clock would tell the time to launch it."""
         self.program = program
         self.catalogue = catalogue
         self.phase = phase  # "forward", "backward" or "inference"
+        self.on_gpu = any(slot.device.type != "cpu" for slot in program.slots)
         self.plans: dict[tuple[int, ...], Plan] = {}  # settled: found without asking
         self.pending: dict[tuple[int, ...], Plan] = {}
+        self.make_timer = make_timer
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
         self._lock = threading.Lock()  # guards creation and change, never a call
 
     def __call__(self, args: list[Any]) -> Any:
-        if self.catalogue.sample_due():
+        if self.catalogue.sample_due() and not self._stands_still():
             return self._timed(args)
         return self.program.call(self.plans, self._miss, args)
 
@@ -135,6 +196,10 @@ class GraphRouter:
         yield from list(self.plans.values())
         yield from list(self.pending.values())
 
+    def _stands_still(self) -> bool:
+        """Whether the script records a CUDA graph, so that nothing may change or be measured."""
+        return self.on_gpu and capturing.is_capturing()
+
     def _miss(self, key: tuple[int, ...]) -> Plan:
         plan = self.pending.get(key)
         if plan is None:
@@ -144,6 +209,10 @@ class GraphRouter:
                     plan = Plan(self, key)
                     self.pending[key] = plan
                     self.catalogue.new_plan(plan)
+        if self._stands_still():
+            return plan
+        if not plan.is_resolved:
+            plan.is_resolved = True
             self.refresh(plan)
         if self.catalogue.settle_plan(plan):
             with self._lock:
@@ -159,11 +228,16 @@ class GraphRouter:
             for index, node in enumerate(plan.nodes):
                 if node.broken:
                     continue
-                choice = self.catalogue.choose(node.fusion_id, node.values)
+                choice = self.catalogue.choose(node.fusion_id, node.values, node.slot.device)
                 tag = choice.tag if choice.entry is not None else ""
                 if not choice.known or tag == node.tag:
                     continue
-                calls[index] = self._callable(plan, index, node, choice)
+                try:
+                    calls[index] = self._callable(plan, index, node, choice)
+                except (ShapeError, DeviceError) as error:
+                    node.broken = True
+                    self.catalogue.node_failed(node, str(error))
+                    calls[index], tag = node.unfused, ""
                 self._account(plan, node, tag)
                 changed = True
             if changed:
@@ -179,6 +253,8 @@ class GraphRouter:
             return node.unfused(*inputs)
 
         def settle(problem: str | None) -> None:
+            if self._stands_still():
+                return
             with self._lock:
                 calls = list(plan.calls)
                 calls[index] = self.catalogue.wrap(node, fused, node.unfused) if problem is None else node.unfused
@@ -190,7 +266,7 @@ class GraphRouter:
                 self.catalogue.node_failed(node, problem)
 
         fused = make_launcher(node.form, choice.entry, node.values, self.catalogue.threads, failed=failed)
-        return make_checked(node.form, node.values, fused, node.unfused, settle)
+        return make_checked(node.form, node.values, fused, node.unfused, settle, node.slot.device)
 
     @staticmethod
     def _account(plan: Plan, node: NodeState, tag: str) -> None:
@@ -210,5 +286,6 @@ class _Recorder:
 
     def get(self, key: tuple[int, ...]) -> Plan:
         plan = self._router.plans.get(key) or self._router._miss(key)
+        plan.start_sample()
         self._used.append(plan)
         return plan

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,23 +21,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autofuse.capture.random_ops import use_generator
 from autofuse.codegen.c.bernoulli import make_bernoulli
-from autofuse.codegen.c.build import Toolchain, find_toolchain
-from autofuse.codegen.c.load import load_kernel
+from autofuse.codegen.c.build import Toolchain
 from autofuse.codegen.generator import CODEGEN_VERSION
 from autofuse.codegen.lowering.lower import lower
 from autofuse.db.store import Store
-from autofuse.errors import AutofuseError, CompilerError, LoweringError
+from autofuse.errors import AutofuseError, CompilerError, LoweringError, StoreError
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
-from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Event, KernelRecord, RunStart, RunTotals, StepSample
+from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
 from autofuse.runtime import roots
+from autofuse.runtime.backends import CPU, Backends, Place
 from autofuse.runtime.backstage import Backstage, load_missing
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
+from autofuse.runtime.gpu import launcher
 from autofuse.runtime.launch import NodeCall
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
 from autofuse.runtime.tuning import TuningClient
@@ -45,6 +45,7 @@ from autofuse.runtime.usage import node_uses
 from autofuse.say import say
 from autofuse.settings import Settings, load
 
+ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
 
 _current: Session | None = None
@@ -57,7 +58,10 @@ class Session:
     def __init__(self, settings: Settings, command: str) -> None:
         self.settings = settings
         self.command = command
-        self.device = cpu_device()
+        self.backends = Backends(settings.run.cc or None)
+        device = self.backends.info(CPU)
+        assert device is not None
+        self.device = device  # of the run: the machine's CPU; nodes have places of their own
         minor = ".".join(torch.__version__.split(".")[:2])
         self.versions = f"torch {minor}, codegen {CODEGEN_VERSION}"  # what a decision depends on besides the device
         self.mode = "off" if settings.run.frozen else settings.run.tune
@@ -77,11 +81,12 @@ class Session:
         self._finished = False
         self._exit_code: int | None = None
         self._lowered: dict[str, tuple[str, str] | None] = {}
-        self._absorbed = 0
-        self.toolchain = self._find_toolchain()
+        self._absorbed: dict[str, int] = {}  # newest decision read, by model of device
+        self._knows_roots = False
+        self._launcher_ready = False
         self._generator_ready = False
         self.table = DecisionTable()
-        self.shelf = KernelShelf(self._load_kernel)
+        self.shelf = KernelShelf(self.backends.load)
         config = FusionConfig.from_mapping(settings.as_dict()["fusion"])
         self.engine = FusionEngine(config, lowerable=self._lowerable)
         changed = {name: str(value) for name, value in settings.changed().items()}
@@ -117,7 +122,7 @@ class Session:
     # ---- planning -----------------------------------------------------------------------------------
 
     def plan_nodes(self, graph: FusionGraph) -> list[FusionNode]:
-        """Nodes of a graph; without a compiler there is nothing to fuse into."""
+        """Nodes of a graph."""
         before = len(self.engine.refusals)
         nodes = self.engine.fuse(graph)
         self.refusals.extend(self.engine.refusals[before:])
@@ -144,12 +149,32 @@ class Session:
             for node in nodes:
                 say(f"{router.phase}: {node.label}: {node.operation_names}")
 
-    def _find_toolchain(self) -> Toolchain | None:
+    # ---- devices ------------------------------------------------------------------------------------
+
+    @property
+    def toolchain(self) -> Toolchain | None:
+        """The C compiler, None where there is none."""
+        return self.backends.cpu.toolchain
+
+    def use_device(self, device: torch.device) -> None:
+        """The script has tensors there: read what is decided for its model, say once what it lacks."""
         try:
-            return find_toolchain(self.settings.run.cc or None)
-        except CompilerError as error:
-            self._no_compiler = str(error)
-            return None
+            is_new = self.backends.use(device)
+        except Exception as error:
+            self.report_fallback("device_unknown", f"{device} runs on eager's kernels", error)
+            return
+        if is_new:
+            self.say_problem(device)
+            self.backstage.absorb_again(ABSORB_SECONDS)
+
+    def say_problem(self, device: torch.device) -> None:
+        problem = self.backends.problem(device)
+        if problem is not None:
+            self.say_once(*problem)
+
+    def tunable(self, device: torch.device) -> Place | None:
+        """Where a node's decisions belong, None where nothing can be tuned for the device."""
+        return None if self.backends.problem(device) else self.backends.place(device)
 
     def prepare_generator(self) -> None:
         """Dropout's masks from our generator, once it has proved itself bit-equal to aten's."""
@@ -164,14 +189,17 @@ class Session:
 
     @property
     def threads(self) -> int:
-        """Threads torch computes with now; the script may change it at any time."""
-        return int(torch.get_num_threads())
+        """Threads torch computes with now on the CPU."""
+        return self.backends.cpu.threads()
 
     # ---- the catalogue, as the router sees it -------------------------------------------------------
 
-    def choose(self, fusion_id: str, values: Sequence[int]) -> Choice:
+    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
+        place = self.backends.place(device)
+        if place is None:
+            return UNKNOWN
         try:
-            choice = choose(self.table, self.shelf, fusion_id, values, self.threads)
+            choice = choose(self.table, self.shelf, fusion_id, values, place)
         except Exception as error:
             self.report_fallback("kernel_unusable", "a stored kernel could not be loaded; its node runs eager", error)
             return UNKNOWN
@@ -202,12 +230,17 @@ class Session:
 
     def _absorb(self, store: Store) -> bool:
         """Read new decisions and the kernels they name, then let the plans follow. On the background thread."""
-        if not self._absorbed:
+        if not self._knows_roots:
+            self._knows_roots = True
             self.roots.known.update(store.roots())
-        rows = store.decisions(self.device.key, self.versions, self._absorbed)
-        if rows:
-            self._absorbed = max(number for number, _ in rows)
-            self.table.update(d for _, d in rows)
+        self._prepare_launcher(store)
+        rows = []
+        for key in self.backends.models():
+            found = store.decisions(key, self.versions, self._absorbed.get(key, 0))
+            if found:
+                self._absorbed[key] = max(number for number, _ in found)
+                rows += found
+        self.table.update(d for _, d in rows)
         wanted = [key for key in self.table.kernels() if not self.shelf.has(key)]
         load_missing(store, wanted, self.shelf.add)
         if rows or wanted:
@@ -220,9 +253,19 @@ class Session:
                 if router.refresh(plan):
                     self.disturbances += 1
 
-    def _load_kernel(self, record: KernelRecord) -> Callable[..., None]:
-        entry: Callable[..., None] = load_kernel(record.binary, record.name).entry
-        return entry
+    def _prepare_launcher(self, store: Store) -> None:
+        """The launcher of GPU kernels in C, from the store or compiled; without one they go through ctypes."""
+        if self._launcher_ready or self.toolchain is None or not self.backends.in_use("cuda"):
+            return
+        self._launcher_ready = True
+        try:
+            record = store.get_kernel(launcher.launcher_key(self.toolchain).digest)
+            if record is None:
+                record = launcher.compile_launcher(self.toolchain)
+                store.put_kernel(record)
+            launcher.install(record.binary)
+        except (CompilerError, StoreError, OSError) as error:
+            self.report_fallback("slow_launcher", "GPU kernels are launched through ctypes, some us slower", error)
 
     def _collect(self, store: Store, run_id: int, final: bool) -> None:
         """Write what was counted since the last time. On the background thread."""
@@ -296,8 +339,7 @@ def start_session(settings: Settings, command: str) -> Session:
         _current = Session(settings, command)
         session = _current
     session.start()
-    if session.toolchain is None:
-        session.say_once("no_compiler", f"{session._no_compiler} The script runs on eager's kernels.")
+    session.say_problem(CPU)
     return session
 
 

@@ -2,7 +2,7 @@
 
 In: plans with nodes that nobody has decided on. Out: requests in the store, a running daemon, in ``wait``
 mode a pause with a progress bar. Guarantee: a daemon that dies or a budget that ends never holds the
-script; without a compiler or a store nothing is asked.
+script; without a store nothing is asked, and nothing for a device whose nodes cannot be compiled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
 from autofuse.report.progress import TuningProgress
+from autofuse.runtime.backends import Place
 from autofuse.runtime.router import NodeState, Plan
 from autofuse.tuner import daemon
 from autofuse.tuner.buckets import bucket_of
@@ -39,7 +40,7 @@ class TuningClient:
     def enabled(self) -> bool:
         """Whether asking makes sense at all."""
         session = self._session
-        return session.mode != "off" and session.toolchain is not None and session.backstage.usable
+        return session.mode != "off" and session.backstage.usable
 
     # ---- called on the script's path ---------------------------------------------------------------
 
@@ -47,7 +48,7 @@ class TuningClient:
         """True once the plan need not be asked about again; in ``wait`` mode this is where the script pauses."""
         if self._session.mode != "wait" or not self.enabled:
             return True
-        if not self._undecided(plan):
+        if not self._open_nodes(plan):
             return True
         if plan.count < CALLS_BEFORE_TUNING["wait"]:
             return False
@@ -159,17 +160,22 @@ class TuningClient:
         return [
             (index, node)
             for index, node in enumerate(plan.nodes)
-            if not node.broken and not self._session.choose(node.fusion_id, node.values).known
+            if not node.broken and not self._session.choose(node.fusion_id, node.values, node.slot.device).known
         ]
+
+    def _open_nodes(self, plan: Plan) -> list[tuple[int, NodeState, Place]]:
+        """The undecided nodes of devices that can be tuned for."""
+        places = [(index, node, self._session.tunable(node.slot.device)) for index, node in self._undecided(plan)]
+        return [(index, node, place) for index, node, place in places if place is not None]
 
     def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
         """One request for each undecided node and bucket, with the calls not yet reported."""
         session = self._session
         found: dict[str, TuneRequest] = {}
         for plan in plans:
-            for index, node in self._undecided(plan):
+            for index, node, place in self._open_nodes(plan):
                 bucket = bucket_of(node.values)
-                key = DecisionKey(node.fusion_id, bucket.label, session.device.key, session.threads, session.versions)
+                key = DecisionKey(node.fusion_id, bucket.label, place.key, place.threads, session.versions)
                 request = TuneRequest(
                     key=key,
                     node=node.form.to_json(),

@@ -11,13 +11,19 @@ from autofuse.fusion import FusionNode
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, KernelRecord
 from autofuse.ir.shape import SymbolicShape
+from autofuse.runtime.backends import CPU, Place
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
+from autofuse.runtime.gpu import capturing
 from autofuse.runtime.injector import RuntimeShapeInjector
 from autofuse.tuner.buckets import bucket_of, exact_bucket
 
 
-def decision(bucket, variant="c_generic", kernel="k", threads=2, node="n"):
-    key = DecisionKey(node, bucket.label, "cpu", threads, "v")
+def place(threads=2, device=CPU, key="cpu"):
+    return Place(device, key, threads)
+
+
+def decision(bucket, variant="c_generic", kernel="k", threads=2, node="n", device="cpu"):
+    key = DecisionKey(node, bucket.label, device, threads, "v")
     return Decision(key, bucket, Candidate(variant), kernel, 2.0, 1.0, 2.0, 1.9, 2.1, "won")
 
 
@@ -26,26 +32,26 @@ def test_the_narrowest_bucket_wins_and_buckets_do_not_leak(seen, value):
     table = DecisionTable()
     table.update(decision(bucket_of([v]), kernel=f"range{bucket_of([v]).label}") for v in seen)
     table.update(decision(exact_bucket([v]), kernel=f"exact{v}") for v in seen)
-    found = table.find("n", [value], 2)
+    found = table.find("n", [value], place())
     if value in seen:
         assert found.compile_key == f"exact{value}"
     elif bucket_of([value]) in [bucket_of([v]) for v in seen]:
         assert found.compile_key == f"range{bucket_of([value]).label}"
     else:
         assert found is None
-    assert table.find("n", [value], 1) is None and table.find("other", [value], 2) is None
+    assert table.find("n", [value], place(1)) is None and table.find("other", [value], place()) is None
 
 
 def test_the_latest_decision_of_a_bucket_stands():
     table = DecisionTable()
     table.update([decision(bucket_of([7]), kernel="old"), decision(bucket_of([8]), kernel="new")])
-    assert table.find("n", [6], 2).compile_key == "new" and len(table) == 1
+    assert table.find("n", [6], place()).compile_key == "new" and len(table) == 1
 
 
 def test_choices_wait_for_their_kernel_and_survive_a_bad_one():
     loaded = []
 
-    def load(record):
+    def load(record, device):
         loaded.append(record.name)
         if record.name == "bad":
             raise OSError("not a shared object")
@@ -53,18 +59,52 @@ def test_choices_wait_for_their_kernel_and_survive_a_bad_one():
 
     table, shelf = DecisionTable(), KernelShelf(load)
     table.update([decision(bucket_of([7]), kernel="k1"), decision(bucket_of([70]), kernel="k2")])
-    assert not choose(table, shelf, "n", [7], 2).known and shelf.missing() == ["k1"]
+    assert not choose(table, shelf, "n", [7], place()).known and shelf.missing() == ["k1"]
     record = KernelRecord(CompileKey("s", "c", "f", "t"), "good", "", b"")
     shelf.add("k1", record)
-    first = choose(table, shelf, "n", [7], 2)
+    first = choose(table, shelf, "n", [7], place())
     assert first.entry is not None and first.tag == "k1"
-    assert choose(table, shelf, "n", [8], 2).entry is first.entry and loaded == ["good"]
+    assert choose(table, shelf, "n", [8], place()).entry is first.entry and loaded == ["good"]
     shelf.add("k2", KernelRecord(CompileKey("s", "c", "f", "t"), "bad", "", b""))
     with pytest.raises(OSError):
-        choose(table, shelf, "n", [70], 2)
-    assert choose(table, shelf, "n", [70], 2).entry is None  # once is enough
+        choose(table, shelf, "n", [70], place())
+    assert choose(table, shelf, "n", [70], place()).entry is None  # once is enough
     table.update([decision(bucket_of([7]), variant="eager", kernel=None)])
-    assert choose(table, shelf, "n", [7], 2).known and choose(table, shelf, "n", [7], 2).entry is None
+    assert choose(table, shelf, "n", [7], place()).known and choose(table, shelf, "n", [7], place()).entry is None
+
+
+def test_two_devices_share_decisions_by_model_and_load_by_index():
+    loaded = []
+
+    def load(record, device):
+        loaded.append((record.name, device.index))
+        return lambda *args: None
+
+    table, shelf = DecisionTable(), KernelShelf(load)
+    bucket = bucket_of([7])
+    table.update(decision(bucket, kernel=k, threads=0, device=k) for k in ("cuda:H200:132", "cuda:L4:58"))
+    table.update([decision(bucket, kernel="c")])
+    for digest in ("cuda:H200:132", "cuda:L4:58", "c"):
+        shelf.add(digest, KernelRecord(CompileKey("s", "c", "f", "t"), digest, "", b""))
+    devices = [
+        place(0, torch.device("cuda", i), k) for i, k in enumerate(["cuda:H200:132", "cuda:L4:58", "cuda:L4:58"])
+    ]
+    found = [choose(table, shelf, "n", [7], p) for p in [*devices, *devices, place()]]
+    assert [c.tag for c in found] == ["cuda:H200:132", "cuda:L4:58", "cuda:L4:58"] * 2 + ["c"]
+    assert loaded == [("cuda:H200:132", 0), ("cuda:L4:58", 1), ("cuda:L4:58", 2), ("c", None)]
+    assert found[0].entry is found[3].entry and found[1].entry is not found[2].entry
+    assert not choose(table, shelf, "n", [7], place(0, torch.device("cuda", 3), "cuda:A100:108")).known
+
+
+def test_no_kernel_is_loaded_while_a_graph_is_recorded(monkeypatch):
+    table, shelf = DecisionTable(), KernelShelf(lambda record, device: lambda *args: None)
+    gpu = place(0, torch.device("cuda", 0), "cuda:L4:58")
+    table.update([decision(bucket_of([7]), threads=0, device="cuda:L4:58")])
+    shelf.add("k", KernelRecord(CompileKey("s", "c", "f", "t"), "k", "", b""))
+    monkeypatch.setattr(capturing, "is_capturing", lambda: True)
+    assert choose(table, shelf, "n", [7], gpu).entry is None
+    monkeypatch.setattr(capturing, "is_capturing", lambda: False)
+    assert choose(table, shelf, "n", [7], gpu).entry is not None
 
 
 def add_relu():

@@ -28,7 +28,7 @@ class Undecided:
     def __init__(self):
         self.routers, self.failed = [], []
 
-    def choose(self, fusion_id, values):
+    def choose(self, fusion_id, values, device):
         return UNKNOWN
 
     def node_failed(self, node, problem):
@@ -153,7 +153,7 @@ def test_timed_calls_give_the_same_result():
     inputs = tokens((2, 9))
     assert torch.equal(fast(*inputs), model(*inputs))
     plan = next(catalogue.routers[0].all_plans())
-    assert plan.count == 1 and len(plan.samples) == 1 and plan.graph_us() > 0
+    assert plan.count == 1 and plan.graph_us() > 0
     assert all(plan.live_us(i) > 0 for i in range(len(plan.nodes)))
 
 
@@ -249,7 +249,7 @@ class Decided(Undecided):
         super().__init__()
         self.entry = entry
 
-    def choose(self, fusion_id, values):
+    def choose(self, fusion_id, values, device):
         return Choice(True, self.entry, "kernel")
 
 
@@ -280,11 +280,11 @@ def test_counters_over_swaps():
 
         ctypes.memmove(target, expected.data_ptr(), 4 * 8 * 4)
 
-    catalogue.choose = lambda fusion_id, values: Choice(True, kernel, "k1")
+    catalogue.choose = lambda fusion_id, values, device: Choice(True, kernel, "k1")
     assert catalogue.routers[0].refresh(plan) and not catalogue.routers[0].refresh(plan)
     with torch.no_grad():
         assert torch.equal(fast(x).detach() * 0 + 7.0, expected)
-    catalogue.choose = lambda fusion_id, values: Choice(True)
+    catalogue.choose = lambda fusion_id, values, device: Choice(True)
     catalogue.routers[0].refresh(plan)
     fast(x)
     plans = [p for r in catalogue.routers for p in r.all_plans()]
