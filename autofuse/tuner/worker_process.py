@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 
 import autofuse
 from autofuse.ir.records import Status
-from autofuse.tuner.pipes import Interrupted, Pipe, PipeClosed
+from autofuse.tuner.pipes import Pipe, PipeClosed
 
 START_SECONDS = 120.0  # importing torch on a busy machine
 WORKER = "autofuse.tuner.worker"
@@ -122,7 +122,7 @@ class WorkerProcess:
             raise Lost("timeout", f"no answer within {limit:g} s; the worker was killed") from None
         except PipeClosed as error:
             raise Lost("crash", self._describe_end(str(error))) from None
-        except Interrupted:
+        except BaseException:  # Interrupted, or from an answer: the conversation has stopped in its middle
             self.kill()
             raise
         if reply.get("ok"):

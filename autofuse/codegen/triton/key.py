@@ -1,0 +1,129 @@
+"""Which binary a Triton source gives: the compiler that is installed, the options it is given, the key of the result.
+
+In: a source, a target, assumptions. Out: a `CompileKey` that differs wherever the binary may differ.
+Guarantee: free of torch and of Triton, whose version and files are read from the package's own records; every option
+is named here with its value, so that no default of another version and no variable of the environment decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autofuse.codegen.triton.artifact import MAGIC, Artifact
+from autofuse.codegen.triton.source import Assumptions, TritonSource
+from autofuse.codegen.triton.targets import parse_target, total_resources
+from autofuse.errors import CompilerError
+from autofuse.ir.records import CompileKey, KernelRecord
+
+PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")  # that install a module ``triton``
+OLDEST = (3, 6)
+
+# Variables that change what Triton or its LLVM make of a source, or print; the compile process has none of them.
+VARIABLES = re.compile(
+    r"(TRITON|AMDGCN|MLIR|LLVM|NVPTX)_.*|DISABLE_(LLVM_OPT|MMA_V\d|PTXAS_OPT|FAST_REDUCTION)"
+    r"|PTXAS_OPTIONS|USE_IR_LOC|ALLOW_LHS_TMEM_LAYOUT_CONVERSION"
+)
+
+Options = dict[str, int | bool | str]
+
+_OPTIONS: Options = {
+    "num_ctas": 1,
+    "enable_fp_fusion": True,
+    "launch_cooperative_grid": False,
+    "default_dot_input_precision": "ieee",
+    "debug": False,
+    "sanitize_overflow": False,
+    "instrumentation_mode": "",
+}
+_OPTIONS_OF: dict[str, Options] = {
+    "cuda": {"enable_reflect_ftz": True, "launch_pdl": False, "ptx_options": ""},
+    "hip": {
+        "waves_per_eu": 0, "matrix_instr_nonkdim": 0, "kpack": 1, "allow_flush_denorm": False, "schedule_hint": "none",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TritonVersion:
+    """The installed Triton."""
+
+    package: str
+    version: str  # "3.7.1"
+    digest: str  # of its files, as its installer recorded them
+
+
+def find_triton() -> TritonVersion:
+    """What is installed, without importing it. Raises CompilerError where it is missing or too old."""
+    found = _installed()
+    if found is None:
+        raise CompilerError(
+            f"expected Triton {OLDEST[0]}.{OLDEST[1]} or newer, found none; "
+            "install it with: pip install 'triton>=3.6,<3.8'"
+        )
+    number = re.match(r"(\d+)\.(\d+)", found.version)
+    if number is None or (int(number[1]), int(number[2])) < OLDEST:
+        raise CompilerError(
+            f"expected Triton {OLDEST[0]}.{OLDEST[1]} or newer, found {found.package} {found.version}; "
+            "install one with: pip install 'triton>=3.6,<3.8'"
+        )
+    return found
+
+
+@functools.cache
+def _installed() -> TritonVersion | None:
+    for package in PACKAGES:
+        try:
+            distribution = importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # Only files of the module with a checksum: scripts name the folder of the interpreter, .pyc files have none.
+        lines = (distribution.read_text("RECORD") or "").splitlines()
+        files = sorted(line for line in lines if line.startswith("triton/") and "sha256=" in line)
+        digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:12]
+        return TritonVersion(package, distribution.version, digest)
+    return None
+
+
+def options_for(source: TritonSource, target: str) -> Options:
+    """All options of a compilation that may change its result."""
+    own = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    return {**own, **_OPTIONS, **_OPTIONS_OF[parse_target(target).backend]}
+
+
+def in_order(assumptions: Sequence[Assumptions]) -> tuple[Assumptions, ...]:
+    """Each once, in an order of its own: a set of binaries has none."""
+    return tuple(sorted(set(assumptions), key=lambda a: (a.is_aligned, a.divisible)))
+
+
+def compile_key(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> CompileKey:
+    """Exactly what determines the artifact. Raises CompilerError without a usable Triton."""
+    triton = find_triton()
+    flags = {
+        "artifact": MAGIC.decode().strip(),
+        "options": options_for(source, target),
+        "assumptions": [[a.is_aligned, list(a.divisible)] for a in in_order(assumptions)],
+    }
+    return CompileKey(
+        source_hash=hashlib.sha256(json.dumps(source.to_json(), sort_keys=True).encode()).hexdigest(),
+        compiler=f"triton {triton.version} ({triton.digest})",
+        flags=json.dumps(flags, sort_keys=True),
+        target=target,
+    )
+
+
+def kernel_record(artifact: Artifact) -> KernelRecord:
+    """An artifact as the store keeps it."""
+    source = artifact.source
+    key = compile_key(source, artifact.target, artifact.assumptions)
+    return KernelRecord(key, source.name, source.text, artifact.pack(), total_resources(artifact))
+
+
+def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which only the key decides what Triton makes."""
+    return {name: value for name, value in variables.items() if not VARIABLES.fullmatch(name)}

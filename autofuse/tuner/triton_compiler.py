@@ -1,0 +1,152 @@
+"""The daemon's handle on the process in which Triton compiles.
+
+In: a source, a target, assumptions; and where Triton's files are kept. Out: an `Artifact`.
+Guarantee: a source that does not compile, crashes the compiler or keeps it busy for too long is a `CandidateProblem`
+with the status to record, and the next request finds a new process; a Triton that is missing or too old is a
+`CompilerError` that says what to type. Triton is never imported here. Temporary files of the process, also of one that
+was killed, stand in a private folder in memory, where there is one, and go with the process.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.key import clean_environment, find_triton
+from autofuse.codegen.triton.source import Assumptions, TritonSource
+from autofuse.errors import StoreError
+from autofuse.tuner.worker_process import Refused, WorkerProcess
+
+MODULE = "autofuse.tuner.triton_compile_process"
+TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; a block that is far too large may take hours
+MEMORY_BYTES = 8 << 30  # of addresses, beyond what importing Triton takes
+_ENOUGH_BYTES = 256 << 20  # of room for temporary files
+_IN_MEMORY = Path("/dev/shm")
+
+LoadFiles = Callable[[str], Mapping[str, bytes] | None]
+SaveFiles = Callable[[str, Mapping[str, bytes]], None]
+
+
+class TritonCompiler:
+    """A compile process, started at the first request and again after each loss."""
+
+    def __init__(
+        self,
+        load: LoadFiles,
+        save: SaveFiles,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        memory_bytes: int = MEMORY_BYTES,
+        nice: int = 19,
+        is_stopping: Callable[[], bool] = lambda: False,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        """``load`` and ``save`` keep Triton's files: ``Store.get_triton_files`` and ``put_triton_files``."""
+        self._load = load
+        self._save = save
+        self._folders = _Folders()
+        self._clean_up = weakref.finalize(self, self._folders.remove)
+        self._process = WorkerProcess(
+            memory_bytes=memory_bytes,
+            timeout_seconds=timeout_seconds,
+            nice=nice,
+            is_stopping=is_stopping,
+            stderr=stderr,
+            module=MODULE,
+            environment=self._folders.environment,
+            answers={"load": self._answer_load, "save": self._answer_save},
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def generation(self) -> int:
+        """Grows with each process."""
+        return self._process.generation
+
+    def start(self) -> None:
+        """Start the process, if there is none, without waiting for it. Raises CompilerError without a usable Triton."""
+        find_triton()
+        self._process.start()
+
+    def compile(self, source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
+        """All passes of a source under each of the assumptions.
+
+        Raises CandidateProblem ("compile_error", "crash", "timeout", "out_of_memory"), CompilerError without a usable
+        Triton, Interrupted once ``is_stopping``.
+        """
+        find_triton()
+        reply = self._process.ask(
+            "compile",
+            source=source.to_json(),
+            target=target,
+            assumptions=[[a.is_aligned, list(a.divisible)] for a in assumptions],
+        )
+        try:
+            return Artifact.unpack(base64.b64decode(reply["artifact"]))
+        except StoreError as error:
+            raise Refused("compile_error", f"the compile process sent no artifact: {error}") from None
+
+    def close(self) -> None:
+        """End the process and remove its files; it may be used again."""
+        self._process.kill()
+        self._folders.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # A store that cannot be read or written only costs compilations.
+
+    def _answer_load(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            files = self._load(str(question["key"]))
+        except StoreError:
+            files = None
+        return {"files": files and {name: base64.b64encode(data).decode() for name, data in files.items()}}
+
+    def _answer_save(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            self._save(str(question["key"]), {n: base64.b64decode(data) for n, data in question["files"].items()})
+        except StoreError:
+            return {"is_saved": False}
+        return {"is_saved": True}
+
+
+class _Folders:
+    """The temporary folder of the current process."""
+
+    def __init__(self) -> None:
+        self._folder: str | None = None
+
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a new process, in a new folder."""
+        self.remove()
+        self._folder = tempfile.mkdtemp(prefix="autofuse-triton-", dir=_parent())  # mode 0700
+        return {**clean_environment(variables), "TMPDIR": self._folder}
+
+    def remove(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _parent() -> Path | None:
+    """Where temporary folders go: memory if it has room, else None for the system's choice."""
+    try:
+        room = os.statvfs(_IN_MEMORY)
+    except OSError:
+        return None
+    has_room = room.f_bavail * room.f_frsize >= _ENOUGH_BYTES
+    return _IN_MEMORY if has_room and os.access(_IN_MEMORY, os.W_OK | os.X_OK) else None
