@@ -62,6 +62,7 @@ REFUSALS = {
     "needs_whole_reduction": "a value is needed before it is complete",
     "pattern_loops_differ": "the pattern's operations share no loop nest",
     "pattern_has_no_kernel": "the pattern has no kernel",
+    "mixed_devices": "tensors on several devices",
     "dtype": "a dtype that kernels do not compute with",
     "no_work": "nothing to compute",
     "single_op": "one cheap operation gains nothing",
