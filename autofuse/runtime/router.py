@@ -53,6 +53,9 @@ class Timer(Protocol):
 class Untimed:
     """A timer that measures nothing."""
 
+    def __init__(self, device: torch.device) -> None:
+        pass
+
     def start(self) -> None:
         pass
 
@@ -132,7 +135,7 @@ class Plan:
         for index, node in enumerate(self.nodes):
             if node.slot.device.type != "cpu":
                 if index not in self.timers:
-                    self.timers[index] = self.router.make_timer()
+                    self.timers[index] = self.router.make_timer(node.slot.device)
                 self._node_times[index].extend(self.timers[index].poll())
 
     def add_sample(self, seconds: float, times: list[float]) -> None:
@@ -165,9 +168,9 @@ class GraphRouter:
         catalogue: Catalogue,
         phase: str,
         clock: Callable[[], float],
-        make_timer: Callable[[], Timer] = Untimed,
+        make_timer: Callable[[torch.device], Timer] = Untimed,
     ) -> None:
-        """``make_timer``: of a node that runs on a GPU, where the clock would tell the time to launch it."""
+        """``make_timer(device)``: of a node that runs on a GPU, where the clock would tell the time to launch it."""
         self.program = program
         self.catalogue = catalogue
         self.phase = phase  # "forward", "backward" or "inference"

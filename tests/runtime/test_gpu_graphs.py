@@ -150,7 +150,8 @@ def recording(monkeypatch):
 class Counting:
     """A timer that counts."""
 
-    def __init__(self):
+    def __init__(self, device):
+        assert device == GPU
         self.pairs, self.open, self.polled = 0, False, 0
 
     def start(self):
@@ -256,6 +257,7 @@ def session_with(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOFUSE_QUIET", "1")
 
     def make(*missing, **environment):
+        """``missing``: modules that cannot be found; the rest are environment variables."""
         real = backends.importlib.util.find_spec
         monkeypatch.setattr(backends.importlib.util, "find_spec", lambda n: None if n in missing else real(n))
         for name, value in environment.items():
@@ -307,6 +309,34 @@ def test_mixed_devices_reach_the_refusals_of_the_session(session_with):
     session = session_with()
     requests_of(session, lambda x, y: torch.where(x > 0, y, torch.scalar_tensor(0.5)) * 2 + x, GPU, GPU)
     assert "mixed_devices" in {r.code for r in session.refusals}
+
+
+def test_a_root_called_while_a_graph_is_recorded_is_left_alone(session_with, recording, monkeypatch):
+    session = session_with()
+    model = torch.nn.Linear(4, 4)
+    root = session.roots.root_of(model)
+    monkeypatch.setattr(root, "_decide", lambda module: pytest.fail("asked whether to capture"))
+    monkeypatch.setattr(root, "_first_captured", lambda *args: pytest.fail("traced"))
+    recording[0] = True
+    x = torch.randn(2, 4)
+    for state in ("observing", "captured"):
+        root.state = state
+        assert torch.equal(root.call(model, (x,), {}), model(x))
+    assert root._open is None and not session.steps and session.roots.held_out_calls == 0
+
+
+def test_a_recording_is_asked_for_only_where_a_gpu_is_in_use(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(1) or True)
+    assert not capturing.is_capturing() and not asked
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert capturing.is_capturing() and asked == [1]
+
+    def implicit():
+        raise RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing blocking stream")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", implicit)
+    assert capturing.is_capturing()
 
 
 def test_a_device_that_cannot_be_described_is_said_once(session_with):

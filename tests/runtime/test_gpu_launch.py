@@ -6,11 +6,24 @@ import pytest
 import torch
 
 from autofuse.codegen.c.build import find_toolchain
-from autofuse.codegen.triton.source import Argument, Assumptions, Pass, Scratch, TritonSource
+from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.source import (
+    Argument,
+    Assumptions,
+    Pass,
+    Scratch,
+    TritonSource,
+    natural_assumptions,
+    resolve,
+)
 from autofuse.errors import DeviceError, ShapeError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape, symbol
 from autofuse.runtime.gpu import capturing, launcher
+from autofuse.runtime.gpu.driver import CUDA, Driver
 from autofuse.runtime.gpu.modules import load_artifact, unload
 from autofuse.runtime.gpu.record import make_record
 from autofuse.runtime.launch import make_device_launcher
@@ -229,8 +242,33 @@ def test_empty_outputs_need_no_launch(driver):
     assert out.shape == (0, 16) and not driver.launches
 
 
-def test_a_missing_driver_is_named():
-    from autofuse.runtime.gpu.driver import CUDA, Driver
+def test_what_the_printer_makes_is_launched_as_it_says(driver, launch_with):
+    """A sum over rows: two passes with scratch between them."""
+    row = TensorSpec(SymbolicShape([16]), "float32", SymbolicShape([1]), "cuda")
+    summed = Operation("v1", "aten.sum.dim_IntList", (ValueRef("v0"), (0,)), (), (row,))
+    form = NodeForm(add().inputs, (*add().operations, summed), (ValueRef("v1"),), ("s0",))
+    kernel = lower(form)
+    values = {"s0": 4096}
+    source = print_triton(kernel, default_triton_config(kernel, values, values))
+    made = artifact_of(source, assumptions=(natural_assumptions(source.symbols, values), Assumptions()))
+    loaded = load_artifact(Artifact.unpack(made.pack()), 0, driver=driver.driver)
+    call = launcher_of(form, loaded, (4096,), launch_with)
+    a, b = torch.zeros(4096, 16), torch.zeros(4096, 16)
+    out = call(a, b)
+    resolved = resolve(source, values)
+    assert len(driver.launches) == len(source.passes) == len(resolved.launches)
+    for seen, item, planned in zip(driver.launches, source.passes, resolved.launches, strict=True):
+        assert seen.grid == (planned.grid, 1, 1) and seen.block == (128, 1, 1)
+        assert seen.params[-2:] == (0, 0)
+        tensors = {0: a.data_ptr(), 1: b.data_ptr(), 2: out.data_ptr()}
+        for argument, word in zip(item.arguments, seen.params, strict=False):
+            if argument.kind == "param":
+                assert word == tensors[argument.index]
+        scalars = [w for a, w in zip(item.arguments, seen.params, strict=False) if a.kind in ("symbol", "programs")]
+        assert tuple(scalars) == planned.scalars
+    assert out.shape == (16,)
 
+
+def test_a_missing_driver_is_named():
     with pytest.raises(DeviceError, match=r"libnothing\.so"):
         Driver.open(CUDA, "libnothing.so")

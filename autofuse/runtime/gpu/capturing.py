@@ -12,4 +12,7 @@ import torch
 
 def is_capturing() -> bool:
     """For the calling thread's current stream; False, at the price of a flag, where no GPU is in use."""
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    try:
+        return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    except RuntimeError:
+        return True  # the answer of the legacy stream while another thread records one that waits for it
