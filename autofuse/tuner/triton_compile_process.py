@@ -57,8 +57,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except CompilerError as error:
         return {"ok": False, "status": "compile_error", "message": str(error)[:2000]}
-    except MemoryError as error:
-        return {"ok": False, "status": "out_of_memory", "message": f"no memory left to compile in {error}".strip()}
+    except MemoryError:
+        return {"ok": False, "status": "out_of_memory", "message": "the compile process ran out of its memory"}
     except Exception as error:
         return {"ok": False, "status": "refused", "message": f"{type(error).__name__}: {error}"[:500]}
 

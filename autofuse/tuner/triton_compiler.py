@@ -4,12 +4,15 @@ In: a source, a target, assumptions; and where Triton's files are kept. Out: an 
 Guarantee: a source that does not compile, crashes the compiler or keeps it busy for too long is a `CandidateProblem`
 with the status to record, and the next request finds a new process; a Triton that is missing or too old is a
 `CompilerError` that says what to type. Triton is never imported here. Temporary files of the process, also of one that
-was killed, stand in a private folder in memory, where there is one, and go with the process.
+was killed, stand in a private folder in memory, where there is one, and go with the process; those of a daemon that
+was killed go with the next one.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -29,6 +32,7 @@ TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; a block that is far too la
 MEMORY_BYTES = 8 << 30  # of addresses, beyond what importing Triton takes
 _ENOUGH_BYTES = 256 << 20  # of room for temporary files
 _IN_MEMORY = Path("/dev/shm")
+_PREFIX = "autofuse-triton-"
 
 LoadFiles = Callable[[str], Mapping[str, bytes] | None]
 SaveFiles = Callable[[str, Mapping[str, bytes]], None]
@@ -125,28 +129,52 @@ class TritonCompiler:
 
 
 class _Folders:
-    """The temporary folder of the current process."""
+    """The temporary folder of the current process, locked for as long as we live."""
 
     def __init__(self) -> None:
-        self._folder: str | None = None
+        self._folder: tuple[str, int] | None = None  # its path, its descriptor
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """The environment of a new process, in a new folder."""
         self.remove()
-        self._folder = tempfile.mkdtemp(prefix="autofuse-triton-", dir=_parent())  # mode 0700
-        return {**clean_environment(variables), "TMPDIR": self._folder}
+        parent = _parent()
+        _remove_abandoned(parent)
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # mode 0700
+        self._folder = path, _lock(path)
+        return {**clean_environment(variables), "TMPDIR": path}
 
     def remove(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            path, descriptor = self._folder
             self._folder = None
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(descriptor)
 
 
-def _parent() -> Path | None:
-    """Where temporary folders go: memory if it has room, else None for the system's choice."""
+def _lock(folder: str | Path) -> int:
+    """A descriptor that holds the folder. Raises OSError where somebody does or where it is not ours."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        room = os.statvfs(_IN_MEMORY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return None
-    has_room = room.f_bavail * room.f_frsize >= _ENOUGH_BYTES
-    return _IN_MEMORY if has_room and os.access(_IN_MEMORY, os.W_OK | os.X_OK) else None
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Folders of daemons that were killed."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _parent() -> Path:
+    """Where temporary folders go: memory if it has room, else the system's choice."""
+    with contextlib.suppress(OSError):
+        room = os.statvfs(_IN_MEMORY)
+        if room.f_bavail * room.f_frsize >= _ENOUGH_BYTES and os.access(_IN_MEMORY, os.W_OK | os.X_OK):
+            return _IN_MEMORY
+    return Path(tempfile.gettempdir())
