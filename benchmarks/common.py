@@ -33,8 +33,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def interleave(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Microseconds a call, one sample per round and callable; the order rotates."""
+def interleave(
+    calls: dict[str, Callable[[], object]],
+    rounds: int,
+    repeats: int,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Microseconds a call, one sample per round and callable; the order rotates. ``before`` is called untimed."""
     names = list(calls)
     for name in names:
         for _ in range(repeats):
@@ -44,6 +49,7 @@ def interleave(calls: dict[str, Callable[[], object]], rounds: int, repeats: int
         for position in range(len(names)):
             name = names[(position + number) % len(names)]
             call = calls[name]
+            before()
             began = time.perf_counter()
             for _ in range(repeats):
                 call()
