@@ -184,12 +184,25 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         config = config_text(decision.candidate.config)
         yield f"Decision: fused ({variant}{', ' + config if config else ''}). {words.sentence(reason)}"
         yield f"{words.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
+        if bucket.kernel is not None and bucket.kernel.resources:
+            yield resource_line(bucket.kernel.resources)
     if decision.detail:
         yield decision.detail
     effort = f"{words.plural(decision.trials, 'trial')} in {words.seconds(decision.tuning_seconds)}"
     earlier = len(bucket.decisions) - 1
     yield f"Decided {words.moment(row.at)} after {effort}" + (
         f"; {words.plural(earlier, 'earlier decision')} replaced." if earlier else "."
+    )
+
+
+def resource_line(resources: Mapping[str, Any]) -> str:
+    """What a kernel takes of a GPU: the most that any launch of a call takes."""
+    registers, threads = resources.get("registers", 0), resources.get("threads", 0)
+    shared, spilled = resources.get("shared_bytes", 0), resources.get("spill_bytes", 0)
+    return (
+        f"The kernel takes {words.plural(registers, 'register')} a thread, {words.plural(threads, 'thread')} and "
+        f"{words.plural(shared, 'byte')} of shared memory a program; "
+        f"{words.plural(spilled, 'byte') + ' a thread are' if spilled else 'nothing is'} spilled."
     )
 
 

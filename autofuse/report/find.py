@@ -10,10 +10,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autofuse.db.rows import NodeRow, RequestRow, RootChange, StoredDecision, StoredMeasurement
+from autofuse.db.rows import KernelSource, NodeRow, RequestRow, RootChange, StoredDecision, StoredMeasurement
 from autofuse.db.store import Store
 from autofuse.errors import UsageError
-from autofuse.ir.records import DecisionKey, DimHistogram, NodeUse, RootRecord
+from autofuse.ir.records import Decision, DecisionKey, DimHistogram, NodeUse, RootRecord
 
 ELLIPSIS = "…"  # reports cut long labels in the middle; such a name is found again
 
@@ -26,6 +26,7 @@ class BucketStory:
     decisions: tuple[StoredDecision, ...]  # oldest first, the last one stands
     measurements: tuple[StoredMeasurement, ...]
     request: RequestRow | None
+    kernel: KernelSource | None = None  # of the decision that stands
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,16 @@ def node_story(store: Store, node: NodeRow) -> NodeStory:
                 decisions=tuple(row for row in decisions if row.decision.key == key),
                 measurements=tuple(row for row in measurements if row.key == key),
                 request=requests.get(key),
+                kernel=_kernel(store, [row.decision for row in decisions if row.decision.key == key]),
             )
             for key in keys
         ),
     )
+
+
+def _kernel(store: Store, decisions: Sequence[Decision]) -> KernelSource | None:
+    digest = decisions[-1].compile_key if decisions else None
+    return store.kernel_source(digest) if digest else None
 
 
 def root_story(store: Store, root: RootRecord) -> RootStory:

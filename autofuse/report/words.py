@@ -90,6 +90,8 @@ VARIANTS = {
     EAGER: "eager",
     "c_generic": "C, any size",
     "c_specialised": "C, fixed size",
+    "triton_generic": "Triton, any size",
+    "triton_specialised": "Triton, fixed size",
 }
 
 STATUSES = {

@@ -15,8 +15,8 @@ from rich.console import Console
 from autofuse.db.rows import NodeRow
 from autofuse.db.store import Store
 from autofuse.errors import UsageError
-from autofuse.ir.records import DimHistogram, RootRecord, RunStart
-from autofuse.report.explain import operation_lines, render_explain
+from autofuse.ir.records import Candidate, CompileKey, DimHistogram, KernelRecord, RootRecord, RunStart, make_config
+from autofuse.report.explain import operation_lines, render_explain, resource_line
 from autofuse.report.find import NodeStory, RootStory, cut, find
 
 
@@ -81,6 +81,21 @@ def test_a_fused_node(store: Store, width: int) -> None:
     assert text.index("2.40x") < text.index("2.20x") < text.index("2.10x") < text.index("crashed")
     assert "signal 11" in text
     assert "Waits in the queue: 900 calls seen, expected to have saved 67.50 ms." in text
+
+
+def test_a_fused_node_on_a_gpu_says_what_its_kernel_takes(store: Store) -> None:
+    fill(store)
+    assert "The kernel takes" not in explain(store, GELU[1])
+    taken = {"target": "cuda:90", "registers": 28, "spill_bytes": 0, "shared_bytes": 2048, "threads": 128}
+    kernel = KernelRecord(CompileKey("s", "triton 3.7.1", "{}", "cuda:90"), GELU[1], "def f(): ...", b"", taken)
+    store.put_kernel(kernel)
+    chosen = Candidate("triton_generic", make_config({"BLOCK": 1024}))
+    store.put_decision(replace(decision(GELU, HOT, 2.2), candidate=chosen, compile_key=kernel.key.digest))
+    text = explain(store, GELU[1])
+    assert "Decision: fused (Triton, any size, BLOCK=1024)" in text
+    takes = "The kernel takes 28 registers a thread, 128 threads and 2,048 bytes of shared memory a program"
+    assert f"{takes}; nothing is spilled." in text
+    assert resource_line({**taken, "spill_bytes": 12}).endswith("; 12 bytes a thread are spilled.")
 
 
 def test_a_node_that_stays_eager(store: Store) -> None:
