@@ -110,13 +110,23 @@ class Driver:
         if self.vendor.bind_context is not None:
             self.call(self.vendor.bind_context, ctypes.c_void_p(context))
 
-    # ---- images ------------------------------------------------------------------------------------------
+    # ---- images, all inside of `on_device` -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def on_device(self, index: int) -> Iterator[int]:
+        """The context that torch uses on a device, current inside; nothing inside disturbs a recording elsewhere."""
+        mode = ctypes.c_int(RELAXED)
+        self.call(self.vendor.capture_mode, ctypes.byref(mode))  # swaps: the mode before comes back
+        try:
+            with self.vendor.context(self, index) as context:
+                yield context
+        finally:
+            self.call(self.vendor.capture_mode, ctypes.byref(mode))
 
     def load(self, image: bytes) -> int:
         """The module of an image, in the current context."""
         module = ctypes.c_void_p()
-        with self._relaxed():
-            self.call(self.vendor.load, ctypes.byref(module), image)
+        self.call(self.vendor.load, ctypes.byref(module), image)
         return module.value or 0
 
     def unload(self, module: int) -> None:
@@ -124,8 +134,7 @@ class Driver:
 
     def function(self, module: int, name: str) -> int:
         function = ctypes.c_void_p()
-        with self._relaxed():
-            self.call(self.vendor.function, ctypes.byref(function), ctypes.c_void_p(module), name.encode())
+        self.call(self.vendor.function, ctypes.byref(function), ctypes.c_void_p(module), name.encode())
         return function.value or 0
 
     def allow_shared(self, function: int, count: int) -> None:
@@ -136,23 +145,11 @@ class Driver:
     def resources(self, function: int) -> tuple[int, int]:
         """Registers and local bytes of a thread. Asking also makes a lazily loading driver load the code now."""
         found = []
-        with self._relaxed():
-            for attribute in (_REGISTERS, _LOCAL_BYTES):
-                value = ctypes.c_int()
-                self.call(
-                    self.vendor.get_attribute, ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_void_p(function)
-                )
-                found.append(value.value)
+        for attribute in (_REGISTERS, _LOCAL_BYTES):
+            value = ctypes.c_int()
+            self.call(self.vendor.get_attribute, ctypes.byref(value), attribute, ctypes.c_void_p(function))
+            found.append(value.value)
         return found[0], found[1]
-
-    @contextlib.contextmanager
-    def _relaxed(self) -> Iterator[None]:
-        mode = ctypes.c_int(RELAXED)
-        self.call(self.vendor.capture_mode, ctypes.byref(mode))  # swaps: the mode before comes back
-        try:
-            yield
-        finally:
-            self.call(self.vendor.capture_mode, ctypes.byref(mode))
 
 
 @contextlib.contextmanager
@@ -214,7 +211,8 @@ VENDORS = {vendor.name: vendor for vendor in (CUDA, HIP)}
 
 @functools.cache
 def torch_driver() -> Driver:
-    """The driver under this build of torch."""
+    """The driver under this build of torch, started by torch if nothing has yet."""
+    torch.cuda.init()
     return Driver.open(HIP if torch.version.hip else CUDA)
 
 

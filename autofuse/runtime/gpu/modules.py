@@ -73,7 +73,7 @@ def _load(artifact: Artifact, digest: str, device_index: int, driver: Driver) ->
         raise DeviceError(f"expected kernels for {driver.vendor.name}, found {artifact.target}")
     modules: list[int] = []
     functions: dict[tuple[int, Assumptions], Function] = {}
-    with driver.vendor.context(driver, device_index) as context:
+    with driver.on_device(device_index) as context:
         for image in artifact.images:
             module = driver.load(image.image)
             modules.append(module)
@@ -88,6 +88,6 @@ def unload(loaded: LoadedArtifact) -> None:
     """Give the memory of an artifact back. The caller has synchronised and holds no launcher of it."""
     with _lock:
         _loaded.pop((loaded.driver, loaded.digest, loaded.device_index), None)
-        with loaded.driver.vendor.context(loaded.driver, loaded.device_index):
+        with loaded.driver.on_device(loaded.device_index):
             for module in loaded.modules:
                 loaded.driver.unload(module)
