@@ -113,7 +113,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         refusals=tuple(count_refusals(store.refusals(run.id))),
         events=tuple(store.events(run.id)),
         steps=gain.rows,
-        queue=store.queue_length(run.device.key, run.id),
+        queue=store.queue_length(run_id=run.id),
     )
 
 
@@ -147,11 +147,20 @@ def _totals(run: RunRow, gain: Gain, capture_seconds: float, tuning_seconds: flo
 # ---- nodes --------------------------------------------------------------------------------------------
 
 
+def _is_of(run: RunRow, device_key: str) -> bool:
+    """Whether a node of the run may have been tuned for this device: the run's CPU, or a GPU, which it does not name.
+
+    Nodes of CPUs and of GPUs never have one fusion_id.
+    """
+    return device_key == run.device.key or not device_key.startswith("cpu:")
+
+
 def _node_lines(store: Store, run: RunRow) -> list[NodeLine]:
     decided: dict[str, list[Decision]] = {}
-    for _, decision in store.decisions(run.device.key, run.versions):
-        decided.setdefault(decision.key.fusion_id, []).append(decision)
-    asked = {(row.key.fusion_id, row.key.bucket): row for row in store.requests() if row.key.device == run.device.key}
+    for _, decision in store.decisions(versions=run.versions):
+        if _is_of(run, decision.key.device):
+            decided.setdefault(decision.key.fusion_id, []).append(decision)
+    asked = {(r.key.fusion_id, r.key.bucket): r for r in store.requests() if _is_of(run, r.key.device)}
     return [
         node_line(
             use, decision_for(use.bucket, decided.get(use.fusion_id, ())), asked.get((use.fusion_id, use.bucket.label))

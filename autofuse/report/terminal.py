@@ -133,7 +133,7 @@ def _why_nothing_fused(report: Report) -> str:
     run = report.run
     assert run is not None
     for row in report.events:
-        if row.event.kind in ("no_compiler", "store_unusable", "daemon_unusable"):
+        if row.event.kind in ("no_compiler", "no_triton", "store_unusable", "daemon_unusable"):
             return row.event.message
     if report.queue.open:
         return f"{words.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."
