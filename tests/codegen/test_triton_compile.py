@@ -7,14 +7,18 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 
 import pytest
 
+from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton import key as keys
 from autofuse.codegen.triton.artifact import Artifact, Image, Resources
 from autofuse.codegen.triton.key import clean_environment, compile_key, find_triton, kernel_record, options_for
-from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
+from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import (
     LIMITS,
     Target,
@@ -27,6 +31,7 @@ from autofuse.codegen.triton.targets import (
 from autofuse.errors import CompilerError
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import CandidateProblem
+from tests.cases import CASES
 from tests.codegen.triton_sources import broken, elementwise, row_softmax, spilling, two_passes
 
 TARGETS = {"cuda:80": (190, 32), "cuda:90": (190, 32), "hip:gfx942": (224, 64)}  # machine of the ELF header, warp size
@@ -101,6 +106,21 @@ def test_triton_knows_every_option() -> None:
         code = [sys.executable, "-c", known.format(backend, name)]
         found = subprocess.run(code, capture_output=True, text=True, check=True, env=clean_environment(os.environ))
         assert set(options_for(elementwise(), target)) - set(found.stdout.split()) == set()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_printer_writes_compiles(compiler: TritonCompiler, name: str) -> None:
+    """Each case for one of the targets, always the same one."""
+    form = CASES[name].form()
+    kernel = lower(form)
+    values = dict.fromkeys(form.symbols, 512)
+    source = print_triton(kernel, default_triton_config(kernel, values, values))
+    target = list(TARGETS)[zlib.crc32(name.encode()) % len(TARGETS)]
+    natural = natural_assumptions(source.symbols, values)
+    artifact = compiler.compile(source, target, [natural])
+    assert len(artifact.images_for(natural)) == len(source.passes)
+    limits = limits_of(target)
+    assert all(i.threads <= limits.threads and i.shared_bytes <= limits.shared_bytes for i in artifact.images)
 
 
 # ---- keys -------------------------------------------------------------------------------------------------
