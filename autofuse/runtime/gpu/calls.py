@@ -12,7 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-import torch._C._dynamo.guards as _guards
+
+try:  # as in launch.py: cheaper than torch.empty_strided
+    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+        _empty_strided_cuda as empty_strided_cuda,
+    )
+except ImportError:
+    empty_strided_cuda = None
 
 Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -34,7 +40,7 @@ def torch_calls() -> TorchCalls:
         getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
         getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream),
         torch.cuda.device,
-        getattr(_guards, "_empty_strided_cuda", _empty),
+        empty_strided_cuda or _empty,
     )
 
 

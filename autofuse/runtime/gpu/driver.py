@@ -63,7 +63,9 @@ class Driver:
         for name in names:
             with contextlib.suppress(OSError):
                 return cls(vendor, ctypes.CDLL(name))
-        raise DeviceError(f"expected the GPU's driver, found none of {', '.join(names)}; check it with nvidia-smi")
+        raise DeviceError(
+            f"expected the GPU's driver, found none of {', '.join(names)}; check it with nvidia-smi or rocm-smi"
+        )
 
     # ---- calls -------------------------------------------------------------------------------------------
 
