@@ -107,13 +107,11 @@ class Body:
 
     @property
     def _row_mask(self) -> str:
-        whole = isinstance(self.nrows, int) and self.nrows % self.block_rows == 0
-        return "" if not self.kernel.rows or whole else "row_mask"
+        return "" if not self.kernel.rows or _fills(self.nrows, self.block_rows) else "row_mask"
 
     @property
     def _col_mask(self) -> str:
-        whole = isinstance(self.ncols, int) and self.ncols % self.block_cols == 0
-        return "" if whole else "col_mask"
+        return "" if _fills(self.ncols, self.block_cols) else "col_mask"
 
     def _mask(self, rows: bool, cols: bool, extra: str = "") -> str:
         parts = [self._row_mask if rows else "", self._col_mask if cols else "", extra]
@@ -555,6 +553,11 @@ class Body:
         head = [a.name for a in used] + [f"{k}: tl.constexpr" for k, _ in constants]
         text = f"@triton.jit\ndef {name}({', '.join(head)}):\n{body}\n"
         return Piece(text, Pass(name, tuple(used), constants, tiles, shared))
+
+
+def _fills(size: Dim, block: int) -> bool:
+    """Whether tiles end where the size ends; an empty size has a tile too, with nothing in it."""
+    return isinstance(size, int) and size > 0 and size % block == 0
 
 
 def _occurs(name: str, text: str) -> bool:

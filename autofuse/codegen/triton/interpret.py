@@ -27,7 +27,7 @@ InterpretedEntry = Callable[[Mapping[str, int], Sequence[torch.Tensor]], None]
 
 
 def load_interpreted(source: TritonSource) -> InterpretedEntry:
-    """The module as ``entry(symbol values, inputs and outputs)``. Raises RuntimeError where Triton is not interpreted."""
+    """The module as ``entry(symbol values, inputs and outputs)``; RuntimeError where Triton is not interpreted."""
     with _interpreting():
         kernels = load_module(source, {"libdevice": _LIBRARY})
 

@@ -1,0 +1,127 @@
+"""Triton kernels of every case of the table, in Triton's interpreter, against eager and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from autofuse.codegen.call import allocate
+from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.reference import make_inputs, run_unfused, to_float64, widen
+from autofuse.codegen.triton.interpret import load_interpreted
+from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
+from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.source import TritonSource, resolve
+from autofuse.errors import LoweringError, ShapeError
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Config, make_config
+from autofuse.ir.shape import evaluate, product
+from tests.cases import CASES, LOOSE_SPECIALS, SIZES_BY_SYMBOLS
+from tests.codegen.compare import problems
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+# Small tiles, so that small tensors take every way through a kernel: several tiles, loops over columns, shares of rows.
+MOST_POINTS = 800  # the interpreter takes half a millisecond a program, and more
+STRESS: dict[str, Config] = {
+    "loops": make_config(
+        {
+            "BLOCK_COLS": 8, "BLOCK_ROWS": 2, "persistent": False, "PROGRAMS": 3, "num_stages": 2, "index_bits": 64,
+            "math": "fast", "eviction": "first",
+        }
+    ),
+    "rows": make_config({"BLOCK_COLS": 64, "BLOCK_ROWS": 4, "persistent": True, "PROGRAMS": 5}),
+    "alone": make_config({"BLOCK_COLS": 16, "BLOCK_ROWS": 2, "persistent": False, "PROGRAMS": 1}),
+}  # fmt: skip
+
+
+def sizes_of(name: str, form: NodeForm) -> list[dict[str, int]]:
+    sizes = CASES[name].sizes or SIZES_BY_SYMBOLS[len(form.symbols)]
+    return [dict(zip(form.symbols, values, strict=True)) for values in sizes]
+
+
+def run(source: TritonSource, form: NodeForm, values: Mapping[str, int], kind: str, loose: bool) -> None:
+    inputs = make_inputs(form, values, seed=1, kind=kind)  # type: ignore[arg-type]
+    outputs = [allocate(form.spec(ref), values, poison=True) for ref in form.outputs]
+    if all(t.numel() == 0 for t in outputs):
+        return
+    load_interpreted(source)(values, [*inputs, *outputs])
+    eager = run_unfused(form, inputs, values)
+    exact = run_unfused(to_float64(form), widen(inputs), values)
+    wrong = problems(outputs, eager, exact, loose)
+    assert not wrong, f"sizes {dict(values)}, {kind} values: {'; '.join(wrong)}\n{source.text}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_default(name: str, dtype: str) -> None:
+    form = CASES[name].form(getattr(torch, dtype))
+    kernel = lower(form)
+    for values in sizes_of(name, form):
+        source = print_triton(kernel, default_triton_config(kernel, values, values))
+        for kind in ("normal", "special") if dtype == "float32" else ("normal",):
+            run(source, form, values, kind, name in LOOSE_SPECIALS)
+
+
+@pytest.mark.parametrize("config", STRESS)
+@pytest.mark.parametrize("name", CASES)
+def test_small_tiles(name: str, config: str) -> None:
+    form = CASES[name].form()
+    kernel = lower(form)
+    has_run = False
+    for values in sizes_of(name, form):
+        if evaluate(product(kernel.dims), values) > MOST_POINTS:
+            continue
+        for constants in (None, values):
+            try:
+                source = print_triton(kernel, STRESS[config], constants)
+            except LoweringError as error:
+                assert error.code == "columns" and not dict(STRESS[config])["persistent"]
+                continue
+            try:
+                run(source, form, values, "normal", name in LOOSE_SPECIALS)
+                has_run = True
+            except ShapeError as error:  # a row longer than its tile
+                assert "of at most 64" in str(error)
+    assert has_run or "col_reduce" in {v.op for v in kernel.values}
+
+
+SEARCHED = ("add_bias_gelu", "attention_scores", "layer_norm_backward", "cross_entropy", "bias_gradient", "mean_all")
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_every_choice_of_every_knob(name: str) -> None:
+    """One knob at a time away from the default."""
+    form = CASES[name].form()
+    kernel = lower(form)
+    values = sizes_of(name, form)[0]
+    knobs = triton_knobs(kernel, values, dict.fromkeys(values, 1500))
+    default = {k.name: k.default for k in knobs}
+    for knob in knobs:
+        for choice in knob.choices:
+            run(print_triton(kernel, make_config({**default, knob.name: choice})), form, values, "normal", False)
+
+
+def test_same_text_same_launches() -> None:
+    name = "layer_norm_backward"
+    form = CASES[name].form()
+    kernel = lower(form)
+    values = sizes_of(name, form)[0]
+    config = default_triton_config(kernel, values, values)
+    source = print_triton(kernel, config)
+    assert print_triton(lower(form), config) == source
+    assert TritonSource.from_json(source.to_json()) == source
+
+
+def test_positions_beyond_32_bits() -> None:
+    """2^31 elements and more get 64-bit positions; a kernel with 32 bits refuses them instead of wrapping."""
+    kernel = lower(CASES["add_bias_gelu"].form())
+    large = dict.fromkeys(kernel.symbols, 60_000)
+    config = dict(default_triton_config(kernel, large, large))
+    assert config["index_bits"] == 64
+    assert ".to(tl.int64)" in print_triton(kernel, make_config(config)).text
+    narrow = print_triton(kernel, make_config({**config, "index_bits": 32}))
+    with pytest.raises(ShapeError, match="at most"):
+        resolve(narrow, large)
