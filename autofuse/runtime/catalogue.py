@@ -84,8 +84,11 @@ class KernelShelf:
             return None
         with self._lock:
             if key not in self._entries:
-                self._entries[key] = None
-                self._entries[key] = self._load(record, device)
+                try:
+                    self._entries[key] = self._load(record, device)
+                except Exception:
+                    self._entries[key] = None
+                    raise
             return self._entries[key]
 
     def missing(self) -> list[str]:

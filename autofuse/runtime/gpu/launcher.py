@@ -124,22 +124,20 @@ def compile_launcher(toolchain: Toolchain) -> KernelRecord:
     return KernelRecord(launcher_key(toolchain), NAME, SOURCE, compile_source(SOURCE, toolchain, FLAGS))
 
 
-_compiled: dict[str, Launch] = {}  # the launcher in C, by the digest of its binary; empty until `install`
+_compiled: dict[str, Launch] = {}  # launchers in C by digest of the binary, the newest last; empty until `install`
 
 
 def install(binary: bytes) -> Launch:
     """Use this launcher from now on. Raises OSError where it cannot be loaded."""
     digest = hashlib.sha256(binary).hexdigest()
     if digest not in _compiled:
-        entry: Launch = load_kernel(binary, NAME).entry
-        _compiled.clear()
-        _compiled[digest] = entry
+        _compiled[digest] = load_kernel(binary, NAME).entry
     return _compiled[digest]
 
 
 def launch_of(record: LaunchRecord) -> Launch:
     """The best that this process has for a record."""
-    return next(iter(_compiled.values()), None) or CtypesLaunch(record)
+    return next(reversed(_compiled.values()), None) or CtypesLaunch(record)
 
 
 # ---- through ctypes --------------------------------------------------------------------------------------
