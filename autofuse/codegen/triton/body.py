@@ -15,6 +15,7 @@ values, ``a*`` accumulators, ``t*`` partial results in scratch memory.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ from autofuse.errors import LoweringError
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim, as_dim, product
 
-PARTIALS = 16  # partial results that the second kernel adds up at a time
+PARTIALS = 16  # partial results of a column that the second kernel adds up at a time
+FINISH_COLS = 128  # columns of its tiles
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Body:
         self.block_rows = int(knobs.get("BLOCK_ROWS", 1)) if kernel.rows else 1
         self.is_persistent = bool(knobs.get("persistent", True))
         self.block_cols = int(knobs["ROW_BLOCK" if "ROW_BLOCK" in knobs and self.is_persistent else "BLOCK_COLS"])
+        self.shared_cols = self.block_cols  # columns of the tiles that the first kernel shares out
         self.stages = int(knobs.get("num_stages", 1))
         self.programs = int(knobs.get("PROGRAMS", 0))
         self.wide = int(knobs.get("index_bits", 32)) == 64
@@ -473,6 +476,15 @@ class Body:
         """Adds up the partial results and writes what depends on them; None where the first does it."""
         if not self.sinks or self.is_alone:
             return None
+        return self._of_columns(min(self.block_cols, FINISH_COLS))._finish()
+
+    def _of_columns(self, block: int) -> Body:
+        """The same kernel with other tiles of columns."""
+        other = copy.copy(self)
+        other.block_cols = block
+        return other
+
+    def _finish(self) -> Piece:
         along = any(self._has_columns(s) for s in self.plan.post_stores)
         lines = self._sizes()
         if along:
@@ -517,7 +529,7 @@ class Body:
     def _partials(self, number: int) -> Dim:
         """Columns of scratch memory of a single result: a place for each tile of columns where those are apart."""
         if self.col_sinks and self.has_column_tiles:
-            return as_dim((self.ncols + self.block_cols - 1) // self.block_cols)
+            return as_dim((self.ncols + self.shared_cols - 1) // self.shared_cols)
         return 1
 
     def scratch(self) -> tuple[Scratch, ...]:

@@ -86,33 +86,27 @@ class _Space:
 
     def _rows_in_registers(self) -> list[Knob]:
         whole = _power(self.most_cols)
-        if whole > MAX_ROW:
-            return self._looped((False,))
-        tile = max(whole, 1024)
-        row = max(1, min(_power(self.rows), tile // whole)) if whole < 1024 else 1
-        rows = _powers(1, max(1, min(_power(self.rows), 4096 // whole, 64)))
-        knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", rows, min(row, rows[-1]))]
-        knobs.append(_warps(row * whole // 512))
-        knobs.append(Knob("persistent", (True,), True, "a whole row in registers"))
-        if self.col_reduce or self.single:
-            knobs += [_programs(self.rows // row), _stages()]
-        elif whole >= 2048:
-            return self._looped((True, False), whole)
-        return knobs
-
-    def _looped(self, persistent: tuple[bool, ...], whole: int = 0) -> list[Knob]:
-        """Rows in loops over columns; with ``whole``, rows in registers are a choice too."""
-        if self.col_reduce:
+        if whole > MAX_ROW and self.col_reduce:
             raise LoweringError(
                 "columns", f"expected rows of at most {MAX_ROW} columns beside column sums, found {self.most_cols}"
             )
-        if whole:
-            # One block size serves both: a row in registers needs one that holds it, and a loop of one step is a loop.
-            knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", (1, 2), 1)]
-            knobs.append(_warps(whole // 512))
-            return [*knobs, Knob("persistent", (True,), True, "a whole row in registers")]
+        if whole > MAX_ROW:
+            return self._looped((False,))
+        if whole > 1024 and not self.col_reduce:
+            return [*self._looped((True, False)), Knob("ROW_BLOCK", (whole,), whole, "columns of a persistent tile")]
+        row = max(1, min(_power(self.rows), 1024 // whole))
+        rows = _powers(1, max(row, min(_power(self.rows), 4096 // whole, 64)))
+        knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", rows, row), _warps(row * whole // 256)]
+        knobs.append(Knob("persistent", (True,), True, "a whole row in registers"))
+        if self.col_reduce or self.single:
+            knobs += [_programs(self.rows // row), _stages()]
+        return knobs
+
+    def _looped(self, persistent: tuple[bool, ...]) -> list[Knob]:
+        """Rows longer than a tile of 1024: in registers, or in loops over columns."""
         knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
-        knobs += [_warps(8), Knob("persistent", persistent, False, "a whole row in registers"), _stages()]
+        knobs += [_warps(min(8, self.most_cols // 256)), _stages()]
+        knobs.append(Knob("persistent", persistent, persistent[0], "a whole row in registers, or loops over columns"))
         if self.single:
             knobs.append(_programs(self.rows))
         return knobs
@@ -129,7 +123,7 @@ class _Space:
         return [
             _blocks("BLOCK_COLS", cols, col),
             _blocks("BLOCK_ROWS", rows, row),
-            _warps(row * col // 512),
+            _warps(row * col // 256),
             _programs(tiles),
             _stages(),
         ]
