@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofuse.codegen.knobs import Choice, Knob
-from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.loops import Access, LoopKernel
 from autofuse.codegen.triton.body import INDEX_BOUND, extents
 from autofuse.codegen.triton.scalar import FAST
 from autofuse.errors import LoweringError
@@ -48,6 +48,7 @@ class _Space:
         self.rows = evaluate(_of(kernel, kernel.rows), values)
         self.cols = evaluate(_of(kernel, kernel.cols), values)
         self.most_cols = max(self.cols, evaluate(_of(kernel, kernel.cols), high))
+        self.is_crossed = _is_crossed(kernel)
         self.needs_64 = any(evaluate(e, s) > INDEX_BOUND for e in extents(kernel) for s in (values, high))
 
     def knobs(self) -> tuple[Knob, ...]:
@@ -68,12 +69,12 @@ class _Space:
 
     def _plain(self) -> list[Knob]:
         widest = _power(self.cols)
-        cols = _powers(min(widest, 64), min(widest, 4096))
-        col = min(widest, 1024)
+        low, usual, high = (16, 64, 256) if self.is_crossed else (64, 1024, 4096)
+        cols, col = _powers(min(widest, low), min(widest, high)), min(widest, usual)
         knobs = [_blocks("BLOCK_COLS", cols, col)]
         size = col
         if self.kernel.rows:
-            row = max(1, min(_power(self.rows), 1024 // col))
+            row = max(1, min(_power(self.rows), 64 if self.is_crossed else 1024 // col))
             rows = _powers(1, max(1, min(_power(self.rows), MAX_TILE // cols[0], 256)))
             knobs.append(_blocks("BLOCK_ROWS", rows, row))
             size *= row
@@ -92,9 +93,9 @@ class _Space:
             )
         if whole > MAX_ROW:
             return self._looped((False,))
-        if whole > 1024 and not self.col_reduce:
+        if whole > (256 if self.is_crossed else 1024) and not self.col_reduce:
             return [*self._looped((True, False)), Knob("ROW_BLOCK", (whole,), whole, "columns of a persistent tile")]
-        row = max(1, min(_power(self.rows), 1024 // whole))
+        row = max(1, min(_power(self.rows), max(1024 // whole, self._least_rows(whole))))
         rows = _powers(1, max(row, min(_power(self.rows), 4096 // whole, 64)))
         knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", rows, row), _warps(row * whole // 256)]
         knobs.append(Knob("persistent", (True,), True, "a whole row in registers"))
@@ -104,12 +105,20 @@ class _Space:
 
     def _looped(self, persistent: tuple[bool, ...]) -> list[Knob]:
         """Rows longer than a tile of 1024: in registers, or in loops over columns."""
-        knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
+        if self.is_crossed:
+            knobs = [_blocks("BLOCK_COLS", (16, 32, 64, 128), 64), _blocks("BLOCK_ROWS", (8, 16, 32, 64), 32)]
+        else:
+            knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
         knobs += [_warps(min(8, self.most_cols // 256)), _stages()]
-        knobs.append(Knob("persistent", persistent, persistent[0], "a whole row in registers, or loops over columns"))
+        first = persistent[0] and not self.is_crossed
+        knobs.append(Knob("persistent", persistent, first, "a whole row in registers, or loops over columns"))
         if self.single:
             knobs.append(_programs(self.rows))
         return knobs
+
+    def _least_rows(self, whole: int) -> int:
+        """Neighbours in memory are rows where the reduced dim is not the last: a tile needs some of them."""
+        return max(1, min(16, MAX_TILE // whole)) if self.is_crossed else 1
 
     # ---- sums over rows
 
@@ -127,6 +136,15 @@ class _Space:
             _programs(tiles),
             _stages(),
         ]
+
+
+def _is_crossed(kernel: LoopKernel) -> bool:
+    """Whether some tensor has its neighbours in memory along rows, as a transposed operand has."""
+    accesses = [v.attr for v in kernel.values if isinstance(v.attr, Access)] + [s.access for s in kernel.stores]
+    return any(
+        {d for d, _ in a.strides} & set(kernel.cols) and any(d in kernel.rows for d, stride in a.strides if stride == 1)
+        for a in accesses
+    )
 
 
 def _of(kernel: LoopKernel, dims: tuple[int, ...]) -> Dim:
