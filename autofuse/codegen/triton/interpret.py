@@ -11,7 +11,6 @@ Not checked by it: speed, registers, memory races between programs, the accuracy
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from autofuse.codegen.call import torch_dtype
+from autofuse.codegen.triton.module import define
 from autofuse.codegen.triton.source import TritonSource, resolve
 
 InterpretedEntry = Callable[[Mapping[str, int], Sequence[torch.Tensor]], None]
@@ -29,7 +29,9 @@ InterpretedEntry = Callable[[Mapping[str, int], Sequence[torch.Tensor]], None]
 def load_interpreted(source: TritonSource) -> InterpretedEntry:
     """The module as ``entry(symbol values, inputs and outputs)``; RuntimeError where Triton is not interpreted."""
     with _interpreting():
-        kernels = load_module(source, {"libdevice": _LIBRARY})
+        names = define(source)
+    names["libdevice"] = _LIBRARY
+    kernels = [names[item.function] for item in source.passes]
 
     def entry(values: Mapping[str, int], tensors: Sequence[torch.Tensor]) -> None:
         call = resolve(source, values)
@@ -75,20 +77,6 @@ def _interpreting() -> Iterator[None]:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
-
-
-def load_module(source: TritonSource, names: Mapping[str, Any] | None = None) -> list[Any]:
-    """The functions of the passes, in order; ``names`` replace what the module imports."""
-    text = source.text
-    file = f"<autofuse {source.name}>"
-    for name in names or {}:
-        text = text.replace(f"from triton.language.extra import {name}\n", "\n")
-    # @triton.jit reads the source of what it decorates
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    module = types.ModuleType(source.name)
-    module.__dict__.update(names or {})
-    exec(compile(text, file, "exec"), module.__dict__)
-    return [getattr(module, item.function) for item in source.passes]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

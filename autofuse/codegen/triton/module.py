@@ -17,15 +17,27 @@ from typing import Any
 from autofuse.codegen.triton.source import TritonSource
 
 
+def define(source: TritonSource) -> dict[str, Any]:
+    """The names of the module; its lines stay known to tracebacks, and to Triton, until `forget`."""
+    file = _file(source)
+    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
+    names: dict[str, Any] = {"__name__": f"autofuse_triton_{source.name}"}
+    exec(compile(source.text, file, "exec"), names)
+    return names
+
+
+def forget(source: TritonSource) -> None:
+    linecache.cache.pop(_file(source), None)
+
+
 @contextlib.contextmanager
 def defined(source: TritonSource) -> Iterator[dict[str, Any]]:
-    """The names of the module; its lines are known to tracebacks inside of the block."""
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:12]
-    file = f"<{source.name} {digest}>"
-    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
+    """`define` for the length of a block."""
     try:
-        names: dict[str, Any] = {"__name__": f"autofuse_triton_{digest}"}
-        exec(compile(source.text, file, "exec"), names)
-        yield names
+        yield define(source)
     finally:
-        linecache.cache.pop(file, None)
+        forget(source)
+
+
+def _file(source: TritonSource) -> str:
+    return f"<{source.name} {hashlib.sha256(source.text.encode()).hexdigest()[:12]}>"
