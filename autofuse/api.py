@@ -23,6 +23,7 @@ from autofuse.observer.observer import Observer
 from autofuse.observer.roots import RootTracker, root_key
 from autofuse.pipeline import backend
 from autofuse.report.explain import render_explain
+from autofuse.runtime.devices import event_timer
 from autofuse.runtime.session import current_session
 from autofuse.settings import load
 
@@ -70,7 +71,7 @@ class Observation:
 def observe() -> Iterator[Observation]:
     """Watch every aten call in the block: operators, shapes, times, owning modules. Changes no result."""
     result = Observation()
-    observer = Observer(ObserverConfig(sample_every=1, skip_steps=0, max_overhead_percent=100.0))
+    observer = Observer(ObserverConfig(sample_every=1, skip_steps=0, max_overhead_percent=100.0), event_timer())
     roots: set[str] = set()
 
     def handle(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,7 +54,8 @@ class RunLog(StoreBase):
         """Begin a run and return its id (counting from 1)."""
         device = start.device
         with self._write() as connection:
-            row = {"key": device.key, **asdict(device)}
+            row = {"key": device.key}  # a run's device is its CPU; what tells GPUs apart is in their keys
+            row |= {name: getattr(device, name) for name in ("kind", "name", "cores", "isa")}
             upsert(connection, models.Device, [row], ["key"], [])
             device_id = connection.execute(select(models.Device.id).where(models.Device.key == device.key)).scalar_one()
             values = {

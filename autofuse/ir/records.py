@@ -24,10 +24,13 @@ class DeviceInfo:
     name: str  # model name, such as "AMD EPYC 9654"
     cores: int  # processors this process may run on (CPU) or multiprocessors (GPU)
     isa: str  # widest vector extension ("avx512", "avx2", ...) or compute capability ("sm_90")
+    memory_bytes: int = 0  # of a GPU
 
     @property
     def key(self) -> str:
-        return f"{self.kind}:{self.name}:{self.cores}:{self.isa}"
+        """In whole GiB, since drivers set a little more or less of it aside."""
+        memory = f":{round(self.memory_bytes / 2**30)}GiB" if self.memory_bytes else ""
+        return f"{self.kind}:{self.name}:{self.cores}:{self.isa}{memory}"
 
 
 # ---- buckets ------------------------------------------------------------------------------------

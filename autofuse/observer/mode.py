@@ -3,6 +3,7 @@
 In: every aten call of a sampled step, below autograd, forward and backward, autograd's own threads included.
 Out: ``ObserverMode.events``, a flat list of ``OpEvent`` tuples and module marks in the order in which they happened;
 ``profile.aggregate`` turns it into records when the step is over.
+A call on a GPU is timed by two events of its stream where an ``EventTimer`` is given, a call on the CPU by the clock.
 Guarantee: the result of a call is what it is without us, no tensor is kept alive (only shapes and numbers are), and
 nothing of ours is raised into the script: the first fault of our own switches the mode off, with its reason.
 
@@ -13,6 +14,7 @@ torch's own for any mode; 10 us more in a real training step, where caches are c
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from torch._C import (
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autofuse.observer.device_timer import EventTimer
 from autofuse.observer.module_calls import skip_in_dynamo
 
 TensorSpec = tuple[torch.Size, torch.dtype, tuple[int, ...]] | None  # shape, dtype, strides; None: not describable
@@ -46,8 +49,8 @@ class OpEvent(NamedTuple):
     """
 
     op: Any  # OpOverload or higher-order operator
-    start_ns: int
-    stop_ns: int
+    start: Any  # ns of the host's clock; on a GPU its Stretch, None where it could not be timed
+    stop_ns: int | None  # None on a GPU
     sequence: int  # of the autograd node that runs, or FORWARD_OR_OTHER, or NO_SEQUENCE
     inputs: tuple[int, ...]  # identities of the input tensors, valid within the step only
     description: tuple[Any, ...]  # TensorSpec of each input, then output shape (or None), then device (or None)
@@ -75,13 +78,15 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
     supports_higher_order_operators = True
     is_autofuse_observer = True
 
-    def __init__(self, max_events: int = 40_000, max_seconds: float = 3600.0) -> None:
+    def __init__(self, max_events: int = 40_000, max_seconds: float = 3600.0, timer: EventTimer | None = None) -> None:
         super().__init__()
         self.events: list[Any] = []
         self.recording = False
         self.fault: str | None = None  # why the mode switched itself off
         self.saw_backward = False
         self.passed = 0  # calls that went through unrecorded: they cost time too
+        self.timing_ns = 0  # spent on recording events for ``timer``
+        self._timer = timer  # None where no GPU is in use
         self._room = max_events
         self._deadline_ns = perf_counter_ns() + int(max_seconds * 1e9)
         self._intern = dict[Any, Any]().setdefault
@@ -103,9 +108,23 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
             self.passed += 1
             return func(*args, **kwargs) if kwargs else func(*args)
         call = func._op if type(func) is OpOverload else func
-        start = perf_counter_ns()
-        out = call(*args, **kwargs) if kwargs else call(*args)
-        stop = perf_counter_ns()
+        timer = self._timer
+        gpu = -1 if timer is None else _gpu_of(args, kwargs, timer.index_of)
+        start: Any
+        stop: int | None
+        if timer is not None and gpu >= 0:
+            began = perf_counter_ns()
+            stretch = timer.begin(gpu)
+            launching = perf_counter_ns()
+            out = call(*args, **kwargs) if kwargs else call(*args)
+            launched = perf_counter_ns()
+            start, stop = timer.end(stretch), None
+            now = perf_counter_ns()
+            self.timing_ns += launching - began + now - launched
+        else:
+            start = perf_counter_ns()
+            out = call(*args, **kwargs) if kwargs else call(*args)
+            stop = now = perf_counter_ns()
         try:
             sequence = FORWARD_OR_OTHER
             if _current_graph_task_id() != -1:
@@ -139,13 +158,13 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
                 (func, start, stop, sequence, tuple(inputs), self._intern(description, description), output)
             )
             self._room -= 1
-            if self._room < 0 or stop > self._deadline_ns:
+            if self._room < 0 or now > self._deadline_ns:
                 self.recording = False
         except Exception as error:
             self._record_plainly(func, start, stop, error)
         return out
 
-    def _record_plainly(self, func: Any, start: int, stop: int, error: Exception) -> None:
+    def _record_plainly(self, func: Any, start: Any, stop: int | None, error: Exception) -> None:
         """An op whose tensors cannot be described (no strides, no device): count and time it.
 
         The first surprise of another kind ends the recording for good.
@@ -155,6 +174,20 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
         else:
             self.recording = False
             self.fault = f"{type(error).__name__} while recording {func}: {error}"
+
+
+def _gpu_of(args: Any, kwargs: Any, index_of: Callable[[Any], int]) -> int:
+    """Index of the GPU that a call runs on, by its tensors, else by where its result is to be; -1: not on one."""
+    for a in args:
+        first = a[0] if type(a) in _SEVERAL and a else a
+        if isinstance(first, _Tensor):
+            index = index_of(first)
+            if index >= 0:
+                return index
+    device = kwargs.get("device") if kwargs else None
+    if not isinstance(device, torch.device) or device.type != "cuda" or device.index is None:
+        return -1
+    return int(device.index)
 
 
 def _describe(value: Any, inputs: list[int], described: list[Any], depth: int = 0) -> None:
@@ -175,7 +208,7 @@ def _describe(value: Any, inputs: list[int], described: list[Any], depth: int = 
             _describe(item, inputs, described, depth + 1)
 
 
-skip_in_dynamo(ObserverMode.__torch_dispatch__, ObserverMode._record_plainly, _describe, recursive=True)
+skip_in_dynamo(ObserverMode.__torch_dispatch__, ObserverMode._record_plainly, _describe, _gpu_of, recursive=True)
 
 
 def attach(mode: ObserverMode) -> bool:

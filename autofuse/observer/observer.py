@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,9 +22,10 @@ import torch
 from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.observer.calibration import OpCost, measure_op_cost
 from autofuse.observer.config import ObserverConfig
+from autofuse.observer.device_timer import EventTimer, LateTimes
 from autofuse.observer.module_calls import skip_in_dynamo
 from autofuse.observer.op_statistics import OpStatistics
-from autofuse.observer.profile import RootTotals, aggregate
+from autofuse.observer.profile import LateTime, RootTotals, aggregate
 from autofuse.observer.sampler import Sampler
 from autofuse.observer.signatures import call_signature, tensor_leaves
 from autofuse.observer.statistics import PendingCalls, ShapeStatistics
@@ -48,10 +50,12 @@ class _Root:
 class Observer:
     """Watches roots within the limits of ``config``. Safe to call from any thread."""
 
-    def __init__(self, config: ObserverConfig | None = None) -> None:
+    def __init__(self, config: ObserverConfig | None = None, timer: EventTimer | None = None) -> None:
+        """``timer`` gives the times of calls on GPUs; without one they are times of their launches."""
         self._config = config or ObserverConfig()
         self._sampler = Sampler(self._config)
-        self._recorder = StepRecorder(self._config.max_events_per_step, self._config.max_step_seconds)
+        self._late = None if timer is None else LateTimes(timer)  # of sampled calls on GPUs
+        self._recorder = StepRecorder(self._config.max_events_per_step, self._config.max_step_seconds, timer)
         self._ops = OpStatistics(self._config)
         self._roots: dict[str, _Root] = {}
         self._lock = threading.RLock()
@@ -62,6 +66,7 @@ class Observer:
         self._wants_backward = False  # gradients are on in the anchor's calls
         self._stopped = False
         self.fault: str | None = None  # why the observation ended early
+        self.untimed_calls = 0  # sampled calls on a GPU, counted in the profiles, whose times are not known
         self.skipped_calls = 0  # root calls whose arguments could not be described
         self.untracked_calls = 0  # calls of roots beyond ``max_owners``
         began = time.perf_counter()
@@ -88,6 +93,8 @@ class Observer:
                     known.pending.learn(signature, leaves)
         except Exception:  # an argument that does not let itself be described is no reason to stop
             self.skipped_calls += 1
+        if self._late:
+            self._late.collect()
         self._sampler.spend(time.perf_counter() - began)
 
     def before_root_call(self, root: str, module: torch.nn.Module | None = None) -> None:
@@ -110,16 +117,26 @@ class Observer:
             self._give_up()
         self._sampler.spend(time.perf_counter() - began)
 
-    def after_root_call(self, root: str, seconds: float) -> None:
-        """The root call is over and took this long, observation included."""
-        known = self._roots.get(root)
+    def after_root_call(self, root: str, seconds: float | None) -> bool:
+        """The root call is over and took this long; False for one that was sampled, whose time is of no use.
+
+        None: the device has not told the time yet; ``on_root_seconds`` follows.
+        """
         if self._entered and self._recorder.is_mine:
             self._entered = False
             try:
                 self._recorder.exit_root()
             except Exception:
                 self._give_up()
-        elif known is not None:
+            return False
+        if seconds is not None:
+            self.on_root_seconds(root, seconds)
+        return True
+
+    def on_root_seconds(self, root: str, seconds: float) -> None:
+        """What a call took that was not sampled."""
+        known = self._roots.get(root)
+        if known is not None:
             known.seconds.append(seconds)
 
     def decide(self, root: str) -> None:
@@ -149,6 +166,8 @@ class Observer:
             if self._recorder.is_recording:
                 self._finish_step()
             self._recorder.clean_up()
+            if self._late is not None:
+                self._late.close()
         except Exception:
             self._give_up()
         self._sampler.spend(time.perf_counter() - began)
@@ -164,12 +183,14 @@ class Observer:
         """Time of backward over time of forward, median of the sampled steps; None before the first.
 
         0.0 for a root that ran without gradients. Steps whose backward was not seen although gradients were on do
-        not count.
+        not count, nor do steps with times that the device has not told.
         """
         ratios = [
             totals.backward_ns / totals.forward_ns
             for totals in self._samples(root)
-            if totals.forward_ns and (totals.backward_ns or not totals.wants_backward)
+            if totals.forward_ns
+            and not (totals.late or totals.untimed)
+            and (totals.backward_ns or not totals.wants_backward)
         ]
         return median(ratios) if ratios else None
 
@@ -253,7 +274,7 @@ class Observer:
                 else:
                     self._sampler.count(root)
             if not recorder.is_recording:
-                if not recorder.begin():
+                if self._late or not recorder.begin():  # one step at a time is waited for
                     return
                 self._anchor, self._anchor_calls, self._other_calls = root, 0, 0
                 self._wants_backward = torch.is_grad_enabled() and not self._runs_forward_only(root)
@@ -285,7 +306,7 @@ class Observer:
         recorder, anchor = self._recorder, self._anchor
         self._anchor, self._entered = None, False
         began = time.perf_counter()
-        passed = recorder.passed
+        passed, timing = recorder.passed, recorder.timing_seconds
         known = self._roots.get(anchor) if anchor is not None else None
         if known is not None and self._wants_backward:
             known.waited_in_vain = 0 if recorder.saw_backward else known.waited_in_vain + 1
@@ -295,6 +316,10 @@ class Observer:
             paths = recorder.paths()
             profile = aggregate(events, lambda identity, name: paths.get(identity, name))
             learnt = self._ops.add(profile)
+            self.untimed_calls += profile.untimed
+            for call in profile.late:
+                assert self._late is not None
+                self._late.add(call.stretch, partial(self._add_late, call))
             for root, totals in profile.roots.items():
                 owner = self._roots.get(root) or self._add_root(root)
                 if owner is not None and totals.calls:
@@ -306,9 +331,14 @@ class Observer:
             self._stopped = True
         in_ops = len(events) * self._op_cost.recorded_seconds
         in_ops += (recorder.passed - passed) * self._op_cost.passed_seconds
+        in_ops += recorder.timing_seconds - timing
         self._sampler.spend(in_ops)  # the time spent here is accounted for by the caller
         if anchor is not None:
             self._sampler.finish_step(anchor, in_ops + time.perf_counter() - began, learnt)
+
+    def _add_late(self, call: LateTime, nanoseconds: int | None) -> None:
+        self.untimed_calls += nanoseconds is None
+        call.add(nanoseconds)
 
     def _give_up(self) -> None:
         self.fault = self.fault or traceback.format_exc(limit=3)

@@ -59,6 +59,7 @@ class OpStatistics:
             if known is None:
                 learnt = True
                 known = self._totals[kind] = _Total(totals.description, totals.producers)
+            totals.of_run = known
             known.calls += totals.calls
             known.time_ns += totals.time_ns
             gone = self._kinds.add(kind, totals.calls)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autofuse.observer.device_timer import Stretch
 from autofuse.observer.mode import (
     ENTER,
     EXIT,
@@ -38,6 +39,7 @@ class OpTotals:
     producers: tuple[Any, ...] = ()  # op that made each tensor input, None where unknown
     calls: int = 0
     time_ns: int = 0
+    of_run: Any = None  # the sums of the run that these went into
 
 
 @dataclass
@@ -50,10 +52,38 @@ class RootTotals:
     backward_ops: int = 0
     backward_ns: int = 0
     wants_backward: bool = False  # gradients were on in a call
+    late: int = 0  # calls whose times the device has not told yet
+    untimed: int = 0  # calls on a GPU whose times will never be known
 
     @property
     def ops_per_call(self) -> int:
         return round(self.forward_ops / self.calls) if self.calls else 0
+
+
+@dataclass(frozen=True)
+class LateTime:
+    """A call on a GPU, counted in the sums already; its time follows when the device tells it."""
+
+    stretch: Stretch
+    op: OpTotals
+    root: RootTotals | None
+    is_forward: bool
+
+    def add(self, nanoseconds: int | None) -> None:
+        """None: it will never be known."""
+        if self.root is not None:
+            self.root.late -= 1
+            self.root.untimed += nanoseconds is None
+        if nanoseconds is None:
+            return
+        self.op.time_ns += nanoseconds
+        if self.op.of_run is not None:
+            self.op.of_run.time_ns += nanoseconds
+        if self.root is not None:
+            if self.is_forward:
+                self.root.forward_ns += nanoseconds
+            else:
+                self.root.backward_ns += nanoseconds
 
 
 @dataclass
@@ -64,6 +94,8 @@ class StepProfile:
     roots: dict[str, RootTotals] = field(default_factory=dict)
     op_calls: int = 0
     not_understood: int = 0
+    late: list[LateTime] = field(default_factory=list)
+    untimed: int = 0  # calls on a GPU whose times will never be known
 
     @property
     def saw_backward(self) -> bool:
@@ -123,22 +155,34 @@ class _Aggregation:
         entry = self._ops.get(key)
         if entry is None:
             entry = self._ops[key] = OpTotals(description, self._producers(inputs, description))
+        elapsed = 0 if stop is None else stop - start
         entry.calls += 1
-        entry.time_ns += stop - start
-        if owner.root is not None:
-            totals = self.profile.roots[owner.root]
+        entry.time_ns += elapsed
+        totals = None if owner.root is None else self.profile.roots[owner.root]
+        if totals is not None:
             if phase == "forward":
                 totals.forward_ops += 1
-                totals.forward_ns += stop - start
+                totals.forward_ns += elapsed
             else:
                 totals.backward_ops += 1
-                totals.backward_ns += stop - start
+                totals.backward_ns += elapsed
+        if stop is None:
+            self._follow(start, entry, totals, phase == "forward")
         made = self._made
         if type(output) is int:
             made[output] = event
         else:
             for identity in output:
                 made[identity] = event
+
+    def _follow(self, stretch: Stretch | None, entry: OpTotals, totals: RootTotals | None, is_forward: bool) -> None:
+        if stretch is not None:
+            self.profile.late.append(LateTime(stretch, entry, totals, is_forward))
+        else:
+            self.profile.untimed += 1
+        if totals is not None:
+            totals.late += stretch is not None
+            totals.untimed += stretch is None
 
     def _owner_of(self, sequence: int) -> _Owner:
         if sequence != NO_SEQUENCE and self._starts:

@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import _get_sequence_nr
 
 from autofuse.observer import module_calls
+from autofuse.observer.device_timer import EventTimer
 from autofuse.observer.mode import ENTER, EXIT, MARK, ROOT_ENTER, ROOT_EXIT, ObserverMode, attach, detach
 from autofuse.observer.module_calls import CallRunner, skip_in_dynamo, thread
 
@@ -28,9 +29,10 @@ _MAX_LEFTOVERS = 8
 class StepRecorder:
     """The recorder of one run; at most one step is being recorded, in one thread."""
 
-    def __init__(self, max_events: int, max_seconds: float) -> None:
+    def __init__(self, max_events: int, max_seconds: float, timer: EventTimer | None = None) -> None:
         self._max_events = max_events
         self._max_seconds = max_seconds
+        self._timer = timer
         self._mode: ObserverMode | None = None
         self._thread = 0
         self._open_root: str | None = None
@@ -41,6 +43,7 @@ class StepRecorder:
         self.began = 0.0
         self.fault: str | None = None  # why nothing is recorded any more
         self.passed = 0  # calls that went through modes without being recorded
+        self.timing_seconds = 0.0  # spent on events of GPUs
 
     @property
     def is_recording(self) -> bool:
@@ -62,7 +65,8 @@ class StepRecorder:
         # Under a mode each call passes the dispatcher twice and would stand twice in the user's own profile.
         if self._mode is not None or self.fault is not None or torch.autograd._profiler_enabled():
             return False
-        mode = ObserverMode(self._max_events, self._max_seconds)
+        timer = self._timer if self._timer is not None and self._timer.is_active else None
+        mode = ObserverMode(self._max_events, self._max_seconds, timer)
         if not attach(mode):
             return False
         mode.recording = True
@@ -107,6 +111,7 @@ class StepRecorder:
         self._mode = None
         module_calls.release()
         self.fault = self.fault or mode.fault
+        self.timing_seconds += mode.timing_ns / 1e9
         self._leftovers.append((self._thread, mode))
         if self._thread != threading.get_ident():
             del self._leftovers[:-_MAX_LEFTOVERS]

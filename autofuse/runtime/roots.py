@@ -12,18 +12,22 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from autofuse.ir.records import RootRecord, StepSample
 from autofuse.observer.config import ObserverConfig
+from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.observer import Observer
 from autofuse.observer.policy import HeldOut, advise_capture, learn_cost
 from autofuse.observer.roots import RootTracker, root_key
 from autofuse.observer.signatures import call_signature, tensors_by_path
 from autofuse.runtime.backends import CPU
+from autofuse.runtime.devices import event_timer
 from autofuse.runtime.gpu import capturing
 
 if TYPE_CHECKING:
@@ -41,13 +45,16 @@ class Roots:
     def __init__(self, session: Session) -> None:
         self.session = session
         settings = session.settings
+        self.timer = timer = event_timer()
+        self.untimed_steps = 0  # on a GPU, whose times are not known
         self.observer = Observer(
             ObserverConfig(
                 enabled=settings.observe.enabled,
                 sample_every=settings.observe.sample_every,
                 max_overhead_percent=settings.observe.max_overhead_percent,
                 max_shapes=settings.observe.max_shapes,
-            )
+            ),
+            timer,
         )
         self.tracker = RootTracker(self._handle)
         self.groups: dict[str, Root] = {}
@@ -62,6 +69,8 @@ class Roots:
 
     def uninstall(self) -> None:
         self.tracker.uninstall()
+        for root in list(self.groups.values()):
+            root.late.close()
         self.observer.stop()
 
     def root_of(self, module: torch.nn.Module) -> Root:
@@ -104,6 +113,17 @@ class Roots:
         return learn_cost([*self.known.values(), *(r.record() for r in self.groups.values())], default)
 
 
+class OpenStep(NamedTuple):
+    """A step that the next call of the root ends."""
+
+    began: float
+    signature: str
+    held_out: bool
+    number: int  # of the call
+    disturbances: int
+    stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
+
+
 class Root:
     """All modules of one class and one set of parameter shapes."""
 
@@ -125,7 +145,9 @@ class Root:
         self._seen: set[Any] = set()
         capture = self.session.settings.capture
         self._held_out = HeldOut(capture.held_out_share, seed=0)
-        self._open: tuple[float, str, bool, int, int] | None = None  # start, signature, held out, index, disturbances
+        self._open: OpenStep | None = None
+        self._device: torch.device | None = None
+        self.late = LateTimes(roots.timer)  # what the device has not told yet
         self._recent: dict[str, deque[float]] = {}
         self._ratios: deque[float] = deque(maxlen=64)
 
@@ -134,11 +156,13 @@ class Root:
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time.perf_counter()
         self._end_step(now)
+        if self.late:
+            self.late.collect()
         self.calls += 1
         if self.state != "eager" and capturing.is_capturing():
             return self._recorded(module, args, kwargs)
         if self.state == "eager":
-            self._open = (now, "", False, self.calls, self.session.disturbances)
+            self._open = OpenStep(now, "", False, self.calls, self.session.disturbances, None)
             return self.roots.tracker.call_original(module, args, kwargs)
         if self.state == "observing":
             # Before the decision: the second call already tells which dims vary.
@@ -148,7 +172,9 @@ class Root:
                 return self._observed(module, args, kwargs)
         signature = (call_signature(args, kwargs), module.training, torch.is_grad_enabled())
         held_out = self._held_out.next() and signature in self._seen
-        self._open = (now, str(signature), held_out, self.calls, self.session.disturbances)
+        self._device = self._device or _device_of(module)
+        stretch = self._begin_stretch()
+        self._open = OpenStep(now, str(signature), held_out, self.calls, self.session.disturbances, stretch)
         if held_out:
             self.roots.held_out_calls += 1
             return self.roots.tracker.call_original(module, args, kwargs)
@@ -166,14 +192,34 @@ class Root:
         observer = self.roots.observer
         observer.before_root_call(self.key, module)
         began = time.perf_counter()
-        self._open = (began, "", False, self.calls, self.session.disturbances)
+        self._open = OpenStep(began, "", False, self.calls, self.session.disturbances, None)
+        stretch = self._begin_stretch()
         try:
             return self.roots.tracker.call_original(module, args, kwargs)
         finally:
             seconds = time.perf_counter() - began
-            observer.after_root_call(self.key, seconds)
-            ratio = observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
-            self.eager_seconds += seconds * (1.0 + (ratio or 0.0))
+            stretch = self.roots.timer.end(stretch)
+            was_plain = observer.after_root_call(self.key, None if stretch is not None else seconds)
+            self._add_eager(seconds)
+            if stretch is not None:
+                self.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
+
+    def _add_eager(self, seconds: float) -> None:
+        ratio = self.roots.observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
+        self.eager_seconds += seconds * (1.0 + (ratio or 0.0))
+
+    def _add_device_time(self, host_seconds: float, was_plain: bool, nanoseconds: int | None) -> None:
+        """What a call took is the larger of the host's time and the device's."""
+        seconds = max(host_seconds, (nanoseconds or 0) / 1e9)
+        if was_plain:
+            self.roots.observer.on_root_seconds(self.key, seconds)
+        self._add_eager(seconds - host_seconds)
+
+    def _begin_stretch(self) -> Stretch | None:
+        device = self._device
+        if device is None or device.type != "cuda":
+            return None
+        return self.roots.timer.begin(device.index)
 
     def _captured(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any) -> Any:
         compiled = self._compiled
@@ -216,7 +262,7 @@ class Root:
 
     def _decide(self, module: torch.nn.Module) -> None:
         session, capture = self.session, self.session.settings.capture
-        device = _device_of(module)
+        self._device = device = _device_of(module)
         session.use_device(device)
         if session.tunable(device) is None and not len(session.table):
             return
@@ -276,12 +322,12 @@ class Root:
     # ---- steps --------------------------------------------------------------------------------------------
 
     def _end_step(self, now: float) -> None:
-        """A step is the time from one call of the root to the next."""
-        if self._open is None:
+        """A step is the time from one call of the root to the next: the host's, on a GPU that of the root's stream."""
+        opened, self._open = self._open, None
+        if opened is None:
             return
-        began, signature, held_out, index, disturbances = self._open
-        self._open = None
-        step_us = (now - began) * 1e6
+        stretch = self.roots.timer.end(opened.stretch)
+        step_us = (now - opened.began) * 1e6
         self.total_us += step_us
         fused = 0
         for router in self.session.routers:
@@ -291,13 +337,28 @@ class Root:
                     fused += plan.fused_nodes
         if self.state != "captured":
             return
-        valid = disturbances == self.session.disturbances
-        self.roots.step_us_total += step_us if valid else 0.0
-        self.session.steps.append(
-            StepSample(self.key, signature, held_out, 0 if held_out else fused, index, step_us if valid else 0.0)
+        sample = StepSample(
+            self.key, opened.signature, opened.held_out, 0 if opened.held_out else fused, opened.number, 0.0
         )
-        if valid:
-            self._compare(signature, held_out, step_us)
+        if opened.disturbances != self.session.disturbances:
+            stretch, step_us = None, 0.0
+        if self._device is None or self._device.type != "cuda":
+            self._add_step(sample, step_us)
+        elif not step_us:
+            self.late.add(None, lambda _: self._add_step(sample, 0.0))  # after those before it
+        else:
+            self.late.add(stretch, partial(self._add_late_step, sample))
+
+    def _add_late_step(self, sample: StepSample, nanoseconds: int | None) -> None:
+        self.roots.untimed_steps += nanoseconds is None
+        self._add_step(sample, (nanoseconds or 0) / 1e3)
+
+    def _add_step(self, sample: StepSample, step_us: float) -> None:
+        """A time of 0 stands for one that is not to be compared."""
+        self.session.steps.append(replace(sample, step_us=step_us))
+        if step_us and self.state == "captured":
+            self.roots.step_us_total += step_us
+            self._compare(sample.signature, sample.held_out, step_us)
 
     def _compare(self, signature: str, held_out: bool, step_us: float) -> None:
         """Release a root whose captured steps lose to held-out eager ones."""

@@ -1,0 +1,155 @@
+"""Times stretches of a GPU's stream through events, and never waits for one.
+
+In: ``begin`` and ``end`` around work that a script launches. Out: ``nanoseconds`` of the stretch, once the device has
+passed both events; until then None.
+Guarantee: the script is never synchronised; while it records a CUDA graph nothing is recorded and nothing asked (both
+would end its recording); nothing is raised: the first fault switches the timer off and stays in ``fault``.
+Events are pooled by device, since an event belongs to the device that first recorded it. Torch-free: what is needed
+of torch is an ``EventCalls``.
+
+A stretch of a stream is an upper bound of the work in it: where the device waits for the host, waiting is inside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+MAX_LATE = 40_000  # lengths that are waited for; as many as one sampled step may have calls
+
+
+Tell = Callable[[int | None], None]
+
+
+class DeviceEvent(Protocol):
+    """What ``torch.cuda.Event`` answers."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+@dataclass(frozen=True)
+class EventCalls:
+    """Functions of torch."""
+
+    is_active: Callable[[], bool]  # the script uses a GPU
+    is_capturing: Callable[[], bool]  # it records a CUDA graph right now
+    new_event: Callable[[], DeviceEvent]
+    stream: Callable[[int], Any]  # the current stream of a device
+    index_of: Callable[[Any], int]  # of a tensor's GPU; -1 for a tensor elsewhere
+
+
+class Stretch(NamedTuple):
+    """From one event to another on the streams of one device."""
+
+    gpu: int  # index of the device
+    start: DeviceEvent
+    stop: DeviceEvent
+
+
+class EventTimer:
+    """One of a session, for any thread: autograd's own end what others began."""
+
+    def __init__(self, calls: EventCalls) -> None:
+        self._calls = calls
+        self._pool: defaultdict[int, list[DeviceEvent]] = defaultdict(list)
+        self.index_of = calls.index_of
+        self.fault: str | None = None  # why nothing is timed any more
+
+    @property
+    def is_active(self) -> bool:
+        return self.fault is None and self._calls.is_active()
+
+    def begin(self, index: int) -> Stretch | None:
+        """The stretch begins with what is launched next on the device; None where it cannot be timed."""
+        if self.fault is not None:
+            return None
+        try:
+            if self._calls.is_capturing():
+                return None
+            pool = self._pool[index]
+            stretch = Stretch(index, self._event(pool), self._event(pool))
+            stretch.start.record(self._calls.stream(index))
+        except Exception as error:  # a device in trouble raises at every call: the script will hear of it itself
+            self._switch_off(error)
+            return None
+        return stretch
+
+    def _event(self, pool: list[DeviceEvent]) -> DeviceEvent:
+        return pool.pop() if pool else self._calls.new_event()
+
+    def end(self, stretch: Stretch | None) -> Stretch | None:
+        """What was launched until now belongs to the stretch; None where its length will never be known."""
+        if stretch is None:
+            return None
+        try:
+            if self.fault is None and not self._calls.is_capturing():
+                stretch.stop.record(self._calls.stream(stretch.gpu))
+                return stretch
+        except Exception as error:
+            self._switch_off(error)
+        self.drop(stretch)
+        return None
+
+    def nanoseconds(self, stretch: Stretch) -> int | None:
+        """The length of a stretch that the device has passed, not to be asked for again; None before."""
+        if self.fault is not None:
+            return None
+        try:
+            if self._calls.is_capturing() or not (stretch.stop.query() and stretch.start.query()):
+                return None
+            found = max(0, round(stretch.start.elapsed_time(stretch.stop) * 1e6))
+        except Exception as error:
+            self._switch_off(error)
+            return None
+        self.drop(stretch)
+        return found
+
+    def drop(self, stretch: Stretch) -> None:
+        """Nobody will ask for this stretch any more: its events are for others."""
+        self._pool[stretch.gpu] += (stretch.start, stretch.stop)
+
+    def _switch_off(self, error: Exception) -> None:
+        self.fault = f"{type(error).__name__}: {error}"
+
+
+class LateTimes:
+    """Lengths that the device will tell: asked for in the order in which they were added, told as they become known."""
+
+    def __init__(self, timer: EventTimer) -> None:
+        self._timer = timer
+        self._waiting: deque[tuple[Stretch | None, Tell]] = deque()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, stretch: Stretch | None, tell: Tell) -> None:
+        """``tell`` is called with nanoseconds, or with None where the length will never be known."""
+        if len(self._waiting) >= MAX_LATE:
+            self._waiting.popleft()[1](None)
+        self._waiting.append((stretch, tell))
+
+    def collect(self) -> None:
+        """Tell what the device has passed by now."""
+        with self._lock:
+            while self._waiting:
+                stretch, tell = self._waiting[0]
+                elapsed = None if stretch is None else self._timer.nanoseconds(stretch)
+                if elapsed is None and stretch is not None and self._timer.fault is None:
+                    return
+                self._waiting.popleft()
+                tell(elapsed)
+
+    def close(self) -> None:
+        """The run is over: tell what is known, and None for the rest."""
+        self.collect()
+        with self._lock:
+            while self._waiting:
+                self._waiting.popleft()[1](None)
