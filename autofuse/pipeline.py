@@ -34,7 +34,7 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callabl
         graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
         nodes = session.plan_nodes(graph)
         program = build_program(imported, nodes)
-        router = GraphRouter(program, session, phase, perf_counter)
+        router = GraphRouter(program, session, phase, perf_counter, session.make_timer)
         session.add_router(router, graph, nodes)
         return router
     except Exception as error:

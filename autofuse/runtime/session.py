@@ -37,8 +37,10 @@ from autofuse.runtime.backends import CPU, Backends, Place
 from autofuse.runtime.backstage import Backstage, load_missing
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
+from autofuse.runtime.devices import event_timer
 from autofuse.runtime.gpu import launcher
 from autofuse.runtime.launch import NodeCall
+from autofuse.runtime.node_timer import NodeTimer
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
 from autofuse.runtime.tuning import TuningClient
 from autofuse.runtime.usage import node_uses
@@ -84,6 +86,7 @@ class Session:
         self._absorbed: dict[str, int] = {}  # newest decision read, by model of device
         self._knows_roots = False
         self._launcher_ready = False
+        self._node_events = event_timer()
         self._generator_ready = False
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
@@ -171,6 +174,10 @@ class Session:
         problem = self.backends.problem(device)
         if problem is not None:
             self.say_once(*problem)
+
+    def make_timer(self, device: torch.device) -> NodeTimer:
+        """For one node of a GPU."""
+        return NodeTimer(self._node_events, device.index)
 
     def tunable(self, device: torch.device) -> Place | None:
         """Where a node's decisions belong, None where nothing can be tuned for the device."""

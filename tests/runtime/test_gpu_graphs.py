@@ -19,10 +19,12 @@ from autofuse.fusion import FusionEngine, FusionGraph
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, DeviceInfo, KernelRecord
 from autofuse.ir.shape import SymbolicShape
+from autofuse.observer.device_timer import EventCalls, EventTimer
 from autofuse.pipeline import route_graph
 from autofuse.runtime import backends, launch
 from autofuse.runtime.gpu import capturing, launcher, modules
 from autofuse.runtime.gpu.modules import LoadedArtifact, load_artifact
+from autofuse.runtime.node_timer import NodeTimer
 from autofuse.runtime.program import build_program
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
 from autofuse.runtime.session import Session
@@ -240,6 +242,54 @@ def test_a_launch_that_the_driver_refuses_falls_back_for_good(standing_in):
     standing_in.fail_with(0)
     assert torch.equal(router([x, y]), chain(x, y))
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in catalogue.failed[0]
+
+
+class Stream:
+    """Events of a device that finishes what it is told to; each takes a millisecond."""
+
+    def __init__(self):
+        self.now = self.done = 0
+
+    def event(self):
+        stream = self
+
+        class Event:
+            def record(self, where):
+                assert where == "stream 0"
+                stream.now += 1
+                self.at = stream.now
+
+            def query(self):
+                return self.at <= stream.done
+
+            def elapsed_time(self, end):
+                return float(end.at - self.at)
+
+        return Event()
+
+
+def test_a_nodes_time_comes_in_once_the_device_has_finished(recording):
+    stream = Stream()
+    calls = EventCalls(lambda: True, lambda: recording[0], stream.event, lambda i: f"stream {i}", lambda t: 0)
+    timer = NodeTimer(EventTimer(calls), 0)
+    for _ in range(3):
+        timer.start()
+        timer.stop()
+    assert timer.poll() == []
+    stream.done = 4
+    assert timer.poll() == [0.001, 0.001] and timer.poll() == []
+    timer.start()  # of a call that raised
+    recording[0] = True
+    timer.start()
+    timer.stop()
+    recording[0] = False
+    stream.done = 100
+    assert timer.poll() == [0.001]
+    for _ in range(200):
+        timer.start()
+        timer.stop()
+    stream.done = 1000
+    assert len(timer.poll()) == 64
 
 
 # ---- the session -----------------------------------------------------------------------------------------
