@@ -37,7 +37,6 @@ from autofuse.runtime.backends import CPU, Backends, Place
 from autofuse.runtime.backstage import Backstage, load_missing
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
-from autofuse.runtime.devices import event_timer
 from autofuse.runtime.gpu import launcher
 from autofuse.runtime.launch import NodeCall
 from autofuse.runtime.node_timer import NodeTimer
@@ -86,7 +85,6 @@ class Session:
         self._absorbed: dict[str, int] = {}  # newest decision read, by model of device
         self._knows_roots = False
         self._launcher_ready = False
-        self._node_events = event_timer()
         self._generator_ready = False
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
@@ -177,7 +175,7 @@ class Session:
 
     def make_timer(self, device: torch.device) -> NodeTimer:
         """For one node of a GPU."""
-        return NodeTimer(self._node_events, device.index)
+        return NodeTimer(self.roots.timer, device.index)
 
     def tunable(self, device: torch.device) -> Place | None:
         """Where a node's decisions belong, None where nothing can be tuned for the device."""
