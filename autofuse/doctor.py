@@ -6,7 +6,9 @@ Each check stands alone: one that raises becomes a finding of its own, the other
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from autofuse.codegen.c.build import compile_source, find_toolchain
+from autofuse.codegen.triton.key import find_triton
+from autofuse.codegen.triton.targets import LIMITS, target_of
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
@@ -35,6 +39,39 @@ __attribute__((visibility("default"))) int64_t autofuse_doctor(int64_t n) {
     return (int64_t)total;
 }
 """
+
+
+# Run by a process of its own: it brings torch, and a driver in trouble may take the process down.
+_GPU_PROBE = """\
+import json, torch
+from autofuse.runtime.devices import device_count, gpu_device, supports_bf16
+from autofuse.runtime.gpu.driver import torch_driver
+found = {"build": "", "gpus": [], "driver": "", "problem": ""}
+if torch.version.hip or torch.version.cuda:
+    found["build"] = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+for index in range(device_count()):
+    gpu = gpu_device(index)
+    found["gpus"].append([gpu.name, gpu.isa, gpu.cores, gpu.memory_bytes, supports_bf16(index)])
+if found["gpus"]:
+    try:
+        found["driver"] = torch_driver().path
+    except Exception as error:
+        found["problem"] = str(error)
+print(json.dumps(found))
+"""
+# What a GPU's driver puts there, whether or not torch can use it.
+_GPU_FILES = (("/dev/nvidiactl", "NVIDIA", "cuda"), ("/dev/kfd", "AMD", "rocm"))
+_NOT_NEEDED = "not needed: torch sees no GPU"
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a process with torch says of the GPUs."""
+
+    build: str  # "CUDA 12.8", "ROCm 6.4"; empty for a torch of the CPU
+    gpus: tuple[tuple[str, str, int, int, bool], ...]  # name, isa, multiprocessors, bytes, bf16 in hardware
+    driver: str  # its library
+    problem: str  # why that cannot be loaded
 
 
 @dataclass(frozen=True)
@@ -57,6 +94,10 @@ def examine(settings: Settings) -> Iterator[Finding]:
         ("OpenMP", _check_openmp),
         ("vector math", _check_vector_math),
         ("cores", _check_cores),
+        ("GPU", _check_gpu),
+        ("GPU driver", _check_gpu_driver),
+        ("Triton", _check_triton),
+        ("GPU launcher", _check_gpu_launcher),
         ("store", _check_store),
         ("daemon", _check_daemon),
     ]
@@ -138,6 +179,66 @@ def _check_cores(settings: Settings) -> Finding:
     remedy = "autofuse run --tune wait, so that tuning and the script take turns"
     found = f"{cores} usable" if cores > 1 else "only one: tuning in the background slows the script"
     return Finding("cores", cores > 1, found, remedy, False)
+
+
+@functools.cache
+def gpu_facts() -> GpuFacts:
+    """Asked once for all checks. Raises RuntimeError with the probe's last line."""
+    done = subprocess.run([sys.executable, "-c", _GPU_PROBE], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["the probe ended without a word"])[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return GpuFacts(found["build"], tuple(tuple(gpu) for gpu in found["gpus"]), found["driver"], found["problem"])
+
+
+def _check_gpu(settings: Settings) -> Finding:
+    facts = gpu_facts()
+    build = f"torch is built for {facts.build or 'the CPU only'}"
+    if facts.gpus:
+        described = [
+            f"{name} ({isa}, {cores} multiprocessors, {memory / 2**30:.0f} GiB{'' if bf16 else ', no bf16'})"
+            for name, isa, cores, memory, bf16 in facts.gpus
+        ]
+        unknown = [gpu for gpu in facts.gpus if target_of(gpu[1]) not in LIMITS]
+        remedy = "nothing to do: its nodes run on eager's kernels, since its limits are not known"
+        return Finding("GPU", not unknown, f"{', '.join(described)}; {build}", remedy, False)
+    for path, vendor, wheel in _GPU_FILES:
+        if Path(path).exists():
+            remedy = (
+                f"check it with nvidia-smi or rocm-smi; install a torch for it: https://pytorch.org, choose {wheel}"
+            )
+            return Finding("GPU", False, f"a driver of {vendor} is here, but torch sees no GPU; {build}", remedy, False)
+    return Finding("GPU", True, f"none; {build}")
+
+
+def _check_gpu_driver(settings: Settings) -> Finding:
+    facts = gpu_facts()
+    if not facts.gpus:
+        return Finding("GPU driver", True, _NOT_NEEDED)
+    remedy = "check the driver with nvidia-smi or rocm-smi"
+    return Finding("GPU driver", not facts.problem, facts.problem or facts.driver, remedy, False)
+
+
+def _check_triton(settings: Settings) -> Finding:
+    try:
+        triton = find_triton()
+    except CompilerError as error:
+        found, _, remedy = str(error).partition("; ")
+        if not gpu_facts().gpus:
+            return Finding("Triton", True, f"{_NOT_NEEDED} ({found})")
+        return Finding("Triton", False, found, remedy.partition(": ")[2] or remedy, False)
+    return Finding("Triton", True, f"{triton.package} {triton.version}; compiles kernels without a C compiler")
+
+
+def _check_gpu_launcher(settings: Settings) -> Finding:
+    if not gpu_facts().gpus:
+        return Finding("GPU launcher", True, _NOT_NEEDED)
+    try:
+        find_toolchain(settings.run.cc or None)
+    except CompilerError:
+        found = "through ctypes, some us a launch slower than the one in C"
+        return Finding("GPU launcher", False, found, "see C compiler", False)
+    return Finding("GPU launcher", True, "in C, compiled at the first use of a GPU")
 
 
 def _check_store(settings: Settings) -> Finding:

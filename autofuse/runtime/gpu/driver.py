@@ -51,6 +51,7 @@ class Driver:
 
     def __init__(self, vendor: Vendor, library: ctypes.CDLL) -> None:
         self.vendor = vendor
+        self.path = library._name  # as it was found
         self._library = library
         self._contexts: dict[int, int] = {}  # retained for good, as torch's own are
         self._error_name = getattr(library, vendor.error_name)
