@@ -156,6 +156,10 @@ def parse_arguments():
     parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm, 0 for no limit")
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--compile", default="", help="torch.compile: default, dynamic, or the name of one of its modes"
+    )
     return parser.parse_args()
 
 
@@ -163,13 +167,16 @@ def main():
     options = parse_arguments()
     torch.manual_seed(options.seed)
     data = batches(read_pieces(options.context), options.batch_size, random.Random(options.seed))
-    model = GPT(options.layers, options.width, options.heads, options.context, options.dropout)
+    model = GPT(options.layers, options.width, options.heads, options.context, options.dropout).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    if options.compile:
+        keywords = {"default": {}, "dynamic": {"dynamic": True}}.get(options.compile, {"mode": options.compile})
+        model = torch.compile(model, **keywords)
 
     start = time.perf_counter()
     for step in range(1, options.steps + 1):
-        inputs, targets = next(data)
+        inputs, targets = (tensor.to(options.device) for tensor in next(data))
         loss = model(inputs, targets)
         optimizer.zero_grad()
         loss.backward()

@@ -1,0 +1,137 @@
+"""Every kernel of the fusion-case table on the device, in several dtypes, against float64.
+
+In: the table of ``tests/cases.py``. Out: one row a case and dtype: how far off it is in units of eager's own error, or
+what is wrong, or why nothing could be generated. The rule is the tuner's (``tuner/verify.py``).
+Kernels are compiled by all cores at once, each in a process of its own, and checked here as they arrive.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions
+from autofuse.errors import CompilerError, LoweringError, ShapeError
+from autofuse.ir.operation import NodeForm
+from autofuse.runtime.launch import Entry, make_launcher
+from autofuse.tuner.cases import CheckCase
+from autofuse.tuner.verify import GuardedAllocator, Verifier, Wrong
+from tests.cases import CASES, SIZES_BY_SYMBOLS
+
+DTYPES = ("float32", "bfloat16", "float16")
+MOST_PROCESSES = 14
+IN_FLIGHT = 3  # compilations handed out for each process: few, so that an end of time leaves little behind
+
+
+@dataclass(frozen=True)
+class Check:
+    case: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel as another process made it."""
+
+    check: Check
+    binary: bytes  # an artifact, or a shared object
+    name: str
+    problem: str = ""  # why there is none
+    is_refused: bool = False  # the node is not for this code generator
+
+
+def checks(only: Sequence[str] = ()) -> list[Check]:
+    """The whole table in float32 first, then in the narrow dtypes where it makes a difference."""
+    named = [name for name in CASES if not only or name in only]
+    has_floats = [n for n in named if any(t.is_floating_point() for t in CASES[n].example)]
+    return [Check(n, DTYPES[0]) for n in named] + [Check(n, d) for d in DTYPES[1:] for n in has_floats]
+
+
+def sizes_of(name: str, form: NodeForm) -> Sequence[tuple[int, ...]]:
+    return CASES[name].sizes or SIZES_BY_SYMBOLS[len(form.symbols)]
+
+
+def build(check: Check, target: str | None) -> Built:
+    """A kernel for all sizes of a case. In a process of its own; ``target`` None: by the C compiler."""
+    form = CASES[check.case].form(getattr(torch, check.dtype))
+    try:
+        if target is None:
+            kernel = FusionKernelGenerator().generate_generic_kernel(form)
+            return Built(check, kernel.binary, kernel.name)
+        from autofuse.codegen.triton.compile import compile_source  # imports Triton, which this process alone needs
+
+        loops = lower(form)
+        sizes = [dict(zip(form.symbols, values, strict=True)) for values in sizes_of(check.case, form)]
+        high = {symbol: max(values[symbol] for values in sizes) for symbol in form.symbols}
+        source = print_triton(loops, default_triton_config(loops, high, high))
+        artifact = compile_source(source, target, (Assumptions(True, ()), NOTHING_ASSUMED))
+        return Built(check, artifact.pack(), source.name)
+    except LoweringError as error:
+        return Built(check, b"", "", f"{error.code}: {error}", True)
+    except (CompilerError, ShapeError) as error:
+        return Built(check, b"", "", str(error))
+
+
+def build_all(wanted: Sequence[Check], target: str | None, left: Callable[[], float]) -> Iterator[Built]:
+    """Kernels in the order in which they are ready, until time is up."""
+    processes = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(wanted)))
+    waiting, running = list(reversed(wanted)), set[Future[Built]]()
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    try:
+        while (waiting or running) and left() > 0:
+            while waiting and len(running) < IN_FLIGHT * processes:
+                running.add(pool.submit(build, waiting.pop(), target))
+            done, running = wait(running, timeout=max(0.0, left()), return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def load(built: Built, device: torch.device) -> Entry:
+    if device.type == "cpu":
+        from autofuse.codegen.c.load import load_kernel
+
+        return load_kernel(built.binary, built.name).entry
+    from autofuse.runtime.gpu.modules import load_artifact
+
+    return load_artifact(Artifact.unpack(built.binary), device.index)
+
+
+def verify(built: Built, device: torch.device) -> dict[str, Any]:
+    """A row of results."""
+    row: dict[str, Any] = {"case": built.check.case, "dtype": built.check.dtype}
+    if built.problem:
+        return row | {"outcome": "refused" if built.is_refused else "not compiled", "detail": built.problem}
+    form = CASES[built.check.case].form(getattr(torch, built.check.dtype))
+    try:
+        entry = load(built, device)
+
+        def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
+            return make_launcher(form, entry, values, torch.get_num_threads(), allocator)
+
+        worst = Verifier(form, device).check(make_call, _cases(built.check, form))
+    except Wrong as wrong:
+        return row | {"outcome": "wrong", "detail": str(wrong)}
+    except Exception as error:
+        return row | {"outcome": "failed", "detail": f"{type(error).__name__}: {error}"}
+    return row | {"outcome": "right", "error_over_eager": round(worst, 3)}
+
+
+def _cases(check: Check, form: NodeForm) -> list[CheckCase]:
+    sizes = list(sizes_of(check.case, form))
+    found = [CheckCase(values, "normal") for values in sizes]
+    found.append(CheckCase(sizes[-1], "special"))
+    found.append(CheckCase(sizes[0], "large" if check.dtype == "float32" else "normal", shifted=True))
+    return found

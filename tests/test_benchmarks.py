@@ -1,0 +1,47 @@
+"""The GPU benchmark runs as a whole on a CPU, and says so where there is no GPU. No time is looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/gpu.py", *map(str, arguments)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    done = run(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert "expected a GPU" in done.stderr and "autofuse doctor" in done.stderr
+
+
+def test_names_that_nobody_knows() -> None:
+    done = run("--device", "cpu", "--only", "softmacks")
+    assert done.returncode == 1 and "softmacks" in done.stderr and "softmax_backward" in done.stderr
+
+
+def test_a_quick_run_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = run("--device", "cpu", "--quick", "--only", "check,bias_gelu_backward", "--minutes", 3, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found["machine"]["torch"] and found["machine"]["gpu"].startswith("none") and not found["left_out"]
+    checked = found["sections"]["check"]
+    assert checked["counts"] == {"right": len(checked["rows"])} and len(checked["rows"]) == 12
+    rows = found["sections"]["table"]["rows"]
+    assert [row["case"] for row in rows] == ["bias_gelu_backward"] * 2
+    for row in rows:
+        assert not row["errors"] and set(row["modes"]) == {"eager", "autofuse"}
+        assert row["largest_difference_to_eager"]["autofuse"] < 1e-5
+        assert row["modes"]["autofuse"]["nodes_fused"].split()[-1] != "0", "forward and backward were planned"
+    assert found["sections"]["notes"] == []
