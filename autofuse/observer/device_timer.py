@@ -82,7 +82,10 @@ class EventTimer:
         return stretch
 
     def _event(self, pool: list[DeviceEvent]) -> DeviceEvent:
-        return pool.pop() if pool else self._calls.new_event()
+        try:
+            return pool.pop()
+        except IndexError:  # asked before, the answer could be another thread's
+            return self._calls.new_event()
 
     def end(self, stretch: Stretch | None) -> Stretch | None:
         """What was launched until now belongs to the stretch; None where its length will never be known."""

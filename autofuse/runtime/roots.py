@@ -27,7 +27,7 @@ from autofuse.observer.policy import HeldOut, advise_capture, learn_cost
 from autofuse.observer.roots import RootTracker, root_key
 from autofuse.observer.signatures import call_signature, tensors_by_path
 from autofuse.runtime.backends import CPU
-from autofuse.runtime.devices import event_timer
+from autofuse.runtime.devices import event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class Root:
         session, dynamo = self.session, self._dynamo
         assert dynamo is not None
         graphs, paused = len(session.routers), session.tuning.paused_seconds
-        random_state = torch.get_rng_state()
+        restore_random_state = keep_random_state(self._device)
         began = time.perf_counter()
         try:
             dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
@@ -248,7 +248,7 @@ class Root:
                 result = compiled(module, *args, **kwargs)
         except dynamo.CAPTURE_ERRORS as error:
             self._fail(error)
-            torch.set_rng_state(random_state)
+            restore_random_state()
             return self.roots.tracker.call_original(module, args, kwargs)
         self._seen.add(signature)
         if len(session.routers) != graphs:
