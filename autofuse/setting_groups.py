@@ -121,6 +121,9 @@ class TunerSettings(Group):
         50.0, "Share of one core that the daemon may use beside a running script.", unit="%", low=1.0, high=100.0
     )
     memory_bytes: int = declare(2 << 30, "Memory that the tuning worker may use.", unit="bytes", low=64 << 20)
+    gpu_memory_bytes: int = declare(
+        8 << 30, "Memory of a GPU that its tuning worker may use.", unit="bytes", low=64 << 20
+    )
     margin: float = declare(0.03, "Gain over eager that a kernel must show to win.", low=0.0, high=1.0)
     rounds: int = declare(
         15, "Interleaved timing rounds for the candidates that survive screening.", unit="rounds", low=3

@@ -22,9 +22,13 @@ Kind = Literal["normal", "large", "zeros", "special"]
 
 
 def make_inputs(
-    form: NodeForm, symbol_values: Mapping[str, int] | Sequence[int], seed: int = 0, kind: Kind = "normal"
+    form: NodeForm,
+    symbol_values: Mapping[str, int] | Sequence[int],
+    seed: int = 0,
+    kind: Kind = "normal",
+    device: torch.device | None = None,
 ) -> list[torch.Tensor]:
-    """Inputs for a node; equal arguments give equal values."""
+    """Inputs for a node, on a device (the CPU if None); equal arguments give equal values."""
     if not isinstance(symbol_values, Mapping):
         symbol_values = dict(zip(form.symbols, symbol_values, strict=True))
     roles = _roles(form)
@@ -35,14 +39,16 @@ def make_inputs(
         spec = item.spec
         sizes = spec.shape.bind(symbol_values)
         values = role(form, spec, sizes, symbol_values, generator) if role else _plain(spec, sizes, generator, kind)
-        made.append(_place(values.to(torch_dtype(spec.dtype)), spec, symbol_values))
+        made.append(_place(values.to(torch_dtype(spec.dtype)), spec, symbol_values, device))
     return made
 
 
-def _place(values: torch.Tensor, spec: TensorSpec, symbols: Mapping[str, int]) -> torch.Tensor:
+def _place(
+    values: torch.Tensor, spec: TensorSpec, symbols: Mapping[str, int], device: torch.device | None
+) -> torch.Tensor:
     """Copy values into memory with the spec's strides."""
     strides = tuple(evaluate(s, symbols) for s in spec.strides)
-    tensor = torch.empty_strided(tuple(values.shape), strides, dtype=values.dtype)
+    tensor = torch.empty_strided(tuple(values.shape), strides, dtype=values.dtype, device=device)
     for dim, stride in enumerate(strides):  # elements that share memory get one value
         if stride == 0 and values.shape[dim] > 1:
             values = values.narrow(dim, 0, 1)

@@ -17,6 +17,7 @@ from autofuse.codegen.call import torch_dtype
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.inputs import make_inputs
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
+from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import evaluate
 
 _MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
@@ -27,25 +28,28 @@ __all__ = ["make_inputs", "run_unfused", "to_float64"]
 def run_unfused(
     form: NodeForm, inputs: Sequence[torch.Tensor], symbol_values: Mapping[str, int] | Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a node, one aten call after the other. Inputs are not changed."""
+    """The outputs of a node, one aten call after the other, where the inputs are. Inputs are not changed."""
+    device = inputs[0].device if inputs else torch.device(form.spec(form.outputs[0]).device)
     if not isinstance(symbol_values, Mapping):
         symbol_values = dict(zip(form.symbols, symbol_values, strict=True))
     values: dict[ValueRef, Any] = {ValueRef(item.name): t for item, t in zip(form.inputs, inputs, strict=True)}
     with torch.no_grad():
         for op in form.operations:
-            found = _run(op, values, symbol_values)
+            found = _run(op, values, symbol_values, device)
             for n, result in enumerate(found if isinstance(found, tuple | list) else (found,)):
                 values[ValueRef(op.name, n)] = result
     return tuple(values[ref] for ref in form.outputs)
 
 
-def _run(op: Operation, values: Mapping[ValueRef, Any], symbols: Mapping[str, int]) -> Any:
+def _run(op: Operation, values: Mapping[ValueRef, Any], symbols: Mapping[str, int], device: torch.device) -> Any:
     def concrete(arg: Any) -> Any:
         mapped = map_arg(arg, lambda ref: values[ref], lambda dim: evaluate(dim, symbols))
         return _restore(mapped)
 
     args = [concrete(a) for a in op.args]
     kwargs = {name: concrete(a) for name, a in op.kwargs}
+    if info(op.target).kind is OpKind.CREATION and not op.inputs:
+        kwargs["device"] = device  # import drops the argument: a node runs on one device
     special = _OURS.get(op.target)
     return special(*args, **kwargs) if special else overload(op.target)(*args, **kwargs)
 
@@ -120,7 +124,7 @@ def widen(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     wide = []
     for t in tensors:
         if t.is_floating_point():
-            copy = torch.empty_strided(t.shape, t.stride(), dtype=torch.float64)
+            copy = torch.empty_strided(t.shape, t.stride(), dtype=torch.float64, device=t.device)
             target, source = copy, t
             for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
                 if size > 1 and stride == 0:  # elements that share memory are written once

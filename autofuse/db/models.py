@@ -253,6 +253,8 @@ class MeasurementRow(Base):
     speedup_low: Mapped[float | None]
     speedup_high: Mapped[float | None]
     error_ratio: Mapped[float | None]
+    host_us: Mapped[float | None]
+    eager_host_us: Mapped[float | None]
     compile_key: Mapped[str | None]
     compile_seconds: Mapped[float]
     measure_seconds: Mapped[float]

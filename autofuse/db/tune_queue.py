@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from autofuse.db import models
@@ -57,17 +57,18 @@ class TuneQueue(StoreBase):
         with self._write() as connection:
             return sum(_add_request(connection, request, force) for request in requests)
 
-    def next_request(
-        self, device_key: str, *, versions: str | None = None, pid: int | None = None
-    ) -> TuneRequest | None:
-        """Take the queued request with the largest expected saving, or None; ``pid`` (ours) works on it now."""
+    def next_request(self, *devices: str, versions: str | None = None, pid: int | None = None) -> TuneRequest | None:
+        """Take the queued request with the largest expected saving, or None; ``pid`` (ours) works on it now.
+
+        ``devices``: keys of devices, or their beginnings that end with a colon (``cuda:``).
+        """
         table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
         query = (
             select(table, key, bucket.ranges, node.form)
             .join(key, table.key == key.digest)
             .join(bucket, table.bucket_id == bucket.id)
             .join(node, bucket.fusion_id == node.fusion_id)
-            .where(table.status == "queued", key.device == device_key)
+            .where(table.status == "queued", _is_one_of(key.device, devices))
             .order_by(table.expected_saving_us.desc(), table.calls.desc(), table.created_at, table.key)
             .limit(1)
         )
@@ -140,12 +141,12 @@ class TuneQueue(StoreBase):
                 requeued += not lost
         return requeued
 
-    def queue_length(self, device_key: str | None = None, run_id: int | None = None) -> QueueStatus:
-        """How many requests are in which state, for a device; of those that a run asked for, with ``run_id``."""
+    def queue_length(self, *devices: str, run_id: int | None = None) -> QueueStatus:
+        """How many requests are in which state, for these devices; of those that a run asked for, with ``run_id``."""
         table, key = models.Request, models.DecisionKeyRow
         query = select(table.status, func.count()).join(key, table.key == key.digest).group_by(table.status)
-        if device_key is not None:
-            query = query.where(key.device == device_key)
+        if devices:
+            query = query.where(_is_one_of(key.device, devices))
         if run_id is not None:
             query = query.where(table.key.in_(select(models.RequestRun.key).where(models.RequestRun.run_id == run_id)))
         with self._read() as connection:
@@ -257,3 +258,7 @@ def _operations(node: Mapping[str, Any]) -> str:
     """Short names of a node's operations, as ``NodeUse.operations`` has them."""
     targets = [str(op.get("target", "")) for op in node.get("operations", [])]
     return " + ".join(target.split(".")[1] if target.count(".") else target for target in targets)
+
+
+def _is_one_of(column: Any, devices: Sequence[str]) -> Any:
+    return or_(*(column.startswith(d, autoescape=True) if d.endswith(":") else column == d for d in devices))

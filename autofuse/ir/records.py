@@ -20,7 +20,7 @@ from typing import Any, Literal
 class DeviceInfo:
     """What a decision depends on about the machine; two machines with equal fields share decisions."""
 
-    kind: str  # "cpu" or "cuda"
+    kind: str  # "cpu" or "cuda"; "interpreter" for Triton's, which checks kernels without a GPU
     name: str  # model name, such as "AMD EPYC 9654"
     cores: int  # processors this process may run on (CPU) or multiprocessors (GPU)
     isa: str  # widest vector extension ("avx512", "avx2", ...) or compute capability ("sm_90")
@@ -97,6 +97,8 @@ class Measurement:
     compile_seconds: float = 0.0
     measure_seconds: float = 0.0
     message: str = ""  # for people, where status is not "ok"
+    host_us: float | None = None  # on a GPU: until a call is handed over; the times above are what decided
+    eager_host_us: float | None = None
 
 
 # ---- keys ---------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ DECISION_REASONS = {
     "no_gain": "no candidate was faster than eager",
     "all_wrong": "no candidate was accurate enough",
     "compile_failed": "no candidate compiled",
+    "does_not_fit": "no candidate fits the device without spilling registers",
+    "device_slower": "fewer launches, but more work for the device",
     "crashed": "every candidate crashed",
     "timeout": "every candidate ran out of time",
     "budget": "the tuning budget was spent",

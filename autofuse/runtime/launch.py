@@ -152,6 +152,15 @@ def expected_layout(
     return spec.shape.bind(values), spec.strides.bind(values), getattr(torch, spec.dtype)
 
 
+def expected_outputs(
+    form: NodeForm, symbol_values: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+    """Sizes, strides and dtype of each output."""
+    values = dict(zip(form.symbols, symbol_values, strict=True))
+    specs = [form.spec(ref) for ref in form.outputs]
+    return [(s.shape.bind(values), s.strides.bind(values), getattr(torch, s.dtype)) for s in specs]
+
+
 def layout_problem(
     index: int,
     tensor: torch.Tensor,

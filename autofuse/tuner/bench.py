@@ -1,6 +1,7 @@
 """One node on the worker's bench: inputs, eager, candidates; verified, then timed.
 
 In: a `NodeForm`, symbol values, kernels as bytes. Out: numbers.
+What differs between types of devices is a `Rig`: this module has the CPU's, `gpu_rig` and `interpreter_rig` the others.
 On a machine that is too busy for parallel regions (see ``Cores``) eager and kernels are timed on one thread.
 Guarantee: what is timed is what is deployed: the router's own launcher against the router's own unfused call, both
 with fresh outputs, on inputs that rotate; the last few outputs stay alive, so that calls do not all write one buffer.
@@ -15,7 +16,7 @@ from dataclasses import replace
 from itertools import cycle
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +25,7 @@ from autofuse.codegen.inputs import make_inputs
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.launch import make_launcher, make_unfused
 from autofuse.tuner.cases import CheckCase
-from autofuse.tuner.timing import Call, RaceResult, RaceRules, race
+from autofuse.tuner.timing import Call, RaceResult, RaceRules, Sampler, WallSampler, race
 from autofuse.tuner.verify import GuardedAllocator, Verifier
 
 ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that they do not all sit in the L2
@@ -64,39 +65,90 @@ class Cores:
 CORES = Cores()
 
 
+class Rig(Protocol):
+    """What a bench does differently on each type of device."""
+
+    device: torch.device
+
+    def load(self, digest: str, name: str, binary: bytes) -> Any:
+        """A kernel in this process. Raises what the loader raises."""
+
+    def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]: ...
+
+    def launcher(
+        self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
+    ) -> Callable[..., Any]:
+        """The kernel as the router would call it."""
+
+    def usable_threads(self, threads: int) -> int:
+        """How many of the threads are worth timing on just now."""
+
+    def sampler(self) -> Sampler: ...
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether the process is of no use after this error."""
+
+
+class CpuRig:
+    """C kernels."""
+
+    device = torch.device("cpu")
+
+    def load(self, digest: str, name: str, binary: bytes) -> Any:
+        return load_kernel(binary, name).entry
+
+    def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
+        return make_unfused(form, values, self.device)
+
+    def launcher(
+        self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
+    ) -> Callable[..., Any]:
+        return make_launcher(form, loaded, values, threads, allocate)
+
+    def usable_threads(self, threads: int) -> int:
+        return CORES.usable_threads(threads)
+
+    def sampler(self) -> Sampler:
+        return WallSampler()
+
+    def is_fatal(self, error: Exception) -> bool:
+        return False  # what breaks a process on a CPU ends it
+
+
 class NodeBench:
     """Everything of one node in one worker process."""
 
-    def __init__(self, form: NodeForm, threads: int) -> None:
+    def __init__(self, form: NodeForm, threads: int, rig: Rig) -> None:
         self.form = form
         self.threads = threads
-        self._entries: dict[str, Callable[..., None]] = {}
-        self._verifier = Verifier(form)
+        self._rig = rig
+        self._loaded: dict[str, Any] = {}
+        self._verifier = Verifier(form, rig.device)
         self._values: tuple[int, ...] | None = None
         self._input_sets: list[list[torch.Tensor]] = []
 
     def load(self, digest: str, name: str, binary: bytes) -> None:
         """Map a kernel into the process, once."""
-        if digest not in self._entries:
-            self._entries[digest] = load_kernel(binary, name).entry
+        if digest not in self._loaded:
+            self._loaded[digest] = self._rig.load(digest, name, binary)
 
     def check(self, digest: str, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         """The worst error ratio over the cases. Raises `verify.Wrong`."""
 
         def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
-            return make_launcher(self.form, self._entries[digest], values, self.threads, allocator)
+            return self._rig.launcher(self.form, self._loaded[digest], values, self.threads, allocator)
 
-        with _torch_threads(CORES.usable_threads(self.threads)):  # the kernel itself uses all of its threads
+        with _torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself uses all of its threads
             return self._verifier.check(make_call, cases, budget_seconds, least)
 
     def race(self, digests: Sequence[str], values: tuple[int, ...], rules: RaceRules) -> RaceResult:
         """Eager, then each kernel: seconds a call, round by round."""
         self._prepare(values)
-        threads = CORES.usable_threads(self.threads)
-        calls = [make_unfused(self.form, values)]
-        calls += [make_launcher(self.form, self._entries[d], values, threads) for d in digests]
+        threads = self._rig.usable_threads(self.threads)
+        calls = [self._rig.unfused(self.form, values)]
+        calls += [self._rig.launcher(self.form, self._loaded[d], values, threads, None) for d in digests]
         with _torch_threads(threads):
-            result = race([self._rotating(call) for call in calls], rules)
+            result = race([self._rotating(call) for call in calls], rules, sampler=self._rig.sampler())
         return replace(result, threads=threads)
 
     def close(self) -> None:
@@ -108,7 +160,7 @@ class NodeBench:
         if self._values == values:
             return
         self._input_sets = []
-        first = make_inputs(self.form, values, 1, "normal")
+        first = make_inputs(self.form, values, 1, "normal", self._rig.device)
         nbytes = sum(t.numel() * t.element_size() for t in first)
         copies = max(1, min(MAX_COPIES, ROTATED_BYTES // max(nbytes, 1)))
         self._input_sets = [first, *([_copy(t) for t in first] for _ in range(copies - 1))]
@@ -127,12 +179,12 @@ class NodeBench:
 @contextlib.contextmanager
 def _torch_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if threads != before:
+    if threads not in (0, before):  # 0: the threads of the host do not matter
         torch.set_num_threads(threads)
     try:
         yield
     finally:
-        if threads != before:
+        if threads not in (0, before):
             torch.set_num_threads(before)
 
 

@@ -111,6 +111,15 @@ def wins(comparison: Comparison, margin: float) -> bool:
     return verdict(comparison, margin) == "won"
 
 
+def keeps_device_slower(on_device: Comparison, margin: float) -> bool:
+    """Whether a candidate takes the device longer than eager does, by more than the margin.
+
+    A GPU that waits for the script is used better by fewer launches, and a race decides by the larger of host and
+    device time then. A script that keeps the GPU busy sees the device's time alone, and must not lose by the switch.
+    """
+    return on_device.speedup < 1.0 - margin
+
+
 def clearly_slower(samples: Sequence[float], leader: Sequence[float], factor: float) -> bool:
     """Whether nearly all samples are slower than nearly all of the leader's, by the factor."""
     ours, theirs = sorted(samples), sorted(leader)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
@@ -27,13 +28,12 @@ from autofuse.ir.records import (
 )
 from autofuse.tuner.buckets import dominant_shape, exact_bucket
 from autofuse.tuner.cases import ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases, is_empty
-from autofuse.tuner.comparison import LEAST_PAIRS, Comparison, compare, wins
+from autofuse.tuner.comparison import LEAST_PAIRS, Comparison, compare, keeps_device_slower, wins
 from autofuse.tuner.search import ConfigSearch
 from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost
 from autofuse.tuner.workshop import Bench, Built
 
-GENERIC, SPECIALISED = "c_generic", "c_specialised"
 WAVE = 4  # configurations that are built and screened together
 # Of the best configuration over the best of the first wave, a bold guess: over 30 nodes of a GPT the median was 0 %.
 USUAL_GAIN = 0.05
@@ -45,6 +45,7 @@ LONGER = 4  # a race whose winner is open goes on for up to this many times its 
 FINALISTS = 4
 CLOSE = 0.1  # finalists are within this share of the first: the noise of a screening
 TAKES = 3  # winners that may turn out wrong before the rest is given up
+SHAPES_BUILT = 4  # observed shapes whose divisibility the kept binary of a GPU makes use of
 SPECIALISE_CALLS = 32  # calls of the dominant shape from which a kernel of its own can pay for its compilation
 
 
@@ -77,6 +78,8 @@ class _Entrant:
     comparison: Comparison | None = None
     dropped: bool = False
     threads: int = 0  # of the last race
+    on_device: Comparison | None = None  # on a GPU: the device's time alone
+    host_us: tuple[float, float] | None = None  # of eager and of this one, until a call is handed to a GPU
     seconds: float = 0.0  # of checking and racing
 
     @property
@@ -114,7 +117,7 @@ class Job:
         if call_bytes(self.form, values) > self.limits.memory_bytes:
             return self._give_up("out_of_memory", "one call needs more memory than tuner.memory_bytes allows")
         try:
-            self._bench.knobs()
+            self._bench.knobs(values)
         except LoweringError as error:
             return self._give_up(f"refused:{error.code}", str(error))
         entrants = self._explore(values)
@@ -142,8 +145,10 @@ class Job:
 
     def _explore(self, values: tuple[int, ...]) -> list[_Entrant]:
         """Screen configurations, in waves; the entrants that ran, each binary once."""
-        variant = GENERIC if self.form.symbols else SPECIALISED
-        search = ConfigSearch(self._bench.knobs(), [self._bench.default(values), *self._seeds], self.limits.trials)
+        variant = self._bench.variants[0 if self.form.symbols else 1]
+        search = ConfigSearch(
+            self._bench.knobs(values), [self._bench.default(values), *self._seeds], self.limits.trials
+        )
         entrants: dict[str, _Entrant] = {}
         failed: set[str] = set()
         while configs := search.ask(WAVE):
@@ -186,7 +191,8 @@ class Job:
 
     def _build(self, candidates: Sequence[Candidate], values: tuple[int, ...]) -> list[Built | None]:
         found: list[Built | None] = []
-        for candidate, result in zip(candidates, self._bench.build(candidates, values), strict=True):
+        others = [case.values for case in first_cases(self.form, self.request.bucket, values)]
+        for candidate, result in zip(candidates, self._bench.build(candidates, values, others), strict=True):
             if isinstance(result, CandidateProblem):
                 self._fail(candidate, result.status, values, str(result), None)
                 found.append(None)
@@ -227,6 +233,9 @@ class Job:
             entrant.comparison = compare(result.samples[0], result.samples[index])
             entrant.dropped = result.dropped[index]
             entrant.threads = result.threads
+            if result.device:
+                entrant.on_device = compare(result.device[0], result.device[index])
+                entrant.host_us = (median(result.host[0]) * 1e6, median(result.host[index]) * 1e6)
             entrant.seconds += (self._clock() - began) / len(entrants)
 
     # ---- deciding -------------------------------------------------------------------------------
@@ -243,7 +252,9 @@ class Job:
             assert best.comparison is not None
             if not wins(best.comparison, self.limits.margin):
                 return None, self._stay_eager(*self._why_not(best.comparison), best.comparison)
-            if self._full_check(best, values):
+            if best.on_device is not None and keeps_device_slower(best.on_device, self.limits.margin):
+                return None, self._stay_eager("device_slower", _on_device(best.on_device), best.comparison)
+            if self._complete(best, values) and self._full_check(best, values):
                 return best, self._switch(best, self.request, values)
             best.comparison = None
         return None, self._stay_eager("all_wrong", self._outcome.measurements[-1].message)
@@ -270,6 +281,16 @@ class Job:
             return ranked
         usual = dict(self._bench.default(self._timed_values())).get(THREADS_KNOB)
         return [e for e in ranked if dict(e.built.candidate.config).get(THREADS_KNOB) == usual] or ranked
+
+    def _complete(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
+        """Make the winner fit for all sizes of its bucket."""
+        inside = [s.symbol_values for s in self.request.shapes if self.request.bucket.contains(s.symbol_values)]
+        try:
+            entrant.built = self._bench.complete(entrant.built, values, inside[:SHAPES_BUILT])
+        except CandidateProblem as problem:
+            self._fail(entrant.built.candidate, problem.status, values, str(problem), entrant.built.digest)
+            return False
+        return True
 
     def _full_check(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
         known = self._bench.has_passed(entrant.built)
@@ -362,10 +383,13 @@ class Job:
             bucket=bucket,
             shapes=(ObservedShape(values, calls),),
         )
-        (built,) = self._build([Candidate(SPECIALISED, generic.built.candidate.config)], values)
+        (built,) = self._build([Candidate(self._bench.variants[1], generic.built.candidate.config)], values)
         if built is None:
             return
         entrant, rival = _Entrant(built, 0.0), _Entrant(generic.built, 0.0)
+        if not self._complete(entrant, values):
+            return
+        built = entrant.built
         cases = [*first_cases(self.form, bucket, values), *full_cases(self.form, bucket, (), values)]
         if not self._check(entrant, cases, values):
             return
@@ -397,6 +421,8 @@ class Job:
             speedup_low=c.low,
             speedup_high=c.high,
             error_ratio=entrant.error_ratio,
+            host_us=entrant.host_us[1] if entrant.host_us else None,
+            eager_host_us=entrant.host_us[0] if entrant.host_us else None,
             compile_key=entrant.built.digest,
             compile_seconds=entrant.built.seconds,
             measure_seconds=entrant.seconds,
@@ -411,11 +437,16 @@ class Job:
         )
 
 
+def _on_device(c: Comparison) -> str:
+    return f"fewer launches, but the device itself takes {c.median_us:.1f} us instead of {c.eager_us:.1f}"
+
+
 _REASONS = {
     "wrong": "all_wrong",
     "crash": "crashed",
     "timeout": "timeout",
     "out_of_memory": "out_of_memory",
     "compile_error": "compile_failed",
+    "pruned": "does_not_fit",
     "refused": "refused",
 }

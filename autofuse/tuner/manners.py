@@ -61,13 +61,13 @@ class CpuShare:
         self._seen = (at, used)
 
 
-def cpu_seconds(worker_pid: int | None) -> float:
-    """CPU seconds of this process, of the children that have ended, and of a living worker."""
+def cpu_seconds(*worker_pids: int) -> float:
+    """CPU seconds of this process, of the children that have ended, and of living workers."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
-    if worker_pid is not None:
+    for pid in worker_pids:
         with contextlib.suppress(psutil.Error):
-            times = psutil.Process(worker_pid).cpu_times()
+            times = psutil.Process(pid).cpu_times()
             total += times.user + times.system
     return float(total)
 

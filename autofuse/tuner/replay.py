@@ -62,13 +62,19 @@ class RecordedBench(Bench):
 
     # ---- Bench ----------------------------------------------------------------------------------
 
-    def knobs(self) -> tuple[Knob, ...]:
+    @property
+    def variants(self) -> tuple[str, str]:
+        return "c_generic", "c_specialised"
+
+    def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
         return self._knobs
 
     def default(self, values: Sequence[int]) -> Config:
         return tuple(sorted((knob.name, knob.default) for knob in self._knobs))
 
-    def build(self, candidates: Sequence[Candidate], values: Sequence[int]) -> list[Built | CandidateProblem]:
+    def build(
+        self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> list[Built | CandidateProblem]:
         found: list[Built | CandidateProblem] = []
         for candidate in candidates:
             self.built.append(candidate.config)
@@ -79,6 +85,9 @@ class RecordedBench(Bench):
             else:
                 found.append(CandidateProblem("compile_error", "not recorded"))
         return found
+
+    def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
+        return built
 
     def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         self._now += CHECK_SECONDS

@@ -20,6 +20,7 @@ import psutil
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.generator import CODEGEN_VERSION
+from autofuse.codegen.triton.key import find_triton
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
@@ -27,10 +28,12 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Config, Decision, TuneRequest
 from autofuse.settings import Settings
+from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.buckets import distance
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive
 from autofuse.tuner.pipes import Interrupted
+from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
 
@@ -45,6 +48,7 @@ UNPARK_SECONDS = 60.0
 WORKER_IDLE_SECONDS = 60.0  # then its memory is given back
 RECENT_RUNS = 32
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
+OTHER_DEVICES = ("cuda:", "interpreter:")  # beginnings of keys: every GPU of this machine
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
 
 
@@ -65,35 +69,23 @@ class TuningLoop:
         nice: int,
         worker_log: IO[bytes] | None = None,
     ) -> None:
-        """``is_urgent``: whether someone waits for the result. Raises StoreError and CompilerError."""
+        """``is_urgent``: whether someone waits for the result. Raises StoreError."""
         self.settings = settings
         self.is_stopping = False
         self.done = self.failed = 0
-        tuner = settings.tuner
-        toolchain = find_toolchain(settings.run.cc or None)
         self._store = Store.open(settings.run.store)
         self._store.kernel_limit_bytes = settings.cache.max_bytes
         self._is_urgent = is_urgent
-        self._device = cpu_device().key
+        self._cpu = cpu_device().key
+        self._devices = (self._cpu, *OTHER_DEVICES)
+        self._nice = nice
+        self._worker_log = worker_log
+        self._workshops: dict[str, Workshop] = {}  # by device
+        self._compiler: TritonCompiler | None = None
         self._versions = versions()
         self._started_at = time.time()
-        self._worker = WorkerProcess(
-            memory_bytes=tuner.memory_bytes,
-            timeout_seconds=tuner.worker_timeout_seconds,
-            nice=nice,
-            is_stopping=lambda: self.is_stopping,
-            stderr=worker_log,
-        )
-        self._share = CpuShare(tuner.cpu_percent, lambda: cpu_seconds(self._worker.pid))
-        self._others = OtherWork(lambda: cpu_seconds(self._worker.pid))
-        self._workshop = Workshop(
-            toolchain,
-            self._worker,
-            compile_timeout_seconds=tuner.compile_timeout_seconds,
-            compilers=lambda: len(os.sched_getaffinity(0)) if self._is_urgent() else 1,
-            stored=self._store.get_kernel,
-            rest=self._rest,
-        )
+        self._share = CpuShare(settings.tuner.cpu_percent, self._cpu_seconds)
+        self._others = OtherWork(self._cpu_seconds)
         self._winners: dict[str, dict[Bucket, Config]] = {}
         self._spent: dict[int, float] = {}  # seconds of work by run
         self._parked: list[TuneRequest] = []  # of runs whose budget is spent
@@ -123,7 +115,7 @@ class TuningLoop:
                 log.info("nothing to do for %.0f s, ending", idle_seconds)
                 return
             if idle_seconds >= WORKER_IDLE_SECONDS:
-                self._worker.kill()
+                self._kill_workers()
             self._beat("idle")
             time.sleep(POLL_SECONDS if idle_seconds < IDLE_AFTER_SECONDS else IDLE_POLL_SECONDS)
 
@@ -132,17 +124,17 @@ class TuningLoop:
         self._store.requeue_stale(lambda pid: False)
         deadline = time.monotonic() + self.settings.tuner.budget_seconds
         while not self.is_stopping and time.monotonic() < deadline:
-            request = self._store.next_request(self._device, versions=self._versions)
+            request = self._store.next_request(*self._devices, versions=self._versions)
             if request is None:
                 break
-            queued = self._store.queue_length(self._device).queued
+            queued = self._store.queue_length(*self._devices).queued
             on_progress(self.done + self.failed, self.done + self.failed + queued + 1)
             self.work(request)
         return self.done + self.failed
 
     def close(self) -> None:
-        """Give everything back: requests, worker, store."""
-        self._worker.kill()
+        """Give everything back: requests, workers, store."""
+        self._kill_workers()
         try:
             self._unpark()
             self._heartbeat("stopped")
@@ -159,7 +151,7 @@ class TuningLoop:
         if self._parked and (now - self._parked_at > UNPARK_SECONDS or self._is_urgent()):
             self._unpark()
         while not self.is_stopping:
-            request = self._store.next_request(self._device, versions=self._versions)
+            request = self._store.next_request(*self._devices, versions=self._versions)
             if request is None:
                 self._seen_version, self._looked_at = version, now
                 return None
@@ -204,13 +196,14 @@ class TuningLoop:
 
     def _tune(self, request: TuneRequest) -> Outcome:
         tuner = self.settings.tuner
-        self._worker.start()  # imports torch while the first kernels compile
+        workshop = self._workshop(request.key.device)
+        workshop.worker.start()  # imports torch while the first kernels compile
         winners = self._known_winners(request)
         # Beside a script most of the time is spent waiting for a core.
         seconds = tuner.job_seconds * (1.0 if self._is_urgent() else PATIENT)
-        limits = JobLimits(tuner.trials, tuner.rounds, tuner.margin, seconds, tuner.memory_bytes)
+        limits = JobLimits(tuner.trials, tuner.rounds, tuner.margin, seconds, self._memory_bytes(request.key.device))
         form = NodeForm.from_json(dict(request.node))
-        bench = self._workshop.bench(request.key.fusion_id, form, request.key.threads)
+        bench = workshop.bench(request.key.fusion_id, form, request.key.threads, request.bucket)
         nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
         seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
         return Job(request, bench, limits, seeds, lambda: time.monotonic() - self._share.rested_seconds).run()
@@ -235,15 +228,76 @@ class TuningLoop:
                     self._note_winner(self._winners[family], stored.decision)
             for row in self._store.measurements(request.key.fusion_id):
                 if row.measurement.status in LETHAL and row.measurement.compile_key:
-                    self._workshop.lethal.add(row.measurement.compile_key)
+                    self._workshop(request.key.device).lethal.add(row.measurement.compile_key)
         return self._winners[family]
 
     def _family(self, request: TuneRequest) -> str:
-        return f"{request.key.fusion_id}/{request.key.threads}"
+        return f"{request.key.fusion_id}/{request.key.threads}/{request.key.device}"
 
     def _note_winner(self, winners: dict[Bucket, Config], decision: Decision) -> None:
         if decision.reason == "won":
             winners[decision.bucket] = decision.candidate.config
+
+    # ---- devices --------------------------------------------------------------------------------
+
+    def _workshop(self, device: str) -> Workshop:
+        """The workshop for a device, with a worker of its own. Raises CompilerError for one without a compiler."""
+        if device not in self._workshops:
+            backend = self._backend(device)
+            tuner = self.settings.tuner
+            worker = WorkerProcess(
+                memory_bytes=self._memory_bytes(device),
+                timeout_seconds=tuner.worker_timeout_seconds,
+                nice=self._nice,
+                is_stopping=lambda: self.is_stopping,
+                stderr=self._worker_log,
+                module=backend.worker_module,
+                arguments=backend.worker_arguments,
+            )
+            # One compilation of Triton at a time: its process has one conversation.
+            cores = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
+            self._workshops[device] = Workshop(
+                backend,
+                worker,
+                compilers=lambda: cores if self._is_urgent() else 1,
+                stored=self._store.get_kernel,
+                rest=self._rest,
+            )
+        return self._workshops[device]
+
+    def _backend(self, device: str) -> Backend:
+        if device == self._cpu:
+            toolchain = find_toolchain(self.settings.run.cc or None)
+            return CBackend(toolchain, self.settings.tuner.compile_timeout_seconds)
+        if device.startswith("interpreter:"):
+            return InterpreterBackend()
+        find_triton()
+        if self._compiler is None:
+            self._compiler = TritonCompiler(
+                self._store.get_triton_files,
+                self._store.put_triton_files,
+                nice=self._nice,
+                is_stopping=lambda: self.is_stopping,
+                stderr=self._worker_log,
+            )
+        return TritonBackend(device, self._compiler.compile)
+
+    def _memory_bytes(self, device: str) -> int:
+        tuner = self.settings.tuner
+        return tuner.gpu_memory_bytes if device.startswith("cuda:") else tuner.memory_bytes
+
+    def _cpu_seconds(self) -> float:
+        """Processor time of all our processes."""
+        pids = [shop.worker.pid for shop in self._workshops.values()]
+        if self._compiler is not None:
+            pids.append(self._compiler.pid)
+        return cpu_seconds(*(pid for pid in pids if pid is not None))
+
+    def _kill_workers(self) -> None:
+        for shop in self._workshops.values():
+            shop.worker.kill()
+        if self._compiler is not None:
+            self._compiler.close()
 
     # ---- manners --------------------------------------------------------------------------------
 
@@ -277,7 +331,7 @@ class TuningLoop:
                 started_at=self._started_at,
                 state=state,
                 job=self._job if state == "tuning" else "",
-                queued=self._store.queue_length(self._device).queued + len(self._parked),
+                queued=self._store.queue_length(*self._devices).queued + len(self._parked),
                 done=self.done,
                 failed=self.failed,
                 data={"rss_bytes": psutil.Process().memory_info().rss},

@@ -1,6 +1,7 @@
 """Timing that can be trusted: interleaved rounds of eager and all candidates, every sample kept.
 
-In: callables of equal meaning, eager first, and the rules of the race. Out: samples per callable.
+In: callables of equal meaning, eager first, the rules of the race, and a `Sampler`, which knows how time is taken: by
+the wall clock on a CPU, by events on a GPU (`gpu_sampler`). Out: samples per callable.
 Guarantee: all callables take turns within each round, in an order that is shuffled anew, so that a drift of the
 machine or what the one before left in the caches hits all alike; a candidate leaves the race only when nearly all
 of its samples are slower than nearly all of the leader's; a race goes on while its winner is open.
@@ -14,6 +15,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Protocol
 
 from autofuse.tuner.comparison import clearly_slower, compare, verdict
 
@@ -45,36 +47,73 @@ class RaceResult:
     samples: list[list[float]]
     dropped: list[bool] = field(default_factory=list)
     threads: int = 0  # that eager and the candidates were given; 0: not known
+    device: list[list[float]] = field(default_factory=list)  # on a GPU: seconds of the device alone
+    host: list[list[float]] = field(default_factory=list)  # and seconds until the call was handed to it
 
 
-def race(calls: Sequence[Call], rules: RaceRules, clock: Clock = perf_counter) -> RaceResult:
+class Sampler(Protocol):
+    """How time is taken."""
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """Warm up, and find out how often a call has to be repeated for one sample."""
+
+    def round(self, order: Sequence[int]) -> list[float]:
+        """A sample of each of these callables, in seconds a call, taken in this order."""
+
+    def note(self, result: RaceResult) -> None:
+        """Add what else was measured to the result of the race."""
+
+
+class WallSampler:
+    """Wall time of a call that returns when its work is done."""
+
+    def __init__(self, clock: Clock = perf_counter) -> None:
+        self._clock = clock
+        self._calls: Sequence[Call] = ()
+        self._repeats: list[int] = []
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._repeats = [_repeats(call, self._clock) for call in calls]
+
+    def round(self, order: Sequence[int]) -> list[float]:
+        return [_sample(self._calls[index], self._repeats[index], self._clock) for index in order]
+
+    def note(self, result: RaceResult) -> None:
+        return None
+
+
+def race(
+    calls: Sequence[Call], rules: RaceRules, clock: Clock = perf_counter, sampler: Sampler | None = None
+) -> RaceResult:
     """Run the race; ``calls[0]`` is eager, which never leaves it."""
     enabled = gc.isenabled()
     gc.disable()  # a collection in one sample would be charged to whoever has the turn
     try:
-        return _race(calls, rules, clock)
+        return _race(calls, rules, clock, sampler or WallSampler(clock))
     finally:
         if enabled:
             gc.enable()
 
 
-def _race(calls: Sequence[Call], rules: RaceRules, clock: Clock) -> RaceResult:
+def _race(calls: Sequence[Call], rules: RaceRules, clock: Clock, sampler: Sampler) -> RaceResult:
     began = clock()
-    repeats = [_repeats(call, clock) for call in calls]
+    sampler.prepare(calls)
     result = RaceResult([[] for _ in calls], [False] * len(calls))
     order = list(range(len(calls)))
     shuffle = random.Random(0).shuffle
     number = 0
     while number < rules.max_rounds:
         shuffle(order)
-        for index in order:
-            result.samples[index].append(_sample(calls[index], repeats[index], clock))
+        for index, seconds in zip(order, sampler.round(order), strict=True):
+            result.samples[index].append(seconds)
         number += 1
         if number >= MIN_ROUNDS:
             order = _drop_losers(order, result, rules.drop_factor)
             budget = rules.budget_seconds * (1.0 if number >= rules.least_rounds else OVERDRAFT)
             if clock() - began > budget or (number >= rules.rounds and _is_decided(order, result, rules)):
                 break
+    sampler.note(result)
     return result
 
 

@@ -49,13 +49,14 @@ class GuardedAllocator:
     """Allocates poisoned outputs between guard bytes."""
 
     bool_poison: bool = True  # either value is right half of the time: alternate
+    device: torch.device | None = None
     blocks: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         nbytes = extent * dtype.itemsize
         padded = -(-nbytes // 64) * 64
-        block = torch.empty(padded + 2 * GUARD_BYTES, dtype=torch.uint8)
+        block = torch.empty(padded + 2 * GUARD_BYTES, dtype=torch.uint8, device=self.device)
         block[:GUARD_BYTES] = GUARD
         block[GUARD_BYTES + nbytes :] = GUARD
         self.blocks.append((block, nbytes))
@@ -108,8 +109,10 @@ class _Reference:
 class Verifier:
     """Checks the candidates of one node; what eager and float64 answer is computed once for all of them."""
 
-    def __init__(self, form: NodeForm) -> None:
+    def __init__(self, form: NodeForm, device: torch.device | None = None) -> None:
+        """``device``: where inputs are made, the CPU if None."""
         self._form = form
+        self._device = device
         self._wide = to_float64(form)
         self._loose = any(op.short_name in _LOOSE_ON_SPECIALS for op in form.operations)
         self._references: OrderedDict[CheckCase, _Reference] = OrderedDict()
@@ -135,7 +138,7 @@ class Verifier:
 
     def _check(self, make_call: MakeCall, case: CheckCase, bool_poison: bool) -> float:
         reference = self._reference(case)
-        allocator = GuardedAllocator(bool_poison)
+        allocator = GuardedAllocator(bool_poison, self._device)
         result = make_call(allocator, case.values)(*reference.inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         allocator.check()
@@ -150,7 +153,7 @@ class Verifier:
     def _reference(self, case: CheckCase) -> _Reference:
         found = self._references.get(case)
         if found is None:
-            inputs = make_inputs(self._form, case.values, 0, case.kind)
+            inputs = make_inputs(self._form, case.values, 0, case.kind, self._device)
             if case.shifted:
                 inputs = [_shift(t) for t in inputs]
             eager = run_unfused(self._form, inputs, case.values)
@@ -172,7 +175,7 @@ def _shift(tensor: torch.Tensor) -> torch.Tensor:
     extent = (
         0 if 0 in tensor.shape else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     )
-    block = torch.empty(extent + 1, dtype=tensor.dtype)
+    block = torch.empty(extent + 1, dtype=tensor.dtype, device=tensor.device)
     block[1:] = tensor.as_strided((extent,), (1,))
     return block.as_strided(tuple(tensor.shape), tensor.stride(), 1)
 

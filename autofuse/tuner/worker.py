@@ -15,6 +15,8 @@ import resource
 import signal
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 # torch first: its OpenMP runtime is the one that kernels must use, and its reserved memory is not a kernel's.
@@ -22,7 +24,7 @@ import torch
 
 from autofuse.ir.operation import NodeForm
 from autofuse.process_settings import apply_malloc
-from autofuse.tuner.bench import NodeBench
+from autofuse.tuner.bench import CpuRig, NodeBench, Rig
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.pipes import Pipe, PipeClosed
 from autofuse.tuner.timing import RaceRules
@@ -32,10 +34,15 @@ _PR_SET_PDEATHSIG = 1
 OPEN_NODES = 64  # benches kept; their kernels stay mapped for good, a few pages each
 
 
+class Fatal(Exception):
+    """Nothing in this process works any more: a GPU's context after an illegal access."""
+
+
 class Benches:
     """The nodes that were opened, least recently used first."""
 
-    def __init__(self) -> None:
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
         self._benches: OrderedDict[str, NodeBench] = OrderedDict()
         self._current: NodeBench | None = None
 
@@ -47,22 +54,23 @@ class Benches:
             return _problem("wrong", error)
         except MemoryError as error:
             return _problem("out_of_memory", error)
-        except RuntimeError as error:
-            lack = "alloc" in str(error).lower() and "memory" in str(error).lower()
-            return _problem("out_of_memory" if lack else "refused", error)
         except Exception as error:
-            return _problem("refused", error)
+            if self._rig.is_fatal(error):
+                raise Fatal(f"{type(error).__name__}: {error}") from error
+            text = str(error).lower()
+            lack = isinstance(error, RuntimeError) and "alloc" in text and "memory" in text
+            return _problem("out_of_memory" if lack else "refused", error)
 
     def do_open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make a node the current one; ``form`` is its JSON."""
         name, threads = str(request["node"]), int(request["threads"])
         if self._current is not None:
             self._current.close()
-        if torch.get_num_threads() != threads:
+        if threads not in (0, torch.get_num_threads()):
             torch.set_num_threads(threads)
         bench = self._benches.pop(name, None)
         if bench is None or bench.threads != threads:
-            bench = NodeBench(NodeForm.from_json(request["form"]), threads)
+            bench = NodeBench(NodeForm.from_json(request["form"]), threads, self._rig)
         self._benches[name] = self._current = bench
         while len(self._benches) > OPEN_NODES:
             self._benches.popitem(last=False)
@@ -80,7 +88,7 @@ class Benches:
     def do_race(self, request: dict[str, Any]) -> dict[str, Any]:
         rules = RaceRules(**request["rules"])
         result = self._bench.race(request["digests"], tuple(request["values"]), rules)
-        return {"samples": result.samples, "dropped": result.dropped, "threads": result.threads}
+        return asdict(result)
 
     @property
     def _bench(self) -> NodeBench:
@@ -94,24 +102,31 @@ def _problem(status: str, error: Exception) -> dict[str, Any]:
     return {"ok": False, "status": status, "message": text[:500]}
 
 
-def serve(pipe: Pipe) -> None:
-    """Answer requests until the other side closes."""
-    benches = Benches()
+def serve(pipe: Pipe, rig: Rig) -> None:
+    """Answer requests until the other side closes, or until something has broken the process."""
+    benches = Benches(rig)
     with contextlib.suppress(PipeClosed):
         pipe.send({"ok": True})
         while True:
-            pipe.send(benches.answer(pipe.receive()))
+            try:
+                pipe.send(benches.answer(pipe.receive()))
+            except Fatal as error:
+                pipe.send({**_problem("crash", error), "is_fatal": True})
+                return
 
 
-def _limit_memory(memory_bytes: int) -> None:
+def limit_memory(memory_bytes: int) -> None:
     """Addresses that torch has reserved count as well: the bound is on top of them."""
     with open("/proc/self/statm") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, resource.RLIM_INFINITY))
 
 
-def main(memory_bytes: int, nice: int, parent: int) -> None:
-    """Be the worker of the process ``parent``; requests come on stdin, replies go to stdout."""
+def main(make_rig: Callable[[int], Rig], memory_bytes: int, nice: int, parent: int) -> None:
+    """Be the worker of the process ``parent``; requests come on stdin, replies go to stdout.
+
+    ``make_rig`` is given the memory that the worker may use, in bytes, and sees to it.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it died before the line above
@@ -123,9 +138,13 @@ def main(memory_bytes: int, nice: int, parent: int) -> None:
     os.dup2(2, 1)  # whatever a kernel prints must not end up among the replies
     # Page faults of fresh outputs are the allocator's: a fused kernel, which has fewer, gets no credit for them.
     apply_malloc()
-    _limit_memory(memory_bytes)
-    serve(pipe)
+    serve(pipe, make_rig(memory_bytes))
+
+
+def _cpu_rig(memory_bytes: int) -> Rig:
+    limit_memory(memory_bytes)
+    return CpuRig()
 
 
 if __name__ == "__main__":
-    main(*(int(text) for text in sys.argv[1:4]))
+    main(_cpu_rig, *(int(text) for text in sys.argv[1:4]))

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -58,14 +58,17 @@ class WorkerProcess:
         module: str = WORKER,
         environment: Callable[[Mapping[str, str]], dict[str, str]] = dict,
         answers: Mapping[str, Answer] | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         """``stderr`` takes what kernels print (None: ours does). Requests raise Interrupted once ``is_stopping``.
 
-        ``module`` is what is run; ``environment`` turns ours into its; ``answers`` are what it may ask back.
+        ``module`` is what is run; ``environment`` turns ours into its; ``answers`` are what it may ask back;
+        ``arguments`` end its command line.
         """
         self._module = module
         self._environment = environment
         self._answers = answers or {}
+        self._arguments = tuple(arguments)
         self._memory_bytes = memory_bytes
         self._timeout_seconds = timeout_seconds
         self._nice = nice
@@ -87,7 +90,7 @@ class WorkerProcess:
         self.kill()
         command, environment = python_module(self._module)
         self._process = subprocess.Popen(
-            [*command, str(self._memory_bytes), str(self._nice), str(os.getpid())],
+            [*command, str(self._memory_bytes), str(self._nice), str(os.getpid()), *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -127,6 +130,9 @@ class WorkerProcess:
             raise
         if reply.get("ok"):
             return reply
+        if reply.get("is_fatal"):
+            self.kill()
+            raise Lost("crash", str(reply.get("message", "")))
         raise Refused(reply.get("status", "refused"), str(reply.get("message", "")))
 
     def _answer(self, question: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
-from autofuse.codegen.c.knobs import default_config, knobs_for
-from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import AutofuseError, CompilerError
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Candidate, Config, KernelRecord
+from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord
+from autofuse.tuner.backends import Backend, Sizes
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.timing import RaceResult, RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost, WorkerProcess
@@ -47,14 +45,23 @@ class Built:
 class Bench(Protocol):
     """What a job needs for the candidates of its node."""
 
-    def knobs(self) -> tuple[Knob, ...]:
-        """What may vary. Raises LoweringError where the node has no loop form."""
+    @property
+    def variants(self) -> tuple[str, str]:
+        """Names of the generic and of the specialised form."""
+
+    def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
+        """What may vary for these sizes. Raises LoweringError where the node has no loop form."""
 
     def default(self, values: Sequence[int]) -> Config:
         """Where to start for these sizes."""
 
-    def build(self, candidates: Sequence[Candidate], values: Sequence[int]) -> list[Built | CandidateProblem]:
-        """Binaries, in order; specialised ones have ``values`` built in."""
+    def build(
+        self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> list[Built | CandidateProblem]:
+        """Binaries, in order, good for ``values`` and for ``others``; specialised ones have ``values`` built in."""
+
+    def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
+        """A candidate as it is kept: good for all sizes of its bucket. Raises CandidateProblem."""
 
     def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         """Largest error over eager's own. Raises CandidateProblem."""
@@ -74,10 +81,9 @@ class Workshop:
 
     def __init__(
         self,
-        toolchain: Toolchain,
+        backend: Backend,
         worker: WorkerProcess,
         *,
-        compile_timeout_seconds: float = 60.0,
         compilers: Callable[[], int] = lambda: 1,
         stored: Callable[[str], KernelRecord | None] = lambda digest: None,
         rest: Callable[[], None] = lambda: None,
@@ -88,19 +94,18 @@ class Workshop:
         self.lethal: set[str] = set()
         self.passed: set[str] = set()  # digests
         self.rest = rest
-        self._toolchain = toolchain
-        self._compile_timeout_seconds = compile_timeout_seconds
+        self.backend = backend
         self._compilers = compilers
         self._stored = stored
         self._records: dict[str, KernelRecord] = {}
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, Exception] = {}
         self._loops: dict[str, LoopKernel] = {}
         self._loaded: set[tuple[str, str]] = set()  # (node, digest) in the worker of this generation
         self._opened: str | None = None
         self._generation = 0
 
-    def bench(self, fusion_id: str, form: NodeForm, threads: int) -> NodeWorkshop:
-        return NodeWorkshop(self, fusion_id, form, threads)
+    def bench(self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket) -> NodeWorkshop:
+        return NodeWorkshop(self, fusion_id, form, threads, bucket)
 
     # ---- compilers ------------------------------------------------------------------------------
 
@@ -111,20 +116,22 @@ class Workshop:
         return self._loops[fusion_id]
 
     def build_all(
-        self, loop: LoopKernel, candidates: Sequence[Candidate], constants: Mapping[str, int]
+        self, loop: LoopKernel, candidates: Sequence[Candidate], constants: Sizes, sizes: Sequence[Sizes]
     ) -> list[Built | CandidateProblem]:
         """Binaries of the candidates, in order."""
 
         def one(candidate: Candidate) -> Built | CandidateProblem:
             try:
-                return self._build(loop, candidate, constants)
+                return self.build(loop, candidate, constants, sizes)
+            except CandidateProblem as problem:
+                return problem
             except CompilerError as error:
                 return CandidateProblem("compile_error", str(error)[:500])
             except AutofuseError as error:
                 return CandidateProblem("refused", str(error)[:500])
 
         count = self._compilers()
-        if count == 1 or len(candidates) == 1:
+        if count == 1 or len(candidates) <= 1:
             found = []
             for candidate in candidates:
                 self.rest()
@@ -133,24 +140,29 @@ class Workshop:
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(one, candidates))
 
-    def _build(self, loop: LoopKernel, candidate: Candidate, constants: Mapping[str, int]) -> Built:
-        source = print_c(loop, candidate.config, constants)
-        flags = flags_for(self._toolchain, candidate.config)
-        key = compile_key(source.text, self._toolchain, flags)
-        digest = key.digest
+    def build(
+        self,
+        loop: LoopKernel,
+        candidate: Candidate,
+        constants: Sizes,
+        sizes: Sequence[Sizes],
+        is_final: bool = False,
+    ) -> Built:
+        """One binary, unless it is known. Raises CompilerError and CandidateProblem, the same each time."""
+        recipe = self.backend.recipe(loop, candidate.config, constants, sizes, is_final)
+        digest = recipe.key.digest
         if digest in self._failures:
-            raise CompilerError(self._failures[digest])
+            raise self._failures[digest]
         seconds = 0.0
         record = self._records.get(digest) or self._stored(digest)
         if record is None:
             began = time.monotonic()
             try:
-                binary = compile_source(source.text, self._toolchain, flags, self._compile_timeout_seconds)
-            except CompilerError as error:
-                self._failures[digest] = str(error)
+                record = recipe.make()
+            except (CompilerError, CandidateProblem) as error:
+                self._failures[digest] = error.with_traceback(None)
                 raise
             seconds = time.monotonic() - began
-            record = KernelRecord(key, source.name, source.text, binary)
         self._records[digest] = record
         return Built(candidate, record, seconds)
 
@@ -178,29 +190,49 @@ class Workshop:
 class NodeWorkshop:
     """The workshop as one job sees it (`Bench`)."""
 
-    def __init__(self, workshop: Workshop, fusion_id: str, form: NodeForm, threads: int) -> None:
+    def __init__(self, workshop: Workshop, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket) -> None:
         self.form = form
         self.threads = threads
         self.key = f"{fusion_id}/{threads}"
         self._fusion_id = fusion_id
         self._workshop = workshop
+        self._high = self._named([high for _, high in bucket.ranges])
 
     def _loop(self) -> LoopKernel:
         return self._workshop.loop(self._fusion_id, self.form)
 
-    def knobs(self) -> tuple[Knob, ...]:
-        return knobs_for(self._loop())
+    def _named(self, values: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.form.symbols, values, strict=True))
+
+    @property
+    def variants(self) -> tuple[str, str]:
+        return self._workshop.backend.generic, self._workshop.backend.specialised
+
+    def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
+        return self._workshop.backend.knobs(self._loop(), self._named(values), self._high)
 
     def default(self, values: Sequence[int]) -> Config:
-        return default_config(self._loop(), dict(zip(self.form.symbols, values, strict=True)))
+        return self._workshop.backend.default(self._loop(), self._named(values), self._high)
 
-    def build(self, candidates: Sequence[Candidate], values: Sequence[int]) -> list[Built | CandidateProblem]:
-        constants = dict(zip(self.form.symbols, values, strict=True))
+    def build(
+        self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> list[Built | CandidateProblem]:
+        sizes = [self._named(v) for v in (values, *others)]
         generic = [c for c in candidates if not is_specialised(c)]
         special = [c for c in candidates if is_specialised(c)]
-        built = dict(zip(generic, self._workshop.build_all(self._loop(), generic, {}), strict=True))
-        built |= dict(zip(special, self._workshop.build_all(self._loop(), special, constants), strict=True))
+        shop = self._workshop
+        built = dict(zip(generic, shop.build_all(self._loop(), generic, {}, sizes), strict=True))
+        built |= dict(zip(special, shop.build_all(self._loop(), special, sizes[0], sizes[:1]), strict=True))
         return [built[c] for c in candidates]
+
+    def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
+        sizes = [self._named(v) for v in (values, *others)]
+        constants = sizes[0] if is_specialised(built.candidate) else {}
+        try:
+            whole = self._workshop.build(self._loop(), built.candidate, constants, sizes, is_final=True)
+        except CompilerError as error:
+            raise CandidateProblem("compile_error", str(error)[:500]) from None
+        return Built(built.candidate, whole.record, built.seconds + whole.seconds)
 
     def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         self._refuse_lethal(built)
@@ -217,7 +249,7 @@ class NodeWorkshop:
         digests = [item.digest for item in built]
         with self._blaming(built):
             reply = self._workshop.ask(self, "race", built, digests=digests, values=list(values), rules=asdict(rules))
-        return RaceResult(reply["samples"], reply["dropped"], reply["threads"])
+        return RaceResult(**{name: reply[name] for name in ("samples", "dropped", "threads", "device", "host")})
 
     def has_passed(self, built: Built) -> bool:
         return built.digest in self._workshop.passed
@@ -249,4 +281,4 @@ class _Blame:
 
 
 def is_specialised(candidate: Candidate) -> bool:
-    return candidate.variant == "c_specialised"
+    return candidate.variant.endswith("_specialised")

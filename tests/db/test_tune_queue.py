@@ -103,9 +103,9 @@ def test_queue_of_one_run(store: Store) -> None:
     first, second = store.start_run(start()), store.start_run(start())
     store.add_requests([request(run_id=first), request("b" * 64, run_id=second)])
     store.add_requests([request("b" * 64, run_id=first)])
-    assert store.queue_length(DEVICE.key, first) == QueueStatus(queued=2)
-    assert store.queue_length(DEVICE.key, second) == QueueStatus(queued=1)
-    assert store.queue_length(DEVICE.key, 99) == QueueStatus()
+    assert store.queue_length(DEVICE.key, run_id=first) == QueueStatus(queued=2)
+    assert store.queue_length(DEVICE.key, run_id=second) == QueueStatus(queued=1)
+    assert store.queue_length(DEVICE.key, run_id=99) == QueueStatus()
 
 
 def test_requests_of_a_dead_daemon_wait_again_until_they_look_guilty(store: Store) -> None:

@@ -15,8 +15,10 @@ import pytest
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.knobs import Knob
 from autofuse.ir.records import Bucket, Decision
-from autofuse.tuner import workshop as workshop_module
+from autofuse.tuner import backends
+from autofuse.tuner.backends import CBackend
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.replay import RecordedBench
 from autofuse.tuner.worker_process import Lost, Refused, WorkerProcess
@@ -31,13 +33,13 @@ SMALL = (24,)  # few enough elements for one thread, so that a busy machine does
 @pytest.fixture(scope="module")
 def workshop() -> Iterator[Workshop]:
     worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=60.0, nice=0)
-    yield Workshop(find_toolchain(), worker, compilers=lambda: 2)
+    yield Workshop(CBackend(find_toolchain()), worker, compilers=lambda: 2)
     worker.kill()
 
 
 def tune(shop: Workshop, values: tuple[int, ...], limits: JobLimits = LIMITS, calls: int = 5) -> Outcome:
     asked = request(FORM, values, calls=calls)
-    return Job(asked, shop.bench(asked.key.fusion_id, FORM, asked.key.threads), limits).run()
+    return Job(asked, shop.bench(asked.key.fusion_id, FORM, asked.key.threads, asked.bucket), limits).run()
 
 
 def only(outcome: Outcome) -> Decision:
@@ -72,7 +74,7 @@ def test_a_dominant_shape_may_get_a_kernel_of_its_own(workshop: Workshop) -> Non
 def test_a_node_without_loop_form_is_refused_without_a_worker() -> None:
     idle = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=10.0)
     asked = request(matmul_form(), (8,))
-    bench = Workshop(find_toolchain(), idle).bench(asked.key.fusion_id, matmul_form(), 2)
+    bench = Workshop(CBackend(find_toolchain()), idle).bench(asked.key.fusion_id, matmul_form(), 2, asked.bucket)
     decision = only(Job(asked, bench, LIMITS).run())
     assert decision.reason.startswith("refused:") and decision.detail and idle.pid is None
 
@@ -117,7 +119,7 @@ def test_what_bad_kernels_do_is_recorded_and_eager_stays(
         assert count == text.count(entry) == 1
         return replace(source, text=text.replace(entry, bad + entry))
 
-    monkeypatch.setattr(workshop_module, "print_c", print_bad)
+    monkeypatch.setattr(backends, "print_c", print_bad)
     monkeypatch.setattr(workshop.worker, "_timeout_seconds", 3.0 if reason == "timeout" else 60.0)
     outcome = tune(workshop, SMALL, replace(LIMITS, trials=1))
     decision = only(outcome)
@@ -135,12 +137,12 @@ def test_what_bad_kernels_do_is_recorded_and_eager_stays(
 
 def test_equal_binaries_are_raced_once() -> None:
     times = {(("a", 1),): 50.0, (("a", 2),): 50.0}
-    knob = workshop_module.Knob("a", (1, 2), 1, "")
+    knob = Knob("a", (1, 2), 1, "")
 
     class OneBinary(RecordedBench):
         raced = 0
 
-        def build(self, candidates: Any, values: Any) -> Any:
+        def build(self, candidates: Any, values: Any, others: Any = ()) -> Any:
             first = super().build(candidates[:1], values)[0]
             assert isinstance(first, Built)
             return [replace(first, candidate=c) for c in candidates]

@@ -74,7 +74,7 @@ CREATE TABLE decisions (
 	FOREIGN KEY("key") REFERENCES decision_keys (digest), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "decisions" VALUES(1,'be26b0bf535c88612fdf1a592295d3fa',1,'[[65, 128]]','c_generic','[["unroll", 4]]','c0ffee',30.0,20.0,1.5,1.4,1.6,'won','',12,3.5,1.79523843072453451151e+09);
+INSERT INTO "decisions" VALUES(1,'be26b0bf535c88612fdf1a592295d3fa',1,'[[65, 128]]','c_generic','[["unroll", 4]]','c0ffee',30.0,20.0,1.5,1.4,1.6,'won','',12,3.5,1.79524213666749405857e+09);
 CREATE TABLE devices (
 	id INTEGER NOT NULL, 
 	"key" TEXT NOT NULL, 
@@ -108,7 +108,7 @@ CREATE TABLE events (
 	PRIMARY KEY (id), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "events" VALUES(1,1,'fallback','an event','{}',1.7952384307271595001e+09);
+INSERT INTO "events" VALUES(1,1,'fallback','an event','{}',1.79524213667006373408e+09);
 CREATE TABLE kernels (
 	digest VARCHAR NOT NULL, 
 	source_hash TEXT NOT NULL, 
@@ -124,8 +124,8 @@ CREATE TABLE kernels (
 	used_at FLOAT NOT NULL, resources JSON, 
 	PRIMARY KEY (digest)
 );
-INSERT INTO "kernels" VALUES('b982fe4d1d357f339039054beb5a48f2','void af_add_relu(void) {}','gcc 12','-O3','avx512','af_pointwise_add_relu','void af_add_relu(void) {}',X'7F454C46000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000','cc9d6fac1f314ccbd3003c6a0e788a426958609b1312422d8fed40a08ee0bb51',64,1.79523843072035717968e+09,1.79523843072035717968e+09,NULL);
-INSERT INTO "kernels" VALUES('1ab2f105782a58550117b611bd1e6487','def af_softmax(): ...','triton 3.7.1','{}','cuda:90','af_softmax','def af_softmax(): ...',X'6175746F667573652D747269746F6E2D310A','7e9f169dc86a9a657c93ecffcb9d57666db70c5bc342efc3bef0ff904865d12f',18,1.79523843072246026995e+09,1.79523843072246026995e+09,'{"registers": 28, "spill_bytes": 0, "shared_bytes": 128, "threads": 64}');
+INSERT INTO "kernels" VALUES('b982fe4d1d357f339039054beb5a48f2','void af_add_relu(void) {}','gcc 12','-O3','avx512','af_pointwise_add_relu','void af_add_relu(void) {}',X'7F454C46000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000','cc9d6fac1f314ccbd3003c6a0e788a426958609b1312422d8fed40a08ee0bb51',64,1.79524213666325426104e+09,1.79524213666325426104e+09,NULL);
+INSERT INTO "kernels" VALUES('1ab2f105782a58550117b611bd1e6487','def af_softmax(): ...','triton 3.7.1','{}','cuda:90','af_softmax','def af_softmax(): ...',X'6175746F667573652D747269746F6E2D310A','7e9f169dc86a9a657c93ecffcb9d57666db70c5bc342efc3bef0ff904865d12f',18,1.79524213666530609132e+09,1.79524213666530609132e+09,'{"registers": 28, "spill_bytes": 0, "shared_bytes": 128, "threads": 64}');
 CREATE TABLE measurements (
 	id INTEGER NOT NULL, 
 	candidate_id INTEGER NOT NULL, 
@@ -141,11 +141,11 @@ CREATE TABLE measurements (
 	compile_seconds FLOAT NOT NULL, 
 	measure_seconds FLOAT NOT NULL, 
 	message TEXT NOT NULL, 
-	at FLOAT NOT NULL, 
+	at FLOAT NOT NULL, host_us FLOAT, eager_host_us FLOAT, 
 	PRIMARY KEY (id), 
 	FOREIGN KEY(candidate_id) REFERENCES candidates (id)
 );
-INSERT INTO "measurements" VALUES(1,1,'ok','[128]',20.0,30.0,1.5,1.4,1.6,0.9,'c0ffee',0.1,0.5,'',1.79523843071860122683e+09);
+INSERT INTO "measurements" VALUES(1,1,'ok','[128]',20.0,30.0,1.5,1.4,1.6,0.9,'c0ffee',0.1,0.5,'',1.79524213666151833531e+09,NULL,NULL);
 CREATE TABLE node_uses (
 	id INTEGER NOT NULL, 
 	run_id INTEGER NOT NULL, 
@@ -171,7 +171,7 @@ CREATE TABLE nodes (
 	first_seen_at FLOAT NOT NULL, 
 	PRIMARY KEY (fusion_id)
 );
-INSERT INTO "nodes" VALUES('aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa','af_pointwise_add_relu_aaaaaa','add + relu','{"inputs": [], "outputs": [], "symbols": ["s0"], "operations": [{"target": "aten.add.Tensor"}, {"target": "aten.relu.default"}]}','train.py:7 x = relu(x + y)',1795238430.70972);
+INSERT INTO "nodes" VALUES('aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa','af_pointwise_add_relu_aaaaaa','add + relu','{"inputs": [], "outputs": [], "symbols": ["s0"], "operations": [{"target": "aten.add.Tensor"}, {"target": "aten.relu.default"}]}','train.py:7 x = relu(x + y)',1.79524213665217447282e+09);
 CREATE TABLE op_shapes (
 	id INTEGER NOT NULL, 
 	op_id INTEGER NOT NULL, 
@@ -238,7 +238,7 @@ CREATE TABLE requests (
 	FOREIGN KEY("key") REFERENCES decision_keys (digest), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "requests" VALUES('be26b0bf535c88612fdf1a592295d3fa',1,100,50.0,2.0,2500.0,1,'queued',NULL,'',0,'',1.79523843071492552759e+09,1.79523843071785426141e+09);
+INSERT INTO "requests" VALUES('be26b0bf535c88612fdf1a592295d3fa',1,100,50.0,2.0,2500.0,1,'queued',NULL,'',0,'',1.79524213665850067137e+09,1.79524213666054439537e+09);
 CREATE TABLE roots (
 	id INTEGER NOT NULL, 
 	run_id INTEGER NOT NULL, 
@@ -257,7 +257,7 @@ CREATE TABLE run_totals (
 	PRIMARY KEY (run_id), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "run_totals" VALUES(1,'{"steps": 4, "fused_calls": 0, "unfused_calls": 0, "observer_seconds": 0.0, "run_seconds": 0.0, "capture_seconds": 0.0, "held_out_calls": 0, "exit_code": null}',1.79523843072775149344e+09);
+INSERT INTO "run_totals" VALUES(1,'{"steps": 4, "fused_calls": 0, "unfused_calls": 0, "observer_seconds": 0.0, "run_seconds": 0.0, "capture_seconds": 0.0, "held_out_calls": 0, "exit_code": null}',1.79524213667068529131e+09);
 CREATE TABLE runs (
 	id INTEGER NOT NULL, 
 	device_id INTEGER NOT NULL, 
@@ -271,7 +271,7 @@ CREATE TABLE runs (
 	PRIMARY KEY (id), 
 	FOREIGN KEY(device_id) REFERENCES devices (id)
 );
-INSERT INTO "runs" VALUES(1,1,'train.py','torch 2.13 codegen 1','wait',4242,'{"tune": "wait"}',1.79523843070861673356e+09,1.79523843072826027873e+09);
+INSERT INTO "runs" VALUES(1,1,'train.py','torch 2.13 codegen 1','wait',4242,'{"tune": "wait"}',1.79524213665094709395e+09,1.79524213667137980459e+09);
 CREATE TABLE setting_trials (
 	id INTEGER NOT NULL, 
 	run_id INTEGER, 
@@ -323,8 +323,8 @@ CREATE TABLE triton_files (
 	used_at FLOAT NOT NULL, 
 	PRIMARY KEY ("key", name)
 );
-INSERT INTO "triton_files" VALUES('KEY','af_softmax.cubin',X'7F454C4600000000000000000000000000000000000000000000000000000000000000000000000000000000','2dd5ddcb5e542cc6109f26a934c93491c2b1350ca3800b992c34635ead3b0daa',44,1.7952384307231686115e+09);
-INSERT INTO "triton_files" VALUES('KEY','af_softmax.json',X'7B7D','44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a',2,1.7952384307231686115e+09);
+INSERT INTO "triton_files" VALUES('KEY','af_softmax.cubin',X'7F454C4600000000000000000000000000000000000000000000000000000000000000000000000000000000','2dd5ddcb5e542cc6109f26a934c93491c2b1350ca3800b992c34635ead3b0daa',44,1.79524213666604328157e+09);
+INSERT INTO "triton_files" VALUES('KEY','af_softmax.json',X'7B7D','44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a',2,1.79524213666604328157e+09);
 CREATE INDEX ix_decision_keys_fusion_id ON decision_keys (fusion_id);
 CREATE INDEX ix_kernels_used_at ON kernels (used_at);
 CREATE INDEX ix_captures_run_id ON captures (run_id);

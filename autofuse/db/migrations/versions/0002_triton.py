@@ -1,4 +1,4 @@
-"""Kernels for GPUs: what they take of a device, and the files of Triton's own cache."""
+"""Kernels for GPUs: what they take of a device, host time beside device time, the files of Triton's own cache."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("kernels", sa.Column("resources", sa.JSON(), nullable=True))
+    op.add_column("measurements", sa.Column("host_us", sa.Float(), nullable=True))
+    op.add_column("measurements", sa.Column("eager_host_us", sa.Float(), nullable=True))
     op.create_table(
         "triton_files",
         sa.Column("key", sa.String(), nullable=False),

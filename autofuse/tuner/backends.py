@@ -1,0 +1,166 @@
+"""Backends of the tuner: how the kernels of a type of device are searched, printed and built.
+
+In: a loop kernel, a configuration, sizes. Out: a `Recipe`: the key under which a binary is known, and a function that
+makes it. Which worker runs the binary is the backend's business too (`worker_module`).
+Guarantee: torch-free; a recipe is made without compiling anything, so what the store has is never built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
+from autofuse.codegen.c.knobs import default_config, knobs_for
+from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.knobs import Knob
+from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.key import compile_key as triton_key
+from autofuse.codegen.triton.key import kernel_record
+from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
+from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
+from autofuse.codegen.triton.targets import limits_of, prune_reason, target_of
+from autofuse.errors import CompilerError
+from autofuse.ir.records import CompileKey, Config, KernelRecord
+from autofuse.tuner.worker_process import CandidateProblem
+
+Sizes = Mapping[str, int]  # values of a node's symbols
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A binary that can be made."""
+
+    key: CompileKey
+    make: Callable[[], KernelRecord]  # raises CompilerError and CandidateProblem
+
+
+class Backend(Protocol):
+    """The kernels of one type of device."""
+
+    generic: str  # variant with sizes as arguments
+    specialised: str  # variant with sizes built in
+    worker_module: str
+    worker_arguments: tuple[str, ...]
+
+    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        """What may vary for kernels that are timed on ``values``, in a bucket that ends at ``high``."""
+
+    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config: ...
+
+    def recipe(
+        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+    ) -> Recipe:
+        """A binary that is good for ``sizes``; for all sizes of the bucket and any alignment with ``is_final``."""
+
+
+class CBackend:
+    """C through the system's compiler."""
+
+    generic, specialised = "c_generic", "c_specialised"
+    worker_module = "autofuse.tuner.worker"
+    worker_arguments: tuple[str, ...] = ()
+
+    def __init__(self, toolchain: Toolchain, timeout_seconds: float = 60.0) -> None:
+        self._toolchain = toolchain
+        self._timeout_seconds = timeout_seconds
+
+    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        return knobs_for(loop)
+
+    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
+        return default_config(loop, values)
+
+    def recipe(
+        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+    ) -> Recipe:
+        source = print_c(loop, config, constants)
+        flags = flags_for(self._toolchain, config)
+        key = compile_key(source.text, self._toolchain, flags)
+
+        def make() -> KernelRecord:
+            binary = compile_source(source.text, self._toolchain, flags, self._timeout_seconds)
+            return KernelRecord(key, source.name, source.text, binary)
+
+        return Recipe(key, make)
+
+
+Compile = Callable[[TritonSource, str, Sequence[Assumptions]], Artifact]
+
+
+class TritonBackend:
+    """Triton for one model of GPU. A kernel that spills or asks for more than the device has is never timed."""
+
+    generic, specialised = "triton_generic", "triton_specialised"
+    worker_module = "autofuse.tuner.gpu_worker"
+
+    def __init__(self, device_key: str, compiler: Compile) -> None:
+        """``device_key``: `DeviceInfo.key` of the model. Raises CompilerError for an architecture that is not known."""
+        self.worker_arguments: tuple[str, ...] = (device_key,)
+        self._target = target_of(isa_of(device_key))
+        self._limits = limits_of(self._target)
+        self._compile = compiler
+
+    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        return triton_knobs(loop, values, high)
+
+    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
+        return default_triton_config(loop, values, high)
+
+    def recipe(
+        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+    ) -> Recipe:
+        source = print_triton(loop, config, constants)
+        assumptions = _assumptions(source, sizes, is_final)
+        key = triton_key(source, self._target, assumptions)
+
+        def make() -> KernelRecord:
+            artifact = self._compile(source, self._target, assumptions)
+            reason = prune_reason(artifact, self._limits)
+            if reason is not None:
+                raise CandidateProblem("pruned", reason)
+            return kernel_record(artifact)
+
+        return Recipe(key, make)
+
+
+def _assumptions(source: TritonSource, sizes: Iterable[Sizes], is_final: bool) -> tuple[Assumptions, ...]:
+    found = [natural_assumptions(source.symbols, values) for values in sizes]
+    if is_final:  # sizes of the bucket that nobody has seen yet, and slices of larger tensors
+        found += [Assumptions(is_aligned=True), NOTHING_ASSUMED]
+    return tuple(dict.fromkeys(found))
+
+
+class InterpreterBackend:
+    """The same Triton text in Triton's interpreter, on CPU tensors: all of the tuner but the clock, without a GPU."""
+
+    generic, specialised = "triton_generic", "triton_specialised"
+    worker_module = "autofuse.tuner.interpreter_worker"
+    worker_arguments: tuple[str, ...] = ()
+
+    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        return triton_knobs(loop, values, high)
+
+    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
+        return default_triton_config(loop, values, high)
+
+    def recipe(
+        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+    ) -> Recipe:
+        source = print_triton(loop, config, constants)
+        data = json.dumps(source.to_json(), sort_keys=True).encode()
+        key = CompileKey(hashlib.sha256(data).hexdigest(), "triton interpreter", "", "interpreter")
+        return Recipe(key, lambda: KernelRecord(key, source.name, source.text, data))
+
+
+def isa_of(device_key: str) -> str:
+    """The architecture in a `DeviceInfo.key`, such as ``cuda:NVIDIA H200:132:sm_90:140GiB``."""
+    found = next((part for part in reversed(device_key.split(":")) if part.startswith(("sm_", "gfx"))), None)
+    if found is None:
+        raise CompilerError(f"expected a key with the architecture of a GPU, such as sm_90, found {device_key}")
+    return found

@@ -1,0 +1,92 @@
+"""The bench's side of a GPU: kernels launched as the router launches them, timed by events.
+
+In: a model of GPU and the memory that may be used there. Out: a `Rig`.
+Guarantee: the first visible device of that very model, or RuntimeError; torch's allocator keeps within the memory; an
+error that leaves the context unusable is fatal, so that the next request finds a new process with a new context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autofuse.codegen.c.build import find_toolchain
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.errors import CompilerError
+from autofuse.ir.operation import NodeForm
+from autofuse.runtime.devices import device_count, gpu_device, supports_bf16
+from autofuse.runtime.gpu import launcher
+from autofuse.runtime.gpu.modules import load_artifact
+from autofuse.runtime.launch import make_launcher, make_unfused
+from autofuse.tuner.gpu_sampler import GpuSampler, device_calls
+from autofuse.tuner.timing import Sampler
+from autofuse.tuner.verify import GuardedAllocator
+
+# What CUDA and HIP say of errors after which a context answers every call with the same error.
+FATAL = (
+    "illegal memory access", "illegal address", "illegal instruction", "misaligned address", "invalid program counter",
+    "launch failure", "launch failed", "launch timed out", "hardware stack error", "device-side assert",
+    "uncorrectable", "CUDA_ERROR_ILLEGAL", "CUDA_ERROR_MISALIGNED", "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT", "CUDA_ERROR_HARDWARE", "CUDA_ERROR_ASSERT", "hipErrorIllegal",
+    "hipErrorLaunchFailure", "hipErrorLaunchTimeOut",
+)  # fmt: skip
+
+
+class GpuRig:
+    """Triton kernels on one device."""
+
+    def __init__(self, device_key: str, memory_bytes: int) -> None:
+        index = find_device(device_key)
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(index)
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), index)
+        self._has_bf16 = supports_bf16(index)
+        self._sampling = device_calls(self.device)
+        _install_launcher()
+
+    def load(self, digest: str, name: str, binary: bytes) -> Any:
+        artifact = Artifact.unpack(binary)
+        uses_bf16 = any(a.type == "*bf16" for item in artifact.source.passes for a in item.arguments)
+        if uses_bf16 and not self._has_bf16:
+            raise ValueError(f"expected a device with bfloat16 (compute capability 8.0), found {self.device}")
+        return load_artifact(artifact, self.device.index, digest)
+
+    def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
+        return make_unfused(form, values, self.device)
+
+    def launcher(
+        self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
+    ) -> Callable[..., Any]:
+        return make_launcher(form, loaded, values, 0, allocate)
+
+    def usable_threads(self, threads: int) -> int:
+        return 0
+
+    def sampler(self) -> Sampler:
+        return GpuSampler(self._sampling)
+
+    def is_fatal(self, error: Exception) -> bool:
+        text = str(error)
+        return not isinstance(error, torch.cuda.OutOfMemoryError) and any(words in text for words in FATAL)
+
+
+def find_device(device_key: str) -> int:
+    """The first visible device of a model. Raises RuntimeError where there is none."""
+    found = []
+    for index in range(device_count()):
+        key = gpu_device(index).key
+        if key == device_key:
+            return index
+        found.append(key)
+    raise RuntimeError(f"expected a device {device_key}, found {', '.join(found) or 'none'}")
+
+
+def _install_launcher() -> None:
+    """What is timed is what a script with a C compiler uses; without one, both go through ctypes."""
+    try:
+        launcher.install(launcher.compile_launcher(find_toolchain()).binary)
+    except (CompilerError, OSError):
+        return

@@ -1,0 +1,21 @@
+"""The worker for one model of GPU: ``python -m autofuse.tuner.gpu_worker MEMORY NICE PARENT DEVICE_KEY``.
+
+It has a CUDA context of its own, so that what a kernel does to it, it does to nobody else (see `worker`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from autofuse.tuner.bench import Rig
+from autofuse.tuner.worker import main
+
+
+def _rig(memory_bytes: int) -> Rig:
+    from autofuse.tuner.gpu_rig import GpuRig
+
+    return GpuRig(sys.argv[4], memory_bytes)
+
+
+if __name__ == "__main__":
+    main(_rig, *(int(text) for text in sys.argv[1:4]))

@@ -1,0 +1,70 @@
+"""The worker that runs Triton's text in Triton's interpreter, on CPU tensors: checks everything but the clock.
+
+Triton is imported first, for its interpreter: torch imports it too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autofuse.codegen.triton.interpret import import_interpreted
+
+import_interpreted()
+
+import torch  # noqa: E402
+
+from autofuse.codegen.triton.interpret import load_interpreted  # noqa: E402
+from autofuse.codegen.triton.source import TritonSource  # noqa: E402
+from autofuse.ir.operation import NodeForm  # noqa: E402
+from autofuse.runtime.launch import empty_like_spec, expected_outputs, make_unfused  # noqa: E402
+from autofuse.tuner.bench import Rig  # noqa: E402
+from autofuse.tuner.timing import Sampler, WallSampler  # noqa: E402
+from autofuse.tuner.verify import GuardedAllocator  # noqa: E402
+from autofuse.tuner.worker import main  # noqa: E402
+
+
+class InterpreterRig:
+    """Interpreted kernels."""
+
+    device = torch.device("cpu")
+
+    def load(self, digest: str, name: str, binary: bytes) -> Any:
+        return load_interpreted(TritonSource.from_json(json.loads(binary)))
+
+    def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
+        return make_unfused(form, values, self.device)
+
+    def launcher(
+        self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
+    ) -> Callable[..., Any]:
+        table = dict(zip(form.symbols, values, strict=True))
+        layouts = expected_outputs(form, values)
+        empty = allocate or empty_like_spec
+
+        def launch(*inputs: torch.Tensor) -> Any:
+            outputs = tuple(empty(*layout) for layout in layouts)
+            if any(t.numel() for t in outputs):
+                loaded(table, [*inputs, *outputs])
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        return launch
+
+    def usable_threads(self, threads: int) -> int:
+        return 0
+
+    def sampler(self) -> Sampler:
+        return WallSampler()
+
+    def is_fatal(self, error: Exception) -> bool:
+        return False
+
+
+def _rig(memory_bytes: int) -> Rig:
+    return InterpreterRig()
+
+
+if __name__ == "__main__":
+    main(_rig, *(int(text) for text in sys.argv[1:4]))

@@ -1,0 +1,35 @@
+"""A worker whose "device" breaks as GPUs do; which way is the last argument. Run as a module by the tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autofuse.ir.operation import NodeForm
+from autofuse.tuner.bench import CpuRig, Rig
+from autofuse.tuner.gpu_rig import GpuRig
+from autofuse.tuner.worker import main
+
+ERRORS: dict[str, Exception] = {
+    "sticky": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "memory": torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB."),
+    "mild": RuntimeError("expected scalar type Float but found Half"),
+}
+
+
+class Broken(CpuRig):
+    def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
+        raise ERRORS[sys.argv[4]]
+
+    is_fatal = GpuRig.is_fatal
+
+
+def _rig(memory_bytes: int) -> Rig:
+    return Broken()
+
+
+if __name__ == "__main__":
+    main(_rig, *(int(text) for text in sys.argv[1:4]))
