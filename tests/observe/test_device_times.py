@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -211,14 +212,16 @@ def test_without_a_gpu_in_use_no_event_is_made() -> None:
 
 
 @pytest.fixture
-def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeGpu, Roots]:
+def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeGpu, Roots]]:
     gpu = FakeGpu()
     monkeypatch.setattr(roots, "event_timer", lambda: EventTimer(gpu.calls()))
     monkeypatch.setattr(roots, "_device_of", lambda module: torch.device("cuda", 0))
     monkeypatch.setattr(Session, "tunable", lambda self, device: object())
     monkeypatch.setattr(Session, "use_device", lambda self, device: None)
     environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-    return gpu, Session(load(environ=environment), "test").roots
+    of = Session(load(environ=environment), "test").roots
+    yield gpu, of
+    of.uninstall()
 
 
 def call(of: Roots, model: nn.Module) -> None:
