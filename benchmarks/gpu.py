@@ -86,7 +86,11 @@ def table(run: Benchmark) -> None:
             if run.clock.left() < 0:
                 run.left_out.append(f"table: {case.name} {size.name}")
                 continue
-            row = measure(run, case, size)
+            try:
+                row = measure(run, case, size)
+            except Exception as error:
+                run.leave_out(f"table: {case.name} {size.name}", error)
+                continue
             run.rows("table").append(row)
             summarise(run)
             run.save()
@@ -140,7 +144,11 @@ def trap(run: Benchmark) -> None:
         if run.clock.left() < 0:
             run.left_out.append(f"trap: {case.name}")
             continue
-        row = measure(run, case, size, SMALL_FIRST)
+        try:
+            row = measure(run, case, size, SMALL_FIRST)
+        except Exception as error:
+            run.leave_out(f"trap: {case.name}", error)
+            continue
         row["over_fresh"] = over_fresh(run, row)
         run.rows("trap").append(row)
         run.save()
@@ -300,7 +308,10 @@ def main() -> int:
             # Of what is left: time that a section does not need goes to those after it.
             share = SHARES[section] / sum(SHARES[later] for later in wanted[number:])
             run.clock.start(share)
-            SECTIONS[section](run)
+            try:
+                SECTIONS[section](run)
+            except Exception as error:
+                run.leave_out(section, error)
             run.save()
     finally:
         run.session.finish(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,17 +86,27 @@ def build(check: Check, target: str | None) -> Built:
 def build_all(wanted: Sequence[Check], target: str | None, left: Callable[[], float]) -> Iterator[Built]:
     """Kernels in the order in which they are ready, until time is up."""
     processes = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(wanted)))
-    waiting, running = list(reversed(wanted)), set[Future[Built]]()
+    waiting = list(reversed(wanted))
+    running: dict[Future[Built], Check] = {}
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     try:
         while (waiting or running) and left() > 0:
             while waiting and len(running) < IN_FLIGHT * processes:
-                running.add(pool.submit(build, waiting.pop(), target))
-            done, running = wait(running, timeout=max(0.0, left()), return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+                running[pool.submit(build, waiting[-1], target)] = waiting[-1]
+                waiting.pop()
+            for future in wait(running, timeout=max(0.0, left()), return_when=FIRST_COMPLETED).done:
+                yield _result(future, running.pop(future))
+    except BrokenExecutor:
+        return  # a compiler took its process down; what is missing is named as left out
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _result(future: Future[Built], check: Check) -> Built:
+    try:
+        return future.result()
+    except Exception as error:
+        return Built(check, b"", "", f"{type(error).__name__}: {error}")
 
 
 def load(built: Built, device: torch.device) -> Entry:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,11 @@ class Benchmark:
         partial = self.out.with_suffix(".partial")
         partial.write_text(json.dumps(document, indent=1) + "\n")
         partial.replace(self.out)
+
+    def leave_out(self, what: str, error: Exception) -> None:
+        """Something broke; the rest of the run is still worth its time."""
+        traceback.print_exception(error, limit=-4)
+        self.left_out.append(f"{what}: {type(error).__name__}: {str(error).strip()[:300]}")
 
     def rows(self, section: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self.sections.setdefault(section, {}).setdefault("rows", [])
