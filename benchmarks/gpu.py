@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -319,6 +320,8 @@ def main() -> int:
         run.save()
         daemon.stop(settings)
         guard.cancel()
+    if run.out.parent != folder and not run.sections["notes"]:  # else its logs may tell more
+        shutil.rmtree(folder, ignore_errors=True)
     for note in dict.fromkeys(run.sections["notes"]):
         print(f"autofuse: {note}")
     for mode, gain in run.sections.get("table", {}).get("autofuse_over", {}).items():
