@@ -8,7 +8,6 @@ first to start CUDA. What one backend lacks does not touch the other.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +17,7 @@ import torch
 from autofuse.codegen.c.build import Toolchain, find_toolchain
 from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.key import find_triton
 from autofuse.errors import CompilerError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import DeviceInfo, KernelRecord
@@ -79,12 +79,10 @@ class GpuBackend:
 
     def __init__(self) -> None:
         self.problem: tuple[str, str] | None = None
-        if importlib.util.find_spec("triton") is None:
-            self.problem = (
-                "no_triton",
-                "expected Triton for work on the GPU, found none; pip install triton. "
-                "What is not tuned yet runs on eager's kernels there.",
-            )
+        try:
+            find_triton()
+        except CompilerError as error:
+            self.problem = "no_triton", f"{error}. What is not tuned yet runs on eager's kernels on the GPU."
 
     def describe(self, device: torch.device) -> DeviceInfo:
         return gpu_device(device.index)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autofuse.capture.graph_import import import_graph
+from autofuse.codegen.triton import key as keys
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.source import Argument, Pass, TritonSource
 from autofuse.db.store import Store
@@ -307,9 +308,9 @@ def session_with(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOFUSE_QUIET", "1")
 
     def make(*missing, **environment):
-        """``missing``: modules that cannot be found; the rest are environment variables."""
-        real = backends.importlib.util.find_spec
-        monkeypatch.setattr(backends.importlib.util, "find_spec", lambda n: None if n in missing else real(n))
+        """``missing``: packages that are not installed; the rest are environment variables."""
+        if "triton" in missing:
+            monkeypatch.setattr(keys, "_installed", lambda: None)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         return Session(load(), "test")

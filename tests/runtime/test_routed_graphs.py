@@ -47,7 +47,7 @@ class Undecided:
         return fused
 
 
-def routed(target, catalogue, timed=False):
+def routed(target, catalogue, timed=False, lowerable=None):
     """``target`` compiled through capture, planner and router."""
     if timed:
         catalogue.sample_due = lambda: True
@@ -56,7 +56,8 @@ def routed(target, catalogue, timed=False):
         split_dropout(module)
         imported = import_graph(module)
         graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
-        router = GraphRouter(build_program(imported, FusionEngine().fuse(graph)), catalogue, phase, perf_counter)
+        nodes = FusionEngine(lowerable=lowerable).fuse(graph)
+        router = GraphRouter(build_program(imported, nodes), catalogue, phase, perf_counter)
         catalogue.routers.append(router)
         return router
 
