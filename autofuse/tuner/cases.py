@@ -1,8 +1,8 @@
 """Cases: the sizes and kinds of inputs on which a candidate is checked before it may win.
 
 In: a node, the bucket, the shapes that were seen. Out: `CheckCase`s, the most telling first.
-Guarantee: all sizes lie in the bucket; cases whose tensors would take more than ``CASE_BYTES`` are made on its
-smallest sizes instead. Torch-free: the daemon chooses, the worker runs them.
+Guarantee: all sizes lie in the bucket; cases whose tensors would take more than a limit are made on its smallest sizes
+instead. Torch-free: the daemon chooses, the worker runs them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autofuse.ir.shape import evaluate
 from autofuse.tuner.buckets import awkward_values
 
 CASE_BYTES = 64 << 20  # the float64 reference takes up to three times that
+GPU_CASE_BYTES = 1 << 30  # a GPU checks 1 GiB in the time in which a CPU checks 64 MiB
 SHAPES_SEEN = 2  # observed shapes that are checked, besides the one that is timed
 
 Kind = Literal["normal", "large", "zeros", "special"]
@@ -51,7 +52,13 @@ def first_cases(form: NodeForm, bucket: Bucket, timed: Values) -> list[CheckCase
 
 
 def full_cases(
-    form: NodeForm, bucket: Bucket, shapes: Sequence[ObservedShape], timed: Values, *, is_known: bool = False
+    form: NodeForm,
+    bucket: Bucket,
+    shapes: Sequence[ObservedShape],
+    timed: Values,
+    *,
+    is_known: bool = False,
+    most_bytes: int = CASE_BYTES,
 ) -> list[CheckCase]:
     """What a candidate must pass before it is used, beyond ``first_cases``.
 
@@ -68,7 +75,7 @@ def full_cases(
     done = set(first_cases(form, bucket, timed))
     smaller = {timed: low, inner: low}
     fitting = [
-        c if call_bytes(form, c.values) <= CASE_BYTES else replace(c, values=smaller.get(c.values, low)) for c in cases
+        c if call_bytes(form, c.values) <= most_bytes else replace(c, values=smaller.get(c.values, low)) for c in cases
     ]
     return [case for case in dict.fromkeys(fitting) if case not in done]
 

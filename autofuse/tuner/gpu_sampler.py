@@ -43,11 +43,15 @@ def device_calls(device: torch.device) -> DeviceCalls:
     properties = torch.cuda.get_device_properties(device)
     nbytes = L2_TIMES * int(getattr(properties, "L2_cache_size", 0) or 64 << 20)
     buffer = torch.empty(nbytes, dtype=torch.int8, device=device)
+
+    def clear_l2() -> None:
+        buffer.zero_()
+
     cycles_per_second = _cycles_per_second()
     return DeviceCalls(
         new_event=lambda: torch.cuda.Event(enable_timing=True),
         synchronize=lambda: torch.cuda.synchronize(device),
-        clear_l2=lambda: buffer.zero_() and None,
+        clear_l2=clear_l2,
         spin=lambda seconds: torch.cuda._sleep(int(seconds * cycles_per_second)),
     )
 

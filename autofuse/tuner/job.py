@@ -27,7 +27,7 @@ from autofuse.ir.records import (
     TuneRequest,
 )
 from autofuse.tuner.buckets import dominant_shape, exact_bucket
-from autofuse.tuner.cases import ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases, is_empty
+from autofuse.tuner.cases import CASE_BYTES, ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases, is_empty
 from autofuse.tuner.comparison import LEAST_PAIRS, Comparison, compare, keeps_device_slower, wins
 from autofuse.tuner.search import ConfigSearch
 from autofuse.tuner.timing import RaceRules
@@ -58,6 +58,7 @@ class JobLimits:
     margin: float
     job_seconds: float
     memory_bytes: int = 2 << 30
+    case_bytes: int = CASE_BYTES
 
 
 @dataclass
@@ -294,7 +295,14 @@ class Job:
 
     def _full_check(self, entrant: _Entrant, values: tuple[int, ...]) -> bool:
         known = self._bench.has_passed(entrant.built)
-        cases = full_cases(self.form, self.request.bucket, self.request.shapes, values, is_known=known)
+        cases = full_cases(
+            self.form,
+            self.request.bucket,
+            self.request.shapes,
+            values,
+            is_known=known,
+            most_bytes=self.limits.case_bytes,
+        )
         if not self._check(entrant, cases, values):
             return False
         self._bench.note_passed(entrant.built)
@@ -390,7 +398,10 @@ class Job:
         if not self._complete(entrant, values):
             return
         built = entrant.built
-        cases = [*first_cases(self.form, bucket, values), *full_cases(self.form, bucket, (), values)]
+        cases = [
+            *first_cases(self.form, bucket, values),
+            *full_cases(self.form, bucket, (), values, most_bytes=self.limits.case_bytes),
+        ]
         if not self._check(entrant, cases, values):
             return
         rounds = max(LEAST_PAIRS, self.limits.rounds)

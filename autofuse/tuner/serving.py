@@ -30,6 +30,7 @@ from autofuse.ir.records import Bucket, Config, Decision, TuneRequest
 from autofuse.settings import Settings
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.buckets import distance
+from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive
 from autofuse.tuner.pipes import Interrupted
@@ -201,7 +202,15 @@ class TuningLoop:
         winners = self._known_winners(request)
         # Beside a script most of the time is spent waiting for a core.
         seconds = tuner.job_seconds * (1.0 if self._is_urgent() else PATIENT)
-        limits = JobLimits(tuner.trials, tuner.rounds, tuner.margin, seconds, self._memory_bytes(request.key.device))
+        is_gpu = request.key.device.startswith("cuda:")
+        limits = JobLimits(
+            tuner.trials,
+            tuner.rounds,
+            tuner.margin,
+            seconds,
+            self._memory_bytes(request.key.device),
+            GPU_CASE_BYTES if is_gpu else CASE_BYTES,
+        )
         form = NodeForm.from_json(dict(request.node))
         bench = workshop.bench(request.key.fusion_id, form, request.key.threads, request.bucket)
         nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
