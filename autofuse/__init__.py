@@ -29,6 +29,7 @@ _HOME = {
     "FusionPattern": "autofuse.fusion",
     "SymbolicShape": "autofuse.fusion",
     "FusionKernelGenerator": "autofuse.codegen.generator",
+    "TritonKernelGenerator": "autofuse.codegen.triton.generator",
     "RuntimeShapeInjector": "autofuse.runtime.injector",
 }
 

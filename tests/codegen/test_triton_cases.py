@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+import autofuse
 from autofuse.codegen.call import allocate
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import make_inputs, run_unfused, to_float64, widen
@@ -125,3 +126,16 @@ def test_positions_beyond_32_bits() -> None:
     narrow = print_triton(kernel, make_config({**config, "index_bits": 32}))
     with pytest.raises(ShapeError, match="at most"):
         resolve(narrow, large)
+
+
+def test_the_public_generator() -> None:
+    generator = autofuse.TritonKernelGenerator()
+    form = CASES["softmax"].form()
+    generic = generator.generate_generic_kernel(form)
+    assert "@triton.jit" in generic.text and generic.source.symbols == ("s0", "s1", "s2")
+    assert generator.can_generate_specialized([(4, 5, 6)]) and not generator.can_generate_specialized([("s0", 5)])
+    special = generator.generate_fused_kernel(form, [(4, 5, 6)])
+    assert special.source.symbols == () and special.constants == (("s0", 4), ("s1", 5), ("s2", 6))
+    run(special.source, form, {"s0": 4, "s1": 5, "s2": 6}, "normal", False)
+    with pytest.raises(ShapeError):
+        generator.generate_fused_kernel(form, [(4, 5)])
