@@ -4,7 +4,7 @@ In: a `TritonSource`. Out: a function that runs all passes of a call. Triton's o
 interpreted too, which is settled when Triton is imported: a process calls `import_interpreted` first, for torch
 imports Triton sooner or later.
 Where the interpreter differs from hardware it is put right here: the device library becomes numpy, and a float becomes
-a bfloat16 by rounding to nearest even, where the interpreter truncates.
+a bfloat16 by rounding to nearest even, where the interpreter truncates. Triton 3.6 and 3.7.
 Not checked by it: speed, registers, memory races between programs, the accuracy of the device's own functions.
 """
 
@@ -148,6 +148,13 @@ def _mend_interpreter() -> None:
         return original(self, src, dst_type)
 
     builder.cast_impl = cast_impl
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)  # 3.6 makes an int of an array with a dim, which numpy 2.4 no longer does
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
     builder._autofuse_mended = True
 
 
