@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autofuse.codegen.knobs import Choice, Knob
+from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import Access, LoopKernel
 from autofuse.codegen.triton.body import INDEX_BOUND, extents
 from autofuse.codegen.triton.scalar import FAST
@@ -21,7 +21,9 @@ from autofuse.ir.shape import Dim, evaluate, product
 
 Sizes = Mapping[str, int]
 
-MAX_ROW = 16384  # columns of a row that may live in registers: 16 floats a thread and value at 32 warps
+MAX_ROW = 65536  # columns of a row that may live in registers: 64 floats a thread at 32 warps; what spills is pruned
+USUAL_ROW = 16384  # up to here a row is tried in registers first
+MAX_ROW_BESIDE_SUMS = 16384  # of kernels that hold column sums in registers too
 MAX_TILE = 32768  # elements of a tile
 WARPS = (1, 2, 4, 8, 16)
 
@@ -87,9 +89,10 @@ class _Space:
 
     def _rows_in_registers(self) -> list[Knob]:
         whole = _power(self.most_cols)
-        if whole > MAX_ROW and self.col_reduce:
+        if whole > MAX_ROW_BESIDE_SUMS and self.col_reduce:
+            limit = MAX_ROW_BESIDE_SUMS
             raise LoweringError(
-                "columns", f"expected rows of at most {MAX_ROW} columns beside column sums, found {self.most_cols}"
+                "columns", f"expected rows of at most {limit} columns beside column sums, found {self.most_cols}"
             )
         if whole > MAX_ROW:
             return self._looped((False,))
@@ -97,7 +100,9 @@ class _Space:
             return [*self._looped((True, False)), Knob("ROW_BLOCK", (whole,), whole, "columns of a persistent tile")]
         row = max(1, min(_power(self.rows), max(1024 // whole, self._least_rows(whole))))
         rows = _powers(1, max(row, min(_power(self.rows), 4096 // whole, 64)))
-        knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", rows, row), _warps(row * whole // 256)]
+        knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", rows, row)]
+        # Beside column sums a thread holds several values of each element.
+        knobs.append(_warps(row * whole // 256, 32 if self.col_reduce and whole > 2048 else 8))
         knobs.append(Knob("persistent", (True,), True, "a whole row in registers"))
         if self.col_reduce or self.single:
             knobs += [_programs(self.rows // row), _stages()]
@@ -109,8 +114,8 @@ class _Space:
             knobs = [_blocks("BLOCK_COLS", (16, 32, 64, 128), 64), _blocks("BLOCK_ROWS", (8, 16, 32, 64), 32)]
         else:
             knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
-        knobs += [_warps(min(8, self.most_cols // 256)), _stages()]
-        first = persistent[0] and not self.is_crossed
+        knobs += [_warps(min(8, self.most_cols // 256), 32 if self.most_cols > 8192 else 8), _stages()]
+        first = persistent[0] and not self.is_crossed and self.most_cols <= USUAL_ROW
         knobs.append(Knob("persistent", persistent, first, "a whole row in registers, or loops over columns"))
         if self.single:
             knobs.append(_programs(self.rows))
@@ -164,10 +169,11 @@ def _blocks(name: str, choices: tuple[int, ...], default: int) -> Knob:
     return Knob(name, choices, default, f"{'rows' if name == 'BLOCK_ROWS' else 'columns'} of a tile")
 
 
-def _warps(wanted: int) -> Knob:
-    default = max(w for w in WARPS if w <= max(1, wanted)) if wanted < WARPS[-1] else WARPS[-2]
-    choices: tuple[Choice, ...] = WARPS
-    return Knob("num_warps", choices, default, "warps of a program")
+def _warps(wanted: int, most_usual: int = 8) -> Knob:
+    """``wanted`` by the size of a tile; ``most_usual``: 32 where a tile needs the registers of that many."""
+    choices = (*WARPS, 32) if most_usual > 16 else WARPS
+    usual = [w for w in choices if w <= min(most_usual, max(1, wanted))]
+    return Knob("num_warps", choices, usual[-1], "warps of a program")
 
 
 def _stages() -> Knob:
