@@ -24,6 +24,7 @@ from autofuse.tuner.backends import InterpreterBackend, TritonBackend, isa_of
 from autofuse.tuner.gpu_sampler import DeviceCalls, GpuSampler
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.timing import RaceResult, RaceRules, race
+from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import Lost, Refused, WorkerProcess
 from autofuse.tuner.workshop import Bench, Built, NodeWorkshop, Workshop
 from tests.cases import CASES
@@ -116,6 +117,40 @@ def test_a_daemon_works_off_requests_of_other_devices(tmp_path: Any) -> None:
     assert rows[asked.key.device][0] == "done"
     status, message = rows[unknown.key.device]
     assert status == "failed" and "found cuda:999" in message
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "bias_gradient"])
+def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
+    """All of a GPU's way but the GPU: printed, compiled for sm_90, checked, raced, completed, stored, unpacked."""
+    form = CASES[name].form()
+    values = (3, 5, 16)
+    with (
+        Store.open(tmp_path / "store.sqlite3") as store,
+        TritonCompiler(store.get_triton_files, store.put_triton_files, nice=0) as compiler,
+    ):
+        worker = WorkerProcess(
+            memory_bytes=2 << 30, timeout_seconds=120.0, nice=0, module="tests.tuner.artifact_worker"
+        )
+        shop = Workshop(TritonBackend(H200, compiler.compile), worker, stored=store.get_kernel)
+        try:
+            asked = asked_for(form, values, H200)
+            bench = Timed(shop.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
+            outcome = Job(asked, bench, replace(LIMITS, trials=2), ()).run()  # type: ignore[arg-type]
+        finally:
+            worker.kill()
+        decision = first(outcome)
+        assert decision.reason == "won", (decision.reason, decision.detail)
+        for kernel in outcome.kernels:
+            store.put_kernel(kernel)
+        found = store.get_kernel(str(decision.compile_key))
+    assert found is not None and found.resources["registers"] > 0 and found.key.target == "cuda:90"
+    artifact = Artifact.unpack(found.binary)
+    assert {Assumptions(True, ("s2",)), Assumptions(True), NOTHING_ASSUMED} == set(artifact.assumptions)
+    for aligned in (True, False):
+        assumed = artifact.best(aligned, {"s0": 3, "s1": 7, "s2": 13})
+        assert assumed == (Assumptions(True) if aligned else NOTHING_ASSUMED)
+        images = artifact.images_for(assumed)
+        assert len(images) == len(artifact.source.passes) and all(i.image[:4] == b"\x7fELF" for i in images)
 
 
 # ---- what decides -----------------------------------------------------------------------------------------

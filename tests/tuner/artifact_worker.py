@@ -1,0 +1,19 @@
+"""A worker that takes what a GPU's would be given, compiled artefacts, and interprets the source in them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.tuner.interpreter_worker import InterpreterRig, load_interpreted
+from autofuse.tuner.worker import main
+
+
+class ArtifactRig(InterpreterRig):
+    def load(self, digest: str, name: str, binary: bytes) -> Any:
+        return load_interpreted(Artifact.unpack(binary).source)
+
+
+if __name__ == "__main__":
+    main(lambda memory_bytes: ArtifactRig(), *(int(text) for text in sys.argv[1:4]))
