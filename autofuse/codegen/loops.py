@@ -31,7 +31,10 @@ class Access:
 
 @dataclass(frozen=True)
 class LoopValue:
-    """One SSA value. ``attr`` is the op's constant, Access, linear index or reduction kind."""
+    """One SSA value. ``attr`` is the op's constant, Access, linear index or reduction kind.
+
+    ``uniform`` is the number that eager's generator gives the element at a linear place, in (0, 1].
+    """
 
     op: str
     dtype: str  # a compute dtype: never a 16-bit float
@@ -99,7 +102,7 @@ BINARY = (
     "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "bitand", "bitor", "bitxor",
 )  # fmt: skip
 ARITY: dict[str, int] = {
-    "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "where": 3,
+    "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "uniform": 1, "where": 3,
     **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1),
 }  # fmt: skip
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "isnan", "isinf"])
@@ -110,7 +113,7 @@ COST: dict[str, int] = {
     **dict.fromkeys(["pow", "atan2", "fmod", "remainder"], 24),
     **dict.fromkeys(["div", "sqrt", "rsqrt", "reciprocal"], 3),
     **dict.fromkeys(["load", "const", "size", "index", "cast"], 0),
-    "gather": 4, "round_to": 2,
+    "gather": 4, "round_to": 2, "uniform": 60,
 }  # fmt: skip
 
 

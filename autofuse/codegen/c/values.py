@@ -16,6 +16,7 @@ from autofuse.codegen.dims import dim_text
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.loops import SINKS, Access, LoopKernel, Store, regions
 from autofuse.codegen.phases import Plan
+from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim
 
 _COMPARISON = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -95,6 +96,10 @@ class ValuePrinter:
             return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"
         if value.op == "index":
             return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
+        if value.op == "uniform":
+            raise LoweringError(
+                "random", "expected a mask drawn beforehand on a CPU, found one to be drawn in the kernel"
+            )
         if (narrow := self._position_test(number, c)) is not None:
             return narrow
         operands = [self.kernel.values[a] for a in value.args]

@@ -1,4 +1,4 @@
-"""The lowering table: overload -> rule. One row for every fusible overload of `ir.optable`, no more.
+"""The lowering table: overload -> rule. One row for every fusible overload of `ir.optable`, and one for dropout.
 
 In: the name of an overload. Out: its rule. A test holds this table and the operator table together.
 """
@@ -9,6 +9,7 @@ from autofuse.codegen.lowering.rules_base import Rule
 from autofuse.codegen.lowering.rules_index import INDEX_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
+from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 
-RULES: dict[str, Rule] = {**POINTWISE_RULES, **INDEX_RULES, **REDUCE_RULES, **LOSS_RULES}
+RULES: dict[str, Rule] = {**POINTWISE_RULES, **INDEX_RULES, **REDUCE_RULES, **LOSS_RULES, **RANDOM_RULES}

@@ -35,7 +35,7 @@ from autofuse.codegen.triton.scalar import (
     load_text,
     store_text,
 )
-from autofuse.codegen.triton.source import Argument, Pass, Scratch
+from autofuse.codegen.triton.source import RANDOM, Argument, Pass, Scratch
 from autofuse.errors import LoweringError
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim, as_dim, product
@@ -213,6 +213,9 @@ class Body:
             return f"tl.full([1, 1], {self.size(value.attr)}, {TYPES[value.dtype]})"
         if value.op == "index":
             return f"({self._linear(value.attr)}).to(tl.int64)"  # type: ignore[arg-type]
+        if value.op == "uniform":
+            place = self.text(value.args[0]) + ("" if self.wide else ".to(tl.int32)")
+            return f"af_uniform({', '.join([place, *(a.name for a in self._random())])})"
         operands = [self.kernel.values[a] for a in value.args]
         # a literal takes its type from the operand beside it: one must not be a constant
         inline = value.op in TAKES_LITERALS and any(o.op != "const" for o in operands[-2:])
@@ -555,11 +558,16 @@ class Body:
         kind = "i64" if self.wide else "i32"
         return [Argument(s, "symbol", kind) for s in self.kernel.symbols if s not in self.constants]
 
+    def _random(self) -> list[Argument]:
+        """The state of the generator; the offset counts further than 32 bits."""
+        types = {"seed": "i64", "offset": "i64"}
+        return [Argument(f"rng_{name}", "random", types.get(name, "i32"), n) for n, name in enumerate(RANDOM)]
+
     def _piece(
         self, name: str, arguments: list[Argument], lines: list[str], tiles: tuple[tuple[Dim, int], ...], shared: int
     ) -> Piece:
         body = "\n".join(f"    {line}" for line in lines)
-        used = [a for a in arguments if _occurs(a.name, body)]
+        used = [a for a in (*arguments, *self._random()) if _occurs(a.name, body)]
         values = {"BLOCK_ROWS": self.block_rows, "BLOCK_COLS": self.block_cols, "BLOCK_PARTIALS": 256}
         constants = tuple((k, v) for k, v in values.items() if _occurs(k, body))
         head = [a.name for a in used] + [f"{k}: tl.constexpr" for k, _ in constants]

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from autofuse.codegen.call import torch_dtype
+from autofuse.codegen.philox import RandomState
 from autofuse.codegen.triton.module import define
 from autofuse.codegen.triton.source import TritonSource, resolve
 
-InterpretedEntry = Callable[[Mapping[str, int], Sequence[torch.Tensor]], None]
+InterpretedEntry = Callable[..., None]  # (symbol values, inputs and outputs, state of the generator or None)
 
 
 def load_interpreted(source: TritonSource) -> InterpretedEntry:
@@ -33,8 +34,8 @@ def load_interpreted(source: TritonSource) -> InterpretedEntry:
     names["libdevice"] = _LIBRARY
     kernels = [names[item.function] for item in source.passes]
 
-    def entry(values: Mapping[str, int], tensors: Sequence[torch.Tensor]) -> None:
-        call = resolve(source, values)
+    def entry(values: Mapping[str, int], tensors: Sequence[torch.Tensor], state: RandomState | None = None) -> None:
+        call = resolve(source, values, state)
         scratch = [torch.empty(elements, dtype=torch_dtype(dtype)) for dtype, elements in call.scratch]
         for launch in call.launches:
             item = source.passes[launch.number]

@@ -240,6 +240,22 @@ _LIMITS = {
     "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255), "bool": (0, 1),
 }  # fmt: skip
 
+# One number of Philox4x32-10 for the element at a place, as eager's dropout draws it (see codegen/philox.py). The last
+# line is exact but for its sum: a product with a power of two does not round.
+_UNIFORM = """@triton.jit
+def af_uniform(place, rng_seed, rng_offset, rng_threads, rng_vec, rng_draws):
+    chunk = place // rng_vec
+    drawn = chunk // rng_threads * rng_draws + place % rng_vec
+    block = rng_offset.to(tl.int64) // 4 + drawn // 4
+    lane = drawn % 4
+    stream = (chunk % rng_threads).to(tl.uint32)
+    low, high = (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32)
+    n0, n1, n2, n3 = tl.philox(rng_seed, low, high, stream, stream * 0)
+    bits = tl.where(lane < 2, tl.where(lane == 0, n0, n1), tl.where(lane == 2, n2, n3))
+    return bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+"""
+
 HELPERS: tuple[tuple[str, str], ...] = (  # (name that must occur in the text, its definition)
     ("af_multiply", "@triton.jit\ndef af_multiply(a, b):\n    return a * b\n"),
+    ("af_uniform", _UNIFORM),
 )

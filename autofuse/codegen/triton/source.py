@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autofuse.codegen.philox import RandomState
 from autofuse.errors import ShapeError
 from autofuse.ir.shape import Dim, evaluate, parse_dim
 
 MAX_GRID = 2**31 - 1  # programs of a launch along x
+RANDOM = ("seed", "offset", "threads", "vec", "draws")  # fields of a RandomState, in the order of its arguments
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,9 @@ class Argument:
     """A runtime argument of a kernel."""
 
     name: str  # in the source
-    kind: Literal["param", "scratch", "symbol", "programs"]
+    kind: Literal["param", "scratch", "symbol", "programs", "random"]
     type: str  # Triton's name: "*fp32", "*bf16", "*i1", "i32", "i64"
-    index: int = 0  # of the parameter (inputs, then outputs) or of the scratch tensor
+    index: int = 0  # of the parameter (inputs, then outputs), the scratch tensor, or in RANDOM
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,12 @@ class ResolvedCall:
     scratch: tuple[tuple[str, int], ...]  # (dtype, elements) of each scratch tensor
 
 
-def resolve(source: TritonSource, values: Mapping[str, int]) -> ResolvedCall:
-    """The launches for these values of the node's symbols.
+def resolve(source: TritonSource, values: Mapping[str, int], state: RandomState | None = None) -> ResolvedCall:
+    """The launches for these values of the node's symbols, and this state of the generator if the node draws.
 
     Raises ShapeError where the kernels are not made for these sizes: a row longer than its block, more elements than
-    32-bit indices reach. A call whose outputs are all empty needs no launch and must not come here.
+    32-bit indices reach; and for a node that draws without a state. A call whose outputs are all empty needs no launch
+    and must not come here.
     """
     for size, bound in source.limits:
         found = evaluate(size, values)
@@ -157,13 +160,22 @@ def resolve(source: TritonSource, values: Mapping[str, int]) -> ResolvedCall:
         if grid > MAX_GRID:
             raise ShapeError(f"expected at most {MAX_GRID} programs for {item.function}, found {grid}")
         scalars = tuple(
-            programs if a.kind == "programs" else values[a.name]
-            for a in item.arguments
-            if a.kind in ("programs", "symbol")
+            _scalar(a, values, programs, state) for a in item.arguments if a.kind not in ("param", "scratch")
         )
         launches.append(Launch(number, grid, scalars))
     scratch = tuple((s.dtype, programs * evaluate(s.columns, values)) for s in source.scratch)
     return ResolvedCall(tuple(launches), scratch)
+
+
+def _scalar(argument: Argument, values: Mapping[str, int], programs: int, state: RandomState | None) -> int:
+    if argument.kind == "programs":
+        return programs
+    if argument.kind == "symbol":
+        return values[argument.name]
+    if state is None:
+        raise ShapeError("expected the state of a generator for a kernel that draws numbers, found none")
+    number = int(getattr(state, RANDOM[argument.index]))
+    return number - 2**64 if number >= 2**63 else number  # a seed has 64 bits without a sign
 
 
 def _shares(source: TritonSource, item: Pass, values: Mapping[str, int]) -> int:
