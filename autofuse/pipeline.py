@@ -15,9 +15,11 @@ from torch import fx
 
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
-from autofuse.capture.random_ops import split_dropout
+from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
+from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
-from autofuse.runtime.program import build_program
+from autofuse.fusion.node import FusionNode
+from autofuse.runtime.program import Program, build_program
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
 
@@ -27,13 +29,7 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callabl
     try:
         if split_dropout(module):
             session.prepare_generator()
-        imported = import_graph(module)
-        session.refusals.extend(imported.refusals)
-        for device in dict.fromkeys(imported.devices.values()):
-            session.use_device(device)
-        graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
-        nodes = session.plan_nodes(graph)
-        program = build_program(imported, nodes)
+        graph, nodes, program = _plan(module, session)
         router = GraphRouter(program, session, phase, perf_counter, session.make_timer)
         session.add_router(router, graph, nodes)
         return router
@@ -41,6 +37,28 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callabl
         session.report_fallback("graph_not_planned", f"a {phase} graph runs on eager's kernels", error)
         module.recompile()
         return boxed(module.forward)
+
+
+def _plan(module: fx.GraphModule, session: Session) -> tuple[FusionGraph, list[FusionNode], Program]:
+    drawn = regenerate_dropout(module, session.draws_as_eager)
+    try:
+        return _plan_as_it_is(module, session)
+    except ShapeError:
+        if not drawn:
+            raise
+    # Draws that would not keep their order inside of nodes: eager's own dropout then.
+    restore_dropout(module)
+    return _plan_as_it_is(module, session)
+
+
+def _plan_as_it_is(module: fx.GraphModule, session: Session) -> tuple[FusionGraph, list[FusionNode], Program]:
+    imported = import_graph(module)
+    session.refusals.extend(imported.refusals)
+    for device in dict.fromkeys(imported.devices.values()):
+        session.use_device(device)
+    graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+    nodes = session.plan_nodes(graph)
+    return graph, nodes, build_program(imported, nodes)
 
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.random_ops import bernoulli_mask, dropout_scale
+from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, info
 from autofuse.ir.records import Refusal
@@ -28,7 +28,11 @@ from autofuse.ir.shape import Dim, SymbolicShape, as_dim, symbol
 
 log = logging.getLogger(__name__)
 
-OURS = {bernoulli_mask: "autofuse.bernoulli_mask.default", dropout_scale: "autofuse.dropout_scale.default"}
+OURS = {
+    bernoulli_mask: "autofuse.bernoulli_mask.default",
+    dropout_scale: "autofuse.dropout_scale.default",
+    philox_dropout: "autofuse.philox_dropout.default",
+}
 _NOTHING = TensorSpec(SymbolicShape([0]), "float32", SymbolicShape([1]))
 
 

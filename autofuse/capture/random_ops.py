@@ -1,8 +1,8 @@
 """Dropout taken apart: the random mask, which keeps eager's place in the stream, and the scaling, which fuses.
 
-In: an FX graph with ``aten.native_dropout``. Out: the same graph with `bernoulli_mask` and
-`dropout_scale` in its place. Guarantee: the mask is drawn where eager draws it and from the same bits;
-the product is rounded as eager's (`x * mask * scale`, in that order).
+In: an FX graph with ``aten.native_dropout``. Out: the same graph with `bernoulli_mask` and `dropout_scale` in its place
+on a CPU, with `philox_dropout` on a GPU whose numbers a kernel can draw by itself. Guarantee: the mask is drawn where
+eager draws it and from the same bits; the product is rounded as eager's (`x * mask * scale`, in that order).
 Source of the arithmetic: ATen/native/Dropout.cpp, native_dropout_cpu.
 """
 
@@ -38,6 +38,33 @@ def bernoulli_mask(x: torch.Tensor, keep: float) -> torch.Tensor:
 def dropout_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """``x * mask * scale`` with eager's two roundings."""
     return x.mul(mask).mul_(scale)
+
+
+def philox_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eager's own dropout, under a name that tells the planner that a kernel may draw the same numbers."""
+    found: tuple[torch.Tensor, torch.Tensor] = torch.native_dropout(x, p, train)
+    return found
+
+
+def regenerate_dropout(module: fx.GraphModule, is_proven: Callable[[torch.device, torch.dtype], bool]) -> int:
+    """Rename the training dropouts of devices whose numbers are proven, in place; returns how many."""
+    count = 0
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target is not torch.ops.aten.native_dropout.default:
+            continue
+        out = node.meta["val"][0]
+        draws = len(node.args) == 3 and node.args[2] is not False and out.device.type == "cuda"
+        if draws and is_proven(out.device, out.dtype):
+            node.target = philox_dropout
+            count += 1
+    return count
+
+
+def restore_dropout(module: fx.GraphModule) -> None:
+    """Take `regenerate_dropout` back."""
+    for node in module.graph.nodes:
+        if node.target is philox_dropout:
+            node.target = torch.ops.aten.native_dropout.default
 
 
 def _earliest_like(node: fx.Node) -> fx.Node:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DROPOUT = "autofuse.philox_dropout.default"  # the operator whose kernels draw by themselves
 BLOCK = 256  # threads of a block of eager's kernel
 DRAWS = 4  # numbers that a thread draws at a time
 _VECTOR_BYTES = 16

@@ -16,6 +16,7 @@ import torch
 from autofuse.codegen.call import torch_dtype
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.inputs import make_inputs
+from autofuse.codegen.philox import DROPOUT
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import evaluate
@@ -26,16 +27,31 @@ __all__ = ["make_inputs", "run_unfused", "to_float64"]
 
 
 def run_unfused(
-    form: NodeForm, inputs: Sequence[torch.Tensor], symbol_values: Mapping[str, int] | Sequence[int]
+    form: NodeForm,
+    inputs: Sequence[torch.Tensor],
+    symbol_values: Mapping[str, int] | Sequence[int],
+    masks: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a node, one aten call after the other, where the inputs are. Inputs are not changed."""
+    """The outputs of a node, one aten call after the other, where the inputs are. Inputs are not changed.
+
+    ``masks``: of the node's dropouts. An empty list takes those that are drawn; from a filled one they are taken, since
+    other dtypes draw others.
+    """
+    given = list(masks) if masks else None
     device = inputs[0].device if inputs else torch.device(form.spec(form.outputs[0]).device)
     if not isinstance(symbol_values, Mapping):
         symbol_values = dict(zip(form.symbols, symbol_values, strict=True))
     values: dict[ValueRef, Any] = {ValueRef(item.name): t for item, t in zip(form.inputs, inputs, strict=True)}
     with torch.no_grad():
         for op in form.operations:
-            found = _run(op, values, symbol_values, device)
+            if op.target == DROPOUT and given:
+                mask = given.pop(0)
+                p = float(op.args[1])
+                found: Any = (_dropout_scale(values[op.args[0]], mask, 0.0 if p == 1 else 1.0 / (1.0 - p)), mask)
+            else:
+                found = _run(op, values, symbol_values, device)
+                if op.target == DROPOUT and masks is not None:
+                    masks.append(found[1])
             for n, result in enumerate(found if isinstance(found, tuple | list) else (found,)):
                 values[ValueRef(op.name, n)] = result
     return tuple(values[ref] for ref in form.outputs)
@@ -58,7 +74,7 @@ def _dropout_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.T
     return x.mul(mask).mul_(scale)
 
 
-_OURS = {"autofuse.dropout_scale.default": _dropout_scale}
+_OURS = {"autofuse.dropout_scale.default": _dropout_scale, DROPOUT: torch.native_dropout}
 
 
 @functools.cache

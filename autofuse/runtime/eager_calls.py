@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from autofuse.capture.random_ops import bernoulli_mask, dropout_scale
+from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 
 Render = Callable[[Sequence[str], Mapping[str, str]], str | None]
 
@@ -59,6 +59,8 @@ def overload(target: str) -> object:
         return bernoulli_mask
     if target == "autofuse.dropout_scale.default":
         return dropout_scale
+    if target == "autofuse.philox_dropout.default":
+        return philox_dropout
     namespace, name, variant = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), variant)
 

@@ -24,8 +24,10 @@ from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.eager_calls import render_call
 from autofuse.runtime.gpu.calls import TorchCalls, torch_calls
-from autofuse.runtime.gpu.launcher import Launch, launch_of
+from autofuse.runtime.gpu.capturing import is_capturing
+from autofuse.runtime.gpu.launcher import CtypesLaunch, Launch, launch_of
 from autofuse.runtime.gpu.modules import LoadedArtifact
+from autofuse.runtime.gpu.philox import draw_of, drawing_launch
 from autofuse.runtime.gpu.record import make_record
 
 try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
@@ -100,11 +102,26 @@ def make_device_launcher(
         return _device_factory(form, None)(*symbol_values, None, 0, *device, empty, torch_side.empty, failed or _raise)
     record = make_record(loaded, values, len(form.inputs) + len(form.outputs))
     factory = _device_factory(form, record.scratch)
-    call = factory(
-        *symbol_values, launch or launch_of(record), record.address, *device, empty, torch_side.empty, failed or _raise
-    )
+    launcher = launch or launch_of(record)
+    if record.draws:
+        if isinstance(launcher, CtypesLaunch):
+            raise ShapeError("expected the launcher in C for a node that draws random numbers, found none; install gcc")
+        draw = draw_of(form, values, loaded.device_index)
+        launcher = drawing_launch(record, launcher, draw, lambda: torch.cuda.default_generators[loaded.device_index])
+    call = factory(*symbol_values, launcher, record.address, *device, empty, torch_side.empty, failed or _raise)
     vars(call)["record"] = record  # keeps the array alive as long as its address is in use
+    if record.draws:
+        return _outside_recordings(call, make_unfused(form, symbol_values, torch.device("cuda", loaded.device_index)))
     return call
+
+
+def _outside_recordings(call: NodeCall, unfused: NodeCall) -> NodeCall:
+    """A recorded CUDA graph draws anew in each replay, which only eager's kernels know how to do."""
+
+    def drawing(*inputs: torch.Tensor) -> Any:
+        return unfused(*inputs) if is_capturing() else call(*inputs)
+
+    return drawing
 
 
 def empty_like_spec(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autofuse.capture.graph_import import ImportedGraph
-from autofuse.capture.random_ops import bernoulli_mask
+from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
@@ -156,7 +156,9 @@ class _Builder:
             for n in unit.inputs:
                 if n in producer:
                     edge(producer[n], unit)
-        effects = sorted((u for u in units if u.slot is None and _has_effect(u.nodes[0])), key=lambda u: u.position)
+        # A node runs at its last operation, but draws in the order of the one that draws.
+        drawn = [(min(self.position[n] for n in u.nodes if _has_effect(n)), u) for u in units if _effects(u)]
+        effects = [unit for _, unit in sorted(drawn, key=lambda item: item[0])]
         for first, second in itertools.pairwise(effects):
             edge(first, second)
         ready = [(u.position, i) for i, u in enumerate(units) if not before[id(u)]]
@@ -180,7 +182,7 @@ class _Builder:
         needed = set(output.all_input_nodes)
         kept: list[_Unit] = []
         for unit in reversed(units):
-            if unit.slot is None and not needed.intersection(unit.outputs) and not _has_effect(unit.nodes[0]):
+            if unit.slot is None and not needed.intersection(unit.outputs) and not _effects(unit):
                 continue
             needed.update(unit.inputs)
             kept.append(unit)
@@ -295,6 +297,10 @@ def _attribute(module: fx.GraphModule, path: str) -> Any:
     return value
 
 
+def _effects(unit: _Unit) -> bool:
+    return any(map(_has_effect, unit.nodes))
+
+
 def _has_effect(node: fx.Node) -> bool:
     """Whether the operation draws random numbers or writes to an input."""
     if node.op in ("call_module", "call_method"):
@@ -304,4 +310,4 @@ def _has_effect(node: fx.Node) -> bool:
         return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True
-    return target is bernoulli_mask
+    return target in (bernoulli_mask, philox_dropout)

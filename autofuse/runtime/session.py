@@ -37,7 +37,7 @@ from autofuse.runtime.backends import CPU, Backends, Place
 from autofuse.runtime.backstage import Backstage, load_missing
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
-from autofuse.runtime.gpu import launcher
+from autofuse.runtime.gpu import launcher, philox
 from autofuse.runtime.launch import NodeCall
 from autofuse.runtime.node_timer import NodeTimer
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
@@ -86,6 +86,7 @@ class Session:
         self._knows_roots = False
         self._launcher_ready = False
         self._generator_ready = False
+        self._draws: dict[tuple[torch.device, torch.dtype], bool] = {}
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
         config = FusionConfig.from_mapping(settings.as_dict()["fusion"])
@@ -191,6 +192,23 @@ class Session:
                 use_generator(make_bernoulli(self.toolchain))
         except Exception as error:
             self.report_fallback("generator_unusable", "dropout masks come from aten", error)
+
+    def draws_as_eager(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether kernels may draw a dropout's mask on a device: only where eager's numbers are known bit by bit."""
+        key = (device, dtype)
+        if key not in self._draws:
+            self._draws[key] = False
+            try:
+                with _disable_current_modes():  # the proof needs real tensors
+                    self._draws[key] = philox.draws_as_expected(device, dtype)
+            except Exception as error:
+                self.report_fallback("random_unknown", f"dropout on {device} stays eager's own kernel", error)
+            if not self._draws[key]:
+                kind = "random_differs"
+                self.backstage.post_event(
+                    Event(kind, f"eager draws other numbers than expected on {device} in {dtype}")
+                )
+        return self._draws[key]
 
     @property
     def threads(self) -> int:

@@ -25,7 +25,7 @@ from autofuse.ir.records import make_config
 from autofuse.tuner.triton_compiler import TritonCompiler
 from tests.codegen.nodes import NodeBuilder
 
-DROPOUT = "aten.native_dropout.default"
+DROPOUT = "autofuse.philox_dropout.default"
 
 # ---- eager's kernel, written down a second time ---------------------------------------------------------------
 

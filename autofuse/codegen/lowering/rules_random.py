@@ -3,7 +3,7 @@
 In: the index at which the result or the mask is wanted. Out: its value, with eager's order and rounding:
 ``x * mask * scale``, where ``mask = uniform(place) < keep``. Source: ATen/native/cuda/Dropout.cu.
 Guarantee: only what eager draws in the order of memory is lowered, and one draw a node, since a call has one state.
-No operator of this table is fusible: a planner asks for it only where a device has proved the numbers equal to eager's.
+Capture puts this operator in the place of eager's only where a device has proved the numbers equal to eager's.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from autofuse.codegen.lowering.builder import Val, linear_terms
 from autofuse.codegen.lowering.index import Index
 from autofuse.codegen.lowering.rules_base import Custom, Rule
+from autofuse.codegen.philox import DROPOUT
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation
 from autofuse.ir.shape import contiguous_strides
 
 if TYPE_CHECKING:
     from autofuse.codegen.lowering.lower import Context
-
-DROPOUT = "aten.native_dropout.default"
 
 
 def _infer(cx: Context, op: Operation) -> Sequence[Index | None]:
@@ -60,5 +59,3 @@ def _keep_and_scale(p: float, name: str) -> tuple[float, float]:
 
 
 RANDOM_RULES: dict[str, Rule] = {DROPOUT: Custom(_infer, _evaluate)}
-
-__all__ = ["DROPOUT", "RANDOM_RULES"]

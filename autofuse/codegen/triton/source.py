@@ -174,8 +174,13 @@ def _scalar(argument: Argument, values: Mapping[str, int], programs: int, state:
         return values[argument.name]
     if state is None:
         raise ShapeError("expected the state of a generator for a kernel that draws numbers, found none")
-    number = int(getattr(state, RANDOM[argument.index]))
-    return number - 2**64 if number >= 2**63 else number  # a seed has 64 bits without a sign
+    return random_numbers(state)[argument.index]
+
+
+def random_numbers(state: RandomState) -> tuple[int, ...]:
+    """The fields of a state in the order of RANDOM, as a kernel takes them."""
+    numbers = [int(getattr(state, name)) for name in RANDOM]
+    return tuple(n - 2**64 if n >= 2**63 else n for n in numbers)  # a seed has 64 bits without a sign
 
 
 def _shares(source: TritonSource, item: Pass, values: Mapping[str, int]) -> int:

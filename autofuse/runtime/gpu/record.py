@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autofuse.codegen.triton.source import Argument, Assumptions, resolve
+from autofuse.codegen.philox import RandomState
+from autofuse.codegen.triton.source import Argument, Assumptions, TritonSource, resolve
 from autofuse.errors import ShapeError
 from autofuse.runtime.gpu.modules import Function, LoadedArtifact
 
@@ -54,6 +55,7 @@ class LaunchRecord:
     pointers: int  # inputs, outputs and scratch
     scratch: tuple[tuple[str, int], ...]  # (dtype, elements)
     words: array[int]
+    draws: tuple[tuple[int, int], ...] = ()  # (word, field of RANDOM): what each call of a node that draws sets anew
 
     @property
     def address(self) -> int:
@@ -68,7 +70,7 @@ def make_record(loaded: LoadedArtifact, values: Mapping[str, int], tensors: int)
     """
     artifact = loaded.artifact
     source = artifact.source
-    call = resolve(source, values)
+    call = resolve(source, values, _ANY_STATE)
     aligned, unaligned = artifact.best(True, values), artifact.best(False, values)
     if aligned is None:
         raise ShapeError(f"expected an image of {source.name} for the sizes {dict(values)}, found none")
@@ -80,7 +82,23 @@ def make_record(loaded: LoadedArtifact, values: Mapping[str, int], tensors: int)
         steps.append(Step(launch.grid, functions[0], functions[1], arguments))
     if pointers > MOST_POINTERS or any(len(step.arguments) + 2 > MOST_ARGUMENTS for step in steps):
         raise ShapeError(f"expected at most {MOST_POINTERS} tensors for {source.name}, found {pointers}")
-    return LaunchRecord(loaded, tuple(steps), pointers, call.scratch, _words(loaded, steps, pointers))
+    words, draws = _words(loaded, steps, pointers), _draws(source)
+    return LaunchRecord(loaded, tuple(steps), pointers, call.scratch, words, draws)
+
+
+_ANY_STATE = RandomState(0, 0, 1, 1, 1)  # holds the places of what `philox.drawing_launch` writes
+
+
+def _draws(source: TritonSource) -> tuple[tuple[int, int], ...]:
+    """Where in the words the state of the generator belongs."""
+    found, at = [], len(HEAD)
+    for item in source.passes:
+        at += len(LAUNCH)
+        for argument in item.arguments:
+            if argument.kind == "random":
+                found.append((at + 1, argument.index))
+            at += 2
+    return tuple(found)
 
 
 def _function(loaded: LoadedArtifact, number: int, assumed: Assumptions | None) -> Function | None:
