@@ -138,7 +138,12 @@ def main(make_rig: Callable[[int], Rig], memory_bytes: int, nice: int, parent: i
     os.dup2(2, 1)  # whatever a kernel prints must not end up among the replies
     # Page faults of fresh outputs are the allocator's: a fused kernel, which has fewer, gets no credit for them.
     apply_malloc()
-    serve(pipe, make_rig(memory_bytes))
+    try:
+        rig = make_rig(memory_bytes)
+    except Exception as error:  # such as a device that is not there: no fault of a kernel
+        pipe.send(_problem("refused", error))
+        return
+    serve(pipe, rig)
 
 
 def _cpu_rig(memory_bytes: int) -> Rig:

@@ -113,7 +113,7 @@ class WorkerProcess:
         limit = timeout_seconds or self._timeout_seconds
         try:
             if not self._is_ready:
-                pipe.receive(START_SECONDS, self._is_stopping)
+                self._check_ready(pipe.receive(START_SECONDS, self._is_stopping))
                 self._is_ready = True
             pipe.send({"do": do, **arguments})
             reply = pipe.receive(limit, self._is_stopping)
@@ -140,6 +140,11 @@ class WorkerProcess:
         if answer is None:
             raise PipeClosed(f"it asked for {question['ask']!r}")
         return answer(question)
+
+    @staticmethod
+    def _check_ready(reply: dict[str, Any]) -> None:
+        if not reply.get("ok"):
+            raise Refused(reply.get("status", "refused"), str(reply.get("message", "")))
 
     def kill(self) -> int | None:
         """End the process, however busy it is; its exit code, None where there was no process."""

@@ -28,6 +28,8 @@ class Broken(CpuRig):
 
 
 def _rig(memory_bytes: int) -> Rig:
+    if sys.argv[4] == "absent":
+        raise RuntimeError("expected a device H200, found none")
     return Broken()
 
 

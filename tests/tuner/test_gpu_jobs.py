@@ -272,6 +272,16 @@ def test_a_broken_context_ends_the_process_and_the_next_request_finds_a_new_one(
         worker.kill()
 
 
+def test_a_missing_device_is_no_fault_of_a_kernel() -> None:
+    worker = broken("absent")
+    shop = Workshop(InterpreterBackend(), worker)
+    form = chain_form(3, 8)
+    asked = asked_for(form, (4,), "interpreter:test")
+    outcome = Job(asked, shop.bench(asked.key.fusion_id, form, 0, asked.bucket), replace(LIMITS, trials=1)).run()
+    assert first(outcome).reason == "refused" and "expected a device H200" in first(outcome).detail
+    assert shop.lethal == set() and worker.pid is None
+
+
 @pytest.mark.parametrize(("how", "status"), [("memory", "out_of_memory"), ("mild", "refused")])
 def test_other_errors_are_outcomes_of_a_living_worker(how: str, status: str) -> None:
     worker = broken(how)
