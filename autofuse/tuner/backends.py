@@ -93,10 +93,21 @@ class CBackend:
 Compile = Callable[[TritonSource, str, Sequence[Assumptions]], Artifact]
 
 
-class TritonBackend:
-    """Triton for one model of GPU. A kernel that spills or asks for more than the device has is never timed."""
+class _TritonText:
+    """What compiled and interpreted Triton have in common."""
 
     generic, specialised = "triton_generic", "triton_specialised"
+
+    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        return triton_knobs(loop, values, high)
+
+    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
+        return default_triton_config(loop, values, high)
+
+
+class TritonBackend(_TritonText):
+    """Triton for one model of GPU. A kernel that spills or asks for more than the device has is never timed."""
+
     worker_module = "autofuse.tuner.gpu_worker"
 
     def __init__(self, device_key: str, compiler: Compile) -> None:
@@ -105,12 +116,6 @@ class TritonBackend:
         self._target = target_of(isa_of(device_key))
         self._limits = limits_of(self._target)
         self._compile = compiler
-
-    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        return triton_knobs(loop, values, high)
-
-    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
-        return default_triton_config(loop, values, high)
 
     def recipe(
         self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
@@ -136,18 +141,11 @@ def _assumptions(source: TritonSource, sizes: Iterable[Sizes], is_final: bool) -
     return tuple(dict.fromkeys(found))
 
 
-class InterpreterBackend:
+class InterpreterBackend(_TritonText):
     """The same Triton text in Triton's interpreter, on CPU tensors: all of the tuner but the clock, without a GPU."""
 
-    generic, specialised = "triton_generic", "triton_specialised"
     worker_module = "autofuse.tuner.interpreter_worker"
     worker_arguments: tuple[str, ...] = ()
-
-    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        return triton_knobs(loop, values, high)
-
-    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
-        return default_triton_config(loop, values, high)
 
     def recipe(
         self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
