@@ -1,7 +1,8 @@
 """One node on the worker's bench: inputs, eager, candidates; verified, then timed.
 
 In: a `NodeForm`, symbol values, kernels as bytes. Out: numbers.
-What differs between types of devices is a `Rig`: this module has the CPU's, `gpu_rig` and `interpreter_rig` the others.
+What differs between types of devices is a `Rig`: this module has the CPU's, the others are in `gpu_rig` and
+`interpreter_worker`.
 On a machine that is too busy for parallel regions (see ``Cores``) eager and kernels are timed on one thread.
 Guarantee: what is timed is what is deployed: the router's own launcher against the router's own unfused call, both
 with fresh outputs, on inputs that rotate; the last few outputs stay alive, so that calls do not all write one buffer.
@@ -22,7 +23,8 @@ import torch
 
 from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.inputs import make_inputs
-from autofuse.ir.operation import NodeForm
+from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
+from autofuse.ir.shape import evaluate
 from autofuse.runtime.launch import make_launcher, make_unfused
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, Sampler, WallSampler, race
@@ -31,6 +33,7 @@ from autofuse.tuner.verify import GuardedAllocator, Verifier
 ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that they do not all sit in the L2
 MAX_COPIES = 4
 KEPT_OUTPUTS = 3
+KEPT_BYTES = 256 << 20  # of one callable: larger outputs leave no trace in a cache, and five callables keep them
 PROBES = 5
 BELIEVED_SECONDS = 2.0  # a busy machine is not probed again for so long: probes that wait are slow
 PROBE_ELEMENTS = 1 << 17  # four times the size from which torch uses threads
@@ -126,6 +129,7 @@ class NodeBench:
         self._verifier = Verifier(form, rig.device)
         self._values: tuple[int, ...] | None = None
         self._input_sets: list[list[torch.Tensor]] = []
+        self._kept = KEPT_OUTPUTS
 
     def load(self, digest: str, name: str, binary: bytes) -> None:
         """Map a kernel into the process, once."""
@@ -164,11 +168,17 @@ class NodeBench:
         nbytes = sum(t.numel() * t.element_size() for t in first)
         copies = max(1, min(MAX_COPIES, ROTATED_BYTES // max(nbytes, 1)))
         self._input_sets = [first, *([_copy(t) for t in first] for _ in range(copies - 1))]
+        self._kept = max(1, min(KEPT_OUTPUTS, KEPT_BYTES // max(self._output_bytes(values), 1)))
         self._values = values
+
+    def _output_bytes(self, values: Sequence[int]) -> int:
+        table = dict(zip(self.form.symbols, values, strict=True))
+        specs = [self.form.spec(ref) for ref in self.form.outputs]
+        return sum(evaluate(spec.numel, table) * BYTES_PER_ELEMENT[spec.dtype] for spec in specs)
 
     def _rotating(self, call: Callable[..., Any]) -> Call:
         sets = cycle(self._input_sets)
-        kept: deque[Any] = deque(maxlen=KEPT_OUTPUTS)
+        kept: deque[Any] = deque(maxlen=self._kept)
 
         def rotated() -> None:
             kept.append(call(*next(sets)))

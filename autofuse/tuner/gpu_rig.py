@@ -69,8 +69,17 @@ class GpuRig:
         return GpuSampler(self._sampling)
 
     def is_fatal(self, error: Exception) -> bool:
-        text = str(error)
-        return not isinstance(error, torch.cuda.OutOfMemoryError) and any(words in text for words in FATAL)
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            return False
+        return any(words in str(error) for words in FATAL) or not self._answers()
+
+    def _answers(self) -> bool:
+        """Whether the context still works: one that does not repeats its error at every call, whatever its words."""
+        try:
+            self._sampling.synchronize()
+        except Exception:
+            return False
+        return True
 
 
 def find_device(device_key: str) -> int:

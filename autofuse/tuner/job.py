@@ -8,6 +8,7 @@ recorded outcome and costs the others nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,22 @@ class _Entrant:
     @property
     def speedup(self) -> float:
         return self.comparison.speedup if self.comparison is not None else 0.0
+
+    @property
+    def device_speedup(self) -> float:
+        """Of the device's time alone; the same as ``speedup`` but where a GPU waits for the host."""
+        return self.on_device.speedup if self.on_device is not None else self.speedup
+
+    @property
+    def score(self) -> float:
+        """What a search minimises. Kernels of a node are launched alike: behind a host that is slower than all of
+        them they would look the same, so the device's time counts as much."""
+        return 1.0 / math.sqrt(self.speedup * self.device_speedup)
+
+    def trades(self, margin: float) -> bool:
+        """Whether it saves the host's time at the cost of the device's."""
+        slower = self.on_device is not None and keeps_device_slower(self.on_device, margin)
+        return slower and self.speedup > 1.0
 
 
 class Job:
@@ -172,7 +189,7 @@ class Job:
             for config, built in made.items():
                 known = entrants.get(built.digest) if built is not None else None
                 # Relative to eager in the same rounds, so that screenings of different moments compare.
-                search.tell(config, 1.0 / known.speedup if known is not None else None)
+                search.tell(config, known.score if known is not None else None)
             if self._seconds_left() <= 0 or not self._pays(entrants.values(), self._clock() - wave_began):
                 break
         self._tried = search.tried
@@ -215,14 +232,15 @@ class Job:
         self._race(entrants, values, RaceRules(SCREEN_ROUNDS, SCREEN_ROUNDS, budget, self.limits.margin))
 
     def _race(self, entrants: Sequence[_Entrant], values: tuple[int, ...], rules: RaceRules) -> None:
-        """Race against eager and note the comparisons; one by one where racing together cost the worker."""
+        """Race against eager and note the comparisons; one by one where together they were too much for the worker."""
         if not entrants:
             return
         began = self._clock()
         try:
             result = self._bench.race([e.built for e in entrants], values, rules)
         except CandidateProblem as problem:
-            if isinstance(problem, Lost) and len(entrants) > 1:
+            alone_may_do = isinstance(problem, Lost) or problem.status == "out_of_memory"
+            if alone_may_do and len(entrants) > 1:
                 for entrant in entrants:
                     self._race([entrant], values, rules)
                 return
@@ -244,21 +262,28 @@ class Job:
     def _decide(self, entrants: list[_Entrant], values: tuple[int, ...]) -> tuple[_Entrant | None, Decision]:
         """The winner and its decision; None where eager stays."""
         for _ in range(TAKES):
-            ranked = sorted((e for e in entrants if e.comparison is not None), key=lambda e: -e.speedup)
+            ran = (e for e in entrants if e.comparison is not None and not e.trades(self.limits.margin))
+            ranked = sorted(ran, key=lambda e: -e.speedup)
             if not ranked:
-                return None, self._stay_eager(*self._why_nothing_ran())
+                break
             best = self._final(ranked, values)
-            if best is None:
-                continue  # the finalists did not survive
+            if best is None or best.trades(self.limits.margin):
+                continue  # the finalists did not survive, or took the device longer than it had seemed
             assert best.comparison is not None
             if not wins(best.comparison, self.limits.margin):
                 return None, self._stay_eager(*self._why_not(best.comparison), best.comparison)
-            if best.on_device is not None and keeps_device_slower(best.on_device, self.limits.margin):
-                return None, self._stay_eager("device_slower", _on_device(best.on_device), best.comparison)
             if self._complete(best, values) and self._full_check(best, values):
                 return best, self._switch(best, self.request, values)
             best.comparison = None
-        return None, self._stay_eager("all_wrong", self._outcome.measurements[-1].message)
+        return None, self._none_left(entrants)
+
+    def _none_left(self, entrants: Sequence[_Entrant]) -> Decision:
+        traded = [e for e in entrants if e.comparison is not None and e.trades(self.limits.margin)]
+        if not traded:
+            return self._stay_eager(*self._why_nothing_ran())
+        best = max(traded, key=lambda e: e.speedup)
+        assert best.on_device is not None
+        return self._stay_eager("device_slower", _on_device(best.on_device), best.comparison)
 
     def _final(self, ranked: Sequence[_Entrant], values: tuple[int, ...]) -> _Entrant | None:
         """The best of a race at length; as screened where not even the screening saw a chance."""
@@ -267,11 +292,14 @@ class Job:
         assert first.comparison is not None
         if first.comparison.high < 1.0:
             return first
-        finalists = [e for e in ranked if e.speedup >= first.speedup * (1.0 - CLOSE)][:FINALISTS]
+        close = [e for e in ranked if e.speedup >= first.speedup * (1.0 - CLOSE)]
+        finalists = sorted(close, key=lambda e: -e.device_speedup)[:FINALISTS]
         rounds = max(LEAST_PAIRS, self.limits.rounds)
         budget = max(0.5, min(self.limits.job_seconds / 4, self._seconds_left()))
         self._race(finalists, values, RaceRules(rounds, LONGER * rounds, budget, self.limits.margin, LEAST_PAIRS))
-        return max((e for e in finalists if e.comparison is not None), key=lambda e: e.speedup, default=None)
+        top = max(e.speedup for e in finalists)
+        alike = [e for e in finalists if e.comparison is not None and e.speedup * (1.0 + self.limits.margin) >= top]
+        return max(alike, key=lambda e: e.device_speedup, default=None)
 
     def _of_default_threads(self, ranked: Sequence[_Entrant]) -> Sequence[_Entrant]:
         """Those that use threads as the default does, where a busy machine was timed on one thread.
@@ -411,7 +439,8 @@ class Job:
             return
         self._outcome.measurements.append(self._measurement(entrant, values))
         gained = entrant.speedup / rival.speedup >= 1.0 + self.limits.margin
-        if gained and not entrant.dropped and wins(entrant.comparison, self.limits.margin):
+        is_safe = not entrant.dropped and not entrant.trades(self.limits.margin)
+        if gained and is_safe and wins(entrant.comparison, self.limits.margin):
             self._outcome.kernels.append(built.record)
             decision = self._switch(entrant, request, values)
             detail = f"sizes built in; the generic kernel takes {rival.comparison.median_us:.1f} us"

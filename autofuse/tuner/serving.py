@@ -3,7 +3,8 @@
 In: requests in the store. Out: measurements, decisions and kernels in the store.
 Guarantee: the request with the largest expected saving goes first; a kernel is stored before the decision that names
 it, and the decision before its request is done, so that ``kill -9`` loses only the job at hand; beside a running
-script the loop keeps to its share of a core, while a script waits for it (or none runs) it does not.
+script the loop keeps to its share of a core, while a script waits for it (or none runs) it does not. Where a device
+cannot be used just now, its requests fail at once, so that nobody waits for them, and the next daemon tries again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive
 from autofuse.tuner.pipes import Interrupted
 from autofuse.tuner.triton_compiler import TritonCompiler
-from autofuse.tuner.worker_process import WorkerProcess
+from autofuse.tuner.visible_devices import as_seen_by
+from autofuse.tuner.worker_process import NotReady, WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
 
 log = logging.getLogger("autofuse.daemon")
@@ -49,6 +51,8 @@ UNPARK_SECONDS = 60.0
 WORKER_IDLE_SECONDS = 60.0  # then its memory is given back
 RECENT_RUNS = 32
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
+NOT_READY = "not possible just now: "  # begins the message of a request that another daemon may succeed with
+NOT_READY_SECONDS = 60.0  # how long that is believed: each try starts a process that imports torch
 OTHER_DEVICES = ("cuda:", "interpreter:")  # beginnings of keys: every GPU of this machine
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
 
@@ -96,12 +100,14 @@ class TuningLoop:
         self._looked_at = 0.0
         self._beat_at = 0.0
         self._job = ""
+        self._run_id: int | None = None  # whose request is in work
+        self._not_ready: dict[str, tuple[float, str]] = {}  # by device: until when, and why
 
     # ---- loops ----------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Work until told to stop, or idle for ``tuner.idle_exit_seconds``. Raises StoreError."""
-        requeued = self._store.requeue_stale(lambda pid: False)  # whoever took them is gone: we hold the lock
+        requeued = self._take_up()
         log.info("serving %s as process %d; %d requests taken up again", self._store.path, os.getpid(), requeued)
         idle_since = time.monotonic()
         self._heartbeat("idle")
@@ -122,7 +128,7 @@ class TuningLoop:
 
     def drain(self, on_progress: Callable[[int, int], None]) -> int:
         """Work until the queue is empty or ``tuner.budget_seconds`` are spent; how many requests were handled."""
-        self._store.requeue_stale(lambda pid: False)
+        self._take_up()
         deadline = time.monotonic() + self.settings.tuner.budget_seconds
         while not self.is_stopping and time.monotonic() < deadline:
             request = self._store.next_request(*self._devices, versions=self._versions)
@@ -132,6 +138,15 @@ class TuningLoop:
             on_progress(self.done + self.failed, self.done + self.failed + queued + 1)
             self.work(request)
         return self.done + self.failed
+
+    def _take_up(self) -> int:
+        """Queue again what daemons before us had in work or could not do where they ran; how many requests."""
+        taken = self._store.requeue_stale(lambda pid: False)  # whoever took them is gone: we hold the lock
+        for row in self._store.requests():
+            if row.status == "failed" and row.message.startswith(NOT_READY):
+                self._store.finish_request(row.key, "requeued")
+                taken += 1
+        return taken
 
     def close(self) -> None:
         """Give everything back: requests, workers, store."""
@@ -175,13 +190,21 @@ class TuningLoop:
         self._job = f"{request.key.fusion_id[:12]} [{request.bucket.label}]"
         self._beat("tuning", at_once=self._is_urgent() is False)
         began, rested = time.monotonic(), self._share.rested_seconds
+        self._run_id = request.run_id
         try:
+            self._check_ready(request.key.device)
             outcome = self._tune(request)
         except Interrupted:
             self._store.finish_request(request.key, "requeued", "the daemon was stopped")
             return
         except StoreError:
             raise
+        except NotReady as error:
+            self._not_ready.setdefault(request.key.device, (time.monotonic() + NOT_READY_SECONDS, str(error)))
+            log.warning("%s: %s", self._job, error)
+            self._store.finish_request(request.key, "failed", f"{NOT_READY}{error}")
+            self.failed += 1
+            return
         except Exception as error:
             log.exception("%s failed", self._job)
             self._store.finish_request(request.key, "failed", f"{type(error).__name__}: {error}")
@@ -194,6 +217,13 @@ class TuningLoop:
         for decision in outcome.decisions:
             text = f"{decision.candidate.variant} {decision.speedup:.2f}x {decision.reason} {decision.detail}"
             log.info("%s %s (%.2f s)", self._job, text, seconds)
+
+    def _check_ready(self, device: str) -> None:
+        """Raises NotReady for a device that has been tried in vain a moment ago."""
+        until, problem = self._not_ready.get(device, (0.0, ""))
+        if time.monotonic() < until:
+            raise NotReady(problem)
+        self._not_ready.pop(device, None)
 
     def _tune(self, request: TuneRequest) -> Outcome:
         tuner = self.settings.tuner
@@ -262,6 +292,7 @@ class TuningLoop:
                 stderr=self._worker_log,
                 module=backend.worker_module,
                 arguments=backend.worker_arguments,
+                environment=lambda variables: as_seen_by(self._asking_pid(), variables),
             )
             # One compilation of Triton at a time: its process has one conversation.
             cores = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
@@ -290,6 +321,11 @@ class TuningLoop:
                 stderr=self._worker_log,
             )
         return TritonBackend(device, self._compiler.compile)
+
+    def _asking_pid(self) -> int | None:
+        """The process whose request is in work, None where it has ended."""
+        runs = self._store.runs(RECENT_RUNS)
+        return next((run.pid for run in runs if run.id == self._run_id and run.finished_at is None), None)
 
     def _memory_bytes(self, device: str) -> int:
         tuner = self.settings.tuner

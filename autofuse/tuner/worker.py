@@ -32,6 +32,7 @@ from autofuse.tuner.verify import Wrong
 
 _PR_SET_PDEATHSIG = 1
 OPEN_NODES = 64  # benches kept; their kernels stay mapped for good, a few pages each
+LACK = ("out of memory", "outofmemory")  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 
 
 class Fatal(Exception):
@@ -57,24 +58,23 @@ class Benches:
         except Exception as error:
             if self._rig.is_fatal(error):
                 raise Fatal(f"{type(error).__name__}: {error}") from error
-            text = str(error).lower()
-            lack = isinstance(error, RuntimeError) and "alloc" in text and "memory" in text
-            return _problem("out_of_memory" if lack else "refused", error)
+            return _problem("out_of_memory" if _is_lack_of_memory(error) else "refused", error)
 
     def do_open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make a node the current one; ``form`` is its JSON."""
+        """Make a node the current one; ``form`` is its JSON. Says whether it is new here, without any kernels."""
         name, threads = str(request["node"]), int(request["threads"])
         if self._current is not None:
             self._current.close()
         if threads not in (0, torch.get_num_threads()):
             torch.set_num_threads(threads)
         bench = self._benches.pop(name, None)
-        if bench is None or bench.threads != threads:
+        is_new = bench is None or bench.threads != threads
+        if bench is None or is_new:
             bench = NodeBench(NodeForm.from_json(request["form"]), threads, self._rig)
         self._benches[name] = self._current = bench
         while len(self._benches) > OPEN_NODES:
             self._benches.popitem(last=False)
-        return {}
+        return {"is_new": is_new}
 
     def do_load(self, request: dict[str, Any]) -> dict[str, Any]:
         self._bench.load(request["digest"], request["name"], base64.b64decode(request["binary"]))
@@ -95,6 +95,14 @@ class Benches:
         if self._current is None:
             raise ValueError("expected a node to be opened first")
         return self._current
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Torch's allocators raise RuntimeError, the driver of a GPU whatever wraps its code."""
+    text = str(error).lower().replace("_", " ")
+    return any(words in text for words in LACK) or (
+        isinstance(error, RuntimeError) and "alloc" in text and "memory" in text
+    )
 
 
 def _problem(status: str, error: Exception) -> dict[str, Any]:

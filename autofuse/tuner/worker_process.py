@@ -1,7 +1,7 @@
 """The daemon's hold on a process of its own: one that is started, asked, killed and started again.
 
-In: requests. Out: replies; or `Lost` for what the process did not survive, `Refused` for what it did. While it works
-on a request the process may ask back; ``answers`` has what it may ask for.
+In: requests. Out: replies; or `Lost` for what the process did not survive, `Refused` for what it did, `NotReady` where
+it could not begin. While it works on a request the process may ask back; ``answers`` has what it may ask for.
 Guarantee: the daemon survives whatever a kernel does. A crash, a hang and a lack of memory come back as a status, and
 the next request starts a new process, in which nothing is loaded (``generation`` tells). Must be used from a thread
 that lives as long as the worker: Linux signals the death of the parent when the starting thread ends.
@@ -42,6 +42,10 @@ class Lost(CandidateProblem):
 
 class Refused(CandidateProblem):
     """The worker is well, the candidate is not: "wrong", "out_of_memory" or "refused"."""
+
+
+class NotReady(Exception):
+    """The worker cannot work at all just now, such as on a GPU that is hidden or full: no fault of any candidate."""
 
 
 class WorkerProcess:
@@ -107,7 +111,7 @@ class WorkerProcess:
         self.generation += 1
 
     def ask(self, do: str, *, timeout_seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Send a request and wait for its reply. Raises Lost, Refused and Interrupted."""
+        """Send a request and wait for its reply. Raises Lost, Refused, NotReady and Interrupted."""
         self.start()
         pipe = cast(Pipe, self._pipe)
         limit = timeout_seconds or self._timeout_seconds
@@ -122,9 +126,12 @@ class WorkerProcess:
                 reply = pipe.receive(limit, self._is_stopping)
         except TimeoutError:
             self.kill()
+            if not self._is_ready:
+                raise NotReady(f"the worker did not start within {START_SECONDS:g} s") from None
             raise Lost("timeout", f"no answer within {limit:g} s; the worker was killed") from None
         except PipeClosed as error:
-            raise Lost("crash", self._describe_end(str(error))) from None
+            end = self._describe_end(str(error))
+            raise (Lost("crash", end) if self._is_ready else NotReady(end)) from None
         except BaseException:  # Interrupted, or from an answer: the conversation has stopped in its middle
             self.kill()
             raise
@@ -144,7 +151,7 @@ class WorkerProcess:
     @staticmethod
     def _check_ready(reply: dict[str, Any]) -> None:
         if not reply.get("ok"):
-            raise Refused(reply.get("status", "refused"), str(reply.get("message", "")))
+            raise NotReady(str(reply.get("message", "")))
 
     def kill(self) -> int | None:
         """End the process, however busy it is; its exit code, None where there was no process."""

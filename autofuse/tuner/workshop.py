@@ -177,7 +177,9 @@ class Workshop:
             self._loaded.clear()
             self._opened = None
         if self._opened != node.key:
-            self.worker.ask("open", node=node.key, form=node.form.to_json(), threads=node.threads)
+            reply = self.worker.ask("open", node=node.key, form=node.form.to_json(), threads=node.threads)
+            if reply["is_new"]:  # for the first time, or again after many others, over which the worker forgot it
+                self._loaded = {(key, digest) for key, digest in self._loaded if key != node.key}
             self._opened = node.key
         for built in needed:
             if (node.key, built.digest) not in self._loaded:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from autofuse.errors import DeviceError
 from autofuse.ir.operation import NodeForm
 from autofuse.tuner.bench import CpuRig, Rig
 from autofuse.tuner.gpu_rig import GpuRig
@@ -16,20 +18,36 @@ from autofuse.tuner.worker import main
 ERRORS: dict[str, Exception] = {
     "sticky": RuntimeError("CUDA error: an illegal memory access was encountered"),
     "memory": torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB."),
+    "driver's memory": DeviceError("expected cuModuleLoadData to succeed, found CUDA_ERROR_OUT_OF_MEMORY"),
     "mild": RuntimeError("expected scalar type Float but found Half"),
+    "without a name": RuntimeError("CUDA error: unknown error"),
 }
 
 
+class Sampling:
+    """A device that answers, unless its context is gone."""
+
+    @staticmethod
+    def synchronize() -> None:
+        if sys.argv[4] == "without a name":
+            raise ERRORS[sys.argv[4]]
+
+
 class Broken(CpuRig):
+    _sampling = Sampling()
+
     def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
         raise ERRORS[sys.argv[4]]
 
     is_fatal = GpuRig.is_fatal
+    _answers = GpuRig._answers
 
 
 def _rig(memory_bytes: int) -> Rig:
     if sys.argv[4] == "absent":
         raise RuntimeError("expected a device H200, found none")
+    if sys.argv[4] == "dies":
+        os._exit(3)
     return Broken()
 
 

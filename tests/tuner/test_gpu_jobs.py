@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +15,22 @@ import torch
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact, Image, Resources
 from autofuse.codegen.triton.interpret import load_interpreted
+from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
 from autofuse.db.store import Store
 from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Decision, DeviceInfo, TuneRequest
 from autofuse.settings import load
-from autofuse.tuner import daemon
+from autofuse.tuner import daemon, gpu_rig, serving
 from autofuse.tuner.backends import InterpreterBackend, TritonBackend, isa_of
 from autofuse.tuner.gpu_sampler import DeviceCalls, GpuSampler
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.triton_compiler import TritonCompiler
-from autofuse.tuner.worker_process import Lost, Refused, WorkerProcess
+from autofuse.tuner.visible_devices import as_seen_by
+from autofuse.tuner.worker_process import Lost, NotReady, Refused, WorkerProcess
 from autofuse.tuner.workshop import Bench, Built, NodeWorkshop, Workshop
 from tests.cases import CASES
 from tests.tuner.nodes import chain_form, request
@@ -170,6 +175,50 @@ def test_host_and_device_time_decide_together(interpreter: Workshop, device: Any
     assert first(tune(interpreter, chain_form(3, 8), (4,), device, host)).reason == reason
 
 
+class Unequal(Timed):
+    """Launch-bound, with candidates that the host takes equally long for and the device does not."""
+
+    device_us = (4.0, 8.0, 3.0, 9.0)  # of the candidates in the order in which they first race; eager's are 5
+
+    def race(self, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
+        known = self.__dict__.setdefault("known", {})
+        for item in built:
+            known.setdefault(item.digest, self.device_us[len(known) % 4])
+        rounds = rules.rounds + 10
+        device = [[us * 1e-6] * rounds for us in (5.0, *(known[item.digest] for item in built))]
+        # The slower the device, the faster the host by a hair: noise.
+        host = [[40e-6] * rounds, *([10e-6 - known[item.digest] * 1e-9] * rounds for item in built)]
+        cost = [[max(d, h) for d, h in zip(*pair, strict=True)] for pair in zip(device, host, strict=True)]
+        return RaceResult(cost, [False] * len(cost), 0, device, host)
+
+
+def test_among_kernels_that_are_launched_alike_the_devices_time_decides(interpreter: Workshop) -> None:
+    form = CASES["add_bias_gelu"].form()
+    asked = asked_for(form, (5, 6), "interpreter:test")
+    bench = Unequal(interpreter.bench(asked.key.fusion_id, form, 0, asked.bucket), (0, 0), (0, 0))
+    outcome = Job(asked, bench, replace(LIMITS, trials=4)).run()  # type: ignore[arg-type]
+    assert len(bench.__dict__["known"]) >= 3, "expected several binaries to choose from"
+    won = next(m for m in outcome.measurements if m.candidate == first(outcome).candidate)
+    assert first(outcome).reason == "won" and won.host_us == pytest.approx(10.0 - 0.003)  # that of 3 us
+
+
+class Crowded(Timed):
+    """A GPU whose memory is enough for one candidate at a time."""
+
+    def race(self, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
+        if len(built) > 1:
+            raise Refused("out_of_memory", "OutOfMemoryError: CUDA out of memory.")
+        return super().race(built, values, rules)
+
+
+def test_candidates_that_do_not_fit_into_memory_together_race_one_by_one(interpreter: Workshop) -> None:
+    form = CASES["add_bias_gelu"].form()
+    asked = asked_for(form, (5, 6), "interpreter:test")
+    bench = Crowded(interpreter.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
+    outcome = Job(asked, bench, replace(LIMITS, trials=4)).run()  # type: ignore[arg-type]
+    assert first(outcome).reason == "won" and {m.status for m in outcome.measurements} == {"ok"}
+
+
 # ---- timing by events -------------------------------------------------------------------------------------
 
 
@@ -261,28 +310,96 @@ def ask_to_race(worker: WorkerProcess) -> None:
     worker.ask("race", digests=[], values=[3], rules=rules)
 
 
-def test_a_broken_context_ends_the_process_and_the_next_request_finds_a_new_one() -> None:
-    worker = broken("sticky")
+@pytest.mark.parametrize(("how", "words"), [("sticky", "illegal memory access"), ("without a name", "unknown error")])
+def test_a_broken_context_ends_the_process_and_the_next_request_finds_a_new_one(how: str, words: str) -> None:
+    worker = broken(how)
     try:
         for generation in (1, 2):
-            with pytest.raises(Lost, match="illegal memory access") as lost:
+            with pytest.raises(Lost, match=words) as lost:
                 ask_to_race(worker)
             assert lost.value.status == "crash" and worker.generation == generation and worker.pid is None
     finally:
         worker.kill()
 
 
-def test_a_missing_device_is_no_fault_of_a_kernel() -> None:
-    worker = broken("absent")
+@pytest.mark.parametrize(("how", "words"), [("absent", "expected a device H200"), ("dies", "exit code 3")])
+def test_a_worker_that_cannot_begin_is_no_fault_of_a_kernel(how: str, words: str) -> None:
+    worker = broken(how)
     shop = Workshop(InterpreterBackend(), worker)
     form = chain_form(3, 8)
     asked = asked_for(form, (4,), "interpreter:test")
-    outcome = Job(asked, shop.bench(asked.key.fusion_id, form, 0, asked.bucket), replace(LIMITS, trials=1)).run()
-    assert first(outcome).reason == "refused" and "expected a device H200" in first(outcome).detail
+    with pytest.raises(NotReady, match=words):
+        Job(asked, shop.bench(asked.key.fusion_id, form, 0, asked.bucket), replace(LIMITS, trials=1)).run()
     assert shop.lethal == set() and worker.pid is None
 
 
-@pytest.mark.parametrize(("how", "status"), [("memory", "out_of_memory"), ("mild", "refused")])
+class Unusable(InterpreterBackend):
+    """A GPU that is hidden or full."""
+
+    worker_module = "tests.tuner.broken_gpu_worker"
+    worker_arguments = ("absent",)
+
+
+def test_a_device_that_cannot_be_used_just_now_is_tried_again_by_the_next_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load({"run.store": tmp_path / "store.sqlite3", "run.profile": "quick"}, environ={}, cwd=tmp_path)
+    asked = [asked_for(chain_form(3, 8), (size,), "interpreter:test") for size in (4, 16)]
+    starts: list[int] = []
+    monkeypatch.setattr(serving, "InterpreterBackend", Unusable)
+    monkeypatch.setattr(serving, "as_seen_by", lambda pid, variables: starts.append(1) or dict(variables))
+    with Store.open(settings.run.store) as store:
+        store.add_requests(asked)
+        assert daemon.drain(settings) == 2
+        rows = store.requests()
+        assert {r.status for r in rows} == {"failed"}  # at once: a script that waits goes on
+        assert all(r.message.startswith(serving.NOT_READY) and "expected a device H200" in r.message for r in rows)
+        assert len(starts) <= 2  # started ahead and for the first; the second is not tried
+        assert store.decision_history(asked[0].key.fusion_id) == [] == store.measurements(asked[0].key.fusion_id)
+        monkeypatch.undo()
+        assert daemon.drain(settings) == 2
+        assert {(r.status, r.message) for r in store.requests()} == {("done", "")}
+
+
+def test_a_worker_sees_the_devices_of_the_script_that_asks() -> None:
+    ours = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0"}
+    script = subprocess.Popen(["sleep", "60"], env={"CUDA_VISIBLE_DEVICES": "3", "PATH": "/usr/bin:/bin", "X": "y"})
+    try:
+        assert as_seen_by(script.pid, ours) == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "3"}
+    finally:
+        script.kill()
+        script.wait()
+    assert as_seen_by(script.pid, ours) == ours == as_seen_by(None, ours)
+
+
+def test_the_first_visible_device_of_the_model_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [DeviceInfo("cuda", name, 108, "sm_80", 80 << 30) for name in ("A100", "L40", "L40")]
+    monkeypatch.setattr(gpu_rig, "device_count", lambda: len(models))
+    monkeypatch.setattr(gpu_rig, "gpu_device", models.__getitem__)
+    assert [gpu_rig.find_device(model.key) for model in models] == [0, 1, 1]
+    with pytest.raises(RuntimeError, match=r"expected a device .*H200.*, found .*A100.*L40"):
+        gpu_rig.find_device(H200)
+
+
+def test_a_device_without_bfloat16_refuses_kernels_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = object.__new__(gpu_rig.GpuRig)
+    old.device, old._has_bf16 = torch.device("cuda", 0), False
+    monkeypatch.setattr(gpu_rig, "load_artifact", lambda artifact, index, digest: (index, digest))
+    for dtype, is_fine in ((torch.float32, True), (torch.bfloat16, False)):
+        kernel = lower(CASES["add_bias_gelu"].form(dtype))
+        values = {"s0": 32, "s1": 48}
+        source = print_triton(kernel, default_triton_config(kernel, values, values))
+        binary = compiled(0, [])(source, "cuda:75", (NOTHING_ASSUMED,)).pack()
+        if is_fine:
+            assert old.load("digest", source.name, binary) == (0, "digest")
+        else:
+            with pytest.raises(ValueError, match="expected a device with bfloat16"):
+                old.load("digest", source.name, binary)
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("memory", "out_of_memory"), ("driver's memory", "out_of_memory"), ("mild", "refused")]
+)
 def test_other_errors_are_outcomes_of_a_living_worker(how: str, status: str) -> None:
     worker = broken(how)
     try:

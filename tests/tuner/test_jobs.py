@@ -16,11 +16,13 @@ import pytest
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.knobs import Knob
-from autofuse.ir.records import Bucket, Decision
+from autofuse.ir.records import Bucket, Candidate, Decision
 from autofuse.tuner import backends
 from autofuse.tuner.backends import CBackend
+from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.replay import RecordedBench
+from autofuse.tuner.worker import OPEN_NODES
 from autofuse.tuner.worker_process import Lost, Refused, WorkerProcess
 from autofuse.tuner.workshop import Built, Workshop
 from tests.tuner.nodes import chain_form, matmul_form, request
@@ -83,6 +85,18 @@ def test_nothing_is_made_for_no_elements_or_for_too_many() -> None:
     bench = RecordedBench((), {}, 1.0)
     assert only(Job(request(FORM, (0,)), bench, LIMITS).run()).reason == "too_small"
     assert only(Job(request(FORM, (10**7,)), bench, LIMITS).run()).reason == "out_of_memory"
+
+
+def test_a_node_that_the_worker_forgot_over_many_others_is_opened_again(workshop: Workshop) -> None:
+    asked = request(FORM, SMALL)
+    bench = workshop.bench("forgotten", FORM, 1, asked.bucket)
+    (built,) = bench.build([Candidate("c_generic", bench.default(SMALL))], SMALL)
+    assert isinstance(built, Built)
+    case = [CheckCase((3,), "normal")]
+    found = bench.check(built, case, 1.0, 1)
+    for number in range(OPEN_NODES):
+        workshop.bench(f"other {number}", FORM, 1, asked.bucket).check(built, case, 1.0, 1)
+    assert bench.check(built, case, 1.0, 1) == found
 
 
 # ---- bad kernels ----------------------------------------------------------------------------------------
