@@ -363,12 +363,16 @@ def test_a_device_that_cannot_be_used_just_now_is_tried_again_by_the_next_daemon
 
 def test_a_worker_sees_the_devices_of_the_script_that_asks() -> None:
     ours = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0"}
-    script = subprocess.Popen(["sleep", "60"], env={"CUDA_VISIBLE_DEVICES": "3", "PATH": "/usr/bin:/bin", "X": "y"})
+    theirs = {"CUDA_VISIBLE_DEVICES": "3", "PATH": "/usr/bin:/bin", "X": "y"}
+    command = ["sh", "-c", "echo ready; read line"]
+    script = subprocess.Popen(command, env=theirs, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        # Until exec has ended, which Popen does not wait for, Linux shows an empty environment.
+        assert script.stdout is not None and script.stdout.readline() == b"ready\n"
         assert as_seen_by(script.pid, ours) == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "3"}
     finally:
         script.kill()
-        script.wait()
+        script.communicate()
     assert as_seen_by(script.pid, ours) == ours == as_seen_by(None, ours)
 
 
