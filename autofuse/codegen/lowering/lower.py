@@ -28,7 +28,7 @@ from autofuse.codegen.lowering.index import (
     word_size,
 )
 from autofuse.codegen.lowering.rules import RULES
-from autofuse.codegen.lowering.schedule import schedule
+from autofuse.codegen.lowering.schedule import schedule, schedule_tile
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
@@ -214,6 +214,27 @@ def lower(form: NodeForm) -> LoopKernel:
         digest=hashlib.sha256(form.text().encode()).hexdigest()[:10],
         comments=tuple(describe(op) for op in form.operations),
     )
+
+
+def lower_tile(form: NodeForm, tile: ValueRef, name: str) -> tuple[LoopKernel, tuple[tuple[int, ...], ...]]:
+    """The loop form of a node that works on tiles of an input: on the places where the input is read, nowhere else.
+
+    Out: the kernel, and the dims of it that the input's leading dims, its last but one and its last have become.
+    Raises LoweringError where a value is reduced, or where the input is read at another place than it is used for.
+    """
+    context = Context(form)
+    context.infer_all()
+    stores = context.pull_outputs()
+    params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
+    params += [Param(f"o{n}", context.spec(ref).dtype, True) for n, ref in enumerate(form.outputs)]
+    own, index = params.index(Param(tile.name, context.spec(tile).dtype, False)), context.canonical(tile)
+    here = AtomAccess(own, linear_terms(index, context.spec(tile).strides)[0])
+    for node in context.builder.nodes:
+        if isinstance(node.attr, AtomAccess) and node.attr.param == own and node.attr != here:
+            raise LoweringError("index", f"expected {tile.name} at the place of each element, found it at another")
+    nest = [atoms_of(part) for part in (index[:-2], index[-2:-1], index[-1:])]
+    comments = tuple(describe(op) for op in form.operations)
+    return schedule_tile(nest, context.builder.nodes, stores, tuple(params), form.symbols, name, comments)
 
 
 def _short(op: Operation) -> str:

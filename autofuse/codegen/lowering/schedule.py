@@ -10,6 +10,7 @@ Guarantee: a node that needs two different inner reductions, or whose outputs sh
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -65,11 +66,56 @@ def schedule(
         row_count = max(0, len(groups) - 1)
         cols = groups[-1] if groups else []
         rows = [a for a in order if a not in cols]
+    kernel = _kernel(groups, row_count, body, params, symbols, comments, rows, cols)
+    kind = _kind(kernel)
+    _check_sinks(kernel)
+    return dataclasses.replace(kernel, name=f"af_{kind}_{label}_{digest}", kind=kind)
+
+
+def schedule_tile(
+    nest: Sequence[Sequence[Atom]],
+    nodes: Sequence[Node],
+    stores: Sequence[tuple[Val, AtomAccess]],
+    params: tuple[Param, ...],
+    symbols: tuple[str, ...],
+    name: str,
+    comments: tuple[str, ...],
+) -> tuple[LoopKernel, tuple[tuple[int, ...], ...]]:
+    """A kernel whose loops are those of a nest, and which of its dims each part of the nest has become.
+
+    ``nest``: outermost first; the last part is the columns. Only neighbours within a part collapse.
+    Raises LoweringError where something runs over other loops or is reduced.
+    """
+    body = _live(nodes, stores)
+    loops = [atom for part in nest for atom in part]
+    if _domain(body) - set(loops):
+        raise LoweringError("disjoint", "expected values over the loops of the tile, found other loops")
+    if any(n.op == "reduce" for n in body.nodes):
+        raise LoweringError("reduction", "expected values of single elements, found a reduction")
+    parts = [_collapse(list(part), body) for part in nest]
+    groups = [group for part in parts for group in part]
+    counts = [sum(len(part) for part in parts[:k]) for k in range(len(parts) + 1)]
+    kernel = _kernel(groups, counts[-2], body, params, symbols, comments, loops, [])
+    dims = tuple(tuple(range(low, high)) for low, high in itertools.pairwise(counts))
+    return dataclasses.replace(kernel, name=name), dims
+
+
+def _kernel(
+    groups: list[list[Atom]],
+    row_count: int,
+    body: _Body,
+    params: tuple[Param, ...],
+    symbols: tuple[str, ...],
+    comments: tuple[str, ...],
+    rows: list[Atom],
+    cols: list[Atom],
+) -> LoopKernel:
+    """The kernel over groups of loops, each of which is one dim; it has no name yet."""
     dims = tuple(as_dim(_product(g)) for g in groups) or (1,)
     if not groups:
         groups = [[]]
     place = {atom: (d, _inside(group, atom)) for d, group in enumerate(groups) for atom in group}
-    kernel = LoopKernel(
+    return LoopKernel(
         name="",
         dims=dims,
         rows=tuple(range(row_count)),
@@ -80,9 +126,6 @@ def schedule(
         symbols=symbols,
         comments=comments,
     )
-    kind = _kind(kernel)
-    _check_sinks(kernel)
-    return dataclasses.replace(kernel, name=f"af_{kind}_{label}_{digest}", kind=kind)
 
 
 # ---- liveness and dependence ------------------------------------------------------------------------
