@@ -19,6 +19,7 @@ from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, spl
 from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
+from autofuse.ir.records import Refusal
 from autofuse.runtime.program import Program, build_program
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
@@ -56,9 +57,18 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session) -> tuple[FusionGrap
     session.refusals.extend(imported.refusals)
     for device in dict.fromkeys(imported.devices.values()):
         session.use_device(device)
-    graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+    graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)
     nodes = session.plan_nodes(graph)
-    return graph, nodes, build_program(imported, nodes)
+    groups = session.plan_groups(graph, nodes)
+    try:
+        program = build_program(imported, nodes, groups)
+    except ShapeError as error:  # draws or writes whose order no group may disturb
+        if not groups:
+            raise
+        session.refusals.append(Refusal("groups_in_a_circle", False, f"{len(groups)} groups", str(error)))
+        groups = []
+        program = build_program(imported, nodes)
+    return graph, [*nodes, *(group.node for group in groups)], program
 
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:

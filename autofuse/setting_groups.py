@@ -92,9 +92,9 @@ class FusionSettings(Group):
     enabled: bool = declare(True, "Fuse at all.")
     enable_elementwise: bool = declare(True, "Chains of element-wise operators.")
     enable_reduction: bool = declare(True, "Reductions, softmax and normalisations with the work around them.")
-    enable_matmul: bool = declare(False, "Matrix products with their bias and activation; not generated yet.")
-    enable_conv: bool = declare(False, "Convolutions with normalisation and activation; not generated yet.")
-    enable_attention: bool = declare(False, "Attention as one kernel; not generated yet.")
+    enable_matmul: bool = declare(True, "Matrix products with what follows them: vendors' fused kernels compete.")
+    enable_conv: bool = declare(True, "Convolutions with normalisation, residual and activation as one.")
+    enable_attention: bool = declare(True, "Attention written out by hand as one kernel.")
     max_fusion_size: int = declare(
         32, "Operators in one fused kernel at most, views not counted.", unit="operators", low=2, high=256
     )

@@ -24,6 +24,7 @@ from autofuse.ir.records import DeviceInfo, KernelRecord
 from autofuse.runtime.devices import gpu_device
 from autofuse.runtime.gpu.modules import load_artifact
 from autofuse.runtime.launch import Entry
+from autofuse.ways.bundle import is_bundle, unpack
 
 CPU = torch.device("cpu")
 
@@ -48,7 +49,7 @@ class Backend(Protocol):
 
     def threads(self) -> int: ...
 
-    def load(self, record: KernelRecord, device: torch.device) -> Entry: ...
+    def load(self, digest: str, name: str, binary: bytes, device: torch.device) -> Entry: ...
 
 
 class CpuBackend:
@@ -69,8 +70,8 @@ class CpuBackend:
         """Read anew each time: the script may change it at any time."""
         return int(torch.get_num_threads())
 
-    def load(self, record: KernelRecord, device: torch.device) -> Entry:
-        entry: Callable[..., None] = load_kernel(record.binary, record.name).entry
+    def load(self, digest: str, name: str, binary: bytes, device: torch.device) -> Entry:
+        entry: Callable[..., None] = load_kernel(binary, name).entry
         return entry
 
 
@@ -90,8 +91,8 @@ class GpuBackend:
     def threads(self) -> int:
         return 0
 
-    def load(self, record: KernelRecord, device: torch.device) -> Entry:
-        return load_artifact(Artifact.unpack(record.binary), device.index, record.key.digest)
+    def load(self, digest: str, name: str, binary: bytes, device: torch.device) -> Entry:
+        return load_artifact(Artifact.unpack(binary), device.index, digest)
 
 
 class Backends:
@@ -134,5 +135,12 @@ class Backends:
         return backend.problem
 
     def load(self, record: KernelRecord, device: torch.device) -> Entry:
-        """A kernel of the store as this process can launch it."""
-        return self._by_type[device.type].load(record, device)
+        """A kernel of the store, or a way with all of its kernels, as this process can launch it."""
+        backend = self._by_type[device.type]
+        if not is_bundle(record.binary):
+            return backend.load(record.key.digest, record.name, record.binary, device)
+
+        def load_one(digest: str, name: str, binary: bytes) -> Entry:
+            return backend.load(digest, name, binary, device)
+
+        return unpack(record.binary, load_one)

@@ -13,7 +13,7 @@ import functools
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import sympy
 import torch
@@ -40,8 +40,22 @@ except ImportError:
 NodeCall = Callable[..., Any]
 
 
-# What runs a node: the C kernel's entry ``(sizes, *pointers)``, or Triton kernels loaded on one device.
-Entry = Callable[..., None] | LoadedArtifact
+@runtime_checkable
+class Composed(Protocol):
+    """Several kernels and vendor's calls that together run a group (`ways.call.LoadedWay`)."""
+
+    def make_call(
+        self,
+        form: NodeForm,
+        symbol_values: Sequence[int],
+        threads: int,
+        allocate: Callable[..., torch.Tensor] | None = None,
+        failed: Callable[..., Any] | None = None,
+    ) -> NodeCall: ...
+
+
+# What runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a way.
+Entry = Callable[..., None] | LoadedArtifact | Composed
 
 
 def device_type(form: NodeForm) -> str:
@@ -73,6 +87,8 @@ def make_launcher(
     """
     if isinstance(entry, LoadedArtifact):
         return make_device_launcher(form, entry, symbol_values, allocate, failed)
+    if isinstance(entry, Composed):
+        return entry.make_call(form, symbol_values, threads, allocate, failed)
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
     call = _launcher_factory(form)(*symbol_values, entry, address, allocate or empty_like_spec, failed or _raise)
@@ -217,18 +233,23 @@ def _unfused_factory(form: NodeForm) -> Callable[..., NodeCall]:
         last_use.update((ref.name, index) for ref in op.inputs)
     leaving = {ref.name for ref in form.outputs}
     for index, op in enumerate(form.operations):
-        args = [render_arg(a, form) for a in op.args]
-        kwargs = {k: render_arg(v, form, k) for k, v in op.kwargs}
-        if info(op.target).kind is OpKind.CREATION and not op.inputs:
-            kwargs["device"] = "device"  # import drops the argument: a node runs on one device
-        lines.append(f"        {op.name} = {render_call(op.target, _fix_dtypes(op, args), kwargs, namespace)}")
+        lines.append(f"        {op.name} = {render_operation(op, form, namespace)}")
         # Intermediates die at their last use, as they do in eager.
         dead = [n for n, at in last_use.items() if at == index and n.startswith("v") and n not in leaving]
         if dead:
             lines.append(f"        del {', '.join(dead)}")
-    lines.append(f"        return {', '.join(_value(ref, form) for ref in form.outputs)}")
+    lines.append(f"        return {', '.join(value_name(ref, form) for ref in form.outputs)}")
     lines.append("    return unfused")
     return _compile(lines, namespace, "unfused")
+
+
+def render_operation(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
+    """The call of one operation of a form, in Python; ``device`` must be known where it runs."""
+    args = [render_arg(a, form) for a in op.args]
+    kwargs = {k: render_arg(v, form, k) for k, v in op.kwargs}
+    if info(op.target).kind is OpKind.CREATION and not op.inputs:
+        kwargs["device"] = "device"  # import drops the argument: a node runs on one device
+    return render_call(op.target, _fix_dtypes(op, args), kwargs, namespace)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -283,8 +304,8 @@ def _output_constants(form: NodeForm) -> list[str]:
     lines = []
     for number, ref in enumerate(form.outputs):
         spec = form.spec(ref)
-        lines.append(f"    o{number}_shape = {_tuple(spec.shape.dims)}")
-        lines.append(f"    o{number}_strides = {_tuple(spec.strides.dims)}")
+        lines.append(f"    o{number}_shape = {dims_text(spec.shape.dims)}")
+        lines.append(f"    o{number}_strides = {dims_text(spec.strides.dims)}")
         lines.append(f"    o{number}_dtype = torch.{spec.dtype}")
     return lines
 
@@ -295,21 +316,23 @@ def _compile(lines: list[str], namespace: dict[str, Any], what: str) -> Callable
     return make
 
 
-def _value(ref: ValueRef, form: NodeForm) -> str:
+def value_name(ref: ValueRef, form: NodeForm) -> str:
+    """How generated Python reads a value: results of operations with several are tuples."""
     for op in form.operations:
         if op.name == ref.name:
             return ref.name if len(op.outputs) == 1 else f"{ref.name}[{ref.index}]"
     return ref.name
 
 
-def _tuple(dims: Sequence[Any]) -> str:
+def dims_text(dims: Sequence[Any]) -> str:
+    """A tuple of sizes in Python."""
     return "(" + "".join(f"{d}, " for d in dims) + ")"
 
 
 def render_arg(arg: Any, form: NodeForm | None = None, name: str = "") -> str:
     """Python text of an argument; symbols stand for themselves."""
     if isinstance(arg, ValueRef):
-        return arg.name if form is None else _value(arg, form)
+        return arg.name if form is None else value_name(arg, form)
     if isinstance(arg, sympy.Expr):
         return f"({arg})"
     if isinstance(arg, tuple):

@@ -1,8 +1,9 @@
 """The flat call of a captured graph: one generated Python function around an execution plan.
 
-In: an imported graph and its fusion nodes. Out: a `Program` with two functions of the graph's inputs,
+In: an imported graph, its fusion nodes and groups. Out: a `Program` with two functions of the graph's inputs,
 ``call`` and ``timed_call`` (which also measures each node), both asking a plan for the nodes' callables. A node of the
-CPU is measured with the clock; for one of a GPU the plan's timer is told where it begins and ends.
+CPU is measured with the clock; for one of a GPU the plan's timer is told where it begins and ends. A group is a branch:
+its own callable where the plan has one, else its nodes and products one by one.
 Guarantee: random and in-place operations keep their order, values die at their last use, and a call
 does one look-up for all nodes.
 """
@@ -27,22 +28,25 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.shape import Dim, symbol
 from autofuse.runtime.eager_calls import render_call
+from autofuse.ways.groups import Group
 
 
 @dataclass(frozen=True)
 class NodeSlot:
-    """One fusion node of a program: which graph values go in and come out."""
+    """One fusion node or group of a program: which graph values go in and come out."""
 
     node: FusionNode
     symbols: tuple[Dim, ...]  # the node's s0, s1, ... in the graph's symbols
     device: torch.device  # where all of its tensors live
+    members: tuple[int, ...] = ()  # of a group: the slots that run where it has no callable of its own
+    is_group: bool = False
 
 
 @dataclass(frozen=True)
 class Program:
     """Generated code of one graph."""
 
-    slots: tuple[NodeSlot, ...]
+    slots: tuple[NodeSlot, ...]  # of the nodes, then of the groups
     symbols: tuple[str, ...]  # the graph's free symbols, in the order of a plan's key
     call: Callable[..., Any]  # call(plans, miss, args): plans by key, miss(key) -> plan where there is none
     timed_call: Callable[..., Any]  # timed_call(plans, miss, args, times): times[i] += seconds of CPU node i
@@ -58,16 +62,18 @@ class _Unit:
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     position: int = 0
+    inner: list[_Unit] = field(default_factory=list)  # of a group: what runs one by one
+    arity: int | None = None  # inputs that are arguments of its callable, the first ones; all if None
 
 
-def build_program(imported: ImportedGraph, nodes: Sequence[FusionNode]) -> Program:
-    """Generate the flat call. Raises ShapeError where a symbol cannot be read off the inputs."""
-    builder = _Builder(imported, nodes)
+def build_program(imported: ImportedGraph, nodes: Sequence[FusionNode], groups: Sequence[Group] = ()) -> Program:
+    """Generate the flat call. Raises ShapeError where a symbol is not among the inputs, or units need each other."""
+    builder = _Builder(imported, nodes, groups)
     return builder.build()
 
 
 class _Builder:
-    def __init__(self, imported: ImportedGraph, nodes: Sequence[FusionNode]) -> None:
+    def __init__(self, imported: ImportedGraph, nodes: Sequence[FusionNode], groups: Sequence[Group]) -> None:
         self.imported = imported
         self.fx_nodes: list[fx.Node] = list(imported.module.graph.nodes)
         self.position = {n: i for i, n in enumerate(self.fx_nodes)}
@@ -77,7 +83,13 @@ class _Builder:
             self.by_ref.setdefault(ref, fx_node)
             if fx_node.op == "call_function" and ref.index == 0 and fx_node.name != ref.name:
                 self.by_ref[ref] = fx_node
-        self.slots = tuple(NodeSlot(n, tuple(symbol(s) for s in n.symbols), self._device_of(n)) for n in nodes)
+        slots = [NodeSlot(n, tuple(symbol(s) for s in n.symbols), self._device_of(n)) for n in nodes]
+        self.first_group = len(slots)
+        slots += [
+            NodeSlot(g.node, tuple(symbol(s) for s in g.node.symbols), self._device_of(g.node), g.members, True)
+            for g in groups
+        ]
+        self.slots = tuple(slots)
         self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter}
 
     def _device_of(self, node: FusionNode) -> torch.device:
@@ -113,7 +125,7 @@ class _Builder:
 
     def _units(self) -> list[_Unit]:
         fused: dict[str, int] = {}
-        for index, slot in enumerate(self.slots):
+        for index, slot in enumerate(self.slots[: self.first_group]):
             fused.update((op.name, index) for op in slot.node.kernels)
         units: list[_Unit] = []
         groups: dict[int, _Unit] = {}
@@ -135,7 +147,33 @@ class _Builder:
             node = self.slots[index].node
             unit.inputs = [self._node_of(name) for name in node.input_names]
             unit.outputs = [self.by_ref[ref] for ref in node.outputs]
+        for index in range(self.first_group, len(self.slots)):
+            units = self._grouped(units, index)
         return units
+
+    def _grouped(self, units: list[_Unit], index: int) -> list[_Unit]:
+        """The units with those of a group as one. Views between them run inside too; others keep their own copy."""
+        node = self.slots[index].node
+        names = {op.name for op in node.operations}
+        kernels = {op.name for op in node.kernels}
+
+        def name_of(n: fx.Node) -> str:
+            ref = self.imported.refs.get(n)
+            return ref.name if ref is not None else ""
+
+        inner = [u for u in units if any(name_of(n) in kernels for n in u.nodes)]
+        rest = [u for u in units if not any(u is i for i in inner)]
+        views = [u for u in rest if u.slot is None and name_of(u.nodes[0]) in names]
+        group = _Unit([n for u in inner for n in u.nodes], index, position=max(u.position for u in inner))
+        copies = [_Unit(list(u.nodes), None, list(u.inputs), list(u.outputs), u.position) for u in views]
+        group.inner = self._order([*inner, *copies])
+        group.inputs = [self._node_of(name) for name in node.input_names]
+        group.arity = len(group.inputs)
+        made = {n for u in group.inner for n in u.nodes}
+        outside = [n for u in group.inner for n in u.inputs if n not in made]  # sizes that a view asks for
+        group.inputs += [n for n in dict.fromkeys(outside) if n not in group.inputs]
+        group.outputs = [self.by_ref[ref] for ref in node.outputs]
+        return [*rest, group]
 
     def _node_of(self, name: str) -> fx.Node:
         """The FX node of a node input."""
@@ -223,24 +261,51 @@ class _Builder:
         plain: list[str] = []
         timed: list[str] = []
         for index, unit in enumerate(units):
-            line = self._line(unit)
+            if unit.inner:
+                lines, timed_lines = self._branch(unit)
+            else:
+                lines = timed_lines = [f"    {self._line(unit)}"]
             dead = [n.name for n in dict.fromkeys(unit.inputs) if last[n] == index and n not in kept and n in live]
             dead += [n.name for n in unit.outputs if n not in last and n not in kept]
             clean = [f"    del {', '.join(dead)}"] if dead else []
-            plain += [f"    {line}", *clean]
-            if unit.slot is None:
-                timed += [f"    {line}", *clean]
-            elif self.slots[unit.slot].device.type == "cpu":
-                timed += ["    af_t = clock()", f"    {line}", f"    times[{unit.slot}] += clock() - af_t", *clean]
-            else:
-                timer = f"    af_plan.timers[{unit.slot}]"
-                timed += [f"{timer}.start()", f"    {line}", f"{timer}.stop()", *clean]
+            plain += [*lines, *clean]
+            timed += [*self._measured(unit, timed_lines), *clean]
         back = f"    return {self._arg(output.args[0])}"
         return [*plain, back], [*timed, back]
 
+    def _measured(self, unit: _Unit, lines: list[str]) -> list[str]:
+        """The lines of a unit, between those that take their time where it is a node or a group."""
+        if unit.slot is None:
+            return lines
+        if self.slots[unit.slot].device.type == "cpu":
+            start = f"af_t{unit.slot}"
+            return [f"    {start} = clock()", *lines, f"    times[{unit.slot}] += clock() - {start}"]
+        timer = f"    af_plan.timers[{unit.slot}]"
+        return [f"{timer}.start()", *lines, f"{timer}.stop()"]
+
+    def _branch(self, unit: _Unit) -> tuple[list[str], list[str]]:
+        """A group: its own callable, or what it is made of; without and with measuring."""
+        assert unit.slot is not None
+        kept = {*unit.outputs, *unit.inputs}
+        last: dict[fx.Node, int] = {}
+        for index, part in enumerate(unit.inner):
+            last.update((n, index) for n in part.inputs)
+        made = {n for part in unit.inner for n in part.outputs}
+        plain, timed = [], []
+        for index, part in enumerate(unit.inner):
+            lines = [f"    {self._line(part)}"]
+            dead = [n.name for n in dict.fromkeys(part.inputs) if last[n] == index and n in made and n not in kept]
+            dead += [n.name for n in part.outputs if n not in last and n not in kept]
+            clean = [f"    del {', '.join(dead)}"] if dead else []
+            plain += [*lines, *clean]
+            timed += [*self._measured(part, lines), *clean]
+        head = [f"    if af_n{unit.slot} is None:"]
+        tail = ["    else:", f"        {self._line(unit)}"]
+        return [*head, *_indented(plain), *tail], [*head, *_indented(timed), *tail]
+
     def _line(self, unit: _Unit) -> str:
         if unit.slot is not None:
-            inputs = ", ".join(n.name for n in unit.inputs)
+            inputs = ", ".join(n.name for n in unit.inputs[: unit.arity])
             return f"{', '.join(n.name for n in unit.outputs)} = af_n{unit.slot}({inputs})"
         node = unit.nodes[0]
         args = [self._arg(a) for a in node.args]
@@ -275,6 +340,10 @@ class _Builder:
         name = f"af_c{len(self.namespace)}"  # dtypes, devices, layouts: constants of the function
         self.namespace[name] = arg
         return name
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 def _ref_of(name: str) -> ValueRef:

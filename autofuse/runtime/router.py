@@ -99,6 +99,9 @@ class NodeState:
     broken: bool = False  # failed once in this plan: eager for good
     fused_before: int = 0  # calls on a fused kernel under earlier choices
     since: int = 0  # the plan's count when the present choice began
+    covered: bool = False  # part of a group that runs as a whole: not called at all
+    idle_before: int = 0  # calls of the plan that went to such a group instead
+    covered_at: int = 0  # the plan's count when that began
 
 
 class Plan:
@@ -119,7 +122,10 @@ class Plan:
             form = slot.node.form
             unfused = make_unfused(form, values, slot.device)
             self.nodes.append(NodeState(slot, form, slot.node.fusion_id, values, unfused))
-        self.calls: tuple[NodeCall, ...] = tuple(node.unfused for node in self.nodes)
+        # A group without a callable runs its nodes and products one by one.
+        self.calls: tuple[NodeCall | None, ...] = tuple(
+            None if node.slot.is_group else node.unfused for node in self.nodes
+        )
         # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
         self._node_times = [deque[float](maxlen=KEPT_SAMPLES) for _ in self.nodes]
         self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
@@ -128,7 +134,11 @@ class Plan:
 
     def fused_calls(self, node: NodeState) -> int:
         """Calls of the node that ran a fused kernel so far."""
-        return node.fused_before + (self.count - node.since if node.tag else 0)
+        return node.fused_before + (self.count - node.since if node.tag and not node.covered else 0)
+
+    def calls_of(self, node: NodeState) -> int:
+        """Calls of the plan in which the node was called by itself."""
+        return self.count - node.idle_before - (self.count - node.covered_at if node.covered else 0)
 
     def start_sample(self) -> None:
         """Before a timed call: what earlier ones measured on GPUs has come in by now."""
@@ -233,23 +243,23 @@ class GraphRouter:
                     continue
                 choice = self.catalogue.choose(node.fusion_id, node.values, node.slot.device)
                 tag = choice.tag if choice.entry is not None else ""
-                if not choice.known or tag == node.tag:
+                if not choice.known or tag == node.tag or node.covered:
                     continue
                 try:
                     calls[index] = self._callable(plan, index, node, choice)
                 except (ShapeError, DeviceError) as error:
                     node.broken = True
                     self.catalogue.node_failed(node, str(error))
-                    calls[index], tag = node.unfused, ""
+                    calls[index], tag = _plain(node), ""
                 self._account(plan, node, tag)
                 changed = True
             if changed:
                 plan.calls = tuple(calls)
             return changed
 
-    def _callable(self, plan: Plan, index: int, node: NodeState, choice: Choice) -> NodeCall:
+    def _callable(self, plan: Plan, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
         if choice.entry is None:
-            return node.unfused
+            return _plain(node)
 
         def failed(error: Exception, *inputs: Any) -> Any:
             settle(f"{type(error).__name__}: {error}")
@@ -260,7 +270,7 @@ class GraphRouter:
                 return
             with self._lock:
                 calls = list(plan.calls)
-                calls[index] = self.catalogue.wrap(node, fused, node.unfused) if problem is None else node.unfused
+                calls[index] = self.catalogue.wrap(node, fused, node.unfused) if problem is None else _plain(node)
                 plan.calls = tuple(calls)
                 if problem is not None:
                     node.broken = True
@@ -277,7 +287,25 @@ class GraphRouter:
         node.fused_before = plan.fused_calls(node)
         node.since = plan.count
         node.tag = tag
-        plan.fused_nodes = sum(1 for n in plan.nodes if n.tag)
+        for index in node.slot.members:
+            _cover(plan, plan.nodes[index], bool(tag))
+        plan.fused_nodes = sum(1 for n in plan.nodes if n.tag and not n.covered)
+
+
+def _plain(node: NodeState) -> NodeCall | None:
+    """What runs without a kernel: eager's operations; the parts of a group have callables of their own."""
+    return None if node.slot.is_group else node.unfused
+
+
+def _cover(plan: Plan, member: NodeState, covered: bool) -> None:
+    """A group begins or ends to run in place of a node."""
+    if covered == member.covered:
+        return
+    if covered:
+        member.fused_before, member.covered_at = plan.fused_calls(member), plan.count
+    else:
+        member.idle_before, member.since = plan.count - plan.calls_of(member), plan.count
+    member.covered = covered
 
 
 class _Recorder:

@@ -38,6 +38,7 @@ from autofuse.runtime.backstage import Backstage, load_missing
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
 from autofuse.runtime.gpu import launcher, philox
+from autofuse.runtime.graph_log import GraphLog
 from autofuse.runtime.launch import NodeCall
 from autofuse.runtime.node_timer import NodeTimer
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
@@ -45,6 +46,7 @@ from autofuse.runtime.tuning import TuningClient
 from autofuse.runtime.usage import node_uses
 from autofuse.say import say
 from autofuse.settings import Settings, load
+from autofuse.ways.groups import Group, find_groups
 
 ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
@@ -70,6 +72,7 @@ class Session:
         self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
         self.capture_seconds = 0.0
         self.routers: list[GraphRouter] = []
+        self.graphs = GraphLog()
         self.refusals: list[Any] = []
         self._written_refusals = 0
         self.estimates: dict[str, float] = {}  # fusion_id -> estimated speedup
@@ -130,6 +133,14 @@ class Session:
         self.refusals.extend(self.engine.refusals[before:])
         return nodes
 
+    def plan_groups(self, graph: FusionGraph, nodes: Sequence[FusionNode]) -> list[Group]:
+        """Groups of a graph: products and convolutions with the nodes around them."""
+        if not self.engine.enabled:
+            return []
+        groups, refusals = find_groups(graph, nodes, self.engine.config)
+        self.refusals.extend(refusals)
+        return groups
+
     def _lowerable(self, form: NodeForm) -> tuple[str, str] | None:
         text = form.text()
         if text not in self._lowered:
@@ -146,6 +157,7 @@ class Session:
                 self.estimates[node.fusion_id] = self.engine.benefit(node, graph).estimated_speedup
                 self.sources[node.fusion_id] = next((op.source for op in node.kernels if op.source), "")
         self.routers.append(router)
+        self.graphs.add(router, graph, nodes)
         self.disturbances += 1
         if self.settings.run.debug >= 3:
             for node in nodes:
@@ -317,9 +329,10 @@ class Session:
         fused = unfused = 0
         for router in list(self.routers):
             for plan in router.all_plans():
-                done = sum(plan.fused_calls(node) for node in plan.nodes)
-                fused += done
-                unfused += plan.count * len(plan.nodes) - done
+                for node in plan.nodes:
+                    done = plan.fused_calls(node)
+                    fused += done
+                    unfused += 0 if node.slot.is_group else plan.calls_of(node) - done
         return RunTotals(
             steps=self.roots.steps(),
             fused_calls=fused,
@@ -346,6 +359,7 @@ class Session:
         self._finished = True
         self._exit_code = exit_code if exit_code is not None else 0
         self.roots.uninstall()
+        self.graphs.post(self.backstage.post_event)
         self.tuning.hand_over()
         self.backstage.stop()
         with _lock:

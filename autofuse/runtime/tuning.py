@@ -160,7 +160,9 @@ class TuningClient:
         return [
             (index, node)
             for index, node in enumerate(plan.nodes)
-            if not node.broken and not self._session.choose(node.fusion_id, node.values, node.slot.device).known
+            if not node.broken
+            and not node.covered
+            and not self._session.choose(node.fusion_id, node.values, node.slot.device).known
         ]
 
     def _open_nodes(self, plan: Plan) -> list[tuple[int, NodeState, Place]]:

@@ -29,6 +29,7 @@ from autofuse.runtime.launch import make_launcher, make_unfused
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, Sampler, WallSampler, race
 from autofuse.tuner.verify import GuardedAllocator, Verifier
+from autofuse.ways.bundle import is_bundle, unpack
 
 ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that they do not all sit in the L2
 MAX_COPIES = 4
@@ -134,7 +135,8 @@ class NodeBench:
     def load(self, digest: str, name: str, binary: bytes) -> None:
         """Map a kernel into the process, once."""
         if digest not in self._loaded:
-            self._loaded[digest] = self._rig.load(digest, name, binary)
+            is_way = is_bundle(binary)
+            self._loaded[digest] = unpack(binary, self._rig.load) if is_way else self._rig.load(digest, name, binary)
 
     def check(self, digest: str, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         """The worst error ratio over the cases. Raises `verify.Wrong`."""

@@ -19,11 +19,39 @@ import torch  # noqa: E402
 from autofuse.codegen.triton.interpret import load_interpreted  # noqa: E402
 from autofuse.codegen.triton.source import TritonSource  # noqa: E402
 from autofuse.ir.operation import NodeForm  # noqa: E402
-from autofuse.runtime.launch import empty_like_spec, expected_outputs, make_unfused  # noqa: E402
+from autofuse.runtime.launch import empty_like_spec, expected_outputs, make_launcher, make_unfused  # noqa: E402
 from autofuse.tuner.bench import Rig  # noqa: E402
 from autofuse.tuner.timing import Sampler, WallSampler  # noqa: E402
 from autofuse.tuner.verify import GuardedAllocator  # noqa: E402
 from autofuse.tuner.worker import main  # noqa: E402
+
+
+class Interpreted:
+    """An interpreted kernel, to be called like any other (`runtime.launch.Composed`)."""
+
+    def __init__(self, binary: bytes) -> None:
+        self._run = load_interpreted(TritonSource.from_json(json.loads(binary)))
+
+    def make_call(
+        self,
+        form: NodeForm,
+        symbol_values: Sequence[int],
+        threads: int,
+        allocate: Callable[..., torch.Tensor] | None = None,
+        failed: Callable[..., Any] | None = None,
+    ) -> Callable[..., Any]:
+        """The callable for one shape; what it raises goes to the caller."""
+        table = dict(zip(form.symbols, symbol_values, strict=True))
+        layouts = expected_outputs(form, symbol_values)
+        empty = allocate or empty_like_spec
+
+        def launch(*inputs: torch.Tensor) -> Any:
+            outputs = tuple(empty(*layout) for layout in layouts)
+            if any(t.numel() for t in outputs):
+                self._run(table, [*inputs, *outputs])
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        return launch
 
 
 class InterpreterRig:
@@ -32,7 +60,7 @@ class InterpreterRig:
     device = torch.device("cpu")
 
     def load(self, digest: str, name: str, binary: bytes) -> Any:
-        return load_interpreted(TritonSource.from_json(json.loads(binary)))
+        return Interpreted(binary)
 
     def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
         return make_unfused(form, values, self.device)
@@ -40,17 +68,7 @@ class InterpreterRig:
     def launcher(
         self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
     ) -> Callable[..., Any]:
-        table = dict(zip(form.symbols, values, strict=True))
-        layouts = expected_outputs(form, values)
-        empty = allocate or empty_like_spec
-
-        def launch(*inputs: torch.Tensor) -> Any:
-            outputs = tuple(empty(*layout) for layout in layouts)
-            if any(t.numel() for t in outputs):
-                loaded(table, [*inputs, *outputs])
-            return outputs if len(outputs) > 1 else outputs[0]
-
-        return launch
+        return make_launcher(form, loaded, values, threads, allocate)
 
     def usable_threads(self, threads: int) -> int:
         return 0

@@ -412,6 +412,8 @@ class Job:
         calls = max((s.calls for s in self.request.shapes), default=0)
         if values is None or calls < SPECIALISE_CALLS or not self.form.symbols or self._seconds_left() <= 0:
             return
+        if len(set(self._bench.variants)) == 1:
+            return  # ways have no other form
         bucket = exact_bucket(values)
         request = replace(
             self.request,

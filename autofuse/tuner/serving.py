@@ -14,7 +14,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import IO
 
 import psutil
@@ -27,7 +28,7 @@ from autofuse.db.store import Store
 from autofuse.errors import StoreError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Bucket, Config, Decision, TuneRequest
+from autofuse.ir.records import Bucket, Config, Decision, KernelRecord, ObservedShape, TuneRequest
 from autofuse.settings import Settings
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.buckets import distance
@@ -37,8 +38,11 @@ from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive
 from autofuse.tuner.pipes import Interrupted
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.visible_devices import as_seen_by
+from autofuse.tuner.ways import WAY, WayWorkshop
 from autofuse.tuner.worker_process import NotReady, WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
+from autofuse.ways.cut import WHOLE, cuts_of, is_group, ways_of
+from autofuse.ways.record import Way, kernel_id
 
 log = logging.getLogger("autofuse.daemon")
 
@@ -54,6 +58,7 @@ NEIGHBOURS = 3  # winners of other buckets that a search starts from
 NOT_READY = "not possible just now: "  # begins the message of a request that another daemon may succeed with
 NOT_READY_SECONDS = 60.0  # how long that is believed: each try starts a process that imports torch
 OTHER_DEVICES = ("cuda:", "interpreter:")  # beginnings of keys: every GPU of this machine
+CUT_BELOW = 1.15  # speedup of one kernel below which it is also tried as two
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
 
 
@@ -226,14 +231,83 @@ class TuningLoop:
         self._not_ready.pop(device, None)
 
     def _tune(self, request: TuneRequest) -> Outcome:
-        tuner = self.settings.tuner
+        self._workshop(request.key.device).worker.start()  # imports torch while the first kernels compile
+        form = NodeForm.from_json(dict(request.node))
+        if is_group(form):
+            return self._tune_ways(request, form, ways_of(form))
+        outcome = self._tune_kernel(request, form)
+        if self._may_cut(outcome.decisions):
+            ways = cuts_of(form)
+            if ways:
+                outcome = _with_cuts(outcome, self._tune_ways(request, form, ways, outcome))
+        return outcome
+
+    @staticmethod
+    def _may_cut(decisions: Sequence[Decision]) -> bool:
+        """Whether one kernel gains so little that two might gain more."""
+        known = [d for d in decisions if d.reason in ("won", "no_gain", "below_margin")]
+        return bool(known) and known[0].speedup < CUT_BELOW
+
+    def _tune_ways(
+        self, request: TuneRequest, form: NodeForm, ways: Sequence[Way], whole: Outcome | None = None
+    ) -> Outcome:
+        """Race programs of several kernels. ``whole``: what is known of the node as one kernel."""
         workshop = self._workshop(request.key.device)
-        workshop.worker.start()  # imports torch while the first kernels compile
+
+        def tune_part(part: NodeForm, printer: str, symbols: Sequence[str]) -> KernelRecord | None:
+            if whole is not None and part.text() == form.text():
+                return next((k for k in whole.kernels), None)
+            return self._part_winner(request, form, part, printer, symbols)
+
+        bench = WayWorkshop(workshop, request.key.fusion_id, form, request.key.threads, request.bucket, ways, tune_part)
+        outcome = Job(request, bench, self._limits(request), (), self._clock).run()
+        outcome.decisions = [replace(d, detail=_ways_detail(d, outcome, ways)) for d in outcome.decisions]
+        return outcome
+
+    def _part_winner(
+        self, request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, symbols: Sequence[str]
+    ) -> KernelRecord | None:
+        """The kernel of a part in the request's bucket: a known decision's, else tuned now; None where eager wins."""
+        at = [form.symbols.index(name) for name in symbols]
+        bucket = Bucket(tuple(request.bucket.ranges[i] for i in at))
+        calls: dict[tuple[int, ...], int] = {}
+        for shape in request.shapes:
+            values = tuple(shape.symbol_values[i] for i in at)
+            calls[values] = calls.get(values, 0) + shape.calls
+        key = replace(request.key, fusion_id=kernel_id(part, printer), bucket=bucket.label)
+        known = [
+            stored.decision
+            for stored in self._store.decision_history(key.fusion_id)
+            if stored.decision.key == key and stored.decision.bucket == bucket
+        ]
+        if not known:
+            shapes = tuple(ObservedShape(values, n) for values, n in sorted(calls.items(), key=lambda i: -i[1]))
+            own = replace(request, key=key, node=part.to_json(), bucket=bucket, shapes=shapes)
+            outcome = self._tune_kernel(own, part)
+            self._keep(own, outcome)
+            known = [d for d in outcome.decisions if d.bucket == bucket]
+        winner = known[-1].compile_key if known else None
+        return self._store.get_kernel(winner) if winner else None
+
+    def _clock(self) -> float:
+        """Seconds of work."""
+        return time.monotonic() - self._share.rested_seconds
+
+    def _tune_kernel(self, request: TuneRequest, form: NodeForm) -> Outcome:
+        """One node as one kernel."""
+        workshop = self._workshop(request.key.device)
         winners = self._known_winners(request)
+        bench = workshop.bench(request.key.fusion_id, form, request.key.threads, request.bucket)
+        nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
+        seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
+        return Job(request, bench, self._limits(request), seeds, self._clock).run()
+
+    def _limits(self, request: TuneRequest) -> JobLimits:
+        tuner = self.settings.tuner
         # Beside a script most of the time is spent waiting for a core.
         seconds = tuner.job_seconds * (1.0 if self._is_urgent() else PATIENT)
         is_gpu = request.key.device.startswith("cuda:")
-        limits = JobLimits(
+        return JobLimits(
             tuner.trials,
             tuner.rounds,
             tuner.margin,
@@ -241,11 +315,6 @@ class TuningLoop:
             self._memory_bytes(request.key.device),
             GPU_CASE_BYTES if is_gpu else CASE_BYTES,
         )
-        form = NodeForm.from_json(dict(request.node))
-        bench = workshop.bench(request.key.fusion_id, form, request.key.threads, request.bucket)
-        nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
-        seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
-        return Job(request, bench, limits, seeds, lambda: time.monotonic() - self._share.rested_seconds).run()
 
     def _keep(self, request: TuneRequest, outcome: Outcome) -> None:
         for kernel in outcome.kernels:
@@ -253,7 +322,7 @@ class TuningLoop:
         self._store.put_measurements(request.key, outcome.measurements)
         for decision in outcome.decisions:
             self._store.put_decision(decision)
-            self._note_winner(self._winners[self._family(request)], decision)
+            self._note_winner(self._winners.setdefault(self._family(request), {}), decision)
         self._store.finish_request(request.key, "done")
 
     def _known_winners(self, request: TuneRequest) -> dict[Bucket, Config]:
@@ -274,7 +343,7 @@ class TuningLoop:
         return f"{request.key.fusion_id}/{request.key.threads}/{request.key.device}"
 
     def _note_winner(self, winners: dict[Bucket, Config], decision: Decision) -> None:
-        if decision.reason == "won":
+        if decision.reason == "won" and decision.candidate.variant != WAY:
             winners[decision.bucket] = decision.candidate.config
 
     # ---- devices --------------------------------------------------------------------------------
@@ -382,3 +451,25 @@ class TuningLoop:
                 data={"rss_bytes": psutil.Process().memory_info().rss},
             )
         )
+
+
+def _ways_detail(decision: Decision, outcome: Outcome, ways: Sequence[Way]) -> str:
+    """The reason for a choice among ways: what each of them gained."""
+    gains = {str(dict(m.candidate.config)[WAY]): m.speedup for m in outcome.measurements if m.speedup is not None}
+    seen = ", ".join(f"{name} {gain:.2f}x" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
+    chosen = dict(decision.candidate.config).get(WAY)
+    words = next((way.detail for way in ways if way.name == chosen), "")
+    return "; ".join(part for part in (words, f"measured: {seen}" if seen else "", decision.detail) if part)
+
+
+def _with_cuts(whole: Outcome, cut: Outcome) -> Outcome:
+    """One kernel stays unless a way has won; what was measured of the ways is kept, and the reason."""
+    merged = Outcome(list(whole.decisions), [*whole.measurements, *cut.measurements], list(whole.kernels))
+    first = cut.decisions[0]
+    chosen = dict(first.candidate.config).get(WAY)
+    if first.reason == "won" and chosen != WHOLE:
+        merged.kernels += cut.kernels
+        merged.decisions = [first]
+    else:
+        merged.decisions[0] = replace(merged.decisions[0], detail=f"{merged.decisions[0].detail}; cuts: {first.detail}")
+    return merged

@@ -1,0 +1,52 @@
+"""What each captured graph looks like before and after fusion, kept for the report.
+
+In: a router with its graph and nodes, when they are planned. Out: one event a graph, when the run ends and its calls
+are known. Guarantee: never raises; a graph that cannot be measured is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.records import GRAPH_METRICS, Event
+from autofuse.runtime.router import GraphRouter
+
+log = logging.getLogger(__name__)
+
+
+class GraphLog:
+    """The graphs of a session, in the order in which they were captured."""
+
+    def __init__(self) -> None:
+        self._graphs: list[tuple[GraphRouter, dict[str, Any]]] = []
+
+    def add(self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode]) -> None:
+        """Measure a graph as it is and as it is planned."""
+        try:
+            fused = [{op.name for op in node.kernels} for node in nodes]
+            before, after = graph.metrics(), graph.metrics(fused)
+        except Exception as error:
+            log.debug("a %s graph has no metrics: %s", router.phase, error)
+            return
+        # Captured anew for other sizes, a graph has the same operators: reports add such graphs up.
+        operators = " ".join(op.target for op in graph.operations)
+        data = {
+            "phase": router.phase,
+            "operators": hashlib.sha256(operators.encode()).hexdigest()[:16],
+            "source": next((op.source for op in graph.operations if op.source), ""),
+            "before": before.to_json(),
+            "after": after.to_json(),
+        }
+        self._graphs.append((router, data))
+
+    def post(self, post_event: Callable[[Event], None]) -> None:
+        """One event a graph, with its calls so far."""
+        for router, data in self._graphs:
+            calls = sum(plan.count for plan in router.all_plans())
+            message = f"{data['phase']}: {data['before']['nodes']} nodes, {data['after']['nodes']} after fusion"
+            post_event(Event(GRAPH_METRICS, message, data | {"calls": calls}))

@@ -1,0 +1,67 @@
+"""The ways of a node as candidates: built from the winners of their parts, then checked and raced like any kernel.
+
+In: the ways of a form, and a function that tunes one part. Out: what a `Job` asks of a bench, with one knob: the way.
+Guarantee: parts are tuned before anything of the node is timed; a part that eager wins runs eager's operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autofuse.codegen.knobs import Knob
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord, make_config
+from autofuse.tuner.worker_process import CandidateProblem
+from autofuse.tuner.workshop import Built, NodeWorkshop, Workshop
+from autofuse.ways.bundle import pack
+from autofuse.ways.record import Way
+
+WAY = "way"  # the variant, and its only knob
+TunePart = Callable[[NodeForm, str, tuple[str, ...]], KernelRecord | None]  # form, printer, the node's symbols it uses
+
+
+class WayWorkshop(NodeWorkshop):
+    """Programs of several kernels and vendor's calls as candidates for one node."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        fusion_id: str,
+        form: NodeForm,
+        threads: int,
+        bucket: Bucket,
+        ways: Sequence[Way],
+        tune_part: TunePart,
+    ) -> None:
+        """Raises what the tuning of a part raises."""
+        super().__init__(workshop, fusion_id, form, threads, bucket)
+        self._built: dict[str, KernelRecord] = {}
+        for way in ways:
+            kernels, current = [], way
+            for index in reversed(range(len(way.parts))):
+                node = way.nodes[index]
+                kernel = tune_part(node.form, way.parts[index].printer, node.symbols)
+                if kernel is None:
+                    current = current.without(index)
+                else:
+                    kernels.append(kernel)
+            self._built[way.name] = pack(current, kernels[::-1], workshop.backend.generic)
+        self.names = tuple(self._built)
+
+    @property
+    def variants(self) -> tuple[str, str]:
+        return WAY, WAY
+
+    def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
+        return (Knob(WAY, self.names, self.names[0], "which program runs the node"),)
+
+    def default(self, values: Sequence[int]) -> Config:
+        return make_config({WAY: self.names[0]})
+
+    def build(
+        self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> list[Built | CandidateProblem]:
+        return [Built(c, self._built[str(dict(c.config)[WAY])], 0.0) for c in candidates]
+
+    def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
+        return built  # its parts were completed for their buckets

@@ -1,0 +1,126 @@
+"""A way as a callable: straight-line Python of aten calls, vendor's calls and generated kernels.
+
+In: a way, the loaded kernel of each part, the values of the node's symbols. Out: a flat function of the node's inputs.
+Guarantee: outputs have exactly the sizes and strides that the form promises; intermediates die at their last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.runtime.launch import (
+    Entry,
+    NodeCall,
+    device_type,
+    dims_text,
+    make_launcher,
+    render_arg,
+    render_operation,
+    value_name,
+)
+from autofuse.ways.record import Way, flat_ref
+from autofuse.ways.vendor import VENDORS, as_promised
+
+
+@dataclass(frozen=True)
+class LoadedWay:
+    """A way with its kernels in this process (`runtime.launch.Composed`)."""
+
+    way: Way
+    entries: tuple[Entry, ...]  # of the parts, in order
+
+    def make_call(
+        self,
+        form: NodeForm,
+        symbol_values: Sequence[int],
+        threads: int,
+        allocate: Callable[..., torch.Tensor] | None = None,
+        failed: Callable[..., Any] | None = None,
+    ) -> NodeCall:
+        """The callable for one shape; ``failed(error, *inputs)`` answers in place of a call that raised."""
+        values = dict(zip(form.symbols, symbol_values, strict=True))
+        kernels = []
+        for node, entry in zip(self.way.nodes, self.entries, strict=True):
+            own = [values[name] for name in node.symbols]
+            kernels.append(make_launcher(node.form, entry, own, threads, allocate))
+        source, namespace = render(self.way)
+        exec(compile(source, f"<autofuse way {self.way.name}>", "exec"), namespace)
+        device = torch.device(device_type(form))
+        call: NodeCall = namespace["make"](*symbol_values, device, kernels, failed or _raise)
+        return call
+
+
+def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
+    raise error
+
+
+def render(way: Way) -> tuple[str, dict[str, Any]]:
+    """The Python text of a way, and what it needs besides."""
+    form = way.form
+    namespace: dict[str, Any] = {"torch": torch, "as_promised": as_promised}
+    inputs = ", ".join(item.name for item in form.inputs)
+    head = [f"def make({', '.join([*form.symbols, 'device', 'kernels', 'failed'])}):"]
+    body: list[str] = []
+    uses: list[set[str]] = []
+    for step in way.steps:
+        if isinstance(step, int):
+            head.append(f"    k{step} = kernels[{step}]")
+            line, read = _part_line(way, step)
+        elif step.target.startswith("vendor."):
+            head.append(f"    f_{step.name} = vendor_{step.name}()")
+            namespace[f"vendor_{step.name}"] = VENDORS[step.target]
+            line, read = _vendor_line(step, form), {ref.name for ref in step.inputs}
+        else:
+            line = f"{step.name} = {render_operation(step, form, namespace)}"
+            read = {ref.name for ref in step.inputs}
+        body.append(line)
+        uses.append(read)
+    body = _with_deaths(body, uses, {ref.name for ref in form.outputs}, {item.name for item in form.inputs})
+    results = ", ".join(value_name(ref, form) for ref in form.outputs)
+    lines = [*head, f"    def run({inputs}):", "        try:", *(f"            {line}" for line in body)]
+    lines += [f"            return {results}", "        except Exception as error:"]
+    lines += [f"            return failed({', '.join(['error', *([inputs] if inputs else [])])})", "    return run"]
+    return "\n".join(lines), namespace
+
+
+def _part_line(way: Way, index: int) -> tuple[str, set[str]]:
+    node = way.nodes[index]
+    refs = [flat_ref(name) for name in node.input_names]
+    arguments = ", ".join(value_name(ref, way.form) for ref in refs)
+    by_operation: dict[str, list[ValueRef]] = {}
+    for ref in node.outputs:
+        by_operation.setdefault(ref.name, []).append(ref)
+    targets = [f"{ref.name}_{ref.index}" for ref in node.outputs]
+    line = f"{', '.join(targets)} = k{index}({arguments})"
+    for name, outputs in by_operation.items():
+        op = way.graph.by_name[name]
+        if len(op.outputs) == 1:
+            line += f"; {name} = {name}_0; del {name}_0"
+        else:  # operations with several results are tuples everywhere
+            known = {ref.index for ref in outputs}
+            items = "".join(f"{name}_{i}, " if i in known else "None, " for i in range(len(op.outputs)))
+            line += f"; {name} = ({items}); del {', '.join(f'{name}_{i}' for i in sorted(known))}"
+    return line, {ref.name for ref in refs}
+
+
+def _vendor_line(op: Operation, form: NodeForm) -> str:
+    arguments = ", ".join(render_arg(arg, form) for arg in op.args)
+    return f"{op.name} = as_promised(f_{op.name}({arguments}), {_layout(op.outputs[0])})"
+
+
+def _layout(spec: TensorSpec) -> str:
+    return f"{dims_text(spec.shape.dims)}, {dims_text(spec.strides.dims)}"
+
+
+def _with_deaths(body: list[str], uses: list[set[str]], leaving: set[str], inputs: set[str]) -> list[str]:
+    last = {name: index for index, names in enumerate(uses) for name in names}
+    lines = []
+    for index, line in enumerate(body):
+        dead = sorted(name for name, at in last.items() if at == index and name not in leaving and name not in inputs)
+        lines.append(f"{line}; del {', '.join(dead)}" if dead else line)
+    return lines

@@ -1,0 +1,93 @@
+"""Finding chains of operations in a form, and putting one operation in their place.
+
+In: a form as a graph. Out: the next link of a chain, seen through views; a form with the chain replaced.
+Guarantee: a link is only followed where nothing else reads the value between, so nothing that is needed goes missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.operation import Arg, NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import OpKind, info
+from autofuse.ir.shape import contiguous_strides
+
+
+@dataclass(frozen=True)
+class Link:
+    """An operation that alone reads a value, and the views it sees it through."""
+
+    operation: Operation
+    operand: int  # position of the value among the arguments
+    views: tuple[Operation, ...]
+
+
+def next_link(graph: FusionGraph, op: Operation) -> Link | None:
+    """The one reader of output 0 of ``op``; None where there are several, or the value leaves."""
+    views: list[Operation] = []
+    current = op
+    while True:
+        readers = graph.consumers[current.name]
+        if len(readers) != 1 or any(ref.name == current.name for ref in graph.outputs):
+            return None
+        reader = readers[0]
+        if info(reader.target).kind is OpKind.VIEW:
+            views.append(reader)
+            current = reader
+            continue
+        positions = [i for i, arg in enumerate(reader.args) if arg == ValueRef(current.name)]
+        if len(positions) != 1 or any(arg == ValueRef(current.name) for _, arg in reader.kwargs):
+            return None
+        return Link(reader, positions[0], tuple(views))
+
+
+def is_contiguous(spec: TensorSpec) -> bool:
+    return spec.strides.dims == contiguous_strides(spec.shape.dims)
+
+
+def as_shape(graph: FusionGraph, ref: ValueRef, like: TensorSpec, name: str) -> tuple[ValueRef, list[Operation]] | None:
+    """``ref`` with the sizes of ``like``: itself, or a view under ``name``; None where a view may not do."""
+    spec = graph.spec(ref)
+    if spec.shape == like.shape:
+        return ref, []
+    if not is_contiguous(spec) or spec.numel != like.numel:
+        return None
+    strides = type(spec.strides)(contiguous_strides(like.shape.dims))
+    viewed = replace(spec, shape=like.shape, strides=strides)
+    return ValueRef(name), [Operation(name, "aten.view.default", (ref, like.shape.dims), (), (viewed,))]
+
+
+def replaced(form: NodeForm, chain: Sequence[Operation], new: Sequence[Operation]) -> NodeForm:
+    """The form with ``new`` in place of ``chain``, whose last value it gives; views that nobody reads are left out."""
+    gone = {op.name for op in chain}
+    operations = [op for op in form.operations if op.name not in gone]
+    # As late as the last link: its operands exist by then. As early as that: so do the readers' values.
+    last = max(index for index, op in enumerate(form.operations) if op.name in gone)
+    before = [op for op in form.operations[:last] if op.name not in gone]
+    operations = [*before, *new, *operations[len(before) :]]
+    return replace(form, operations=_live(operations, form.outputs))
+
+
+def _live(operations: Sequence[Operation], outputs: Sequence[ValueRef]) -> tuple[Operation, ...]:
+    needed = {ref.name for ref in outputs}
+    kept: list[Operation] = []
+    for op in reversed(operations):
+        if op.name in needed:
+            kept.append(op)
+            needed |= {ref.name for ref in op.inputs}
+    return tuple(reversed(kept))
+
+
+def result_of(op: Operation, made: ValueRef, made_spec: TensorSpec) -> list[Operation]:
+    """Give ``made`` out as the result of ``op``: the same elements under other sizes, no view in autograd's sense."""
+    spec = op.outputs[0]
+    if spec.shape == made_spec.shape:
+        return []
+    return [Operation(op.name, "aten._unsafe_view.default", (made, spec.shape.dims), (), (spec,), op.source)]
+
+
+def number(arg: Arg) -> float | None:
+    """A plain number, None for anything else."""
+    return float(arg) if isinstance(arg, int | float) and not isinstance(arg, bool) else None

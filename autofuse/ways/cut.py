@@ -1,0 +1,83 @@
+"""The ways of a node: every rewrite, each with what is left of it cut into kernels; and the cuts of one kernel.
+
+In: a form. Out: `Way`s. The first is what runs without any group: each product by aten, the rest in kernels.
+Guarantee: torch-free and deterministic, so that the daemon and a script mean the same by a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autofuse.codegen.lowering.lower import lower
+from autofuse.errors import LoweringError
+from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
+from autofuse.fusion.config import FusionConfig
+from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.operation import NodeForm, Operation
+from autofuse.ir.optable import OpKind, info
+from autofuse.ways.record import Part, Way, graph_of
+from autofuse.ways.rewrites import rewrites
+
+PARTS, WHOLE = "parts", "one_kernel"
+MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
+LEAST_SIDE = 2  # operations on the smaller side of a cut
+
+
+def ways_of(form: NodeForm) -> list[Way]:
+    """The ways of a group."""
+    found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
+    found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
+    return found
+
+
+def cuts_of(form: NodeForm) -> list[Way]:
+    """One kernel and the cheapest cuts of it into two; empty where there is nothing to cut."""
+    graph = graph_of(form)
+    kernels = [op for op in form.operations if info(op.target).kind is not OpKind.VIEW]
+    cuts = []
+    for at in range(LEAST_SIDE, len(kernels) - LEAST_SIDE + 1):
+        sides = kernels[:at], kernels[at:]
+        if all(_lowers(graph, side) for side in sides):
+            cuts.append((_crossing_bytes(graph, *sides), at))
+    ways = [Way(WHOLE, form, (Part(tuple(op.name for op in kernels)),), "all of it in one kernel")]
+    for nbytes, at in sorted(cuts)[:MOST_CUTS]:
+        parts = tuple(Part(tuple(op.name for op in side)) for side in (kernels[:at], kernels[at:]))
+        name = kernels[at].short_name.strip("_")
+        detail = f"two kernels, cut before {name}, {nbytes / 1e6:.2f} MB between them at the planner's sizes"
+        ways.append(Way(f"cut_{at}_{name}", form, parts, detail))
+    return ways if len(ways) > 1 else []
+
+
+def is_group(form: NodeForm) -> bool:
+    """Whether a form holds operations that no nest of loops is made of, so that it has ways instead of a kernel."""
+    return any(info(op.target).kind in (OpKind.OPAQUE, OpKind.RANDOM) for op in form.operations)
+
+
+def _parts(form: NodeForm) -> tuple[Part, ...]:
+    analyzer = FusionCandidateAnalyzer(FusionConfig(), _refusal)
+    nodes = analyzer.find_fusible_operations(graph_of(form))
+    return tuple(Part(tuple(op.name for op in node.kernels)) for node in nodes)
+
+
+def _refusal(form: NodeForm) -> tuple[str, str] | None:
+    try:
+        lower(form)
+    except LoweringError as error:
+        return error.code, str(error)
+    return None
+
+
+def _lowers(graph: FusionGraph, side: Sequence[Operation]) -> bool:
+    return _refusal(build_node(graph, side).form) is None
+
+
+def _crossing_bytes(graph: FusionGraph, first: Sequence[Operation], second: Sequence[Operation]) -> int:
+    """Bytes that the first side writes only for the second."""
+    inside = {op.name for op in second}
+    made = {op.name for op in first}
+    crossing = {
+        ref
+        for ref, readers in graph.value_readers.items()
+        if ref.name in made and ref not in graph.leaving and inside.intersection(readers)
+    }
+    return sum(graph.nbytes(graph.spec(ref)) for ref in crossing)

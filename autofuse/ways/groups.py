@@ -1,0 +1,175 @@
+"""Groups: products, convolutions and attentions with the nodes around them, which together have several ways to run.
+
+In: a graph and its nodes. Out: `Group`s, each the operations of some nodes and the products between them.
+Guarantee: groups do not overlap and contracting each to a point leaves the graph acyclic. A group is an alternative:
+until a way of it has won, its nodes and products run on their own, as if there were no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autofuse.fusion.analyzer import build_node
+from autofuse.fusion.config import FusionConfig
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, ValueRef
+from autofuse.ir.records import Refusal
+from autofuse.ways.attention import find_attention
+from autofuse.ways.rewrites import rewrites
+
+PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+CONVOLUTIONS = frozenset(["convolution"])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operations with several ways to run them."""
+
+    node: FusionNode  # all of its operations, with the graph's names
+    members: tuple[int, ...]  # nodes that are part of it
+    kind: str  # "matmul", "conv" or "attention"
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of its operations, views left out."""
+        return frozenset(op.name for op in self.node.kernels)
+
+
+@dataclass
+class _Finder:
+    graph: FusionGraph
+    nodes: Sequence[FusionNode]
+    config: FusionConfig
+    groups: list[Group] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    home: dict[str, int] = field(default_factory=dict)  # operation -> its node
+    unit: dict[str, frozenset[str]] = field(default_factory=dict)  # operation -> all that runs with it
+
+    def __post_init__(self) -> None:
+        for index, node in enumerate(self.nodes):
+            names = frozenset(op.name for op in node.kernels)
+            self.home.update(dict.fromkeys(names, index))
+            self.unit.update(dict.fromkeys(names, names))
+
+    def run(self) -> None:
+        if self.config.enable_attention:
+            for names in self._attentions():
+                self._try(names, "attention")
+        for op in self.graph.operations:
+            if op.short_name in CONVOLUTIONS and self.config.enable_conv:
+                self._try(self._around(op), "conv")
+            elif op.short_name in PRODUCTS and self.config.enable_matmul:
+                self._try(self._around(op), "matmul")
+
+    # ---- candidates
+
+    def _attentions(self) -> Iterator[set[str]]:
+        for node in self.nodes:
+            softmax = next((op for op in node.kernels if op.short_name == "_softmax"), None)
+            if softmax is None:
+                continue
+            found = find_attention(self.graph, self.graph.by_name[softmax.name])
+            if found == "":
+                continue
+            if isinstance(found, str):
+                self.refusals.append(
+                    Refusal("attention", False, node.operation_names, found, source=softmax.source or "")
+                )
+                continue
+            names = {op.name for op in node.kernels} | {op.name for op in found.chain}
+            products = [op for op in found.chain if op.short_name in PRODUCTS]
+            names |= {name for op in products for name in self._copies_before(op)}
+            # Whole nodes only: what runs in a kernel with a copy comes along.
+            yield {n for name in names if not self._is_view(name) for n in self.unit.get(name, {name})}
+
+    def _copies_before(self, product: Operation) -> Iterator[str]:
+        """Copies that only this product reads: its operands with the heads side by side."""
+        for producer in self.graph.producers(product):
+            readers = {r.name for r in self.graph.readers[producer.name]}
+            if producer.short_name == "clone" and readers == {product.name} and not self._leaves(producer):
+                yield producer.name
+
+    def _around(self, anchor: Operation) -> set[str]:
+        """A product or convolution, the node that alone reads it, and what else that node alone reads of its kind."""
+        homes = {self.home.get(reader.name) for reader in self.graph.readers[anchor.name]}
+        if len(homes) != 1 or None in homes:
+            return set()
+        (index,) = homes
+        names = {op.name for op in self.nodes[index or 0].kernels}
+        around = {anchor.name, *names}
+        for op in self.nodes[index or 0].kernels:
+            for producer in self.graph.producers(op):
+                alone = all(r.name in names for r in self.graph.readers[producer.name])
+                if producer.short_name in PRODUCTS | CONVOLUTIONS and alone:
+                    around.add(producer.name)
+        return around
+
+    # ---- acceptance
+
+    def _try(self, names: set[str], kind: str) -> None:
+        if not names or any(names & group.operations for group in self.groups):
+            return
+        operations = sorted((self.graph.by_name[n] for n in names), key=lambda op: self.graph.position[op.name])
+        if not self._is_sound(operations) or not self._is_convex(names):
+            return
+        node = build_node(self.graph, operations)
+        if not rewrites(node.form):
+            return
+        members = tuple(sorted({self.home[n] for n in names if n in self.home}))
+        self.groups.append(Group(node, members, kind))
+        self.unit.update(dict.fromkeys(names, frozenset(names)))
+        detail = f"{len(node.kernels)} operations with several ways to run them: " + ", ".join(
+            r.name for r in rewrites(node.form)
+        )
+        self.refusals.append(Refusal("grouped", True, node.operation_names, detail, source=operations[0].source or ""))
+
+    def _is_sound(self, operations: Sequence[Operation]) -> bool:
+        """Whether all of it is data, on one type of device, and draws no numbers."""
+        specs = [spec for op in operations for spec in op.outputs]
+        specs += [self.graph.spec(ref) for op in operations for ref in op.inputs]
+        return (
+            len({spec.device for spec in specs}) == 1
+            and all(self.config.device_enabled(spec.device) and spec.dtype in BYTES_PER_ELEMENT for spec in specs)
+            and not any(op.target.startswith(("opaque.", "autofuse.philox", "autofuse.bernoulli")) for op in operations)
+        )
+
+    def _is_convex(self, names: Iterable[str]) -> bool:
+        """Whether nothing outside must run between two of its operations."""
+        inside = set(names)
+        stack = [r.name for name in inside for r in self.graph.readers[name] if r.name not in inside]
+        seen: set[str] = set()
+        while stack:
+            name = stack.pop()
+            if name in seen:
+                continue
+            members = self.unit.get(name, frozenset([name]))
+            seen |= members
+            for member in members:
+                for reader in self.graph.readers[member]:
+                    if reader.name in inside:
+                        return False
+                    stack.append(reader.name)
+        return True
+
+    def _is_view(self, name: str) -> bool:
+        return name not in self.unit and self.graph.by_name[name].short_name in _VIEWS
+
+    def _leaves(self, op: Operation) -> bool:
+        return ValueRef(op.name) in self.graph.leaving
+
+
+_VIEWS = frozenset(["view", "_unsafe_view", "expand", "transpose", "permute", "t", "unsqueeze", "squeeze", "reshape"])
+
+
+def find_groups(
+    graph: FusionGraph, nodes: Sequence[FusionNode], config: FusionConfig
+) -> tuple[list[Group], list[Refusal]]:
+    """The groups of a planned graph, in program order, and why attentions were left alone."""
+    finder = _Finder(graph, nodes, config)
+    if config.enabled:
+        finder.run()
+    position = graph.position
+    groups = sorted(finder.groups, key=lambda g: position[g.node.kernels[0].name])
+    return groups, finder.refusals

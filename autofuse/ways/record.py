@@ -1,0 +1,121 @@
+"""A way: one of several programs that give what a node's operations give.
+
+In: a form with the node's inputs and outputs, some operations replaced by a vendor's fused ones, and the parts of it
+that run as one generated kernel each. Out: the steps in order, and the form of each part.
+Guarantee: torch-free and serialisable; what is in no part runs through aten or the vendor, one operation at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autofuse.errors import FusionError
+from autofuse.fusion.analyzer import build_node
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.operation import NodeForm, Operation, ValueRef
+
+LOOP, MATMUL = "loop", "matmul"  # what prints a part: one nest of loops, or a tiled product with its epilogue
+
+
+@dataclass(frozen=True)
+class Part:
+    """Operations that run as one generated kernel."""
+
+    operations: tuple[str, ...]  # names in the way's form, views between them left out
+    printer: str = LOOP
+
+
+@dataclass(frozen=True)
+class Way:
+    """One program for a node."""
+
+    name: str  # "parts", "vendor_linear", ...: unique among the ways of a node
+    form: NodeForm
+    parts: tuple[Part, ...]
+    detail: str = ""  # for people: what it does
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "form": self.form.to_json(),
+            "parts": [[list(part.operations), part.printer] for part in self.parts],
+            "detail": self.detail,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Way:
+        parts = tuple(Part(tuple(names), printer) for names, printer in data["parts"])
+        return cls(data["name"], NodeForm.from_json(data["form"]), parts, data["detail"])
+
+    def without(self, index: int) -> Way:
+        """The same program with part ``index`` run through aten."""
+        return replace(self, parts=(*self.parts[:index], *self.parts[index + 1 :]))
+
+    @functools.cached_property
+    def graph(self) -> FusionGraph:
+        return graph_of(self.form)
+
+    @functools.cached_property
+    def nodes(self) -> tuple[FusionNode, ...]:
+        """The parts as nodes whose inputs and symbols are called as in the way's form."""
+        return tuple(
+            build_node(self.graph, [self.graph.by_name[name] for name in part.operations]) for part in self.parts
+        )
+
+    @functools.cached_property
+    def steps(self) -> tuple[Operation | int, ...]:
+        """What runs, in order: an operation, or the number of a part. Raises FusionError for parts in a circle."""
+        home = {name: index for index, part in enumerate(self.parts) for name in part.operations}
+        unit_of = {op.name: home.get(op.name, op.name) for op in self.form.operations}
+        waits: dict[Any, set[Any]] = {unit: set() for unit in unit_of.values()}
+        for op in self.form.operations:
+            unit = unit_of[op.name]
+            reads = op.inputs if unit == op.name else self._read_by(home[op.name])
+            waits[unit] |= {unit_of[r.name] for r in reads if r.name in unit_of} - {unit}
+        ordered: list[Operation | int] = []
+        done: set[Any] = set()
+        while len(done) < len(waits):
+            ready = [unit for unit in waits if unit not in done and waits[unit] <= done]
+            if not ready:
+                raise FusionError(f"expected parts without a circle in the way {self.name}, found one")
+            done.add(ready[0])
+            ordered.append(ready[0] if isinstance(ready[0], int) else self.graph.by_name[ready[0]])
+        return self._live(ordered)
+
+    def _read_by(self, index: int) -> list[ValueRef]:
+        return [flat_ref(name) for name in self.nodes[index].input_names]
+
+    def _live(self, steps: Sequence[Operation | int]) -> tuple[Operation | int, ...]:
+        """Without what nothing reads: views of values that stay inside a part."""
+        needed = {ref.name for ref in self.form.outputs}
+        kept: list[Operation | int] = []
+        for step in reversed(steps):
+            names = set(self.parts[step].operations) if isinstance(step, int) else {step.name}
+            if not names & needed:
+                continue
+            reads = self._read_by(step) if isinstance(step, int) else step.inputs
+            needed |= {ref.name for ref in reads}
+            kept.append(step)
+        return tuple(reversed(kept))
+
+
+def graph_of(form: NodeForm) -> FusionGraph:
+    """The operations of a form as a graph."""
+    return FusionGraph(form.operations, {item.name: item.spec for item in form.inputs}, form.outputs)
+
+
+def flat_ref(name: str) -> ValueRef:
+    """The value behind a node's input; ``a@2`` is output 2 of operation ``a``."""
+    base, _, index = name.partition("@")
+    return ValueRef(base, int(index) if index else 0)
+
+
+def kernel_id(form: NodeForm, printer: str) -> str:
+    """`FusionNode.fusion_id` of a part. A tiled product has one of its own: its form is the whole group's."""
+    text = form.text() if printer == LOOP else f"{printer}:{form.text()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,223 @@
+"""Rewrites: chains that a vendor has one kernel for, each a row of a table.
+
+In: the form of a group. Out: forms with the chain replaced by one operation ``vendor.<name>.default``.
+Guarantee: inputs and outputs stay what they were. Whether the vendor's kernel is right and faster is measured later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.shape import SymbolicShape, contiguous_strides
+from autofuse.ways.attention import attention_rewrites
+from autofuse.ways.chains import Link, as_shape, is_contiguous, next_link, replaced, result_of
+from autofuse.ways.record import graph_of
+
+LINEARS = ("addmm", "mm")
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A form that gives the same with a vendor's kernel."""
+
+    name: str
+    form: NodeForm
+    detail: str
+
+
+# Activations: what the vendors call them. Arguments other than the tensor must be eager's defaults.
+ONEDNN_UNARY = {"relu": "relu", "silu": "swish", "tanh": "tanh", "sigmoid": "sigmoid", "hardswish": "hardswish"}
+ONEDNN_BINARY = {"add": "add", "mul": "mul"}
+
+
+def activation(op: Operation) -> tuple[str, str] | None:
+    """oneDNN's name and algorithm of an element-wise operation."""
+    if op.short_name == "gelu":
+        return "gelu", str(op.kwarg("approximate", "none"))
+    if op.short_name in ONEDNN_UNARY and len(op.args) == 1 and not op.kwargs:
+        return ONEDNN_UNARY[op.short_name], "none"
+    return None
+
+
+def rewrites(form: NodeForm) -> list[Rewrite]:
+    """All rewrites of a form, each of one chain of it; a form with equal chains has all of them replaced."""
+    found: dict[str, Rewrite] = {}
+    for rule in (_linears, _convolutions, _attentions):
+        for rewrite in rule(form):
+            found.setdefault(rewrite.name, rewrite)
+    return list(found.values())
+
+
+Step = Callable[[FusionGraph, Operation], tuple[list[Operation], list[Operation], str] | None]
+
+
+def _each(form: NodeForm, name: str, anchors: Callable[[Operation], bool], step: Step) -> Iterator[Rewrite]:
+    """One rewrite with every chain replaced that ``step`` can: (chain, new operations, words)."""
+    current, words = form, list[str]()
+    for anchor in [op.name for op in form.operations if anchors(op)]:
+        graph = graph_of(current)
+        if anchor not in graph.by_name:
+            continue
+        made = step(graph, graph.by_name[anchor])
+        if made is not None:
+            current = replaced(current, made[0], made[1])
+            words.append(made[2])
+    if words:
+        yield Rewrite(name, current, "; ".join(dict.fromkeys(words)))
+
+
+# ---- products ---------------------------------------------------------------------------------------
+
+
+def _linears(form: NodeForm) -> Iterator[Rewrite]:
+    device = _device(form)
+    if device == "cpu":
+        yield from _each(form, "onednn_linear", lambda op: op.short_name in LINEARS, _onednn_linear)
+    elif device == "cuda":
+        yield from _each(form, "cublas_epilogue", lambda op: op.short_name == "addmm", _addmm_activation)
+
+
+def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
+    parts = _linear_parts(graph, op)
+    link = next_link(graph, op)
+    if parts is None or link is None or op.outputs[0].dtype not in ("float32", "bfloat16", "float16"):
+        return None
+    bias, x, weight = parts
+    name = f"{op.name}_fused"
+    unary = activation(link.operation) if link.operand == 0 else None
+    if unary is not None:
+        args: tuple[object, ...] = (x, weight, bias, None, *unary)
+        words = f"oneDNN's product with {link.operation.short_name} inside"
+    else:
+        other = _other_operand(graph, link, ONEDNN_BINARY)
+        seen = as_shape(graph, other, op.outputs[0], f"{name}_other") if other is not None else None
+        if seen is None:
+            return None
+        ref, extra = seen
+        args = (x, weight, bias, ref, ONEDNN_BINARY[link.operation.short_name], "none")
+        words = f"oneDNN's product with {link.operation.short_name} inside"
+        return _chain(op, link), [*extra, *_vendor(op, link, "linear", name, args)], words
+    return _chain(op, link), _vendor(op, link, "linear", name, args), words
+
+
+def _addmm_activation(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
+    parts = _linear_parts(graph, op)
+    link = next_link(graph, op)
+    if parts is None or link is None or link.operand != 0:
+        return None
+    unary = activation(link.operation)
+    if unary not in (("relu", "none"), ("gelu", "tanh")):
+        return None
+    args = (parts[0], parts[1], parts[2], unary[0] == "gelu")
+    new = _vendor(op, link, "addmm_activation", f"{op.name}_fused", args)
+    return _chain(op, link), new, f"cuBLASLt's product with {link.operation.short_name} inside"
+
+
+def _linear_parts(graph: FusionGraph, op: Operation) -> tuple[ValueRef | None, ValueRef, ValueRef] | None:
+    """Bias, input and the weight as stored for eager, [K, N]; None for scaled sums and biases that are no row."""
+    if op.kwargs:
+        return None
+    if op.short_name == "mm":
+        return None, op.args[0], op.args[1]
+    bias, x, weight = op.args[:3]
+    spec = graph.spec(bias)
+    return (bias, x, weight) if len(spec.shape) == 1 and is_contiguous(spec) else None
+
+
+def _other_operand(graph: FusionGraph, link: Link, names: dict[str, str]) -> ValueRef | None:
+    """The second operand of a sum or product of two tensors of one size and dtype."""
+    op = link.operation
+    if op.short_name not in names or op.target.split(".")[2] != "Tensor" or len(op.args) != 2 or op.kwargs:
+        return None
+    other = op.args[1 - link.operand]
+    if not isinstance(other, ValueRef):
+        return None
+    spec, out = graph.spec(other), op.outputs[0]
+    return other if (spec.shape, spec.dtype) == (out.shape, out.dtype) else None
+
+
+def _chain(op: Operation, *links: Link) -> list[Operation]:
+    return [op, *(o for link in links for o in (*link.views, link.operation))]
+
+
+def _vendor(op: Operation, last: Link, kind: str, name: str, args: tuple[object, ...]) -> list[Operation]:
+    """The vendor's operation with the sizes of ``op``, given out as the result of the last link."""
+    spec = _contiguous(op.outputs[0])
+    end = last.operation
+    named = end.name if end.outputs[0].shape == spec.shape else name
+    if named == end.name:
+        spec = end.outputs[0]
+    made = Operation(named, f"vendor.{kind}.default", args, (), (spec,), op.source)
+    return [made, *result_of(end, ValueRef(named), spec)]
+
+
+def _contiguous(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, strides=SymbolicShape(contiguous_strides(spec.shape.dims)))
+
+
+# ---- convolutions -----------------------------------------------------------------------------------
+
+
+def _convolutions(form: NodeForm) -> Iterator[Rewrite]:
+    device = _device(form)
+    is_plain: Callable[[Operation], bool] = lambda op: op.short_name == "convolution" and op.arg(6) is False  # noqa: E731
+    if device == "cpu":
+        yield from _each(form, "onednn_conv", is_plain, _fused_convolution)
+    elif device == "cuda":
+        yield from _each(form, "cudnn_conv", is_plain, _fused_convolution)
+
+
+def _fused_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
+    """Convolution, batch norm of inference, residual, activation: as many of them as follow each other."""
+    x, weight, bias, stride, padding, dilation = op.args[:6]
+    groups = op.args[8]
+    link = next_link(graph, op)
+    norm: tuple[object, ...] = ()
+    links: list[Link] = []
+    last = op
+    if link is not None and link.operation.short_name == "_native_batch_norm_legit_no_training" and not link.views:
+        bn = link.operation
+        if any(ValueRef(bn.name, n) in {*graph.value_readers, *graph.leaving} for n in (1, 2)):
+            return None
+        norm = (*bn.args[1:5], bn.args[6])
+        links.append(link)
+        last, link = bn, next_link(graph, bn)
+    other: ValueRef | None = None
+    if link is not None and not link.views and op.outputs[0].dtype == link.operation.outputs[0].dtype:
+        other = _other_operand(graph, link, {"add": "add"})
+        if other is not None:
+            links.append(link)
+            last, link = link.operation, next_link(graph, link.operation)
+    unary = ("none", "none")
+    if link is not None and link.operand == 0 and not link.views:
+        found = activation(link.operation)
+        if found is not None and (_device(graph) == "cpu" or found[0] == "relu"):
+            links.append(link)
+            unary, last = found, link.operation
+    if not links:
+        return None
+    args = (x, weight, bias, norm, other, stride, padding, dilation, groups, *unary)
+    made = Operation(last.name, "vendor.convolution.default", args, (), (last.outputs[0],), op.source)
+    names = [
+        o.short_name.strip("_").removeprefix("native_").removesuffix("_legit_no_training") for o in _chain(op, *links)
+    ]
+    folded = ", batch norm folded into the weights" if norm else ""
+    return _chain(op, *links), [made], f"one convolution for {' + '.join(names)}{folded}"
+
+
+# ---- attention --------------------------------------------------------------------------------------
+
+
+def _attentions(form: NodeForm) -> Iterator[Rewrite]:
+    found = attention_rewrites(form)
+    if found is not None:
+        yield Rewrite("sdpa", found, "scaled_dot_product_attention instead of product, softmax, product")
+
+
+def _device(source: NodeForm | FusionGraph) -> str:
+    if isinstance(source, FusionGraph):
+        return source.operations[0].outputs[0].device
+    return source.operations[0].outputs[0].device

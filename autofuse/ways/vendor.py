@@ -1,0 +1,160 @@
+"""What the vendors' fused kernels are called with: oneDNN, cuBLASLt, cuDNN, torch's attention.
+
+In: the arguments that a rewrite wrote. Out: a tensor. A row of the table makes the callable; one that keeps folded
+weights makes a new one for each place of use.
+Guarantee: nothing that was folded is ever stale: on a CPU the parameters are compared, byte by byte, with those that
+were folded, at each call (a version counter would miss what is written through ``.data``); on a GPU, where a
+comparison would wait for the device, the weights are folded at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, attr: str, algorithm: str) -> Tensor:
+    """``weight`` is [K, N] as addmm takes it; oneDNN wants [N, K]."""
+    op = torch.ops.mkldnn._linear_pointwise
+    if other is None:
+        result: Tensor = op(x, weight.t(), bias, attr, [], algorithm)
+        return result
+    summed: Tensor = op.binary(x, other, weight.t(), bias, attr)
+    return summed
+
+
+def _addmm_activation(bias: Tensor, x: Tensor, weight: Tensor, use_gelu: bool) -> Tensor:
+    return torch._addmm_activation(bias, x, weight, use_gelu=use_gelu)
+
+
+class Folded:
+    """Weights and bias of a convolution with a batch norm of inference folded in."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor | None] = []
+        self._result: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, norm: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """``norm``: scale, shift, running mean, running variance, epsilon."""
+        sources = [weight, bias, *norm[:4]]
+        if self._result is not None and weight.device.type == "cpu" and _all_equal(self._kept, sources):
+            return self._result
+        result = fold(weight, bias, *norm)
+        if weight.device.type == "cpu":
+            self._kept = [None if t is None else t.detach().clone() for t in sources]
+            self._result = result
+        return result
+
+
+def fold(
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """``norm(conv(x, weight, bias))`` as one convolution's weight and bias, computed in float64."""
+    factor = (var.double() + eps).rsqrt()
+    if scale is not None:
+        factor = factor * scale.double()
+    folded = weight.double() * factor.view(-1, *[1] * (weight.dim() - 1))
+    base = -mean.double() if bias is None else bias.double() - mean.double()
+    offset = base * factor
+    if shift is not None:
+        offset = offset + shift.double()
+    return folded.to(weight.dtype), offset.to(weight.dtype)
+
+
+def _all_equal(kept: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:
+    for k, n in zip(kept, now, strict=True):
+        if (k is None) != (n is None):
+            return False
+        if k is not None and n is not None and not (k.dtype == n.dtype and torch.equal(k, n)):
+            return False
+    return True
+
+
+def _convolution() -> Callable[..., Tensor]:
+    folded = Folded()
+
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Sequence[Any],
+        other: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        attr: str,
+        algorithm: str,
+    ) -> Tensor:
+        if norm:
+            weight, bias = folded(weight, bias, norm)
+        if x.device.type == "cpu":
+            op = torch.ops.mkldnn._convolution_pointwise
+            if other is None:
+                return op(x, weight, bias, padding, stride, dilation, groups, attr, [], algorithm)
+            unary = None if attr == "none" else attr
+            return op.binary(x, other, weight, bias, padding, stride, dilation, groups, "add", 1.0, unary, [], None)
+        if attr == "relu" and other is None:
+            return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
+        if attr == "relu":
+            return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, bias, stride, padding, dilation, groups)
+        out = torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        return out if other is None else out.add_(other)
+
+    return run
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lead: Sequence[int],
+    scale: float,
+    bias: Tensor | None,
+    masked: Tensor | None,
+    heads_last: bool,
+) -> Tensor:
+    """Attention of [B, H, T, D]; the result is [B, T, H, D], or [B*H, T, D]."""
+    batches, heads = lead if len(lead) == 2 else (1, lead[0])
+    q, k, v = (t if t.dim() == 4 else t.unflatten(0, (batches, heads)) for t in (query, key.transpose(-1, -2), value))
+    mask, empty = bias, None
+    if masked is not None:
+        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(masked, float("-inf"))
+        mask = mask if bias is None else mask + bias
+    if mask is not None:
+        if len(lead) == 1 and mask.dim() == 3:
+            mask = mask.unsqueeze(0)
+        empty = (mask == float("-inf")).all(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if empty is not None and (empty.device.type != "cpu" or bool(empty.any())):
+        out = out.masked_fill(empty, float("nan"))
+    return out.transpose(1, 2) if heads_last else out.reshape(-1, *out.shape[2:])
+
+
+VENDORS: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    "vendor.linear.default": lambda: _linear,
+    "vendor.addmm_activation.default": lambda: _addmm_activation,
+    "vendor.convolution.default": _convolution,
+    "vendor.sdpa.default": lambda: _sdpa,
+}
+
+
+def as_promised(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """The tensor with the sizes and strides that the graph was traced with; a copy where it has others.
+
+    Strides of dims of size 1 are made right as well: who reads the tensor may compare them.
+    """
+    if tensor.stride() == strides and tensor.shape == shape:
+        return tensor
+    made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
