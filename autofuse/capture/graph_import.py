@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
@@ -49,6 +50,7 @@ class ImportedGraph:
     dims: dict[fx.Node, Dim]  # FX nodes that hold sizes
     devices: dict[ValueRef, torch.device]  # where each tensor lives
     refusals: tuple[Refusal, ...]  # operations that could be fused if their tensors lived on one device
+    parameters: frozenset[str] = frozenset()  # inputs that are parameters or buffers
 
 
 class _Dims:
@@ -145,8 +147,24 @@ def import_graph(module: fx.GraphModule) -> ImportedGraph:
             if node in refs and isinstance(tensor, torch.Tensor):
                 devices[ValueRef(refs[node].name, refs[node].index + index)] = _device(tensor)
     return ImportedGraph(
-        module, tuple(operations), inputs, tuple(outputs), dims_of.hints, refs, dims, devices, tuple(refusals)
-    )
+        module, tuple(operations), inputs, tuple(outputs), dims_of.hints, refs, dims, devices, tuple(refusals),
+        _parameters(module),
+    )  # fmt: skip
+
+
+def _parameters(module: fx.GraphModule) -> frozenset[str]:
+    """Placeholders that AOTAutograd knows to be the same tensors at each call: parameters and buffers."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    fixed = set(metadata.static_input_indices or ()) if metadata is not None else set()
+    found = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            description = node.meta.get("desc")  # of what was traced: its kind, and its place among all inputs
+            kind = type(description).__name__
+            if kind in ("ParamAOTInput", "BufferAOTInput") or (kind == "PlainAOTInput" and description.idx in fixed):
+                found.add(node.name)
+    return frozenset(found)
 
 
 def _device(value: torch.Tensor) -> torch.device:

@@ -8,33 +8,13 @@ Guarantee: never changes an operation; views are transparent, since reading thro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from autofuse.errors import FusionError
+from autofuse.fusion.metrics import GraphMetrics, matmul_flops, measure_graph
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, evaluate, free_symbols
-
-
-@dataclass(frozen=True)
-class GraphMetrics:
-    """Size and cost of a graph at one set of symbol values."""
-
-    nodes: int
-    edges: int
-    depth: int  # operations on the longest path
-    flops: float
-    nbytes: int  # bytes read and written if each operation goes through memory
-
-    def to_json(self) -> dict[str, float]:
-        return {
-            "nodes": self.nodes,
-            "edges": self.edges,
-            "depth": self.depth,
-            "flops": self.flops,
-            "bytes": self.nbytes,
-        }
 
 
 class FusionGraph:
@@ -46,13 +26,16 @@ class FusionGraph:
         inputs: Mapping[str, TensorSpec] | None = None,
         outputs: Iterable[ValueRef] = (),
         hints: Mapping[str, int] | None = None,
+        parameters: Iterable[str] = (),
     ) -> None:
         """``inputs``: tensors from outside by name; ``outputs``: values that must exist afterwards;
-        ``hints``: a likely value of each symbol, for cost estimates only."""
+        ``hints``: a likely value of each symbol, for cost estimates only; ``parameters``: which inputs are
+        parameters or buffers of modules."""
         self.operations = tuple(operations)
         self.inputs = dict(inputs or {})
         self.outputs = tuple(outputs)
         self.hints = dict(hints or {})
+        self.parameters = frozenset(parameters)
         self.by_name: dict[str, Operation] = {}
         for op in self.operations:
             if op.name in self.by_name or op.name in self.inputs:
@@ -127,26 +110,20 @@ class FusionGraph:
         return read + sum(self.nbytes(spec) for spec in op.outputs)
 
     def operation_flops(self, op: Operation) -> float:
-        """Floating-point operations, roughly: multiply-adds for the matmul family, a rate per element else."""
+        """Floating-point operations: two for a multiply-add of the matmul family, roughly a rate per element else."""
+        exact = matmul_flops(self, op)
+        if exact is not None:
+            return exact
+        facts = info(op.target)
+        if facts.kind in (OpKind.OPAQUE, OpKind.VIEW):
+            return 0.0
         specs = [self.spec(ref) for ref in op.inputs]
-        if op.short_name in MATMULS and len(specs) >= 2:
-            left, right = specs[-2:]
-            return 2.0 * self.numel(left) * self.size(right.shape[len(right.shape) - 1])
-        largest = max((self.numel(s) for s in [*specs, *op.outputs]), default=0)
-        return info(op.target).flops * largest if info(op.target).kind is not OpKind.OPAQUE else 0.0
+        return facts.flops * max((self.numel(s) for s in [*specs, *op.outputs]), default=0)
 
-    def metrics(self) -> GraphMetrics:
-        edges = sum(len(op.inputs) for op in self.operations)
-        depth: dict[str, int] = {}
-        for op in self.operations:
-            depth[op.name] = 1 + max((depth.get(ref.name, 0) for ref in op.inputs), default=0)
-        return GraphMetrics(
-            nodes=len(self.operations),
-            edges=edges,
-            depth=max(depth.values(), default=0),
-            flops=sum(self.operation_flops(op) for op in self.operations),
-            nbytes=sum(self.operation_bytes(op) for op in self.operations),
-        )
+    def metrics(self, fused: Iterable[Collection[str]] = ()) -> GraphMetrics:
+        """Nodes, edges, depth, kernels, FLOPs and bytes; after fusion where ``fused`` names the operations of each
+        fused kernel."""
+        return measure_graph(self, fused)
 
 
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "matmul", "linear"})

@@ -311,10 +311,13 @@ class Refusal:
     source: str = ""
 
 
+GRAPH_METRICS = "graph_metrics"  # kind of the event that describes a captured graph, see runtime/graph_log.py
+
+
 @dataclass(frozen=True)
 class Event:
     """Something that a person may want to know later."""
 
-    kind: str  # "fallback", "daemon_start", "store_unusable", ...
+    kind: str  # "fallback", "daemon_start", "store_unusable", "graph_metrics", ...
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)

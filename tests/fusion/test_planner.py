@@ -184,13 +184,6 @@ def test_benefit_counts_launches_and_bytes():
     assert analyzer.requires_runtime_shape_check(node) and analyzer.is_shape_preserving(ops[1])
 
 
-def test_metrics_before():
-    ops = [op("a", "aten.add.Tensor", ["x", "y"], A), op("b", "aten.relu.default", ["a"], A)]
-    metrics = graph(ops, {"x": A, "y": A}, ["b"]).metrics()
-    assert (metrics.nodes, metrics.edges, metrics.depth) == (2, 3, 2)
-    assert metrics.nbytes == 5 * 4 * 100 * 256 * 4
-
-
 def test_engine_patterns_and_statistics():
     ops = [
         op("a", "aten.mul.Tensor", ["x", "x"], A),
