@@ -105,8 +105,11 @@ class Body:
         if self.row_reduces and not self.is_looped:
             found.append((self.ncols, self.block_cols))
         if not self.wide:
-            found += [(extent, INDEX_BOUND) for extent in extents(self.kernel)]
+            found += [(extent, INDEX_BOUND) for extent in self._extents()]
         return tuple((size, bound) for size, bound in found if not (isinstance(size, int) and size <= bound))
+
+    def _extents(self) -> tuple[Dim, ...]:
+        return extents(self.kernel)
 
     @property
     def _row_mask(self) -> str:
@@ -563,13 +566,16 @@ class Body:
         types = {"seed": "i64", "offset": "i64"}
         return [Argument(f"rng_{name}", "random", types.get(name, "i32"), n) for n, name in enumerate(RANDOM)]
 
+    def _blocks(self) -> dict[str, int]:
+        """The constants that the text may name."""
+        return {"BLOCK_ROWS": self.block_rows, "BLOCK_COLS": self.block_cols, "BLOCK_PARTIALS": 256}
+
     def _piece(
         self, name: str, arguments: list[Argument], lines: list[str], tiles: tuple[tuple[Dim, int], ...], shared: int
     ) -> Piece:
         body = "\n".join(f"    {line}" for line in lines)
         used = [a for a in (*arguments, *self._random()) if _occurs(a.name, body)]
-        values = {"BLOCK_ROWS": self.block_rows, "BLOCK_COLS": self.block_cols, "BLOCK_PARTIALS": 256}
-        constants = tuple((k, v) for k, v in values.items() if _occurs(k, body))
+        constants = tuple((k, v) for k, v in self._blocks().items() if _occurs(k, body))
         head = [a.name for a in used] + [f"{k}: tl.constexpr" for k, _ in constants]
         text = f"@triton.jit\ndef {name}({', '.join(head)}):\n{body}\n"
         return Piece(text, Pass(name, tuple(used), constants, tiles, shared))

@@ -149,6 +149,12 @@ def _mend_interpreter() -> None:
         return original(self, src, dst_type)
 
     builder.cast_impl = cast_impl
+    product = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        return product(self, _from_bfloat16(a), _from_bfloat16(b), d, *options)
+
+    builder.create_dot = create_dot
     patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
@@ -157,6 +163,16 @@ def _mend_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor
     builder._autofuse_mended = True
+
+
+def _from_bfloat16(handle: Any) -> Any:
+    """The operand of a product: the interpreter would multiply the bits of bfloat16 values as integers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _to_bfloat16(values: Any) -> Any:

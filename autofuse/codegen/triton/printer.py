@@ -29,7 +29,7 @@ def print_triton(kernel: LoopKernel, config: Config, constants: Mapping[str, int
     knobs = dict(config)
     return TritonSource(
         name=kernel.name,
-        text="\n\n".join([_header(kernel, known), *helpers, text]),
+        text="\n\n".join([header(kernel, known), *helpers, text]),
         passes=tuple(piece.launch for piece in pieces),
         scratch=body.scratch(),
         symbols=tuple(s for s in kernel.symbols if s not in known),
@@ -40,7 +40,8 @@ def print_triton(kernel: LoopKernel, config: Config, constants: Mapping[str, int
     )
 
 
-def _header(kernel: LoopKernel, constants: Mapping[str, int]) -> str:
+def header(kernel: LoopKernel, constants: Mapping[str, int]) -> str:
+    """What stands above the kernels: a summary for people, and what the text imports."""
     lines = kernel.summary()
     if constants:
         lines += ["  fixed:   " + " ".join(f"{k}={v}" for k, v in constants.items())]

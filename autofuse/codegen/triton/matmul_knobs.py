@@ -1,0 +1,76 @@
+"""Knobs of tiled matmuls: the tile, how far loads run ahead, and how programs are ordered; and where to start.
+
+In: a node, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices.
+Guarantee: every configuration made of these choices is right for all sizes of the bucket; what does not fit a device's
+shared memory or registers is pruned when it has been compiled (`targets.prune_reason`).
+Where the starts come from: 128 x 128 tiles with 8 warps for 16-bit matrix units and 64 x 64 for what is multiplied one
+by one, as Triton's own matmul and cuBLAS have them; smaller ones where the result is too small to fill a device.
+"""
+
+from __future__ import annotations
+
+from autofuse.codegen.dtypes import dtype
+from autofuse.codegen.knobs import Knob
+from autofuse.codegen.triton.body import INDEX_BOUND
+from autofuse.codegen.triton.knobs import Sizes
+from autofuse.codegen.triton.matmul_plan import Matmul, plan_matmul
+from autofuse.codegen.triton.scalar import FAST
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Config, make_config
+from autofuse.ir.shape import evaluate
+
+FULL = 128  # tiles that keep a usual device busy
+LEAST = 16  # of a side of a tile: what a matrix unit takes
+
+
+def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = False) -> tuple[Knob, ...]:
+    """The knobs of a node. Raises LoweringError where it has no tiled matmul.
+
+    ``allow_tf32``: what torch.backends.cuda.matmul says; eager's own products are rounded then.
+    """
+    plan = plan_matmul(form)
+    rows, cols = (_sides(evaluate(d, high)) for d in (plan.rows, plan.cols))
+    row, col = _first_tile(plan, values)
+    depth = _depths(plan.dtype)
+    knobs = [
+        Knob("BLOCK_M", rows, min(row, rows[-1]), "rows of a tile"),
+        Knob("BLOCK_N", cols, min(col, cols[-1]), "columns of a tile"),
+        Knob("BLOCK_K", depth, min(32, depth[-2]), "elements of each sum that a step takes"),
+        Knob("GROUP_M", (1, 4, 8), 8, "tiles down before the next across, for the L2 cache"),
+        Knob("num_warps", (2, 4, 8), 8 if row * col >= 128 * 128 else 4, "warps of a program"),
+        Knob("num_stages", (1, 2, 3, 4), 3 if plan.dtype != "float64" else 2, "steps whose loads are in flight"),
+    ]
+    if plan.dtype == "float32":
+        precisions = ("ieee", "tf32") if allow_tf32 else ("ieee",)
+        knobs.append(Knob("input_precision", precisions, precisions[-1], "how float32 is multiplied"))
+    if any(v.op in FAST and v.dtype == "float32" for v in plan.kernel.values):
+        knobs.append(Knob("math", ("precise", "fast"), "precise", "the library's exp, or the approximate instruction"))
+    needs_64 = any(evaluate(e, sizes) > INDEX_BOUND for e in plan.extents for sizes in (values, high))
+    bits = 64 if needs_64 else 32
+    knobs.append(Knob("index_bits", (bits,), bits, "width of positions"))
+    return tuple(knobs)
+
+
+def default_matmul_config(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = False) -> Config:
+    """A configuration to start from for these sizes; it fits every target there is."""
+    return make_config({knob.name: knob.default for knob in matmul_knobs(form, values, high, allow_tf32)})
+
+
+def _sides(most: int) -> tuple[int, ...]:
+    """Powers of two up to the first that holds a side."""
+    widest = min(256, max(LEAST, 1 << max(0, most - 1).bit_length()))
+    return tuple(side for side in (16, 32, 64, 128, 256) if side <= widest)
+
+
+def _depths(name: str) -> tuple[int, ...]:
+    return {2: (32, 64, 128), 4: (16, 32, 64), 8: (16, 32)}[dtype(name).nbytes]
+
+
+def _first_tile(plan: Matmul, values: Sizes) -> tuple[int, int]:
+    """Halved, the longer side first, until there is one for each multiprocessor or it is small."""
+    rows, cols, batch = (max(1, evaluate(d, values)) for d in (plan.rows, plan.cols, plan.batch))
+    side = 128 if dtype(plan.dtype).nbytes == 2 else 64
+    row, col = (min(side, _sides(size)[-1]) for size in (rows, cols))
+    while max(row, col) > 32 and batch * -(-rows // row) * -(-cols // col) < FULL:
+        row, col = (row // 2, col) if row >= col else (row, col // 2)
+    return row, col
