@@ -1,0 +1,524 @@
+"""The table of patterns: eager, torch.compile and autofuse side by side, with kernels launched and bytes moved.
+
+    python benchmarks/patterns.py                        # all rows, within 10 minutes
+    python benchmarks/patterns.py --only swiglu,rotary   # rows by the beginning of their names
+    python benchmarks/patterns.py --quick                # a trial of the benchmark itself
+
+Bars on a CPU: no row slower than eager beyond noise; 1.5x eager and 1.5x torch.compile as geometric mean of the rows
+that no matmul or convolution bounds; the seeds' four rows reach their figures at memory-sized shapes.
+
+All contenders of a row take turns in one process, on the same tensors and with the same parameters; figures are medians
+of rounds, ratios are taken round by round and carry a 95 % interval. autofuse is what `autofuse run --tune wait` gives:
+modules are roots, captured and left in eager by the usual rules, with kernels from its own daemon and a store of this
+run. Its and torch.compile's stalls are not timed; they are counted beside the row. malloc is set alike for all
+contenders (``--malloc off``: as glibc has it). Results are written to benchmarks/results/patterns.json after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Before torch: compile stalls are those of a machine that has not seen these functions.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="autofuse-patterns-")
+
+import torch
+from common import RESULTS, interleave, machine, summary
+from patterns_count import Count, count_call, inductor_counters
+from patterns_rows import ADAMW, ADAMW_SIZES, ROWS, SHAPES, Row, Tensors, with_gradients
+from torch import nn
+
+from autofuse.process_settings import apply_malloc
+from autofuse.runtime.session import Session, start_session
+from autofuse.settings import load
+from autofuse.tuner import daemon
+from autofuse.tuner.comparison import INTERVAL_TAIL, bounds
+
+_FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
+CONTENDERS = ("eager", "compile", "compile dynamic", "autofuse")
+ROUNDS = 15
+SAMPLE_SECONDS = 0.004  # least length of a sample
+RACE_SECONDS = 2.5  # of one row and shape, all contenders
+SETTLE_CALLS = 900  # of autofuse, at most: as many as it takes to release a root that loses to eager
+SETTLE_SECONDS = 0.5  # within which they are made, unless plans still change
+Call = Callable[[], object]
+
+
+@dataclass
+class Prepared:
+    """A contender of one row and shape."""
+
+    calls: list[Call]  # one per size, taken in turn
+    stall_seconds: float  # of first calls, over what later ones take
+    count: Count
+    state: str = ""  # of autofuse: what it decided
+
+
+@dataclass
+class Benchmark:
+    session: Session
+    out: Path
+    rounds: int
+    is_quick: bool
+    malloc: str
+    contenders: tuple[str, ...]
+    began: float = field(default_factory=time.monotonic)
+    minutes: float = 9.5
+    copy_gbs: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.began + self.minutes * 60 - time.monotonic()
+
+    def save(self) -> None:
+        document = {
+            "benchmark": "patterns",
+            "command": " ".join(["python", *sys.argv]),
+            "machine": machine(),
+            "malloc": self.malloc,
+            "seconds": round(time.monotonic() - self.began, 1),
+            "copy_gb_per_s": round(self.copy_gbs, 2),
+            "bars": bars(self.rows),
+            "rows": self.rows,
+            "left_out": self.left_out,
+        }
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.out.with_suffix(".partial")
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(self.out)
+
+
+# ---- contenders -----------------------------------------------------------------------------------------------
+
+
+def forward_of(row: Row, parameters: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A function of a code object of its own: Dynamo's caches and its recompile limit belong to code objects."""
+    fresh = types.FunctionType(row.function.__code__.replace(), row.function.__globals__, row.function.__name__)
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        return fresh(*inputs, *parameters)  # type: ignore[no-any-return]
+
+    return types.FunctionType(forward.__code__.replace(), forward.__globals__, None, None, forward.__closure__)
+
+
+def root_of(row: Row, parameters: Sequence[torch.Tensor], name: str) -> nn.Module:
+    """A module whose class is its own, so that what is learnt of other rows is not taken for it."""
+
+    def forward(self: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        return function(*inputs, *(getattr(self, n) for n in names))
+
+    function = types.FunctionType(row.function.__code__.replace(), row.function.__globals__, row.function.__name__)
+    names = [f"p{i}" for i in range(len(parameters))]
+    forward = types.FunctionType(forward.__code__.replace(), forward.__globals__, None, None, forward.__closure__)
+    label = "".join(ch if ch.isalnum() else "_" for ch in f"{row.name}_{name}")
+    module: nn.Module = type(label, (nn.Module,), {"forward": forward})()
+    for n, p in zip(names, parameters, strict=True):
+        if p.requires_grad or not row.trains:
+            module.register_parameter(n, nn.Parameter(p, requires_grad=p.requires_grad))
+        else:
+            module.register_buffer(n, p)
+    return module
+
+
+def whole(row: Row, forward: Callable[..., Any], inputs: Tensors, parameters: Sequence[torch.Tensor]) -> Call:
+    """A call as a script makes it: without gradients, or forward and backward."""
+    if not row.trains:
+
+        def infer() -> object:
+            with torch.no_grad():
+                return forward(*inputs)
+
+        return infer
+    given: list[torch.Tensor] = []
+    leaves = [t for t in (*inputs, *parameters) if t.requires_grad]
+
+    def train() -> object:
+        y = forward(*inputs)
+        if not given:
+            given.append(torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y))
+        return (y, *torch.autograd.grad(y, leaves, given))
+
+    return train
+
+
+def prepare(
+    run: Benchmark, row: Row, contender: str, shape: str, sets: Sequence[Tensors], parameters: Tensors
+) -> Prepared:
+    torch._dynamo.reset_code_caches()
+    if contender == "autofuse":
+        return prepare_autofuse(run, row, shape, sets, parameters)
+    forward = forward_of(row, parameters)
+    if contender != "eager":
+        forward = torch.compile(forward, dynamic=True if contender == "compile dynamic" else None)
+    calls = [whole(row, forward, inputs, parameters) for inputs in sets]
+    if contender == "eager":
+        return Prepared(calls, 0.0, count_call(calls[0]))
+    with inductor_counters() as generated:
+        stall = first_calls(calls)
+    if len(calls) > 1:
+        return Prepared(calls, stall, Count())  # of several compilations: no call's own
+    return Prepared(calls, stall, compiled_count(generated, calls[0]))
+
+
+def compiled_count(generated: Count, call: Call) -> Count:
+    """What Inductor generated, and the kernels of aten that its code calls; their bytes it has counted itself."""
+    return Count(generated.kernels + count_call(call).kernels, generated.nbytes)
+
+
+def first_calls(calls: Sequence[Call]) -> float:
+    """Seconds that first calls took longer than second ones."""
+    seconds = 0.0
+    for call in calls:
+        began = time.perf_counter()
+        call()
+        seconds += time.perf_counter() - began
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    return max(0.0, seconds - (time.perf_counter() - began))
+
+
+def prepare_autofuse(run: Benchmark, row: Row, shape: str, sets: Sequence[Tensors], parameters: Tensors) -> Prepared:
+    known = len(run.session.routers)
+    module = root_of(row, parameters, shape)
+    own = [p for p in module.parameters() if p.requires_grad]
+    held = [t for t in parameters if not t.requires_grad]
+    calls = [whole(row, module, inputs, (*own, *held)) for inputs in sets]
+    paused = run.session.tuning.paused_seconds
+    captured = run.session.capture_seconds
+    root = run.session.roots.root_of(module)
+    quiet = 0
+    began = time.perf_counter()
+    for number in range(SETTLE_CALLS):
+        before = run.session.disturbances
+        calls[number % len(calls)]()
+        if number < 8:
+            time.sleep(0.005)  # decisions are read by a thread of the session
+        quiet = quiet + 1 if run.session.disturbances == before else 0
+        if quiet >= 2 * len(calls) + 4 and time.perf_counter() - began > SETTLE_SECONDS:
+            break
+    routers = run.session.routers[known:]
+    plans = [p for r in routers for p in r.all_plans() if p.count]
+    fused = f"{sum(p.fused_nodes for p in plans)} of {sum(len(p.nodes) for p in plans)} nodes fused"
+    stall = run.session.tuning.paused_seconds - paused + run.session.capture_seconds - captured
+    state = f"captured, {fused}" if root.state == "captured" else f"{root.state}: {root.reason}"
+    # Past the hook of modules, which leaves calls under a foreign dispatch mode alone.
+    counted = whole(row, lambda *inputs: root.call(module, inputs, {}), sets[0], (*own, *held))
+    return Prepared(calls, stall, count_call(counted, routers), state)
+
+
+# ---- a row ------------------------------------------------------------------------------------------------------
+
+
+def measure(run: Benchmark, row: Row, shape: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    sizes = row.sizes[shape]
+    sets = [row.inputs(*size) for size in (sizes[:3] if run.is_quick else sizes)]
+    parameters = row.parameters()
+    if row.trains:
+        sets = [with_gradients(s) for s in sets]
+        if row.bound == "convolution":  # running statistics are no leaves
+            parameters = (*with_gradients(parameters[:3]), *parameters[3:])
+        else:
+            parameters = with_gradients(parameters)
+    found: dict[str, Any] = {
+        "row": row.name, "shape": shape, "sizes": [list(s) for s in sizes], "bound": row.bound, "contenders": {},
+    }  # fmt: skip
+    prepared: dict[str, Prepared] = {}
+    for contender in run.contenders:
+        if run.left() < 0 and contender.startswith("compile"):
+            run.left_out.append(f"{row.name} {shape}: {contender}: out of time")
+            continue
+        try:
+            prepared[contender] = prepare(run, row, contender, shape, sets, parameters)
+        except Exception as error:
+            run.left_out.append(f"{row.name} {shape}: {contender}: {said(error)}")
+    if not row.is_random:
+        found["largest_difference_to_eager"] = differences({n: p.calls[0] for n, p in prepared.items()})
+    race(run, found, prepared, row.seed_figure if shape == "memory" else None)
+    return found
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def differences(calls: dict[str, Call]) -> dict[str, float]:
+    """Relative to the largest value of each output."""
+    answers = {name: tensors_of(call()) for name, call in calls.items()}
+    found = {}
+    for name, outputs in answers.items():
+        if name != "eager":
+            pairs = [(a.double(), b.double()) for a, b in zip(outputs, answers["eager"], strict=True)]
+            found[name] = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
+    return found
+
+
+def tensors_of(found: Any) -> Tensors:
+    return tuple(t.detach() for t in (found if isinstance(found, tuple) else (found,)))
+
+
+def race(run: Benchmark, found: dict[str, Any], prepared: dict[str, Prepared], seed_figure: float | None) -> None:
+    """Times, faults and ratios of all contenders, and the bytes a second that follow."""
+    turns = {name: in_turn(p.calls) for name, p in prepared.items()}
+    began = time.perf_counter()
+    for name in turns:
+        turns[name]()
+    each = max((time.perf_counter() - began) / len(turns), 1e-7)  # of one turn: a call of each size
+    repeats = max(1, min(2000, int(SAMPLE_SECONDS / each)))
+    rounds = max(5, min(run.rounds, int(RACE_SECONDS / (repeats * each * len(turns)))))
+    faults = {name: page_faults(turn, 2) / len(prepared[name].calls) for name, turn in turns.items()}
+    gc.collect()
+    gc.disable()
+    try:
+        samples = interleave(turns, rounds, repeats)
+    finally:
+        gc.enable()
+    for name, p in prepared.items():
+        microseconds = [s / len(p.calls) for s in samples[name]]
+        entry: dict[str, Any] = {"us": summary(microseconds), "page_faults": round(faults[name], 1)}
+        if p.count.kernels:
+            entry |= {"kernels": p.count.kernels, "bytes": p.count.nbytes}
+            if len(p.calls) == 1:
+                entry["gb_per_s"] = round(p.count.nbytes / statistics.median(microseconds) / 1e3, 2)
+        entry["stall_seconds"] = round(p.stall_seconds, 2)
+        if p.state:
+            entry["state"] = p.state
+        found["contenders"][name] = entry
+    ours = samples.get("autofuse")
+    if ours is not None:
+        found["autofuse_over"] = {name: ratio(samples[name], ours) for name in samples if name != "autofuse"}
+        if seed_figure is not None:
+            found["seed_figure"] = seed_figure
+            found["seed_reached"] = found["autofuse_over"]["eager"]["median"] >= seed_figure
+
+
+def in_turn(calls: Sequence[Call]) -> Call:
+    if len(calls) == 1:
+        return calls[0]
+
+    def turn() -> None:
+        for call in calls:
+            call()
+
+    return turn
+
+
+def page_faults(call: Call, times: int) -> float:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        call()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
+
+
+def ratio(other: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
+    """How many times as fast autofuse is, round by round."""
+    ratios = sorted(a / b for a, b in zip(other, ours, strict=True))
+    low, high = bounds(ratios, INTERVAL_TAIL)
+    return {"median": statistics.median(ratios), "low": max(low, ratios[0]), "high": min(high, ratios[-1])}
+
+
+# ---- AdamW over 100 parameters ------------------------------------------------------------------------------------
+
+
+def measure_adamw(run: Benchmark, shape: str) -> dict[str, Any]:
+    """One step of the optimizer; gradients stay, values stay finite."""
+    torch.manual_seed(0)
+    values = [torch.randn(n) for n in ADAMW_SIZES[shape]]
+    gradients = [torch.randn(n) for n in ADAMW_SIZES[shape]]
+    found: dict[str, Any] = {
+        "row": ADAMW, "shape": shape, "sizes": [len(values), sum(map(len, values))], "bound": "memory",
+        "contenders": {},
+    }  # fmt: skip
+    prepared: dict[str, Prepared] = {}
+    for contender in (*run.contenders, "eager fused=True"):
+        if run.left() < 60 and contender.startswith("compile"):
+            run.left_out.append(f"{ADAMW} {shape}: {contender}: out of time")
+            continue
+        try:
+            prepared[contender] = prepare_adamw(run, contender, values, gradients)
+        except Exception as error:
+            run.left_out.append(f"{ADAMW} {shape}: {contender}: {said(error)}")
+    race(run, found, prepared, None)
+    return found
+
+
+def prepare_adamw(
+    run: Benchmark, contender: str, values: Tensors | list[torch.Tensor], gradients: list[torch.Tensor]
+) -> Prepared:
+    parameters = [nn.Parameter(v.clone()) for v in values]
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True if "fused" in contender else None)
+    step: Callable[[], Any] = optimizer.step
+    if contender.startswith("compile"):
+        step = torch.compile(step, dynamic=True if contender == "compile dynamic" else None)
+    paused = run.session.tuning.paused_seconds
+    if contender == "autofuse":
+        for _ in range(8):
+            step()
+            time.sleep(0.05)
+        return Prepared([step], run.session.tuning.paused_seconds - paused, count_call(step))
+    step = outside_of(run.session, step)
+    if contender.startswith("compile"):
+        with inductor_counters() as count:
+            stall = first_calls([step])
+        return Prepared([step], stall, compiled_count(count, step))
+    return Prepared([step], 0.0, count_call(step))
+
+
+def outside_of(session: Session, step: Call) -> Call:
+    """A call that the session's own optimizer step does not see, where there is one."""
+    return step
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def bars(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the table is to show."""
+    timed = [r for r in rows if "autofuse_over" in r]
+    free = [r for r in timed if r["bound"] == "memory"]
+    found: dict[str, Any] = {
+        "slower_than_eager": [
+            f"{r['row']} {r['shape']}: {r['autofuse_over']['eager']['median']:.3f}"
+            for r in timed
+            if r["autofuse_over"]["eager"]["high"] < 1.0
+        ],
+        "seed_figures_missed": [
+            f"{r['row']}: {r['autofuse_over']['eager']['median']:.2f} of {r['seed_figure']}"
+            for r in timed
+            if not r.get("seed_reached", True)
+        ],
+    }
+    for name in CONTENDERS[:-1]:
+        ratios = [r["autofuse_over"][name]["median"] for r in free if name in r["autofuse_over"]]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            found[f"geometric_mean_over_{name.replace(' ', '_')}"] = {"ratio": round(mean, 3), "rows": len(ratios)}
+    best = [
+        min(r["autofuse_over"][n]["median"] for n in ("compile", "compile dynamic") if n in r["autofuse_over"])
+        for r in free
+        if "compile" in r["autofuse_over"]
+    ]
+    if best:
+        mean = math.exp(sum(map(math.log, best)) / len(best))
+        found["geometric_mean_over_better_compile"] = {"ratio": round(mean, 3), "rows": len(best)}
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    cells = [f"{row['row']:34s}{row['shape']:8s}"]
+    for name in CONTENDERS:
+        entry = row["contenders"].get(name)
+        if entry is None:
+            cells.append(f"{'-':>22s}")
+            continue
+        count = f"{entry['kernels']}k {entry['bytes'] / 1e6:.3g}MB" if "kernels" in entry else ""
+        cells.append(f"{entry['us']['median']:10.0f} {count:>11s}")
+    over = row.get("autofuse_over", {})
+    cells.append("".join(f"{over[n]['median']:7.2f}" if n in over else f"{'-':>7s}" for n in CONTENDERS[:-1]))
+    return " ".join(cells)
+
+
+def copy_bandwidth() -> float:
+    """GB/s, read and written, of torch's own copy of 256 MiB."""
+    source, target = torch.ones(64 << 20), torch.zeros(64 << 20)
+    samples = interleave({"copy": lambda: target.copy_(source)}, 7, 1)["copy"]
+    return 2 * source.nbytes / statistics.median(samples) / 1e3
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="beginnings of names of rows, separated by commas")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of cache, memory, ragged")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--quick", action="store_true", help="short tuning, few rounds; proves nothing about speed")
+    parser.add_argument("--minutes", type=float, default=9.5, help="torch.compile is left out of rows after this time")
+    parser.add_argument("--malloc", choices=("on", "off"), default="on", help="keep freed memory, for all contenders")
+    parser.add_argument("--store", type=Path, help="a store to keep; a temporary one by default")
+    parser.add_argument("--out", type=Path, default=RESULTS / "patterns.json")
+    return parser.parse_args()
+
+
+def chosen(text: str) -> list[str]:
+    names = [*(row.name for row in ROWS), ADAMW]
+    wanted = [w.strip() for w in text.split(",") if w.strip()]
+    unknown = [w for w in wanted if not any(n.startswith(w) for n in names)]
+    if unknown:
+        sys.exit(f"--only: expected beginnings of {', '.join(names)}; found {', '.join(unknown)}")
+    return [n for n in names if not wanted or any(n.startswith(w) for w in wanted)]
+
+
+def settings_for(options: argparse.Namespace) -> Any:
+    values = {
+        "run.store": options.store or _FOLDER / "store.sqlite3",
+        "run.tune": "wait",
+        "run.quiet": True,
+        "tuner.budget_seconds": 3600.0,
+        "tuner.job_seconds": 1.5 if options.quick else 3.0,
+        "tuner.trials": 2 if options.quick else 12,
+        "tuner.idle_exit_seconds": 60.0,
+    }
+    return load(cli=values, environ={}, cwd=_FOLDER)
+
+
+def main() -> int:
+    options = parse()
+    names = chosen(options.only)
+    if options.malloc == "on":
+        apply_malloc()
+    settings = settings_for(options)
+    session = start_session(settings, "benchmarks/patterns.py")
+    contenders = tuple(c for c in CONTENDERS if c in options.contenders.split(","))
+    run = Benchmark(
+        session, options.out, 5 if options.quick else ROUNDS, options.quick, options.malloc, contenders,
+        minutes=options.minutes,
+    )  # fmt: skip
+    torch._dynamo.config.recompile_limit = 32
+    torch._inductor.config.fx_graph_cache = False  # a graph of one shape must not be counted as that of another
+    try:
+        run.copy_gbs = copy_bandwidth()
+        print(f"copy {run.copy_gbs:.1f} GB/s; us a call, kernels, bytes; autofuse over each of the others")
+        print(f"{'':43s}" + "".join(f"{name:>23s}" for name in CONTENDERS))
+        for name in names:
+            for shape in options.shapes.split(","):
+                torch._dynamo.reset()
+                session.routers.clear()  # or later rows would pay for looking through the graphs of earlier ones
+                gc.collect()
+                row = next((r for r in ROWS if r.name == name), None)
+                found = measure_adamw(run, shape) if row is None else measure(run, row, shape)
+                run.rows.append(found)
+                run.save()
+                print(line(found), found["contenders"].get("autofuse", {}).get("state", ""), flush=True)
+    finally:
+        session.finish(0)
+        daemon.stop(settings)
+        run.save()
+        shutil.rmtree(_FOLDER, ignore_errors=True)
+    for what, result in bars(run.rows).items():
+        print(f"{what}: {result}")
+    for what in run.left_out:
+        print(f"left out: {what}")
+    print(f"written to {run.out} after {time.monotonic() - run.began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
