@@ -59,7 +59,7 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session) -> tuple[FusionGrap
         session.use_device(device)
     graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)
     nodes = session.plan_nodes(graph)
-    groups = session.plan_groups(graph, nodes)
+    groups = session.plan_groups(graph, nodes, imported.derived)
     try:
         program = build_program(imported, nodes, groups)
     except ShapeError as error:  # draws or writes whose order no group may disturb

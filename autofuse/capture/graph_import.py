@@ -20,12 +20,13 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import FloorDiv
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, info
 from autofuse.ir.records import Refusal
-from autofuse.ir.shape import Dim, SymbolicShape, as_dim, symbol
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class ImportedGraph:
     inputs: dict[str, TensorSpec]
     outputs: tuple[ValueRef, ...]
     hints: dict[str, int]  # a likely value of each symbol
+    derived: dict[str, sympy.Expr]  # symbols of ours for rounded quotients, such as what a stride leaves of a size
     refs: dict[fx.Node, ValueRef]  # FX nodes that hold tensors, as the operations name them
     dims: dict[fx.Node, Dim]  # FX nodes that hold sizes
     devices: dict[ValueRef, torch.device]  # where each tensor lives
@@ -61,6 +63,7 @@ class _Dims:
         self._known: dict[sympy.Expr, Dim] = {}
         self._by_hint: dict[int, list[tuple[sympy.Expr, Dim]]] = {}
         self.hints: dict[str, int] = {}
+        self.derived: dict[str, sympy.Expr] = {}
 
     def __call__(self, size: Any) -> Dim | None:
         """An int or expression; None for a size that is no polynomial of the symbols."""
@@ -79,15 +82,15 @@ class _Dims:
         return self._known[expr]
 
     def _unify(self, expr: sympy.Expr, node: Any) -> Dim | None:
-        if not expr.is_polynomial(*expr.free_symbols):
-            return None
         hint = node.hint if node.has_hint() else None
         if hint is not None:
             # Two spellings of one size (tokens of the input, tokens of the target) must read the same.
             for known, dim in self._by_hint.get(int(hint), []):
                 if self._env is not None and self._env._maybe_evaluate_static(sympy.Eq(expr, known)) is sympy.true:
                     return dim
-        dim = as_dim(expr.xreplace({s: symbol(str(s)) for s in expr.free_symbols}))
+        dim = self._polynomial(expr)
+        if dim is None:
+            return None
         if hint is not None:
             self._by_hint.setdefault(int(hint), []).append((expr, dim))
         if self._env is not None:
@@ -96,6 +99,33 @@ class _Dims:
                 if value is not None:
                     self.hints.setdefault(str(item), value)
         return dim
+
+    def _polynomial(self, expr: sympy.Expr) -> Dim | None:
+        """The size in our symbols, with one of its own for each rounded quotient; None for any other function."""
+        plain = expr.xreplace({s: symbol(str(s)) for s in expr.free_symbols})
+        plain = plain.replace(FloorDiv, lambda a, b: sympy.floor(a / b))
+        if not plain.free_symbols or plain.is_polynomial(*plain.free_symbols):
+            return as_dim(plain)
+        # Outermost first: what is inside of one is part of its definition.
+        while quotients := [f for f in sympy.preorder_traversal(plain) if isinstance(f, sympy.floor)]:
+            plain = plain.xreplace({quotients[0]: self._derived_symbol(quotients[0])})
+        return as_dim(plain) if plain.is_polynomial(*plain.free_symbols) else None
+
+    def _derived_symbol(self, quotient: sympy.Expr) -> sympy.Symbol:
+        for name, known in self.derived.items():
+            if known == quotient:
+                return symbol(name)
+        name = f"d{len(self.derived)}"
+        self.derived[name] = quotient
+        return symbol(name)
+
+    def finish(self) -> None:
+        """Likely values of the derived symbols too."""
+        for name, quotient in self.derived.items():
+            known = {s: self.hints.get(s) for s in free_symbols(quotient)}
+            values = {s: value for s, value in known.items() if value is not None}
+            if len(values) == len(known):
+                self.hints[name] = evaluate(quotient, values)
 
 
 def _hint_of(env: ShapeEnv, item: sympy.Symbol) -> int | None:
@@ -146,10 +176,20 @@ def import_graph(module: fx.GraphModule) -> ImportedGraph:
         for index, tensor in enumerate(_tensors(value)):
             if node in refs and isinstance(tensor, torch.Tensor):
                 devices[ValueRef(refs[node].name, refs[node].index + index)] = _device(tensor)
+    dims_of.finish()
     return ImportedGraph(
-        module, tuple(operations), inputs, tuple(outputs), dims_of.hints, refs, dims, devices, tuple(refusals),
-        _parameters(module),
-    )  # fmt: skip
+        module=module,
+        operations=tuple(operations),
+        inputs=inputs,
+        outputs=tuple(outputs),
+        hints=dims_of.hints,
+        derived=dims_of.derived,
+        refs=refs,
+        dims=dims,
+        devices=devices,
+        refusals=tuple(refusals),
+        parameters=_parameters(module),
+    )
 
 
 def _parameters(module: fx.GraphModule) -> frozenset[str]:

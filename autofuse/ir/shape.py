@@ -83,6 +83,11 @@ def free_symbols(dim: Dim) -> tuple[str, ...]:
     return () if isinstance(dim, int) else tuple(sorted(str(s) for s in dim.free_symbols))
 
 
+def floors(dim: Dim) -> tuple[sympy.Expr, ...]:
+    """The rounded quotients in a dim, such as ``floor(s0/2)``: what strided windows leave of a size."""
+    return () if isinstance(dim, int) else tuple(sorted(dim.atoms(sympy.floor), key=str))
+
+
 def divide(dim: Dim, by: Dim) -> Dim | None:
     """``dim / by`` where it is provably a whole expression for every size, else None."""
     if isinstance(dim, int) and isinstance(by, int):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.metrics import planned_kernels
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import GRAPH_METRICS, Event
 from autofuse.runtime.router import GraphRouter
@@ -28,8 +29,7 @@ class GraphLog:
     def add(self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode]) -> None:
         """Measure a graph as it is and as it is planned."""
         try:
-            fused = [{op.name for op in node.kernels} for node in nodes]
-            before, after = graph.metrics(), graph.metrics(fused)
+            before, after = graph.metrics(), graph.metrics(planned_kernels(nodes))
         except Exception as error:
             log.debug("a %s graph has no metrics: %s", router.phase, error)
             return

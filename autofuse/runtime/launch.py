@@ -311,6 +311,7 @@ def _output_constants(form: NodeForm) -> list[str]:
 
 
 def _compile(lines: list[str], namespace: dict[str, Any], what: str) -> Callable[..., NodeCall]:
+    namespace["floor"] = math.floor  # of sizes behind a stride
     exec(compile("\n".join(lines), f"<autofuse {what} node>", "exec"), namespace)
     make: Callable[..., NodeCall] = namespace["make"]
     return make

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -26,7 +27,7 @@ from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
-from autofuse.ir.shape import Dim, symbol
+from autofuse.ir.shape import Dim, free_symbols, symbol
 from autofuse.runtime.eager_calls import render_call
 from autofuse.ways.groups import Group
 
@@ -90,7 +91,7 @@ class _Builder:
             for g in groups
         ]
         self.slots = tuple(slots)
-        self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter}
+        self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, "floor": math.floor}
 
     def _device_of(self, node: FusionNode) -> torch.device:
         refs = [_ref_of(name) for name in node.input_names]
@@ -245,10 +246,17 @@ class _Builder:
             for axis, size in enumerate(self.imported.inputs[ref.name].shape):
                 if isinstance(size, sympy.Symbol):
                     sources.setdefault(str(size), f"{n.name}.size({axis})")
-        missing = [s for s in wanted if s not in sources]
+        derived = {name: expr for name, expr in self.imported.derived.items() if name in wanted}
+        needed = dict.fromkeys([s for s in wanted if s not in derived])
+        needed |= dict.fromkeys(s for expr in derived.values() for s in free_symbols(expr))
+        missing = [s for s in needed if s not in sources]
         if missing:
             raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")
-        return tuple(wanted), [f"af_{s} = {sources[s]}" for s in wanted]
+        lines = [f"af_{s} = {sources[s]}" for s in needed]
+        for name, expr in derived.items():
+            text = expr.xreplace({s: sympy.Symbol(f"af_{s}") for s in expr.free_symbols})
+            lines.append(f"af_{name} = {text}")
+        return tuple(wanted), lines
 
     # ---- text ----------------------------------------------------------------------------------------
 

@@ -264,7 +264,7 @@ class Root:
         session, capture = self.session, self.session.settings.capture
         self._device = device = _device_of(module)
         session.use_device(device)
-        if session.tunable(device) is None and not len(session.table):
+        if session.tunable(device) is None and not len(session.table) and not capture.at_once:
             return
         observer = self.roots.observer
         if self.calls == 1:
@@ -283,6 +283,7 @@ class Root:
             max_failures=capture.max_failures,
             # At once, but not blind: a first trace of one shape only would be thrown away at the next.
             at_once=session.mode == "wait",
+            at_first_call=capture.at_once,
             min_calls=1 if observer.dynamic_dims(self.key) else CALLS_OF_ONE_SHAPE,
             call_us=typical * 1e6 if typical is not None else None,
             known=self.roots.known.get(self.key),

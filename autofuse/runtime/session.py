@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -133,11 +134,13 @@ class Session:
         self.refusals.extend(self.engine.refusals[before:])
         return nodes
 
-    def plan_groups(self, graph: FusionGraph, nodes: Sequence[FusionNode]) -> list[Group]:
-        """Groups of a graph: products and convolutions with the nodes around them."""
+    def plan_groups(
+        self, graph: FusionGraph, nodes: Sequence[FusionNode], derived: Mapping[str, sympy.Expr]
+    ) -> list[Group]:
+        """Groups of a graph: products and convolutions with the nodes around them (`find_groups`)."""
         if not self.engine.enabled:
             return []
-        groups, refusals = find_groups(graph, nodes, self.engine.config)
+        groups, refusals = find_groups(graph, nodes, self.engine.config, derived)
         self.refusals.extend(refusals)
         return groups
 

@@ -29,6 +29,7 @@ from autofuse.errors import StoreError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Config, Decision, KernelRecord, ObservedShape, TuneRequest
+from autofuse.ir.shape import Dim, evaluate
 from autofuse.settings import Settings
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.buckets import distance
@@ -254,10 +255,10 @@ class TuningLoop:
         """Race programs of several kernels. ``whole``: what is known of the node as one kernel."""
         workshop = self._workshop(request.key.device)
 
-        def tune_part(part: NodeForm, printer: str, symbols: Sequence[str]) -> KernelRecord | None:
+        def tune_part(part: NodeForm, printer: str, sizes: Sequence[Dim]) -> KernelRecord | None:
             if whole is not None and part.text() == form.text():
                 return next((k for k in whole.kernels), None)
-            return self._part_winner(request, form, part, printer, symbols)
+            return self._part_winner(request, form, part, printer, sizes)
 
         bench = WayWorkshop(workshop, request.key.fusion_id, form, request.key.threads, request.bucket, ways, tune_part)
         outcome = Job(request, bench, self._limits(request), (), self._clock).run()
@@ -265,14 +266,20 @@ class TuningLoop:
         return outcome
 
     def _part_winner(
-        self, request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, symbols: Sequence[str]
+        self, request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
     ) -> KernelRecord | None:
         """The kernel of a part in the request's bucket: a known decision's, else tuned now; None where eager wins."""
-        at = [form.symbols.index(name) for name in symbols]
-        bucket = Bucket(tuple(request.bucket.ranges[i] for i in at))
+
+        def at(values: Sequence[int]) -> tuple[int, ...]:
+            named = dict(zip(form.symbols, values, strict=True))
+            return tuple(evaluate(size, named) for size in sizes)
+
+        # Sizes grow with the symbols, so the ends of the ranges are those of the part's.
+        ends = zip(at([r[0] for r in request.bucket.ranges]), at([r[1] for r in request.bucket.ranges]), strict=True)
+        bucket = Bucket(tuple(ends))
         calls: dict[tuple[int, ...], int] = {}
         for shape in request.shapes:
-            values = tuple(shape.symbol_values[i] for i in at)
+            values = at(shape.symbol_values)
             calls[values] = calls.get(values, 0) + shape.calls
         key = replace(request.key, fusion_id=kernel_id(part, printer), bucket=bucket.label)
         known = [

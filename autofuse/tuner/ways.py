@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autofuse.codegen.knobs import Knob
+from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord, make_config
+from autofuse.ir.shape import Dim
 from autofuse.tuner.worker_process import CandidateProblem
 from autofuse.tuner.workshop import Built, NodeWorkshop, Workshop
 from autofuse.ways.bundle import pack
 from autofuse.ways.record import Way
 
 WAY = "way"  # the variant, and its only knob
-TunePart = Callable[[NodeForm, str, tuple[str, ...]], KernelRecord | None]  # form, printer, the node's symbols it uses
+TunePart = Callable[[NodeForm, str, tuple[Dim, ...]], KernelRecord | None]  # form, printer, its sizes in the node's
 
 
 class WayWorkshop(NodeWorkshop):
@@ -39,13 +41,14 @@ class WayWorkshop(NodeWorkshop):
         for way in ways:
             kernels, current = [], way
             for index in reversed(range(len(way.parts))):
-                node = way.nodes[index]
-                kernel = tune_part(node.form, way.parts[index].printer, node.symbols)
+                part = way.kernels[index]
+                kernel = tune_part(part.node.form, way.parts[index].printer, part.sizes)
                 if kernel is None:
                     current = current.without(index)
                 else:
                     kernels.append(kernel)
-            self._built[way.name] = pack(current, kernels[::-1], workshop.backend.generic)
+            if kernels or current.has_vendor:  # else it is what eager does
+                self._built[way.name] = pack(current, kernels[::-1], workshop.backend.generic)
         self.names = tuple(self._built)
 
     @property
@@ -53,6 +56,8 @@ class WayWorkshop(NodeWorkshop):
         return WAY, WAY
 
     def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
+        if not self.names:
+            raise LoweringError("no_way", "expected a way that differs from eager, found that eager wins every part")
         return (Knob(WAY, self.names, self.names[0], "which program runs the node"),)
 
     def default(self, values: Sequence[int]) -> Config:

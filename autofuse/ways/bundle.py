@@ -51,7 +51,7 @@ def describe(way: Way) -> str:
     lines = [f"{way.name}: {way.detail}" if way.detail else way.name]
     for step in way.steps:
         if isinstance(step, int):
-            lines.append(f"  one kernel: {way.nodes[step].operation_names}")
+            lines.append(f"  one kernel: {way.kernels[step].node.operation_names}")
         else:
             lines.append(f"  {step.target.removesuffix('.default')}")
     return "\n".join(f"// {line}" for line in lines)

@@ -6,6 +6,7 @@ Guarantee: outputs have exactly the sizes and strides that the form promises; in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.shape import evaluate
 from autofuse.runtime.launch import (
     Entry,
     NodeCall,
@@ -45,9 +47,9 @@ class LoadedWay:
         """The callable for one shape; ``failed(error, *inputs)`` answers in place of a call that raised."""
         values = dict(zip(form.symbols, symbol_values, strict=True))
         kernels = []
-        for node, entry in zip(self.way.nodes, self.entries, strict=True):
-            own = [values[name] for name in node.symbols]
-            kernels.append(make_launcher(node.form, entry, own, threads, allocate))
+        for kernel, entry in zip(self.way.kernels, self.entries, strict=True):
+            own = [evaluate(size, values) for size in kernel.sizes]
+            kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate))
         source, namespace = render(self.way)
         exec(compile(source, f"<autofuse way {self.way.name}>", "exec"), namespace)
         device = torch.device(device_type(form))
@@ -62,7 +64,7 @@ def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
 def render(way: Way) -> tuple[str, dict[str, Any]]:
     """The Python text of a way, and what it needs besides."""
     form = way.form
-    namespace: dict[str, Any] = {"torch": torch, "as_promised": as_promised}
+    namespace: dict[str, Any] = {"torch": torch, "as_promised": as_promised, "floor": math.floor}
     inputs = ", ".join(item.name for item in form.inputs)
     head = [f"def make({', '.join([*form.symbols, 'device', 'kernels', 'failed'])}):"]
     body: list[str] = []
@@ -89,7 +91,7 @@ def render(way: Way) -> tuple[str, dict[str, Any]]:
 
 
 def _part_line(way: Way, index: int) -> tuple[str, set[str]]:
-    node = way.nodes[index]
+    node = way.kernels[index].node
     refs = [flat_ref(name) for name in node.input_names]
     arguments = ", ".join(value_name(ref, way.form) for ref in refs)
     by_operation: dict[str, list[ValueRef]] = {}

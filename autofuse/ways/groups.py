@@ -7,16 +7,21 @@ until a way of it has won, its nodes and products run on their own, as if there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import sympy
 
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, ValueRef
+from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
+from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
+from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import rewrites
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
@@ -42,6 +47,7 @@ class _Finder:
     graph: FusionGraph
     nodes: Sequence[FusionNode]
     config: FusionConfig
+    derived: Mapping[str, sympy.Expr]
     groups: list[Group] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     home: dict[str, int] = field(default_factory=dict)  # operation -> its node
@@ -92,15 +98,16 @@ class _Finder:
                 yield producer.name
 
     def _around(self, anchor: Operation) -> set[str]:
-        """A product or convolution, the node that alone reads it, and what else that node alone reads of its kind."""
-        homes = {self.home.get(reader.name) for reader in self.graph.readers[anchor.name]}
-        if len(homes) != 1 or None in homes:
+        """A product or convolution, the one node that reads it, and the other products that this node alone reads."""
+        units = {self.unit.get(reader.name, frozenset([reader.name])) for reader in self.graph.readers[anchor.name]}
+        if len(units) != 1:
             return set()
-        (index,) = homes
-        names = {op.name for op in self.nodes[index or 0].kernels}
+        (names,) = units
+        if any(info(self.graph.by_name[name].target).kind not in FUSIBLE for name in names):
+            return set()
         around = {anchor.name, *names}
-        for op in self.nodes[index or 0].kernels:
-            for producer in self.graph.producers(op):
+        for name in names:
+            for producer in self.graph.producers(self.graph.by_name[name]):
                 alone = all(r.name in names for r in self.graph.readers[producer.name])
                 if producer.short_name in PRODUCTS | CONVOLUTIONS and alone:
                     around.add(producer.name)
@@ -115,6 +122,8 @@ class _Finder:
         if not self._is_sound(operations) or not self._is_convex(names):
             return
         node = build_node(self.graph, operations)
+        if self.derived:  # sizes must follow from each other: a convolution's result from its input
+            node = map_dims(node, self._in_inputs)
         if not rewrites(node.form):
             return
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
@@ -124,6 +133,11 @@ class _Finder:
             r.name for r in rewrites(node.form)
         )
         self.refusals.append(Refusal("grouped", True, node.operation_names, detail, source=operations[0].source or ""))
+
+    def _in_inputs(self, dim: Dim) -> Dim:
+        if isinstance(dim, int):
+            return dim
+        return as_dim(dim.xreplace({symbol(name): quotient for name, quotient in self.derived.items()}))
 
     def _is_sound(self, operations: Sequence[Operation]) -> bool:
         """Whether all of it is data, on one type of device, and draws no numbers."""
@@ -154,20 +168,23 @@ class _Finder:
         return True
 
     def _is_view(self, name: str) -> bool:
-        return name not in self.unit and self.graph.by_name[name].short_name in _VIEWS
+        return info(self.graph.by_name[name].target).kind is OpKind.VIEW
 
     def _leaves(self, op: Operation) -> bool:
         return ValueRef(op.name) in self.graph.leaving
 
 
-_VIEWS = frozenset(["view", "_unsafe_view", "expand", "transpose", "permute", "t", "unsqueeze", "squeeze", "reshape"])
-
-
 def find_groups(
-    graph: FusionGraph, nodes: Sequence[FusionNode], config: FusionConfig
+    graph: FusionGraph,
+    nodes: Sequence[FusionNode],
+    config: FusionConfig,
+    derived: Mapping[str, sympy.Expr] | None = None,
 ) -> tuple[list[Group], list[Refusal]]:
-    """The groups of a planned graph, in program order, and why attentions were left alone."""
-    finder = _Finder(graph, nodes, config)
+    """The groups of a planned graph, in program order, and why attentions were left alone.
+
+    ``derived``: symbols of the graph that stand for rounded quotients of others.
+    """
+    finder = _Finder(graph, nodes, config, derived or {})
     if config.enabled:
         finder.run()
     position = graph.position

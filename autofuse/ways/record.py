@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from autofuse.errors import FusionError
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
-from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef, map_arg
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim, floors, symbol
 
 LOOP, MATMUL = "loop", "matmul"  # what prints a part: one nest of loops, or a tiled product with its epilogue
 
@@ -28,6 +29,14 @@ class Part:
 
     operations: tuple[str, ...]  # names in the way's form, views between them left out
     printer: str = LOOP
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A part as a node whose inputs are called as in the way's form."""
+
+    node: FusionNode
+    sizes: tuple[Dim, ...]  # the node's symbols in those of the way's form
 
 
 @dataclass(frozen=True)
@@ -56,15 +65,21 @@ class Way:
         """The same program with part ``index`` run through aten."""
         return replace(self, parts=(*self.parts[:index], *self.parts[index + 1 :]))
 
+    @property
+    def has_vendor(self) -> bool:
+        """Whether a vendor's fused kernel runs in it."""
+        return any(op.target.startswith("vendor.") for op in self.form.operations)
+
     @functools.cached_property
     def graph(self) -> FusionGraph:
         return graph_of(self.form)
 
     @functools.cached_property
-    def nodes(self) -> tuple[FusionNode, ...]:
-        """The parts as nodes whose inputs and symbols are called as in the way's form."""
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The parts as nodes of their own."""
         return tuple(
-            build_node(self.graph, [self.graph.by_name[name] for name in part.operations]) for part in self.parts
+            _kernel(build_node(self.graph, [self.graph.by_name[name] for name in part.operations]))
+            for part in self.parts
         )
 
     @functools.cached_property
@@ -88,7 +103,7 @@ class Way:
         return self._live(ordered)
 
     def _read_by(self, index: int) -> list[ValueRef]:
-        return [flat_ref(name) for name in self.nodes[index].input_names]
+        return [flat_ref(name) for name in self.kernels[index].node.input_names]
 
     def _live(self, steps: Sequence[Operation | int]) -> tuple[Operation | int, ...]:
         """Without what nothing reads: views of values that stay inside a part."""
@@ -102,6 +117,39 @@ class Way:
             needed |= {ref.name for ref in reads}
             kept.append(step)
         return tuple(reversed(kept))
+
+
+def _kernel(node: FusionNode) -> Kernel:
+    """Loops run over plain symbols: each rounded quotient becomes one."""
+    specs = [*node.inputs.values(), *(spec for op in node.operations for spec in op.outputs)]
+    quotients = dict.fromkeys(f for spec in specs for dim in (*spec.shape, *spec.strides) for f in floors(dim))
+    table = {quotient: symbol(f"d{n}") for n, quotient in enumerate(quotients)}
+    if table:
+        node = map_dims(node, lambda dim: dim if isinstance(dim, int) else as_dim(dim.xreplace(table)))
+    back = {str(new): quotient for quotient, new in table.items()}
+    return Kernel(node, tuple(back.get(name, symbol(name)) for name in node.symbols))
+
+
+def map_dims(node: FusionNode, change: Callable[[Dim], Dim]) -> FusionNode:
+    """A node with every size changed."""
+
+    def spec(old: TensorSpec) -> TensorSpec:
+        return replace(
+            old,
+            shape=SymbolicShape([change(d) for d in old.shape]),
+            strides=SymbolicShape([change(d) for d in old.strides]),
+        )
+
+    operations = [
+        replace(
+            op,
+            args=map_arg(op.args, lambda ref: ref, change),
+            kwargs=tuple((k, map_arg(v, lambda ref: ref, change)) for k, v in op.kwargs),
+            outputs=tuple(map(spec, op.outputs)),
+        )
+        for op in node.operations
+    ]
+    return FusionNode(operations, {name: spec(old) for name, old in node.inputs.items()}, node.outputs)
 
 
 def graph_of(form: NodeForm) -> FusionGraph:

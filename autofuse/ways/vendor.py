@@ -32,22 +32,43 @@ def _addmm_activation(bias: Tensor, x: Tensor, weight: Tensor, use_gelu: bool) -
 
 
 class Folded:
-    """Weights and bias of a convolution with a batch norm of inference folded in."""
+    """Weights and bias of a convolution as its kernel wants them: a batch norm of inference folded in, and packed."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor | None] = []
-        self._result: tuple[Tensor, Tensor] | None = None
+        self._result: tuple[Tensor, Tensor | None] | None = None
 
-    def __call__(self, weight: Tensor, bias: Tensor | None, norm: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """``norm``: scale, shift, running mean, running variance, epsilon."""
+    def __call__(
+        self, weight: Tensor, bias: Tensor | None, norm: Sequence[Any], pack: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """``norm``: scale, shift, running mean, running variance, epsilon; or empty."""
         sources = [weight, bias, *norm[:4]]
-        if self._result is not None and weight.device.type == "cpu" and _all_equal(self._kept, sources):
+        on_cpu = weight.device.type == "cpu"
+        if self._result is not None and on_cpu and _all_equal(self._kept, sources):
             return self._result
-        result = fold(weight, bias, *norm)
-        if weight.device.type == "cpu":
+        folded, offset = fold(weight, bias, *norm) if norm else (weight, bias)
+        if on_cpu:
             self._kept = [None if t is None else t.detach().clone() for t in sources]
-            self._result = result
-        return result
+            # Never the parameter itself: what is written to it must not reach what is kept.
+            self._result = pack(folded), None if offset is None else offset.detach().clone()
+            return self._result
+        return folded, offset
+
+
+def _packed(
+    padding: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Callable[..., Tensor]:
+    """oneDNN's own layout of weights, which it would otherwise make at each call; only its 2-D form is public."""
+
+    def pack(weight: Tensor) -> Tensor:
+        if weight.dim() != 4 or weight.dtype is not torch.float32:
+            return weight.detach().clone()
+        made: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(
+            weight.detach().to_mkldnn(), padding, stride, dilation, groups
+        )
+        return made
+
+    return pack
 
 
 def fold(
@@ -96,8 +117,8 @@ def _convolution() -> Callable[..., Tensor]:
         attr: str,
         algorithm: str,
     ) -> Tensor:
-        if norm:
-            weight, bias = folded(weight, bias, norm)
+        if norm or x.device.type == "cpu":
+            weight, bias = folded(weight, bias, norm, _packed(padding, stride, dilation, groups))
         if x.device.type == "cpu":
             op = torch.ops.mkldnn._convolution_pointwise
             if other is None:

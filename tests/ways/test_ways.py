@@ -1,0 +1,370 @@
+"""Groups of captured functions, their ways, and each way against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autofuse.fusion.config import FusionConfig
+from autofuse.ways.bundle import is_bundle, pack
+from autofuse.ways.cut import cuts_of, ways_of
+from autofuse.ways.groups import Group
+from autofuse.ways.record import Way
+from tests.ways.harness import Planned, check, load, plan
+
+T = torch.Tensor
+
+
+def linear(activation: Callable[[T], T]) -> Callable[..., T]:
+    return lambda x, w, b: activation(F.linear(x, w, b))
+
+
+def one_group(planned: list[Planned]) -> Group:
+    (group,) = [g for p in planned for g in p.groups]
+    return group
+
+
+def way(group: Group, name: str) -> Way:
+    return next(w for w in ways_of(group.node.form) if w.name == name)
+
+
+ACTIVATIONS: dict[str, Callable[[T], T]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_product_takes_its_activation_inside(name: str, dtype: torch.dtype) -> None:
+    inputs = [torch.randn(24, 40, dtype=dtype), torch.randn(56, 40, dtype=dtype), torch.randn(56, dtype=dtype)]
+    with torch.no_grad():
+        (planned,) = plan(linear(ACTIVATIONS[name]), inputs, [(0, 0)])
+    group = one_group([planned])
+    assert group.kind == "matmul"
+    fused = way(group, "onednn_linear")
+    assert [op.target for op in fused.form.operations] == ["vendor.linear.default"] and not fused.parts
+    for kind in ways_of(group.node.form):
+        assert check(group.node.form, kind, [(1,), (2,), (7,), (64,)]) >= 0.0
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (1, 1, 5), (2, 3, 4, 5)])
+def test_a_product_of_any_rank_with_a_residual(shape: tuple[int, ...]) -> None:
+    def function(x: T, w: T, b: T, r: T) -> T:
+        return r + F.linear(x, w, b)
+
+    inputs = [torch.randn(shape), torch.randn(6, 5), torch.randn(6), torch.randn(*shape[:-1], 6)]
+    with torch.no_grad():
+        group = one_group(plan(function, inputs))
+    names = [w.name for w in ways_of(group.node.form)]
+    assert names == ["parts", "onednn_linear"]
+    for kind in ways_of(group.node.form):
+        check(group.node.form, kind, [()])
+
+
+def test_a_value_that_others_need_keeps_the_product_apart() -> None:
+    def function(x: T, w: T) -> tuple[T, T]:
+        y = x @ w
+        return torch.relu(y), y
+
+    with torch.no_grad():
+        (planned,) = plan(function, [torch.randn(8, 8), torch.randn(8, 8)])
+    assert planned.groups == []
+
+
+def test_training_keeps_relu_inside_and_gelu_outside() -> None:
+    """relu's gradient needs its result, gelu's needs the product itself."""
+    w = torch.randn(16, 16, requires_grad=True)
+    graphs = plan(lambda x, w: torch.relu(x @ w).sum(), [torch.randn(8, 16), w])
+    assert [len(p.groups) for p in graphs if p.phase == "forward"] == [1]
+    graphs = plan(lambda x, w: F.gelu(x @ w).sum(), [torch.randn(8, 16), w])
+    assert [len(p.groups) for p in graphs if p.phase == "forward"] == [0]
+
+
+# ---- convolutions ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Convolution, batch norm, residual, activation."""
+
+    def __init__(self, dims: int = 2, bias: bool = True, groups: int = 1, affine: bool = True, **how: Any) -> None:
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+        self.conv = conv(8, 8, 3, bias=bias, groups=groups, padding=how.pop("padding", 1), **how)
+        self.norm = norm(8, affine=affine)
+        nn.init.normal_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
+
+    def forward(self, x: T) -> T:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class Residual(Block):
+    def forward(self, x: T) -> T:
+        return F.relu(x + self.norm(self.conv(x)))
+
+
+CONVOLUTIONS: dict[str, Callable[[], tuple[nn.Module, T]]] = {
+    "plain": lambda: (Block(), torch.randn(2, 8, 9, 11)),
+    "no bias": lambda: (Block(bias=False), torch.randn(2, 8, 9, 11)),
+    "grouped": lambda: (Block(groups=4), torch.randn(2, 8, 9, 11)),
+    "depthwise": lambda: (Block(groups=8), torch.randn(1, 8, 7, 7)),
+    "strided": lambda: (Block(stride=2, padding=0), torch.randn(3, 8, 9, 11)),
+    "dilated": lambda: (Block(dilation=2, padding=2), torch.randn(2, 8, 9, 11)),
+    "not affine": lambda: (Block(affine=False), torch.randn(2, 8, 9, 11)),
+    "residual": lambda: (Residual(), torch.randn(2, 8, 9, 11)),
+    "three dims": lambda: (Block(dims=3), torch.randn(2, 8, 4, 5, 6)),
+    "channels last": lambda: (Residual(), torch.randn(2, 8, 9, 11).to(memory_format=torch.channels_last)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_takes_norm_residual_and_activation(name: str) -> None:
+    module, x = CONVOLUTIONS[name]()
+    with torch.no_grad():
+        (planned,) = plan(module.eval(), [x], [(0, d) for d in range(2, x.dim())])
+    group = one_group([planned])
+    fused = way(group, "onednn_conv")
+    assert [op.target for op in fused.form.operations] == ["vendor.convolution.default"]
+    assert "folded" in fused.detail
+    values = [tuple(5 + 2 * n for n in range(len(group.node.form.symbols))), (8,) * len(group.node.form.symbols)]
+    for kind in ways_of(group.node.form):
+        check(group.node.form, kind, values)
+
+
+def test_a_bottleneck_of_two_branches_is_one_group_of_two_convolutions() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(bias=False), Block()
+
+        def forward(self, x: T) -> T:
+            return torch.relu(self.first.norm(self.first.conv(x)) + self.second.norm(self.second.conv(x)))
+
+    with torch.no_grad():
+        (planned,) = plan(Two().eval(), [torch.randn(2, 8, 9, 11)])
+    group = one_group([planned])
+    fused = way(group, "onednn_conv")
+    assert [op.short_name for op in fused.form.operations] == ["convolution", "convolution"]
+    assert all(op.target.startswith("vendor.") for op in fused.form.operations)
+    assert len(group.node.kernels) == 6
+    check(group.node.form, fused, [()])
+
+
+@pytest.mark.parametrize("how", ["data", "in place", "load", "buffer"])
+def test_folded_weights_follow_every_change_of_parameters(how: str) -> None:
+    """Also those written through ``.data``, which no version counter shows."""
+    module = Block().eval()
+    x = torch.randn(2, 8, 9, 11)
+    with torch.no_grad():
+        (planned,) = plan(module, [x])
+        group = one_group([planned])
+        loaded = load(way(group, "onednn_conv"))
+        form = group.node.form
+        call = loaded.make_call(form, (), 2)
+        by_name = {
+            "conv.weight": module.conv.weight,
+            "conv.bias": module.conv.bias,
+            "norm.weight": module.norm.weight,
+            "norm.bias": module.norm.bias,
+        }
+        order = _inputs_of(group, module, x)
+        torch.testing.assert_close(call(*order), module(x), rtol=1e-4, atol=1e-5)
+        if how == "data":
+            module.conv.weight.data[3, 2, 1, 1] += 0.5
+        elif how == "in place":
+            module.norm.bias.mul_(2.0)
+        elif how == "buffer":
+            module.norm.running_var[5] *= 3.0
+        else:
+            module.load_state_dict({k: v + 0.25 for k, v in module.state_dict().items()})
+        assert by_name["conv.bias"] is module.conv.bias
+        torch.testing.assert_close(call(*order), module(x), rtol=1e-4, atol=1e-5)
+
+
+def _inputs_of(group: Group, module: nn.Module, x: T) -> list[T]:
+    """The group's inputs, told apart by how the convolution and the norm read them."""
+    ops = {op.short_name: op for op in group.node.form.operations}
+    conv, norm = ops["convolution"], ops["_native_batch_norm_legit_no_training"]
+    table = {conv.args[0].name: x, conv.args[1].name: module.conv.weight, conv.args[2].name: module.conv.bias}
+    names = ("weight", "bias", "running_mean", "running_var")
+    table |= {ref.name: getattr(module.norm, name) for ref, name in zip(norm.args[1:5], names, strict=True)}
+    return [table[item.name] for item in group.node.form.inputs]
+
+
+def test_training_folds_nothing() -> None:
+    graphs = plan(Block().train(), [torch.randn(2, 8, 9, 11)])
+    assert all(
+        g.kind != "conv" or "onednn_conv" not in [w.name for w in ways_of(g.node.form)]
+        for p in graphs
+        for g in p.groups
+    )
+
+
+# ---- attention ---------------------------------------------------------------------------------------
+
+
+def by_hand(q: T, k: T, v: T) -> T:
+    return torch.softmax(q @ k.transpose(-2, -1) * (1.0 / math.sqrt(16)), -1) @ v
+
+
+def masked(q: T, k: T, v: T, mask: T) -> T:
+    scores = (q @ k.transpose(-2, -1)) / 4.0
+    return torch.softmax(scores.masked_fill(mask == 0, float("-inf")), dim=-1) @ v
+
+
+def biased(q: T, k: T, v: T, bias: T) -> T:
+    return torch.softmax((q @ k.transpose(-2, -1)) * 0.25 + bias, dim=-1) @ v
+
+
+def heads(function: Callable[..., T]) -> Callable[..., T]:
+    def split(q: T, k: T, v: T, *rest: T) -> T:
+        q, k, v = (t.view(*t.shape[:2], 4, -1).transpose(1, 2) for t in (q, k, v))
+        return function(q, k, v, *rest).transpose(1, 2).contiguous().flatten(2)
+
+    return split
+
+
+def _qkv(*shape: int) -> list[T]:
+    return [torch.randn(shape) for _ in range(3)]
+
+
+ATTENTIONS: dict[str, tuple[Callable[..., T], list[T], list[tuple[int, int]]]] = {
+    "four dims": (by_hand, _qkv(2, 3, 10, 16), [(0, 2), (1, 2), (2, 2)]),
+    "three dims": (by_hand, _qkv(6, 10, 16), [(0, 1), (1, 1), (2, 1)]),
+    "heads": (heads(by_hand), _qkv(2, 10, 64), [(0, 1), (1, 1), (2, 1)]),
+    "causal": (heads(masked), [*_qkv(2, 10, 64), torch.ones(10, 10).tril()], []),
+    "padding": (heads(masked), [*_qkv(2, 10, 64), (torch.rand(2, 1, 1, 10) > 0.4).float()], []),
+    "bias": (heads(biased), [*_qkv(2, 10, 64), torch.randn(1, 4, 10, 10)], []),
+    "cross": (by_hand, [torch.randn(2, 3, 7, 16), torch.randn(2, 3, 11, 16), torch.randn(2, 3, 11, 16)], []),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_by_hand_has_torchs_own_as_a_way(name: str) -> None:
+    function, inputs, dynamic = ATTENTIONS[name]
+    with torch.no_grad():
+        (planned,) = plan(function, inputs, dynamic)
+    group = one_group([planned])
+    assert group.kind == "attention"
+    fused = way(group, "sdpa")
+    assert sum(op.target == "vendor.sdpa.default" for op in fused.form.operations) == 1
+    assert not any(op.short_name in ("bmm", "_softmax") for op in fused.form.operations)
+    symbols = group.node.form.symbols
+    values = [(n,) * len(symbols) for n in (2, 5, 33)] if symbols else [()]
+    for kind in ways_of(group.node.form):
+        check(group.node.form, kind, values)
+
+
+def test_a_row_without_any_key_gives_what_softmax_gives() -> None:
+    inputs = [*_qkv(1, 4, 64), torch.ones(4, 4).tril()]
+    inputs[3][2] = 0.0
+    with torch.no_grad():
+        (planned,) = plan(heads(masked), inputs)
+        group = one_group([planned])
+        call = load(way(group, "sdpa")).make_call(group.node.form, (), 2)
+        views = {i.name: i.spec for i in group.node.form.inputs}
+        expected = heads(masked)(*inputs)
+    assert expected.isnan().any() and views
+    check(group.node.form, way(group, "sdpa"), [()])  # random masks of 60 % leave some rows empty
+    assert call is not None
+
+
+def test_attention_of_training_is_left_alone_with_its_reason() -> None:
+    q = [t.requires_grad_() for t in _qkv(1, 2, 8, 16)]
+    graphs = plan(by_hand, q)
+    forward = next(p for p in graphs if p.phase == "forward")
+    assert [g.kind for g in forward.groups] == []
+    assert any("backward" in r.detail for r in forward.refusals if r.code == "attention")
+
+
+def test_dropout_inside_attention_keeps_eagers_numbers() -> None:
+    def function(q: T, k: T, v: T) -> T:
+        return F.dropout(torch.softmax(q @ k.transpose(-2, -1), -1), 0.1, True) @ v
+
+    with torch.no_grad():
+        (planned,) = plan(function, _qkv(1, 2, 8, 16))
+    assert planned.groups == []
+    assert any("random numbers" in r.detail for r in planned.refusals)
+
+
+# ---- switches, bundles, cuts ---------------------------------------------------------------------------
+
+
+def test_switches_turn_kinds_off() -> None:
+    inputs = [torch.randn(8, 8), torch.randn(8, 8), torch.randn(8)]
+    with torch.no_grad():
+        (planned,) = plan(linear(F.relu), inputs, config=FusionConfig(enable_matmul=False))
+        assert planned.groups == []
+        (planned,) = plan(Block().eval(), [torch.randn(1, 8, 5, 5)], config=FusionConfig(enable_conv=False))
+        assert planned.groups == []
+        (planned,) = plan(by_hand, _qkv(1, 2, 8, 16), config=FusionConfig(enable_attention=False))
+        assert all(g.kind != "attention" for g in planned.groups)
+
+
+def test_a_way_survives_the_store() -> None:
+    with torch.no_grad():
+        group = one_group(plan(heads(by_hand), _qkv(2, 10, 64), [(0, 1), (1, 1), (2, 1)]))
+    for kind in ways_of(group.node.form):
+        again = Way.from_json(kind.to_json())
+        assert again == kind and again.steps == kind.steps
+        record = pack(kind, [], "c_generic")
+        assert is_bundle(record.binary) and record == pack(again, [], "c_generic")
+
+
+@settings(max_examples=12, deadline=None)
+@given(rows=st.integers(0, 40), seed=st.integers(0, 3))
+def test_ways_of_one_group_agree_at_any_size(rows: int, seed: int) -> None:
+    group = _gated()
+    for kind in ways_of(group.node.form):
+        if rows > 1:
+            check(group.node.form, kind, [(rows,)])
+
+
+_KNOWN: list[Group] = []
+
+
+def _gated() -> Group:
+    if not _KNOWN:
+        with torch.no_grad():
+            inputs = [torch.randn(12, 16), torch.randn(24, 16), torch.randn(24, 16)]
+            function = lambda x, a, b: F.silu(F.linear(x, a)) * F.linear(x, b)  # noqa: E731
+            _KNOWN.append(one_group(plan(function, inputs, [(0, 0)])))
+    return _KNOWN[0]
+
+
+def test_a_gate_is_one_group_with_both_products() -> None:
+    group = _gated()
+    assert sorted(op.short_name for op in group.node.kernels) == ["mm", "mm", "mul", "silu"]
+    fused = way(group, "onednn_linear")
+    assert sum(op.target.startswith("vendor.") for op in fused.form.operations) >= 1
+
+
+def test_a_kernel_is_cut_where_the_least_memory_lies_between() -> None:
+    def function(x: T, w: T, b: T) -> T:
+        y = torch.tanh(x * 2.0 + 1.0)
+        return F.gelu(F.layer_norm(y, (32,), w, b)) * 0.5 + x
+
+    with torch.no_grad():
+        (planned,) = plan(function, [torch.randn(16, 32), torch.randn(32), torch.randn(32)])
+    (node,) = planned.nodes
+    whole, *cuts = cuts_of(node.form)
+    assert whole.name == "one_kernel" and len(whole.parts) == 1
+    assert cuts and all(len(cut.parts) == 2 for cut in cuts)
+    for kind in (whole, *cuts):
+        check(node.form, kind, [()])
+        covered = {name for part in kind.parts for name in part.operations}
+        assert covered == {op.name for op in node.form.operations if op.short_name not in ("view", "expand")}
