@@ -72,6 +72,9 @@ class CaptureSettings(Group):
         120.0, "A module whose capture is expected to take longer stays eager.", unit="s", low=0.0
     )
     min_root_us: float = declare(500.0, "Modules faster than this per call stay eager.", unit="µs", low=0.0)
+    at_once: bool = declare(
+        False, "Capture every module at its first call, whatever that costs; 'autofuse explain SCRIPT.py' does."
+    )
     max_failures: int = declare(
         1, "Failed captures of one module before it stays eager for good.", unit="failures", low=1
     )
@@ -102,6 +105,7 @@ class FusionSettings(Group):
         1.0, "Estimated speedup below which a fusion is not tried.", unit="x", low=0.01, high=100.0
     )
     min_tensor_size: int = declare(0, "Fusions whose largest tensor is smaller are not made.", unit="elements", low=0)
+    patterns: Path | None = declare(None, "A TOML file of custom patterns; CONTRIBUTING.md shows one.")
     cpu_fusion: bool = declare(True, "Fuse what runs on the CPU.")
     cuda_fusion: bool = declare(True, "Fuse what runs on a GPU.")
     enabled_patterns: tuple[str, ...] | None = declare(

@@ -1,4 +1,4 @@
-"""``autofuse explain``: the story of a node or a module, told by ``autofuse.report.explain``."""
+"""``autofuse explain``: the story of a node, a module or a script's graphs, told by ``autofuse.report.explain``."""
 
 from __future__ import annotations
 
@@ -8,25 +8,60 @@ import click
 
 from autofuse.cli.options import load_settings, open_store, store_option
 from autofuse.cli.output import out_console
+from autofuse.execute import Target, check_target
+from autofuse.settings import Settings
 
 EPILOG = """\
 \b
 Examples:
-  autofuse explain                 all nodes and modules that the store knows
-  autofuse explain af_row_softmax  one node; the beginning of its name will do
+  autofuse explain                     all nodes and modules that the store knows
+  autofuse explain af_row_softmax      one node; the beginning of its name will do
+  autofuse explain train.py --steps 3  runs the script: its graphs before and after fusion
 """
 
 
-@click.command("explain", epilog=EPILOG)
-@click.argument("node", required=False)
+def _is_script(name: str) -> bool:
+    return name.endswith(".py")
+
+
+class _Explain(click.Command):
+    """What follows a script is the script's; what follows a node's name is ours."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_interspersed_args = not any(map(_is_script, args))
+        return super().parse_args(ctx, args)
+
+
+@click.command("explain", cls=_Explain, epilog=EPILOG)
+@click.argument("node", required=False, metavar="[NODE|SCRIPT.py]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 @store_option
-def command(node: str | None, store: Path | None) -> None:
+def command(node: str | None, arguments: tuple[str, ...], store: Path | None) -> int:
     """Tell why something was fused or left alone.
 
     NODE is a name from 'autofuse report', or its beginning: a group of operators that can run as one kernel, or a
     module. Shows its operators, all candidates that were measured, and the decision for each range of shapes.
+
+    SCRIPT.py is run once, with its ARGS, to capture its graphs: shows how many nodes, edges and kernels they have, how
+    deep they are and how many bytes they move, before fusion and after. Nothing is tuned or stored.
     """
+    settings = load_settings(store=store)
+    if node is not None and _is_script(node):
+        return _explain_script(Target(node, arguments), settings)
+    if arguments:
+        raise click.UsageError(f"expected one name, found {len(arguments) + 1}: {' '.join((node or '', *arguments))}")
     from autofuse.report.explain import render_explain  # rich and SQLAlchemy: not for the help
 
-    with open_store(load_settings(store=store)) as opened:
+    with open_store(settings) as opened:
         render_explain(opened, out_console(), node)
+    return 0
+
+
+def _explain_script(target: Target, settings: Settings) -> int:
+    check_target(target)
+    from autofuse.explain_script import explain_script
+    from autofuse.report.explain import render_graphs
+
+    report, exit_code = explain_script(target, settings)
+    render_graphs(report, out_console(), target.command, exit_code)
+    return exit_code

@@ -75,6 +75,7 @@ def advise_capture(
     failures: int = 0,
     max_failures: int = 1,
     at_once: bool = False,
+    at_first_call: bool = False,
     min_calls: int = 2,
     call_us: float | None = None,
     known: RootRecord | None = None,
@@ -83,11 +84,14 @@ def advise_capture(
 
     ``spent_seconds``: eager time in the root so far, backward included; ``operations``: aten calls in one forward, None
     while unknown; ``calls``: finished calls; ``at_once``: someone waits for the capture (``--tune wait``), so do not
-    rent, but see ``min_calls`` calls for what their shapes tell; ``call_us``: typical time of a call where known,
-    otherwise the mean; ``known``: what earlier runs found out about this root.
+    rent, but see ``min_calls`` calls for what their shapes tell; ``at_first_call``: the graph itself is asked for,
+    whatever it costs; ``call_us``: typical time of a call where known, otherwise the mean; ``known``: what earlier runs
+    found out about this root.
     """
     if failures >= max_failures:
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
+    if at_first_call:
+        return CaptureAdvice(True, "first_call", "capture.at_once is set")
     if operations is None and known is not None and known.operations:
         operations = known.operations
     predicted = 0.0 if operations is None else predict_seconds(operations, seconds_per_op, backward)

@@ -14,6 +14,7 @@ from typing import Any
 from autofuse.db.rows import EventRow, RunRow, SettingTrial
 from autofuse.ir.records import RootRecord
 from autofuse.report.data import NodeLine, RefusalLine, Report, Totals
+from autofuse.report.metrics import graphs_to_json
 from autofuse.report.statistics import StepRow
 
 SCHEMA_VERSION = 1
@@ -28,6 +29,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "totals": _totals(report.totals),
         "nodes": [_node(line) for line in report.nodes],
         "steps": [_step(row) for row in report.steps],
+        **graphs_to_json(report.graphs),
         "roots": [_root(root) for root in report.roots],
         "settings": [_setting(trial) for trial in report.settings],
         "refusals": [_refusal(line) for line in report.refusals],

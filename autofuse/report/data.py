@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from autofuse.db.rows import EventRow, QueueStatus, RequestRow, RunRow, SettingTrial
 from autofuse.db.store import Store
-from autofuse.ir.records import EAGER, Bucket, Decision, NodeUse, Refusal, RootRecord
+from autofuse.ir.records import EAGER, GRAPH_METRICS, Bucket, Decision, NodeUse, Refusal, RootRecord
+from autofuse.report.metrics import GraphLine, graph_lines
 from autofuse.report.statistics import Gain, Speedup, StepRow, measure_gain
 
 
@@ -80,6 +81,7 @@ class Report:
     run: RunRow | None = None
     totals: Totals = field(default_factory=Totals)
     nodes: tuple[NodeLine, ...] = ()  # largest share of time first
+    graphs: tuple[GraphLine, ...] = ()  # captured ones, before and after fusion
     roots: tuple[RootRecord, ...] = ()
     settings: tuple[SettingTrial, ...] = ()  # of this script, never credited to fusion
     refusals: tuple[RefusalLine, ...] = ()  # most frequent first
@@ -99,7 +101,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         run = store.latest_run(with_steps=True) or store.latest_run()
     if run is None:
         return Report(str(store.path))
-    roots = store.run_roots(run.id)
+    roots, events = store.run_roots(run.id), store.events(run.id)
     capture_seconds = run.totals.capture_seconds or sum(root.capture_seconds for root in roots)
     tuning_seconds = sum(row.decision.tuning_seconds for row in store.decision_history(run_id=run.id))
     gain = measure_gain(store.step_samples(run.id), cost_seconds(run.mode, capture_seconds, tuning_seconds))
@@ -108,10 +110,11 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         run=run,
         totals=_totals(run, gain, capture_seconds, tuning_seconds),
         nodes=tuple(_node_lines(store, run)),
+        graphs=tuple(graph_lines(events)),
         roots=tuple(roots),
         settings=tuple(trials_of(store.setting_trials(), run)),
         refusals=tuple(count_refusals(store.refusals(run.id))),
-        events=tuple(store.events(run.id)),
+        events=tuple(row for row in events if row.event.kind != GRAPH_METRICS),
         steps=gain.rows,
         queue=store.queue_length(run_id=run.id),
     )

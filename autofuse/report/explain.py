@@ -1,6 +1,7 @@
 """Why a decision fell, for people: a node's operations, what was measured in each bucket and what was decided.
 
-In: a store and the name of a node or a module, or none for a list of both. Out: text on a rich console.
+In: a store and the name of a node or a module, or none for a list of both; or the report of a script that was run to
+see its graphs. Out: text on a rich console.
 Errors: UsageError for a name nobody knows, with the nearest ones. Reads only; imports no torch.
 """
 
@@ -17,11 +18,14 @@ from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Config, Decision
 from autofuse.report import words
+from autofuse.report.data import Report
 from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
-from autofuse.report.terminal import plain_table, say
+from autofuse.report.metrics import graph_table
+from autofuse.report.table import plain_table, say
 
 MAX_CANDIDATES = 15
 MAX_OPERATIONS = 40
+MAX_REASONS = 5
 
 
 def render_explain(store: Store, console: Console, name: str | None = None) -> None:
@@ -244,6 +248,42 @@ def _rank(row: StoredMeasurement) -> tuple[bool, float]:
 def config_text(config: Config) -> str:
     """``threads=2 unroll=4``."""
     return " ".join(f"{name}={value}" for name, value in config)
+
+
+# ---- a script ---------------------------------------------------------------------------------------
+
+
+def render_graphs(report: Report, console: Console, command: str, exit_code: int) -> None:
+    """Print the graphs of a script before and after fusion, or why there are none."""
+    if exit_code:
+        say(console, f"{command} ended with exit code {exit_code}; what it did until then:", "yellow")
+    if not report.graphs:
+        say(console, f"Nothing was captured of {command}: {_why_nothing(report)}")
+        return
+    console.print(graph_table(report.graphs))
+    left = [root for root in report.roots if root.state != "captured"]
+    for root in left:
+        why = words.in_words(root.reason, words.ROOT_REASONS)
+        say(console, f"Not captured: {root.name}: {why}. {root.detail}".rstrip())
+    refused = [line for line in report.refusals if not line.accepted][:MAX_REASONS]
+    if refused:
+        console.print()
+        say(console, "Why there are not fewer:", "bold")
+    for line in refused:
+        operations = words.shorten(line.example.operations, 60)
+        say(console, f"{line.count:,} × {words.in_words(line.code, words.REFUSALS)}, for example {operations}")
+    console.print()
+    say(console, f"Next: autofuse run --tune wait {command}")
+
+
+def _why_nothing(report: Report) -> str:
+    if report.run is None:
+        return "no run was recorded. 'autofuse doctor' looks for the cause."
+    for root in report.roots:
+        return f"{root.name}: {words.in_words(root.reason, words.ROOT_REASONS)}. {root.detail}".rstrip()
+    for row in report.events:
+        return row.event.message
+    return "it called no nn.Module."
 
 
 # ---- a module -----------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ measured, or is none, is said in words; no number is printed that the JSON repor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,7 +17,9 @@ from rich.text import Text
 from autofuse.report import words
 from autofuse.report.data import NodeLine, Report
 from autofuse.report.find import cut
+from autofuse.report.metrics import graph_table
 from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, PAIR_WINDOW, StepRow
+from autofuse.report.table import PlainTable, plain_table, say
 
 MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
 MAX_STEPS = 8
@@ -59,6 +60,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         yield _nodes(report)
     if any(row.routed for row in report.steps):
         yield _steps(report)
+    if report.graphs:
+        yield graph_table(report.graphs)
     if report.roots:
         yield _roots(report)
     if report.settings:
@@ -182,26 +185,6 @@ def _saved(report: Report) -> str:
 
 
 # ---- tables -------------------------------------------------------------------------------------------
-
-
-class PlainTable(Table):
-    """A table whose cells are what they say: names and messages may hold what rich takes for markup."""
-
-    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
-
-
-def say(console: Console, text: str, style: str = "") -> None:
-    """Print text as it is, wrapped at words."""
-    console.print(Text(text, style))
-
-
-def plain_table(title: str, caption: str = "") -> PlainTable:
-    """The one look of all tables."""
-    return PlainTable(
-        title=title or None, caption=caption or None, title_justify="left", caption_justify="left", title_style="bold",
-        caption_style="dim", box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
-    )  # fmt: skip
 
 
 def _nodes(report: Report) -> Table:

@@ -46,6 +46,7 @@ ROOT_REASONS = {
     "not_observed": "no step was observed in full yet",
     "paid_off": "the time spent in eager reached the cost of capture",
     "at_once": "captured at once, because the run waits for tuning",
+    "first_call": "captured at its first call, as asked for",
     "known_to_pay": "captured at once: an earlier run found that it pays",
     "too_small": "too fast per call for capture to gain",
     "too_expensive": "capture would take longer than allowed",
@@ -156,6 +157,16 @@ def interval(low: float | None, high: float | None) -> str:
 def percent(share: float) -> str:
     """A share of 0 to 1 as ``12.3 %``."""
     return f"{100 * share:.1f} %"
+
+
+def amount(value: float) -> str:
+    """A large number in three digits: ``812``, ``16.2 M``, ``1.05 T``."""
+    for unit in ("", " k", " M", " G", " T"):
+        if value < 999.5:
+            digits = 0 if not unit or value >= 99.95 else 1 if value >= 9.995 else 2
+            return f"{value:.{digits}f}{unit}"
+        value /= 1000
+    return f"{value:,.0f} P"
 
 
 def moment(at: float) -> str:

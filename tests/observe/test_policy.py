@@ -66,6 +66,12 @@ def test_at_once_needs_no_rent_but_a_look_at_the_shapes() -> None:
     assert found.reason == "at_once"
 
 
+def test_asked_for_at_the_first_call_nothing_is_weighed() -> None:
+    found = advice(at_first_call=True, calls=0, operations=None, spent_seconds=0.0, max_seconds=0.0)
+    assert found.capture and found.reason == "first_call"
+    assert not advice(at_first_call=True, failures=1).capture
+
+
 def test_a_warm_store_knows_better() -> None:
     found = advice(calls=0, operations=None, known=record(operations=80, capture_seconds=3.0))
     assert found.capture

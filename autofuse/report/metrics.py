@@ -1,0 +1,171 @@
+"""Graphs before and after fusion, as a report shows them: nodes, edges, depth, kernels, FLOPs, bytes.
+
+In: the events of a run, among them one for each captured graph (``runtime/graph_log.py``). Out: one `GraphLine` for
+each different graph, and their sum for a step. Guarantee: a graph that was captured anew for other sizes is one line,
+with the sizes of its most frequent capture; an event that another version wrote otherwise is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from autofuse.db.rows import EventRow
+from autofuse.ir.records import GRAPH_METRICS
+from autofuse.report import words
+from autofuse.report.table import plain_table
+
+MAX_GRAPHS = 12
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one call of a graph is, or a step of all graphs."""
+
+    nodes: float
+    edges: float
+    depth: float  # edges on the longest path
+    kernels: float
+    flops: float
+    nbytes: float  # read and written
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Size:
+        return cls(*(float(data["bytes" if item.name == "nbytes" else item.name]) for item in fields(cls)))
+
+    def to_json(self) -> dict[str, float]:
+        return {("bytes" if item.name == "nbytes" else item.name): getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(frozen=True)
+class GraphLine:
+    """A captured graph as it is and as it is planned."""
+
+    phase: str  # "forward", "backward", "inference"
+    source: str  # first source line
+    captures: int  # for different sizes
+    calls: int
+    before: Size
+    after: Size
+
+
+@dataclass(frozen=True)
+class GraphSum:
+    """All graphs of a run: nodes, edges and depth added up, the rest for a step, weighted by the graphs' calls."""
+
+    steps: int
+    before: Size
+    after: Size
+
+
+def graph_lines(events: Iterable[EventRow]) -> list[GraphLine]:
+    """The graphs of a run in the order of their first capture."""
+    lines: dict[tuple[str, str], GraphLine] = {}
+    most: dict[tuple[str, str], int] = {}
+    for row in events:
+        if row.event.kind != GRAPH_METRICS:
+            continue
+        data = row.event.data
+        try:
+            key = (str(data["phase"]), str(data["operators"]))
+            calls = int(data["calls"])
+            before, after = Size.from_json(data["before"]), Size.from_json(data["after"])
+        except (KeyError, TypeError, ValueError):
+            continue
+        known = lines.get(key)
+        if known is None:
+            lines[key], most[key] = GraphLine(key[0], str(data.get("source", "")), 1, calls, before, after), calls
+            continue
+        lines[key] = replace(known, captures=known.captures + 1, calls=known.calls + calls)
+        if calls > most[key]:
+            most[key], lines[key] = calls, replace(lines[key], before=before, after=after)
+    return list(lines.values())
+
+
+def sum_graphs(lines: Sequence[GraphLine]) -> GraphSum | None:
+    """The sum of all graphs; None where there are none. A step is a call of the most frequent forward graph."""
+    if not lines:
+        return None
+    steps = max((line.calls for line in lines if line.phase != "backward"), default=0)
+    weights = [line.calls / steps if steps else 1.0 for line in lines]
+    return GraphSum(steps, _add([line.before for line in lines], weights), _add([ln.after for ln in lines], weights))
+
+
+def _add(sizes: Sequence[Size], weights: Sequence[float]) -> Size:
+    def weighted(name: str) -> float:
+        return float(sum(getattr(size, name) * weight for size, weight in zip(sizes, weights, strict=True)))
+
+    return Size(
+        nodes=sum(size.nodes for size in sizes),
+        edges=sum(size.edges for size in sizes),
+        depth=sum(size.depth for size in sizes),
+        kernels=weighted("kernels"),
+        flops=weighted("flops"),
+        nbytes=weighted("nbytes"),
+    )
+
+
+# ---- for programs and for people ------------------------------------------------------------------------
+
+
+def graphs_to_json(lines: Sequence[GraphLine]) -> dict[str, Any]:
+    """``{"graphs": [...], "graph_sum": {...} or None}``."""
+    total = sum_graphs(lines)
+    return {
+        "graphs": [
+            {
+                "phase": line.phase,
+                "source": line.source,
+                "captures": line.captures,
+                "calls": line.calls,
+                "before": line.before.to_json(),
+                "after": line.after.to_json(),
+            }
+            for line in lines
+        ],
+        "graph_sum": total and {"steps": total.steps, "before": total.before.to_json(), "after": total.after.to_json()},
+    }
+
+
+def graph_table(lines: Sequence[GraphLine]) -> Table:
+    """One row a graph, before and after fusion, and their sum."""
+    more = len(lines) - MAX_GRAPHS
+    caption = "before → after fusion, as planned; of one call, at the sizes of the capture"
+    if more > 0:
+        caption += f"; and {words.plural(more, 'graph')} more: autofuse report --json"
+    table = plain_table("Graphs", caption)
+    table.add_column("graph", ratio=1, overflow="fold")
+    for column in ("nodes", "edges", "depth", "kernels", "FLOPs", "bytes moved"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in lines[:MAX_GRAPHS]:
+        name = Text(line.phase)
+        name.append(f"\n{words.plural(line.calls, 'call')}", "dim")
+        if line.source:
+            name.append(f"\n{line.source.split(' ', 1)[0]}", "dim")
+        table.add_row(name, *_cells(line.before, line.after))
+    total = sum_graphs(lines)
+    if total is not None and len(lines) > 1:
+        table.add_section()
+        name = Text("a step", "bold")
+        name.append(f"\nmean of {total.steps:,}", "dim")
+        table.add_row(name, *_cells(total.before, total.after))
+    return table
+
+
+def _cells(before: Size, after: Size) -> Iterator[Text]:
+    for name in ("nodes", "edges", "depth", "kernels"):
+        yield _change(getattr(before, name), getattr(after, name), "{:,.0f}".format)
+    yield Text(words.amount(before.flops))
+    yield _change(before.nbytes, after.nbytes, words.amount)
+
+
+def _change(before: float, after: float, shown: Any) -> Text:
+    """``22 → 10``, and the change in percent below."""
+    text = Text(f"{shown(before)} → {shown(after)}")
+    if before and round(100 * (after / before - 1)):
+        text.append(f"\n{100 * (after / before - 1):+.0f} %", "green" if after < before else "yellow")
+    return text
