@@ -3,8 +3,8 @@
 In: a node, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices.
 Guarantee: every configuration made of these choices is right for all sizes of the bucket; what does not fit a device's
 shared memory or registers is pruned when it has been compiled (`targets.prune_reason`).
-Where the starts come from: 128 x 128 tiles with 8 warps for 16-bit matrix units and 64 x 64 for what is multiplied one
-by one, as Triton's own matmul and cuBLAS have them; smaller ones where the result is too small to fill a device.
+Where the starts come from: 128 x 64 tiles with 8 warps for 16-bit matrix units, half of what a bare product takes, for
+what follows needs registers too; 64 x 64 for wider types; smaller ones where the result is too small to fill a device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = 
         Knob("BLOCK_N", cols, min(col, cols[-1]), "columns of a tile"),
         Knob("BLOCK_K", depth, min(32, depth[-2]), "elements of each sum that a step takes"),
         Knob("GROUP_M", (1, 4, 8), 8, "tiles down before the next across, for the L2 cache"),
-        Knob("num_warps", (2, 4, 8), 8 if row * col >= 128 * 128 else 4, "warps of a program"),
+        Knob("num_warps", (2, 4, 8), _first_warps(plan, row * col), "warps of a program"),
         Knob("num_stages", (1, 2, 3, 4), 3 if plan.dtype != "float64" else 2, "steps whose loads are in flight"),
     ]
     if plan.dtype == "float32":
@@ -69,8 +69,17 @@ def _depths(name: str) -> tuple[int, ...]:
 def _first_tile(plan: Matmul, values: Sizes) -> tuple[int, int]:
     """Halved, the longer side first, until there is one for each multiprocessor or it is small."""
     rows, cols, batch = (max(1, evaluate(d, values)) for d in (plan.rows, plan.cols, plan.batch))
-    side = 128 if dtype(plan.dtype).nbytes == 2 else 64
-    row, col = (min(side, _sides(size)[-1]) for size in (rows, cols))
+    sides = (128, 64) if dtype(plan.dtype).nbytes == 2 else (64, 64)
+    row, col = (min(side, _sides(size)[-1]) for side, size in zip(sides, (rows, cols), strict=True))
     while max(row, col) > 32 and batch * -(-rows // row) * -(-cols // col) < FULL:
         row, col = (row // 2, col) if row >= col else (row, col // 2)
     return row, col
+
+
+def _first_warps(plan: Matmul, size: int) -> int:
+    """By the elements of a tile that a thread can hold beside what follows; loads at odd addresses take most.
+
+    With twice as many, what reads whole tiles spills on sm_80 and sm_90 (Triton 3.7.1).
+    """
+    held = 16 if plan.dtype == "float64" else 32
+    return max(4, min(8, size // (32 * held)))
