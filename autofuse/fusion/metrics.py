@@ -19,7 +19,6 @@ from autofuse.ir.optable import OpKind, info
 
 if TYPE_CHECKING:
     from autofuse.fusion.graph import FusionGraph
-    from autofuse.fusion.node import FusionNode
 
 # What eager runs without a kernel, beside the views that kernels can follow: parts of a tensor, checks of sizes.
 _ALIASES = frozenset(
@@ -30,7 +29,6 @@ _ALIASES = frozenset(
         "sym_storage_offset", "sym_constrain_range", "sym_constrain_range_for_size",
     }
 )  # fmt: skip
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 _INPUT, _OUTPUT = "<input>", "<output>"
 
 
@@ -53,22 +51,6 @@ class GraphMetrics:
 def has_kernel(op: Operation) -> bool:
     """Whether eager runs a kernel for this operation."""
     return info(op.target).kind is not OpKind.VIEW and op.short_name not in _ALIASES
-
-
-def planned_kernels(nodes: Iterable[FusionNode]) -> list[set[str]]:
-    """For `measure_graph`: the operations of each node as one kernel.
-
-    Of several products or convolutions that are not an attention's, all but the last keep a kernel of their own: what
-    follows them is fused into one.
-    """
-    fused = []
-    for node in nodes:
-        names = {op.name for op in node.kernels}
-        products = [op.name for op in node.kernels if op.short_name in _PRODUCTS]
-        if not any(op.short_name == "_softmax" for op in node.kernels):
-            names -= set(products[:-1])
-        fused.append(names)
-    return fused
 
 
 def measure_graph(graph: FusionGraph, fused: Iterable[Collection[str]] = ()) -> GraphMetrics:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autofuse.fusion.graph import FusionGraph
-from autofuse.fusion.metrics import planned_kernels
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import GRAPH_METRICS, Event
 from autofuse.runtime.router import GraphRouter
+from autofuse.ways.planned import planned_kernels
 
 log = logging.getLogger(__name__)
 

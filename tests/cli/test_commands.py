@@ -81,6 +81,20 @@ def test_without_a_store_reports_say_how_to_get_one(command: list[str], capfd: p
     assert "autofuse run SCRIPT.py" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["missing.py", "--steps", "3"], "can't open the script 'missing.py'"),
+        (["a", "b"], "expected one name, found 2"),
+    ],
+)
+def test_explain_refuses_what_is_neither_a_script_nor_a_name(
+    command: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(["explain", *command]) == 2
+    assert message in capfd.readouterr().err
+
+
 def test_garbage_for_a_store_is_one_line(clean_environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (clean_environment / "store.sqlite3").write_bytes(b"garbage" * 1000)
     assert parse(["report"]) == 1
