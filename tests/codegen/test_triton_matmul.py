@@ -54,6 +54,13 @@ def bias_beside(b: torch.Tensor, c: torch.Tensor, x: torch.Tensor, w: torch.Tens
     return aten.mm(x, w) + b * c, b * 2, c.neg()
 
 
+def heads_copied(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Heads are put side by side before the product."""
+    heads = q.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    count = q.shape[0] * q.shape[2]
+    return aten.bmm(heads.view(count, *heads.shape[2:]), k.view(count, *k.shape[2:])).mul(0.5)
+
+
 @dataclass(frozen=True, eq=False)
 class MatmulCase:
     function: Callable[..., object]
@@ -112,6 +119,7 @@ CASES: dict[str, MatmulCase] = {
         (t(6, 7, 5), t(6, 11, 7), t(6, 5, 11, dtype=torch.bool)), (),
     ),
     "baddbmm": MatmulCase(lambda c, q, k: aten.baddbmm(c, q, k, beta=1, alpha=0.25).relu(), (_S, _Q, _K), ()),
+    "copied": MatmulCase(heads_copied, (t(2, 5, 3, 7), t(2, 3, 7, 11)), ()),
     "expanded": MatmulCase(lambda q, k: aten.bmm(q.expand(4, -1, -1), k).abs(), (t(1, 5, 7), t(4, 7, 11)), ()),
 }  # fmt: skip
 

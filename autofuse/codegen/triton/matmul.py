@@ -10,16 +10,16 @@ Names in the text: ``r`` and ``c`` rows and columns of the result, ``b`` its bat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from autofuse.codegen.loops import Access, Store
-from autofuse.codegen.triton.body import Body, Piece
-from autofuse.codegen.triton.matmul_plan import Matmul, Operand, parameters, plan_matmul
+from autofuse.codegen.triton.body import Piece
+from autofuse.codegen.triton.matmul_plan import Matmul, parameters, plan_matmul
 from autofuse.codegen.triton.printer import header
 from autofuse.codegen.triton.scalar import HELPERS, POINTERS
 from autofuse.codegen.triton.source import Argument, TritonSource
+from autofuse.codegen.triton.tile import Tile, load, whole_depth
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Config, make_config
+from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim
 
 
@@ -44,18 +44,16 @@ def print_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] | 
     )
 
 
-class MatmulBody(Body):
+class MatmulBody(Tile):
     """One product and what follows it, as one kernel."""
 
     def __init__(self, form: NodeForm, plan: Matmul, config: Config, constants: Mapping[str, int]) -> None:
         knobs = dict(config)
-        named = {"BLOCK_ROWS": knobs["BLOCK_M"], "BLOCK_COLS": knobs["BLOCK_N"]}
-        # A batch is one place for all of a program: to what follows it is neither a row nor a column.
-        kernel = dataclasses.replace(plan.kernel, rows=plan.row_dims, cols=plan.col_dims)
-        super().__init__(kernel, make_config({**knobs, **named}), constants)
+        dims = (plan.batch_dims, plan.row_dims, plan.col_dims)
+        block = int(knobs["BLOCK_M"]), int(knobs["BLOCK_N"])
+        super().__init__(plan.kernel, plan.product, dims, block, knobs, constants)
         self.form = form
         self.matmul = plan
-        self.block_rows = int(knobs["BLOCK_M"])  # a result of one row has a tile all the same
         self.block_depth = int(knobs["BLOCK_K"])
         self.group = int(knobs["GROUP_M"])
         self.precision = str(knobs.get("input_precision", "ieee"))
@@ -63,17 +61,12 @@ class MatmulBody(Body):
     def first(self) -> Piece:
         """The kernel."""
         plan = self.matmul
-        lines = [*self._tile_of_program(), *self._product(), *self._spread("b", plan.batch_dims)]
-        lines += [*self._spread("r", plan.row_dims), *self._spread("c", plan.col_dims)]
-        lines += self._values(self.live)
-        lines += [self._store_once(store) for store in self.kernel.stores]
+        lines = [*self._tile_of_program(), *self._product(), *self.alone(), *self.values(), *self.stores()]
         tiles: list[tuple[Dim, int]] = [(plan.rows, self.block_rows), (plan.cols, self.block_cols)]
         if plan.batch != 1:
             tiles.append((plan.batch, 1))
         arguments = [*self._parameters(), *self._symbols()]
         return self._piece(self.kernel.name, arguments, lines, tuple(tiles), 0)
-
-    # ---- the tile
 
     def _tile_of_program(self) -> list[str]:
         """Programs that run at a time share rows and columns of the operands, which the L2 cache then has."""
@@ -98,79 +91,26 @@ class MatmulBody(Body):
     def _product(self) -> list[str]:
         left, right = self.matmul.left, self.matmul.right
         wide = "float64" if self.matmul.dtype == "float64" else "float32"
-        rest = "" if self._has_whole_depth else "depth - start"
-        lines = [
+        rest = "" if whole_depth(self.matmul.depth, self.block_depth, self.constants) else "depth - start"
+        return [
             f"ka = {self._arange('0', 'BLOCK_K', 1)}",
             f"kb = {self._arange('0', 'BLOCK_K', 0)}",
-            f"lhs_at = {self._matrix(left, 'r', 'ka')}",
-            f"rhs_at = {self._matrix(right, 'kb', 'c')}",
+            f"lhs_at = {self.matrix(left, 'r', 'ka')}",
+            f"rhs_at = {self.matrix(right, 'kb', 'c')}",
             f"acc = tl.zeros([BLOCK_M, BLOCK_N], tl.{wide})",
             "for start in tl.range(0, depth, BLOCK_K):",
-            f"    lhs = {_load('lhs_at', self._row_mask_of_tile, rest and f'(ka < {rest})')}",
-            f"    rhs = {_load('rhs_at', rest and f'(kb < {rest})', self._col_mask)}",
+            f"    lhs = {load('lhs_at', self.row_mask, rest and f'(ka < {rest})')}",
+            f"    rhs = {load('rhs_at', rest and f'(kb < {rest})', self.col_mask)}",
             f'    acc = tl.dot(lhs, rhs, acc, input_precision="{self.precision}", out_dtype=tl.{wide})',
-            f"    lhs_at += {self._step(left.cols)}",
-            f"    rhs_at += {self._step(right.rows)}",
+            f"    lhs_at += {self.times('BLOCK_K', left.cols)}",
+            f"    rhs_at += {self.times('BLOCK_K', right.rows)}",
         ]
-        if not self.kernel.rows:  # a result of one row: what follows knows none
-            lines.append("acc = tl.sum(tl.where(row_mask, acc, 0.0), axis=0, keep_dims=True)")
-        if not self.kernel.cols:
-            lines.append("acc = tl.sum(tl.where(col_mask, acc, 0.0), axis=1, keep_dims=True)")
-        return lines
-
-    @property
-    def _has_whole_depth(self) -> bool:
-        depth = self.matmul.depth
-        known = self.constants.get(str(depth)) if not isinstance(depth, int) else depth
-        return known is not None and known % self.block_depth == 0
-
-    @property
-    def _row_mask_of_tile(self) -> str:
-        return self._row_mask or ("" if self.kernel.rows else "row_mask")
-
-    def _matrix(self, operand: Operand, rows: str, cols: str) -> str:
-        steps = (("b", operand.batch), (rows, operand.rows), (cols, operand.cols))
-        terms = [self._times(place, self.size(stride)) for place, stride in steps if stride != 0]
-        shape = [f"{place} * 0" for place, stride in steps[1:] if stride == 0]  # an expanded dim
-        return " + ".join([operand.name, *terms, *shape])
-
-    def _step(self, stride: Dim) -> str:
-        return self._times("BLOCK_K", self.size(stride))
-
-    @staticmethod
-    def _times(place: str, stride: str) -> str:
-        return place if stride == "1" else f"{place} * {stride}"
-
-    def _spread(self, what: str, dims: Sequence[int]) -> list[str]:
-        return self._positions(what, dims) if len(dims) > 1 else []
-
-    # ---- what follows
-
-    def _loop(self, dim: int) -> str:
-        if dim not in self.matmul.batch_dims:
-            return super()._loop(dim)
-        return "b" if len(self.matmul.batch_dims) == 1 else f"b{dim}"
-
-    def _compute(self, number: int) -> str:
-        attr = self.kernel.values[number].attr
-        if isinstance(attr, Access) and attr.param == self.matmul.product:
-            return "acc"
-        return super()._compute(number)
-
-    def _store_once(self, store: Store) -> str:
-        """What rows or columns do not reach is written by the first tile alone."""
-        place = self._places[id(store)]
-        first = [] if place.rows else ["(row_tile == 0)"]
-        first += [] if place.cols else ["(col_tile == 0)"]
-        return self._store(store, " & ".join(first))
-
-    # ---- what the parent asks
 
     def _extents(self) -> tuple[Dim, ...]:
         return self.matmul.extents
 
     def _parameters(self) -> list[Argument]:
-        return [Argument(p.name, "param", POINTERS[p.dtype], n) for n, p in enumerate(parameters(self.form))]
+        return arguments_of(self.form)
 
     def _blocks(self) -> dict[str, int]:
         return {
@@ -178,6 +118,6 @@ class MatmulBody(Body):
         }  # fmt: skip
 
 
-def _load(pointer: str, *masks: str) -> str:
-    mask = " & ".join(m for m in masks if m)
-    return f"tl.load({pointer}, mask={mask}, other=0.0)" if mask else f"tl.load({pointer})"
+def arguments_of(form: NodeForm) -> list[Argument]:
+    """All tensors of a node as arguments."""
+    return [Argument(p.name, "param", POINTERS[p.dtype], n) for n, p in enumerate(parameters(form))]

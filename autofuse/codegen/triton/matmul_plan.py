@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autofuse.codegen.loops import LoopKernel, Param
-from autofuse.codegen.lowering.lower import Context, describe, lower_tile
+from autofuse.codegen.lowering.lower import describe, lower_tile
 from autofuse.codegen.triton.body import extents
+from autofuse.codegen.triton.operands import Operand, live, read_operand
 from autofuse.errors import LoweringError
-from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
-from autofuse.ir.shape import Dim, as_dim
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, ValueRef
+from autofuse.ir.shape import Dim
 
 # Which arguments are the operands, and which the bias that is added.
 ANCHORS: dict[str, tuple[int, int, int | None]] = {
@@ -30,16 +30,6 @@ ANCHORS: dict[str, tuple[int, int, int | None]] = {
 }
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRODUCT = "product"  # the name of the product where what it is scaled and added to has the operation's own
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A matrix, or a batch of them, in the memory of an input."""
-
-    name: str  # of the input
-    batch: Dim  # elements from one matrix to the next
-    rows: Dim
-    cols: Dim
 
 
 @dataclass(frozen=True)
@@ -62,12 +52,8 @@ class Matmul:
     @property
     def extents(self) -> tuple[Dim, ...]:
         """The flat sizes and memory extents that 32-bit indices must reach."""
-        left, right = self.left, self.right
-        operands = (
-            self.batch * left.batch + self.rows * left.rows + self.depth * left.cols,
-            self.batch * right.batch + self.depth * right.rows + self.cols * right.cols,
-        )
-        return tuple(dict.fromkeys((*extents(self.kernel), *(as_dim(e) for e in operands))))
+        operands = (self.left.extent(self.rows, self.depth), self.right.extent(self.depth, self.cols))
+        return tuple(dict.fromkeys((*extents(self.kernel), *operands)))
 
 
 def matmul_refusal(form: NodeForm) -> tuple[str, str] | None:
@@ -103,8 +89,8 @@ def plan_matmul(form: NodeForm) -> Matmul:
         batch_dims=dims[0],
         row_dims=dims[1],
         col_dims=dims[2],
-        left=_operand(form, operands[0], specs[0]),
-        right=_operand(form, operands[1], specs[1]),
+        left=read_operand(form, operands[0]),
+        right=read_operand(form, operands[1]),
         batch=spec.shape[0] if len(spec.shape) == 3 else 1,
         rows=spec.shape[-2],
         cols=spec.shape[-1],
@@ -126,14 +112,6 @@ def _anchor(form: NodeForm) -> Operation:
     return found[0]
 
 
-def _operand(form: NodeForm, ref: ValueRef, spec: TensorSpec) -> Operand:
-    source = Context(form).aliased_input(ref)
-    if source is None:
-        raise LoweringError("operand", f"expected a view of an input as operand, found {ref.name}, which is calculated")
-    *batch, rows, cols = spec.strides
-    return Operand(source.name, batch[0] if batch else 0, rows, cols)
-
-
 def _counts(op: Operation) -> bool:
     return op.short_name not in ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "_unsafe_view")
 
@@ -148,7 +126,7 @@ def _after(form: NodeForm, anchor: Operation, bias: ValueRef | None) -> tuple[No
     operations: list[Operation] = []
     for op in form.operations:
         operations += scaling if op is anchor else [op]
-    kept = _live(operations, form.outputs)
+    kept = live(operations, form.outputs)
     used = {ref.name for op in kept for ref in op.inputs} | {ref.name for ref in form.outputs}
     if product.name not in used:
         raise LoweringError("unused", f"expected an output that depends on {anchor.name}, found none")
@@ -177,13 +155,3 @@ def _scaling(anchor: Operation, bias: ValueRef | None) -> list[Operation]:
     if beta != 0:
         call(anchor.name, "aten.add.Tensor", value, bias, alpha=beta)
     return made
-
-
-def _live(operations: list[Operation], outputs: Iterable[ValueRef]) -> list[Operation]:
-    wanted = {ref.name for ref in outputs}
-    kept: list[Operation] = []
-    for op in reversed(operations):
-        if op.name in wanted:
-            kept.append(op)
-            wanted.update(ref.name for ref in op.inputs)
-    return kept[::-1]

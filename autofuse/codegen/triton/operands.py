@@ -1,0 +1,94 @@
+"""Where the operands of a product lie: matrices in the memory of inputs.
+
+In: a node and the argument of a product. Out: `Operand`, strides in elements; or LoweringError.
+Views are read through, and so are copies, which only put elements side by side; what is calculated is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autofuse.codegen.lowering.builder import AtomAccess
+from autofuse.codegen.lowering.index import Atom, Word, resolve
+from autofuse.codegen.lowering.lower import Context
+from autofuse.errors import LoweringError
+from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim, contiguous_strides
+
+Steps = tuple[tuple[Dim, Dim], ...]  # (size, stride) of the parts of a dim, outermost first
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix, or a batch of them, in the memory of an input."""
+
+    name: str  # of the input
+    batch: Steps  # from one matrix to the next
+    rows: Dim
+    cols: Dim
+
+    def extent(self, rows: Dim, cols: Dim) -> Dim:
+        """Elements of memory that matrices of this size span, about."""
+        steps = [(rows, self.rows), (cols, self.cols), *self.batch]
+        total: Dim = 0
+        for size, stride in steps:
+            total = total + size * stride
+        return as_dim(total)
+
+
+def read_operand(form: NodeForm, ref: ValueRef) -> Operand:
+    """A matrix [rows, cols] or a batch of them. Raises LoweringError where it is no input seen through views."""
+    spec = form.spec(ref)
+    source = Context(form).aliased_input(ref)
+    if source is not None:
+        parts: list[Steps] = [((n, stride),) for n, stride in zip(spec.shape, spec.strides, strict=True)]
+        name = source.name
+    else:
+        name, parts = _through_copies(form, ref)
+    *batch, rows, cols = parts
+    return Operand(name, batch[0] if batch else (), _stride(ref, rows), _stride(ref, cols))
+
+
+def live(operations: Sequence[Operation], outputs: Iterable[ValueRef]) -> list[Operation]:
+    """The operations that outputs need, in order."""
+    wanted = {ref.name for ref in outputs}
+    kept: list[Operation] = []
+    for op in reversed(operations):
+        if op.name in wanted:
+            kept.append(op)
+            wanted.update(ref.name for ref in op.inputs)
+    return kept[::-1]
+
+
+def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, list[Steps]]:
+    """The input that a value is a copy of, and the steps through it along each dim."""
+    *before, last = live(form.operations, [ref])
+    # The lowering stores what it lowers: an expanded tensor would be written where it lies.
+    own = [replace(o, strides=SymbolicShape(contiguous_strides(o.shape.dims))) for o in last.outputs]
+    context = Context(NodeForm(form.inputs, (*before, replace(last, outputs=tuple(own))), (ref,), form.symbols))
+    context.infer_all()
+    ((value, _),) = context.pull_outputs()
+    node = context.builder.nodes[value.number]
+    if node.op != "load" or not isinstance(node.attr, AtomAccess):
+        raise LoweringError("operand", f"expected an input as operand, found {ref.name}, which is calculated")
+    strides = dict(node.attr.strides)
+    return form.inputs[node.attr.param].name, [_steps(word, strides) for word in context.canonical(ref)]
+
+
+def _steps(word: Word, strides: dict[Atom, Dim]) -> Steps:
+    """The parts of a dim; those that follow each other evenly are one."""
+    found: list[tuple[Dim, Dim]] = []
+    for part in resolve(word):
+        size, stride = part.size, strides.get(part, 0) if isinstance(part, Atom) else 0
+        if found and as_dim(found[-1][1] - stride * size) == 0:
+            found[-1] = (as_dim(found[-1][0] * size), stride)
+        else:
+            found.append((size, stride))
+    return tuple(found)
+
+
+def _stride(ref: ValueRef, steps: Steps) -> Dim:
+    if len(steps) > 1:
+        raise LoweringError("operand", f"expected even steps along rows and columns of {ref.name}, found {steps}")
+    return steps[0][1] if steps else 0
