@@ -135,15 +135,25 @@ class HeldOut:
         self._seed = seed
         self._skip_first = skip_first
         self._calls = itertools.count()
+        self._upcoming = -1  # the held-out call of the present stretch or of the next one
 
     def next(self) -> bool:
         """Is the next call held out? Counts the call."""
-        return self.takes(next(self._calls))
+        call = next(self._calls)
+        if call < self._skip_first or not self.period:
+            return False
+        if call % self.period == 0 or self._upcoming < 0:
+            stretch = call // self.period
+            self._upcoming = stretch * self.period + self._place(stretch)
+        return call == self._upcoming
 
     def takes(self, call: int) -> bool:
         """Is the call with this running number (from 0) held out?"""
         if not self.period or call < self._skip_first:
             return False
         stretch, place = divmod(call, self.period)
+        return self._place(stretch) == place
+
+    def _place(self, stretch: int) -> int:
         digest = hashlib.blake2b(f"{self._seed}:{stretch}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % self.period == place
+        return int.from_bytes(digest, "big") % self.period

@@ -78,6 +78,7 @@ class RootTracker:
         self._handler = handler
         self._kinds: dict[type, Kind] = {}
         self._quiet: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+        self._has_quiet = False  # asking the dictionary takes 1 us
         self._installed = False
 
     def install(self) -> None:
@@ -116,6 +117,7 @@ class RootTracker:
     def release(self, module: torch.nn.Module) -> None:
         """This module is of no interest any more: its calls skip the handler, and nothing inside is a root."""
         self._quiet[id(module)] = module
+        self._has_quiet = True
 
     def _answer(self, module: torch.nn.Module) -> CallRunner | None:
         if (
@@ -131,7 +133,8 @@ class RootTracker:
         kind = self._kinds.get(type(module)) or self._learn_kind(type(module))
         if kind == "transparent":
             return None
-        if kind == "opaque" or self._quiet.get(id(module)) is module or "_former_parameters" in module.__dict__:
+        is_quiet = self._has_quiet and self._quiet.get(id(module)) is module
+        if kind == "opaque" or is_quiet or "_former_parameters" in module.__dict__:
             return partial(_run_whole, module)  # the last: a replica that DataParallel made for this call
         return partial(self._run_root, module)
 

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,7 +116,7 @@ class OpenStep(NamedTuple):
     """A step that the next call of the root ends."""
 
     began: float
-    signature: str
+    signature: Any
     held_out: bool
     number: int  # of the call
     disturbances: int
@@ -143,6 +142,7 @@ class Root:
         self._compiled: Callable[..., Any] | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
         self._seen: set[Any] = set()
+        self._texts: dict[Any, str] = {}  # of signatures, for step samples
         capture = self.session.settings.capture
         self._held_out = HeldOut(capture.held_out_share, seed=0)
         self._open: OpenStep | None = None
@@ -162,7 +162,7 @@ class Root:
         if self.state != "eager" and capturing.is_capturing():
             return self._recorded(module, args, kwargs)
         if self.state == "eager":
-            self._open = OpenStep(now, "", False, self.calls, self.session.disturbances, None)
+            self._open = OpenStep(now, None, False, self.calls, 0, None)
             return self.roots.tracker.call_original(module, args, kwargs)
         if self.state == "observing":
             # Before the decision: the second call already tells which dims vary.
@@ -174,7 +174,7 @@ class Root:
         held_out = self._held_out.next() and signature in self._seen
         self._device = self._device or _device_of(module)
         stretch = self._begin_stretch()
-        self._open = OpenStep(now, str(signature), held_out, self.calls, self.session.disturbances, stretch)
+        self._open = OpenStep(now, signature, held_out, self.calls, self.session.disturbances, stretch)
         if held_out:
             self.roots.held_out_calls += 1
             return self.roots.tracker.call_original(module, args, kwargs)
@@ -192,7 +192,7 @@ class Root:
         observer = self.roots.observer
         observer.before_root_call(self.key, module)
         began = time.perf_counter()
-        self._open = OpenStep(began, "", False, self.calls, self.session.disturbances, None)
+        self._open = OpenStep(began, None, False, self.calls, self.session.disturbances, None)
         stretch = self._begin_stretch()
         try:
             return self.roots.tracker.call_original(module, args, kwargs)
@@ -271,13 +271,14 @@ class Root:
             # Decisions of earlier runs are read while the script imports; a moment more is well spent.
             session.backstage.wait_ready(2.0)
         typical = observer.typical_seconds(self.key)
+        smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
         advice = advise_capture(
             spent_seconds=self.eager_seconds,
             operations=observer.ops_in_forward(self.key),
             backward=torch.is_grad_enabled(),
             seconds_per_op=self.roots.seconds_per_op(),
             calls=self.calls - 1,
-            min_root_us=capture.min_root_us,
+            min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
             max_seconds=capture.max_seconds,
             failures=self.failures,
             max_failures=capture.max_failures,
@@ -327,39 +328,41 @@ class Root:
         opened, self._open = self._open, None
         if opened is None:
             return
-        stretch = self.roots.timer.end(opened.stretch)
         step_us = (now - opened.began) * 1e6
         self.total_us += step_us
+        if self.state != "captured":  # what an eager root costs is all that it costs the script: no more than needed
+            self.roots.timer.end(opened.stretch)
+            return
+        stretch = self.roots.timer.end(opened.stretch)
         fused = 0
         for router in self.session.routers:
             for plan in router.plans.values():
                 if plan.count != plan.seen:
                     plan.seen = plan.count
                     fused += plan.fused_nodes
-        if self.state != "captured":
-            return
-        sample = StepSample(
-            self.key, opened.signature, opened.held_out, 0 if opened.held_out else fused, opened.number, 0.0
-        )
         if opened.disturbances != self.session.disturbances:
             stretch, step_us = None, 0.0
         if self._device is None or self._device.type != "cuda":
-            self._add_step(sample, step_us)
+            self._add_step(opened, fused, step_us)
         elif not step_us:
-            self.late.add(None, lambda _: self._add_step(sample, 0.0))  # after those before it
+            self.late.add(None, lambda _: self._add_step(opened, fused, 0.0))  # after those before it
         else:
-            self.late.add(stretch, partial(self._add_late_step, sample))
+            self.late.add(stretch, partial(self._add_late_step, opened, fused))
 
-    def _add_late_step(self, sample: StepSample, nanoseconds: int | None) -> None:
+    def _add_late_step(self, opened: OpenStep, fused: int, nanoseconds: int | None) -> None:
         self.roots.untimed_steps += nanoseconds is None
-        self._add_step(sample, (nanoseconds or 0) / 1e3)
+        self._add_step(opened, fused, (nanoseconds or 0) / 1e3)
 
-    def _add_step(self, sample: StepSample, step_us: float) -> None:
+    def _add_step(self, opened: OpenStep, fused: int, step_us: float) -> None:
         """A time of 0 stands for one that is not to be compared."""
-        self.session.steps.append(replace(sample, step_us=step_us))
+        text = self._texts.get(opened.signature)
+        if text is None:
+            text = self._texts[opened.signature] = str(opened.signature)
+        sample = StepSample(self.key, text, opened.held_out, 0 if opened.held_out else fused, opened.number, step_us)
+        self.session.steps.append(sample)
         if step_us and self.state == "captured":
             self.roots.step_us_total += step_us
-            self._compare(sample.signature, sample.held_out, step_us)
+            self._compare(text, opened.held_out, step_us)
 
     def _compare(self, signature: str, held_out: bool, step_us: float) -> None:
         """Release a root whose captured steps lose to held-out eager ones."""
