@@ -29,8 +29,8 @@ from autofuse.tuner.worker import main  # noqa: E402
 class Interpreted:
     """An interpreted kernel, to be called like any other (`runtime.launch.Composed`)."""
 
-    def __init__(self, binary: bytes) -> None:
-        self._run = load_interpreted(TritonSource.from_json(json.loads(binary)))
+    def __init__(self, source: TritonSource) -> None:
+        self._run = load_interpreted(source)
 
     def make_call(
         self,
@@ -60,7 +60,7 @@ class InterpreterRig:
     device = torch.device("cpu")
 
     def load(self, digest: str, name: str, binary: bytes) -> Any:
-        return Interpreted(binary)
+        return Interpreted(TritonSource.from_json(json.loads(binary)))
 
     def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
         return make_unfused(form, values, self.device)

@@ -107,6 +107,7 @@ class TuningLoop:
         self._beat_at = 0.0
         self._job = ""
         self._run_id: int | None = None  # whose request is in work
+        self._answered: set[str] = set()  # requests that a group has asked for as one of its parts
         self._not_ready: dict[str, tuple[float, str]] = {}  # by device: until when, and why
 
     # ---- loops ----------------------------------------------------------------------------------
@@ -193,6 +194,11 @@ class TuningLoop:
 
     def work(self, request: TuneRequest) -> None:
         """Run the job of a request and store what it found. Raises StoreError."""
+        if request.key.digest in self._answered:
+            self._answered.discard(request.key.digest)
+            self._store.finish_request(request.key, "done")
+            self.done += 1
+            return
         self._job = f"{request.key.fusion_id[:12]} [{request.bucket.label}]"
         self._beat("tuning", at_once=self._is_urgent() is False)
         began, rested = time.monotonic(), self._share.rested_seconds
@@ -291,7 +297,8 @@ class TuningLoop:
             shapes = tuple(ObservedShape(values, n) for values, n in sorted(calls.items(), key=lambda i: -i[1]))
             own = replace(request, key=key, node=part.to_json(), bucket=bucket, shapes=shapes)
             outcome = self._tune_kernel(own, part)
-            self._keep(own, outcome)
+            self._write(own, outcome)
+            self._answered.add(key.digest)
             known = [d for d in outcome.decisions if d.bucket == bucket]
         winner = known[-1].compile_key if known else None
         return self._store.get_kernel(winner) if winner else None
@@ -324,13 +331,16 @@ class TuningLoop:
         )
 
     def _keep(self, request: TuneRequest, outcome: Outcome) -> None:
+        self._write(request, outcome)
+        self._store.finish_request(request.key, "done")
+
+    def _write(self, request: TuneRequest, outcome: Outcome) -> None:
         for kernel in outcome.kernels:
             self._store.put_kernel(kernel)
         self._store.put_measurements(request.key, outcome.measurements)
         for decision in outcome.decisions:
             self._store.put_decision(decision)
             self._note_winner(self._winners.setdefault(self._family(request), {}), decision)
-        self._store.finish_request(request.key, "done")
 
     def _known_winners(self, request: TuneRequest) -> dict[Bucket, Config]:
         """The winner of each bucket of the node so far; read from the store once, with the kernels that kill."""

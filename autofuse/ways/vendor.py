@@ -64,7 +64,7 @@ def _packed(
         if weight.dim() != 4 or weight.dtype is not torch.float32:
             return weight.detach().clone()
         made: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(
-            weight.detach().to_mkldnn(), padding, stride, dilation, groups
+            weight.detach().to_mkldnn(), padding, stride, dilation, groups, list(sizes)
         )
         return made
 
@@ -118,7 +118,7 @@ def _convolution() -> Callable[..., Tensor]:
         algorithm: str,
     ) -> Tensor:
         if norm or x.device.type == "cpu":
-            weight, bias = folded(weight, bias, norm, _packed(padding, stride, dilation, groups))
+            weight, bias = folded(weight, bias, norm, _packed(padding, stride, dilation, groups, x.shape))
         if x.device.type == "cpu":
             op = torch.ops.mkldnn._convolution_pointwise
             if other is None:

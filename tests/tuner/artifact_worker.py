@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 from autofuse.codegen.triton.artifact import Artifact
-from autofuse.tuner.interpreter_worker import InterpreterRig, load_interpreted
+from autofuse.tuner.interpreter_worker import Interpreted, InterpreterRig
 from autofuse.tuner.worker import main
 
 
 class ArtifactRig(InterpreterRig):
     def load(self, digest: str, name: str, binary: bytes) -> Any:
-        return load_interpreted(Artifact.unpack(binary).source)
+        return Interpreted(Artifact.unpack(binary).source)
 
 
 if __name__ == "__main__":
