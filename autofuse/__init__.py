@@ -27,6 +27,7 @@ _HOME = {
     "FusionGraph": "autofuse.fusion",
     "FusionNode": "autofuse.fusion",
     "FusionPattern": "autofuse.fusion",
+    "register_pattern": "autofuse.fusion",
     "SymbolicShape": "autofuse.fusion",
     "FusionKernelGenerator": "autofuse.codegen.generator",
     "TritonKernelGenerator": "autofuse.codegen.triton.generator",

@@ -1,7 +1,8 @@
 """The Python API: `optimize`, `observe`, `explain`.
 
 In: a model or function of the user's. Out: the same, routed; or what was seen of it; or why a decision
-fell. The planner's classes (`FusionEngine`, `FusionPattern`, `FusionConfig`) are in `autofuse.fusion`.
+fell. The planner's classes (`FusionEngine`, `FusionPattern`, `FusionConfig`) and `register_pattern` are in
+`autofuse.fusion`.
 """
 
 from __future__ import annotations

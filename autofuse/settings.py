@@ -270,9 +270,9 @@ def _read_project(here: Path) -> dict[str, _Found]:
     """The nearest ``autofuse.toml``, or ``pyproject.toml`` with ``[tool.autofuse]``, in this folder or a parent."""
     for folder in (here, *here.resolve().parents):
         if (folder / PROJECT_FILE).is_file():
-            return _flatten(_parse_toml(folder / PROJECT_FILE), folder / PROJECT_FILE)
+            return _flatten(read_toml(folder / PROJECT_FILE), folder / PROJECT_FILE)
         if (folder / "pyproject.toml").is_file():
-            tools = _parse_toml(folder / "pyproject.toml").get("tool", {})
+            tools = read_toml(folder / "pyproject.toml").get("tool", {})
             if "autofuse" in tools:
                 return _flatten(tools["autofuse"], folder / "pyproject.toml", "tool.autofuse.")
     return {}
@@ -280,7 +280,7 @@ def _read_project(here: Path) -> dict[str, _Found]:
 
 def _read_user() -> dict[str, _Found]:
     path = platformdirs.user_config_path("autofuse") / PROJECT_FILE
-    return _flatten(_parse_toml(path), path) if path.is_file() else {}
+    return _flatten(read_toml(path), path) if path.is_file() else {}
 
 
 def _read_profile(chosen: Mapping[str, _Found]) -> dict[str, _Found]:
@@ -292,11 +292,12 @@ def _read_profile(chosen: Mapping[str, _Found]) -> dict[str, _Found]:
     path = PROFILE_FOLDER / f"{name}.toml"
     return {
         key: _Found(found.value, f"profile {name}", found.place, found.base)
-        for key, found in _flatten(_parse_toml(path), path).items()
+        for key, found in _flatten(read_toml(path), path).items()
     }
 
 
-def _parse_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file; raises ``SettingsError`` for one that cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -9,12 +9,14 @@ Source of the arithmetic: ATen/native/Dropout.cpp, native_dropout_cpu.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
 from autofuse.ir.optable import OpKind, info
+
+_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 # Set by the session once the generator has proved itself bit-equal to aten's; None means aten draws.
 _generator: Callable[[torch.Tensor, float], None] | None = None
@@ -26,9 +28,13 @@ def use_generator(generator: Callable[[torch.Tensor, float], None] | None) -> No
     _generator = generator
 
 
-def bernoulli_mask(x: torch.Tensor, keep: float) -> torch.Tensor:
-    """A bool mask like ``x``, each element True with probability ``keep``, from torch's default generator."""
-    mask = torch.empty_like(x, dtype=torch.bool)
+def bernoulli_mask(x: torch.Tensor | Sequence[int], keep: float) -> torch.Tensor:
+    """A bool mask like ``x``, each element True with probability ``keep``, from torch's default generator.
+
+    Of sizes instead of a tensor it is contiguous and on the CPU.
+    """
+    is_tensor = isinstance(x, torch.Tensor)
+    mask = torch.empty_like(x, dtype=torch.bool) if is_tensor else torch.empty(x, dtype=torch.bool, device="cpu")
     if _generator is not None and mask.is_contiguous() and mask.device.type == "cpu":
         _generator(mask, keep)
         return mask
@@ -85,6 +91,39 @@ def _earliest_like(node: fx.Node) -> fx.Node:
     return node
 
 
+def _sizes(node: fx.Node) -> list[int | fx.Node] | None:
+    """The sizes of a contiguous tensor as arguments that are known before it is; None where some are not."""
+    value = node.meta["val"]
+    if not value.is_contiguous():
+        return None
+    known: dict[str, fx.Node] = {}
+    for earlier in node.graph.nodes:
+        if earlier is node:
+            break
+        size = earlier.meta.get("val")
+        if isinstance(size, torch.SymInt):
+            known.setdefault(str(size.node.expr), earlier)
+    found = [size if isinstance(size, int) else known.get(str(size.node.expr)) for size in value.shape]
+    return None if None in found else found
+
+
+def _is_of_product(node: fx.Node) -> bool:
+    """Whether a tensor comes from a product or a convolution, of which it may be a view."""
+    while node.op == "call_function" and info(_target(node)).kind is OpKind.VIEW:
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and _target(node) in _PRODUCTS
+
+
+def _mask_like(node: fx.Node) -> fx.Node | list[int | fx.Node]:
+    """What a mask for ``node`` is drawn like: a tensor, or sizes where the tensor would be that of a product.
+
+    What follows a product may become one kernel with it, which a mask that waits for the product would forbid.
+    """
+    like = _earliest_like(node)
+    sizes = _sizes(like) if _is_of_product(like) else None
+    return like if sizes is None else sizes
+
+
 def _target(node: fx.Node) -> str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -117,7 +156,7 @@ def split_dropout(module: fx.GraphModule) -> int:
         keep = 1.0 - float(p)
         scale = 0.0 if keep == 0.0 else 1.0 / keep
         with module.graph.inserting_before(node):
-            drawn = module.graph.call_function(bernoulli_mask, (_earliest_like(x), keep))
+            drawn = module.graph.call_function(bernoulli_mask, (_mask_like(x), keep))
             scaled = module.graph.call_function(dropout_scale, (x, drawn, scale))
         drawn.meta.update(node.meta, val=mask)
         scaled.meta.update(node.meta, val=out)

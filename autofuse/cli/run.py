@@ -65,4 +65,8 @@ def command(
     if disabled_by_environment():
         return RunJob(target, None)
     settings = load_settings(assignments, tune=tune, store=store, profile=profile, frozen=frozen, quiet=quiet)
+    if settings.fusion.patterns is not None and not settings.run.disable:
+        from autofuse.pattern_file import read_patterns  # sympy, 0.3 s: only where there is a file
+
+        read_patterns(settings.fusion.patterns)  # what is wrong with it is said before the script runs
     return RunJob(target, None if settings.run.disable else settings)

@@ -6,7 +6,7 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
-from autofuse.fusion.patterns import FusionPattern
+from autofuse.fusion.patterns import FusionPattern, register_pattern
 from autofuse.ir.shape import SymbolicShape
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "FusionNode",
     "FusionPattern",
     "SymbolicShape",
+    "register_pattern",
 ]

@@ -85,7 +85,7 @@ OPS: dict[str, OpInfo] = {
 }
 # Ours: what `native_dropout` becomes when capture reads it. The mask is drawn in eager's order and from
 # eager's stream; the scaling is `x * mask * scale` as eager computes it.
-OPS["autofuse.bernoulli_mask.default"] = OpInfo(OpKind.RANDOM, 2)  # (shape of) x, keep probability -> bool mask
+OPS["autofuse.bernoulli_mask.default"] = OpInfo(OpKind.RANDOM, 2)  # (shape of) x or sizes, keep -> bool mask
 OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # on a GPU, where one kernel of eager's does both
 OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
 OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, scale -> x * mask * scale

@@ -31,8 +31,10 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
+from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
+from autofuse.pattern_file import read_patterns
 from autofuse.runtime import roots
 from autofuse.runtime.backends import CPU, Backends, Place
 from autofuse.runtime.backstage import Backstage, load_missing
@@ -94,7 +96,9 @@ class Session:
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
         config = FusionConfig.from_mapping(settings.as_dict()["fusion"])
-        self.engine = FusionEngine(config, lowerable=self._lowerable)
+        self.engine = FusionEngine(
+            config, lowerable=self._lowerable, shared_patterns=registered_patterns(), groups_follow=True
+        )
         changed = {name: str(value) for name, value in settings.changed().items()}
         start = RunStart(command, self.device, self.versions, settings.run.tune, os.getpid(), changed)
         self.backstage = Backstage(
@@ -104,6 +108,7 @@ class Session:
         self.roots = roots.Roots(self)
 
     def start(self) -> None:
+        self._load_patterns()
         self.backstage.start()
         if self.settings.observe.enabled:
             self.roots.install()
@@ -127,6 +132,17 @@ class Session:
 
     # ---- planning -----------------------------------------------------------------------------------
 
+    def _load_patterns(self) -> None:
+        """Patterns of the file that is set; `autofuse run` has refused a bad one, other ways in go on without."""
+        path = self.settings.fusion.patterns
+        if path is None:
+            return
+        try:
+            for pattern in read_patterns(path):
+                self.engine.register_pattern(pattern)
+        except AutofuseError as error:
+            self.say_once("patterns_unusable", str(error))
+
     def plan_nodes(self, graph: FusionGraph) -> list[FusionNode]:
         """Nodes of a graph."""
         before = len(self.engine.refusals)
@@ -142,6 +158,7 @@ class Session:
             return []
         groups, refusals = find_groups(graph, nodes, self.engine.config, derived)
         self.refusals.extend(refusals)
+        self.refusals.extend(self.engine.cover([group.operations for group in groups]))
         return groups
 
     def _lowerable(self, form: NodeForm) -> tuple[str, str] | None:

@@ -182,6 +182,33 @@ def test_graph_breaks_and_python_control_flow():
     check_training(Odd(), lambda n: (torch.randn(n, 8),), [3, 4, 5, 7])
 
 
+class AfterProducts(nn.Module):
+    """Dropout over what a product, a view of one and a convolution give."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.conv = nn.Linear(5, 7), nn.Conv1d(3, 4, 3)
+
+    def forward(self, flat, deep, image):
+        flat = F.dropout(self.linear(flat).relu(), 0.3)
+        deep = F.dropout(F.gelu(self.linear(deep)), 0.4)
+        image = F.dropout(self.conv(image).relu(), 0.5)
+        return F.dropout(flat.sum() + deep.sum() + image.exp().sum(), 0.1)
+
+
+@pytest.mark.parametrize("dynamic", [[], [(0, 0), (1, 0), (1, 1), (2, 2)]], ids=["static", "dynamic"])
+def test_masks_do_not_wait_for_the_products_that_they_follow(dynamic):
+    def inputs(size):
+        return torch.randn(size, 5), torch.randn(size + 1, size, 5), torch.randn(2, 3, size + 3)
+
+    sizes = [3, 8, 5] if dynamic else [4]
+    catalogue = check_training(AfterProducts(), inputs, sizes, dynamic=dynamic)
+    forward = catalogue.routers[0].program.source.partition("def timed_call")[0]
+    drawn = [line.partition("(")[2] for line in forward.splitlines() if "random_ops_bernoulli_mask" in line]
+    assert len(drawn) == 4
+    assert [arguments.startswith("[") for arguments in drawn] == [True, True, not dynamic, False]
+
+
 def test_dropout_keeps_its_place_in_the_stream():
     class Random(nn.Module):
         def forward(self, x):
