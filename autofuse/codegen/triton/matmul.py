@@ -13,7 +13,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from autofuse.codegen.triton.body import Piece
-from autofuse.codegen.triton.matmul_plan import Matmul, parameters, plan_matmul
+from autofuse.codegen.triton.following import parameters
+from autofuse.codegen.triton.matmul_plan import Matmul, plan_matmul
 from autofuse.codegen.triton.printer import header
 from autofuse.codegen.triton.scalar import HELPERS, POINTERS
 from autofuse.codegen.triton.source import Argument, TritonSource
@@ -30,10 +31,10 @@ def print_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] | 
     body = MatmulBody(form, plan, config, known)
     piece = body.first()
     helpers = [definition for name, definition in HELPERS if name in piece.text]
-    described = dataclasses.replace(plan.kernel, params=parameters(form))
+    described = dataclasses.replace(plan.rest.kernel, params=parameters(form))
     knobs = dict(config)
     return TritonSource(
-        name=plan.kernel.name,
+        name=plan.rest.kernel.name,
         text="\n\n".join([header(described, known), *helpers, piece.text]),
         passes=(piece.launch,),
         scratch=(),
@@ -49,9 +50,7 @@ class MatmulBody(Tile):
 
     def __init__(self, form: NodeForm, plan: Matmul, config: Config, constants: Mapping[str, int]) -> None:
         knobs = dict(config)
-        dims = (plan.batch_dims, plan.row_dims, plan.col_dims)
-        block = int(knobs["BLOCK_M"]), int(knobs["BLOCK_N"])
-        super().__init__(plan.kernel, plan.product, dims, block, knobs, constants)
+        super().__init__(plan.rest, (int(knobs["BLOCK_M"]), int(knobs["BLOCK_N"])), knobs, constants)
         self.form = form
         self.matmul = plan
         self.block_depth = int(knobs["BLOCK_K"])

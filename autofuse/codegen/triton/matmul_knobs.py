@@ -43,7 +43,7 @@ def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = 
     if plan.dtype == "float32":
         precisions = ("ieee", "tf32") if allow_tf32 else ("ieee",)
         knobs.append(Knob("input_precision", precisions, precisions[-1], "how float32 is multiplied"))
-    if any(v.op in FAST and v.dtype == "float32" for v in plan.kernel.values):
+    if any(v.op in FAST and v.dtype == "float32" for v in plan.rest.kernel.values):
         knobs.append(Knob("math", ("precise", "fast"), "precise", "the library's exp, or the approximate instruction"))
     needs_64 = any(evaluate(e, sizes) > INDEX_BOUND for e in plan.extents for sizes in (values, high))
     bits = 64 if needs_64 else 32

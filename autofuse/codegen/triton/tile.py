@@ -1,7 +1,7 @@
 """A tile of a product, and what follows the product at each place of it.
 
-In: the loop form of what follows, in which the product is one more input, and the dims that are batch, rows and
-columns. Out: lines of text for a kernel that has the product in a register block named ``acc``.
+In: what follows (`following.Following`), and the sides of the tile. Out: lines of text for a kernel that has the
+product in a register block named ``acc``.
 Guarantee: the lines need ``r``, ``c`` and ``b`` (positions), ``row_mask``, ``col_mask``, ``nrows``, ``ncols``,
 ``row_tile`` and ``col_tile``, and nothing else of the kernel around them.
 """
@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autofuse.codegen.loops import Access, LoopKernel, Store
+from autofuse.codegen.loops import Access, Store
 from autofuse.codegen.triton.body import Body
+from autofuse.codegen.triton.following import Following
 from autofuse.codegen.triton.operands import Operand
 from autofuse.ir.records import make_config
 from autofuse.ir.shape import Dim, product
-
-Dims = tuple[tuple[int, ...], ...]  # of a kernel: batch, rows, columns
 
 
 class Tile(Body):
@@ -25,21 +24,19 @@ class Tile(Body):
 
     def __init__(
         self,
-        kernel: LoopKernel,
-        product: int,
-        dims: Dims,
+        following: Following,
         block: tuple[int, int],
         knobs: Mapping[str, int | str | bool],
         constants: Mapping[str, int],
     ) -> None:
-        """``product``: the parameter that stands for it; ``block``: rows and columns of the tile."""
-        self.batch_dims, rows, cols = dims
+        """``block``: rows and columns of the tile."""
+        self.batch_dims, rows, cols = following.dims
         # A batch is one place for all of a program: to what follows it is neither a row nor a column.
-        kernel = dataclasses.replace(kernel, rows=rows, cols=cols)
+        kernel = dataclasses.replace(following.kernel, rows=rows, cols=cols)
         config = make_config({**knobs, "BLOCK_ROWS": block[0], "BLOCK_COLS": block[1]})
         super().__init__(kernel, config, constants)
         self.block_rows = block[0]  # one row has a tile all the same
-        self.product = product
+        self.product = following.product
 
     # ---- lines
 

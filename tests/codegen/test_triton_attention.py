@@ -1,0 +1,138 @@
+"""Attention kernels in Triton: in the interpreter against eager and float64, and compiled for all targets."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from autofuse.codegen.triton.attention import print_attention
+from autofuse.codegen.triton.attention_knobs import attention_knobs, default_attention_config
+from autofuse.codegen.triton.attention_plan import attention_refusal
+from autofuse.codegen.triton.matmul_plan import matmul_refusal
+from autofuse.codegen.triton.source import NOTHING_ASSUMED, natural_assumptions, resolve
+from autofuse.codegen.triton.targets import limits_of, prune_reason
+from autofuse.errors import ShapeError
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import make_config
+from autofuse.tuner.triton_compiler import TritonCompiler
+from tests.cases import trace
+from tests.codegen.test_triton_cases import run
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
+SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
+HEADS = (16, 20, 32, 64, 80, 96, 128)  # sizes that stay constants, as in a real capture
+
+
+def t(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(sizes, dtype=dtype)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, T, D], k transposed already."""
+    return aten.bmm(aten._softmax(aten.bmm(q, k), -1, False), v)
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, H, T, D] as torch.matmul and softmax trace it."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    return torch.matmul(aten._softmax(scores, -1, False), v)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.2
+    return torch.matmul(aten._softmax(scores.masked_fill(m, float("-inf")), -1, False), v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The result with heads last, as a layer after it wants it."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.125 + bias
+    mixed = torch.matmul(aten._softmax(scores, -1, False), v)
+    return mixed.transpose(1, 2).contiguous().view(q.shape[0], q.shape[2], -1)
+
+
+def from_projection(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Heads lie inside of rows: torch.matmul copies them side by side, the kernel reads them where they are."""
+    q, k, v = (part.transpose(1, 2) for part in (x, y, z))
+    return scaled(q, k, v).transpose(1, 2).contiguous()
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.tanh(aten.bmm(q, k) / 5.0) * 5.0
+    return aten.bmm(aten._softmax(scores, 2, False), v).mul(0.5).relu()
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The softmax in float32, whatever the rest is in."""
+    weights = aten._softmax(aten.bmm(q, k).float(), -1, False)
+    return aten.bmm(weights.to(v.dtype), v)
+
+
+def unbatched(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    return aten.mm(aten._softmax(aten.addmm(b, q, k, alpha=0.3), 1, False), v)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCase:
+    function: Callable[..., Tensor]
+    example: tuple[Tensor, ...]
+    sizes: tuple[tuple[int, ...], ...]  # values of the symbols in order of appearance
+
+    @functools.cache  # noqa: B019 (a case lives as long as the module)
+    def form(self, dtype: str = "float32") -> NodeForm:
+        real = getattr(torch, dtype)
+        example = [e.to(real) if e.is_floating_point() else e for e in self.example]
+        return trace(self.function, example, static=HEADS)
+
+
+_THREE = (t(3, 5, 16), t(3, 16, 7), t(3, 7, 20))
+_FOUR = (t(2, 3, 5, 32), t(2, 3, 7, 32), t(2, 3, 7, 32))
+BATCHED = ((2, 17, 37), (1, 1, 1), (3, 33, 16), (1, 2, 0))
+PAIRS = ((2, 3, 17, 37), (1, 2, 1, 5), (2, 1, 33, 1))
+
+CASES: dict[str, AttentionCase] = {
+    "plain": AttentionCase(plain, _THREE, BATCHED),
+    "scaled": AttentionCase(scaled, _FOUR, PAIRS),
+    "causal": AttentionCase(masked, (*_FOUR, t(5, 7, dtype=torch.bool)), PAIRS),
+    "padding": AttentionCase(masked, (*_FOUR, t(2, 1, 1, 7, dtype=torch.bool)), PAIRS),
+    "biased": AttentionCase(biased, (*_FOUR, t(3, 5, 7)), PAIRS),
+    "from_projection": AttentionCase(
+        from_projection, (t(2, 5, 3, 32), t(2, 7, 3, 32), t(2, 7, 3, 32)), ((2, 17, 3, 37), (1, 3, 2, 1))
+    ),
+    "capped": AttentionCase(capped, _THREE, BATCHED),
+    "rounded": AttentionCase(rounded, _THREE, BATCHED),
+    "unbatched": AttentionCase(unbatched, (t(5, 16), t(16, 7), t(7, 20), t(7)), ((17, 37), (1, 3))),
+    "one_query": AttentionCase(scaled, (t(2, 3, 1, 32), t(2, 3, 7, 32), t(2, 3, 7, 32)), ((2, 3, 37), (1, 2, 1))),
+    "wide": AttentionCase(plain, (t(3, 5, 128), t(3, 128, 7), t(3, 7, 128)), ((2, 17, 37),)),
+}
+
+
+def sizes_of(case: AttentionCase, form: NodeForm) -> Iterator[dict[str, int]]:
+    for sizes in case.sizes:
+        yield dict(zip(form.symbols, sizes, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_tiles(name: str) -> None:
+    """Several steps over the keys, with and without the sizes built in, and values that are not finite."""
+    form = CASES[name].form()
+    source = print_attention(form, make_config(SMALL))
+    for number, values in enumerate(sizes_of(CASES[name], form)):
+        run(source, form, values, "special" if number == 0 else "normal", False)
+        run(print_attention(form, make_config({**SMALL, "index_bits": 64}), values), form, values, "normal", False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_default(name: str) -> None:
+    """In bfloat16 and in one of the others; the scores far apart too, so that the largest one matters."""
+    other = ("float16", "float64")[zlib.crc32(name.encode()) % 2]
+    for dtype, kind in (("bfloat16", "normal"), (other, "normal"), ("float32", "large")):
+        form = CASES[name].form(dtype)
+        values = next(sizes_of(CASES[name], form))
+        run(print_attention(form, default_attention_config(form, values, values)), form, values, kind, False)
