@@ -22,14 +22,27 @@ from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.key import compile_key as triton_key
 from autofuse.codegen.triton.key import kernel_record
 from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
+from autofuse.codegen.triton.matmul import print_matmul
+from autofuse.codegen.triton.matmul_knobs import default_matmul_config, matmul_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import limits_of, prune_reason, target_of
-from autofuse.errors import CompilerError
+from autofuse.errors import CompilerError, LoweringError
+from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config, KernelRecord
 from autofuse.tuner.worker_process import CandidateProblem
 
 Sizes = Mapping[str, int]  # values of a node's symbols
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A product with what follows it, to be printed as tiles instead of as a nest of loops."""
+
+    form: NodeForm
+
+
+Printable = LoopKernel | Tiled
 
 
 @dataclass(frozen=True)
@@ -48,15 +61,22 @@ class Backend(Protocol):
     worker_module: str
     worker_arguments: tuple[str, ...]
 
-    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+    def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         """What may vary for kernels that are timed on ``values``, in a bucket that ends at ``high``."""
 
-    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config: ...
+    def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config: ...
 
     def recipe(
-        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
         """A binary that is good for ``sizes``; for all sizes of the bucket and any alignment with ``is_final``."""
+
+
+def only_loops(loop: Printable) -> LoopKernel:
+    """Raises LoweringError for what only Triton prints."""
+    if isinstance(loop, Tiled):
+        raise LoweringError("no_tiles", "expected a nest of loops, found a tiled product: only Triton prints those")
+    return loop
 
 
 class CBackend:
@@ -70,16 +90,16 @@ class CBackend:
         self._toolchain = toolchain
         self._timeout_seconds = timeout_seconds
 
-    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        return knobs_for(loop)
+    def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        return knobs_for(only_loops(loop))
 
-    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
-        return default_config(loop, values)
+    def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
+        return default_config(only_loops(loop), values)
 
     def recipe(
-        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
-        source = print_c(loop, config, constants)
+        source = print_c(only_loops(loop), config, constants)
         flags = flags_for(self._toolchain, config)
         key = compile_key(source.text, self._toolchain, flags)
 
@@ -98,11 +118,21 @@ class _TritonText:
 
     generic, specialised = "triton_generic", "triton_specialised"
 
-    def knobs(self, loop: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+    def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        if isinstance(loop, Tiled):
+            return matmul_knobs(loop.form, values, high)
         return triton_knobs(loop, values, high)
 
-    def default(self, loop: LoopKernel, values: Sizes, high: Sizes) -> Config:
+    def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
+        if isinstance(loop, Tiled):
+            return default_matmul_config(loop.form, values, high)
         return default_triton_config(loop, values, high)
+
+    @staticmethod
+    def text(loop: Printable, config: Config, constants: Sizes) -> TritonSource:
+        if isinstance(loop, Tiled):
+            return print_matmul(loop.form, config, constants)
+        return print_triton(loop, config, constants)
 
 
 class TritonBackend(_TritonText):
@@ -118,9 +148,9 @@ class TritonBackend(_TritonText):
         self._compile = compiler
 
     def recipe(
-        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
-        source = print_triton(loop, config, constants)
+        source = self.text(loop, config, constants)
         assumptions = _assumptions(source, sizes, is_final)
         key = triton_key(source, self._target, assumptions)
 
@@ -148,9 +178,9 @@ class InterpreterBackend(_TritonText):
     worker_arguments: tuple[str, ...] = ()
 
     def recipe(
-        self, loop: LoopKernel, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
-        source = print_triton(loop, config, constants)
+        source = self.text(loop, config, constants)
         data = json.dumps(source.to_json(), sort_keys=True).encode()
         key = CompileKey(hashlib.sha256(data).hexdigest(), "triton interpreter", "", "interpreter")
         return Recipe(key, lambda: KernelRecord(key, source.name, source.text, data))

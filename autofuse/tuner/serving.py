@@ -43,7 +43,7 @@ from autofuse.tuner.ways import WAY, WayWorkshop
 from autofuse.tuner.worker_process import NotReady, WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
 from autofuse.ways.cut import WHOLE, cuts_of, is_group, ways_of
-from autofuse.ways.record import Way, kernel_id
+from autofuse.ways.record import LOOP, Way, kernel_id
 
 log = logging.getLogger("autofuse.daemon")
 
@@ -241,7 +241,7 @@ class TuningLoop:
         self._workshop(request.key.device).worker.start()  # imports torch while the first kernels compile
         form = NodeForm.from_json(dict(request.node))
         if is_group(form):
-            return self._tune_ways(request, form, ways_of(form))
+            return self._tune_ways(request, form, ways_of(form, request.key.device != self._cpu))
         outcome = self._tune_kernel(request, form)
         if self._may_cut(outcome.decisions):
             ways = cuts_of(form)
@@ -267,7 +267,8 @@ class TuningLoop:
             return self._part_winner(request, form, part, printer, sizes)
 
         bench = WayWorkshop(workshop, request.key.fusion_id, form, request.key.threads, request.bucket, ways, tune_part)
-        outcome = Job(request, bench, self._limits(request), (), self._clock).run()
+        limits = replace(self._limits(request), trials=len(ways))  # few, and built already: all are tried
+        outcome = Job(request, bench, limits, (), self._clock).run()
         outcome.decisions = [replace(d, detail=_ways_detail(d, outcome, ways)) for d in outcome.decisions]
         return outcome
 
@@ -296,7 +297,7 @@ class TuningLoop:
         if not known:
             shapes = tuple(ObservedShape(values, n) for values, n in sorted(calls.items(), key=lambda i: -i[1]))
             own = replace(request, key=key, node=part.to_json(), bucket=bucket, shapes=shapes)
-            outcome = self._tune_kernel(own, part)
+            outcome = self._tune_kernel(own, part, printer)
             self._write(own, outcome)
             self._answered.add(key.digest)
             known = [d for d in outcome.decisions if d.bucket == bucket]
@@ -307,11 +308,11 @@ class TuningLoop:
         """Seconds of work."""
         return time.monotonic() - self._share.rested_seconds
 
-    def _tune_kernel(self, request: TuneRequest, form: NodeForm) -> Outcome:
+    def _tune_kernel(self, request: TuneRequest, form: NodeForm, printer: str = LOOP) -> Outcome:
         """One node as one kernel."""
         workshop = self._workshop(request.key.device)
         winners = self._known_winners(request)
-        bench = workshop.bench(request.key.fusion_id, form, request.key.threads, request.bucket)
+        bench = workshop.bench(request.key.fusion_id, form, request.key.threads, request.bucket, printer)
         nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
         seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
         return Job(request, bench, self._limits(request), seeds, self._clock).run()

@@ -16,15 +16,15 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from autofuse.codegen.knobs import Knob
-from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import AutofuseError, CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord
-from autofuse.tuner.backends import Backend, Sizes
+from autofuse.tuner.backends import Backend, Printable, Sizes, Tiled
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.timing import RaceResult, RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost, WorkerProcess
+from autofuse.ways.record import LOOP
 
 LETHAL = ("crash", "timeout")  # outcomes that cost a worker its life
 
@@ -99,24 +99,25 @@ class Workshop:
         self._stored = stored
         self._records: dict[str, KernelRecord] = {}
         self._failures: dict[str, Exception] = {}
-        self._loops: dict[str, LoopKernel] = {}
+        self._loops: dict[str, Printable] = {}
         self._loaded: set[tuple[str, str]] = set()  # (node, digest) in the worker of this generation
         self._opened: str | None = None
         self._generation = 0
 
-    def bench(self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket) -> NodeWorkshop:
-        return NodeWorkshop(self, fusion_id, form, threads, bucket)
+    def bench(self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP) -> NodeWorkshop:
+        """``printer``: what prints the node's kernels, `ways.record.LOOP` or `MATMUL`."""
+        return NodeWorkshop(self, fusion_id, form, threads, bucket, printer)
 
     # ---- compilers ------------------------------------------------------------------------------
 
-    def loop(self, fusion_id: str, form: NodeForm) -> LoopKernel:
-        """The loop form of a node. Raises LoweringError."""
+    def loop(self, fusion_id: str, form: NodeForm, printer: str = LOOP) -> Printable:
+        """What is printed for a node. Raises LoweringError."""
         if fusion_id not in self._loops:
-            self._loops[fusion_id] = lower(form)
+            self._loops[fusion_id] = lower(form) if printer == LOOP else Tiled(form)
         return self._loops[fusion_id]
 
     def build_all(
-        self, loop: LoopKernel, candidates: Sequence[Candidate], constants: Sizes, sizes: Sequence[Sizes]
+        self, loop: Printable, candidates: Sequence[Candidate], constants: Sizes, sizes: Sequence[Sizes]
     ) -> list[Built | CandidateProblem]:
         """Binaries of the candidates, in order."""
 
@@ -142,7 +143,7 @@ class Workshop:
 
     def build(
         self,
-        loop: LoopKernel,
+        loop: Printable,
         candidate: Candidate,
         constants: Sizes,
         sizes: Sequence[Sizes],
@@ -192,16 +193,19 @@ class Workshop:
 class NodeWorkshop:
     """The workshop as one job sees it (`Bench`)."""
 
-    def __init__(self, workshop: Workshop, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket) -> None:
+    def __init__(
+        self, workshop: Workshop, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP
+    ) -> None:
         self.form = form
         self.threads = threads
         self.key = f"{fusion_id}/{threads}"
         self._fusion_id = fusion_id
+        self._printer = printer
         self._workshop = workshop
         self._high = self._named([high for _, high in bucket.ranges])
 
-    def _loop(self) -> LoopKernel:
-        return self._workshop.loop(self._fusion_id, self.form)
+    def _loop(self) -> Printable:
+        return self._workshop.loop(self._fusion_id, self.form, self._printer)
 
     def _named(self, values: Sequence[int]) -> dict[str, int]:
         return dict(zip(self.form.symbols, values, strict=True))

@@ -9,31 +9,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.triton.matmul_plan import matmul_refusal
 from autofuse.errors import LoweringError
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
-from autofuse.ways.record import Part, Way, graph_of
+from autofuse.ways.record import MATMUL, Part, Way, graph_of
 from autofuse.ways.rewrites import rewrites
 
-PARTS, WHOLE = "parts", "one_kernel"
+PARTS, WHOLE, TILED = "parts", "one_kernel", "tiled"
 MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 
 
-def ways_of(form: NodeForm) -> list[Way]:
-    """The ways of a group."""
+def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
+    """The ways of a group; ``has_tiles``: on a device whose products may be generated as well."""
     found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
+    if has_tiles and matmul_refusal(form) is None:
+        found.append(
+            Way(TILED, form, (Part(_kernels(form), MATMUL),), "a generated product with what follows it inside")
+        )
     return found
+
+
+def _kernels(form: NodeForm) -> tuple[str, ...]:
+    return tuple(op.name for op in form.operations if info(op.target).kind is not OpKind.VIEW)
 
 
 def cuts_of(form: NodeForm) -> list[Way]:
     """One kernel and the cheapest cuts of it into two; empty where there is nothing to cut."""
     graph = graph_of(form)
-    kernels = [op for op in form.operations if info(op.target).kind is not OpKind.VIEW]
+    kernels = [graph.by_name[name] for name in _kernels(form)]
     cuts = []
     for at in range(LEAST_SIDE, len(kernels) - LEAST_SIDE + 1):
         sides = kernels[:at], kernels[at:]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
+from autofuse.codegen.triton.matmul_plan import matmul_refusal
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
@@ -124,14 +125,15 @@ class _Finder:
         node = build_node(self.graph, operations)
         if self.derived:  # sizes must follow from each other: a convolution's result from its input
             node = map_dims(node, self._in_inputs)
-        if not rewrites(node.form):
+        names_of_ways = [r.name for r in rewrites(node.form)]
+        if operations[0].outputs[0].device != "cpu" and matmul_refusal(node.form) is None:
+            names_of_ways.append("tiled")
+        if not names_of_ways:
             return
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
         self.groups.append(Group(node, members, kind))
         self.unit.update(dict.fromkeys(names, frozenset(names)))
-        detail = f"{len(node.kernels)} operations with several ways to run them: " + ", ".join(
-            r.name for r in rewrites(node.form)
-        )
+        detail = f"{len(node.kernels)} operations with several ways to run them: " + ", ".join(names_of_ways)
         self.refusals.append(Refusal("grouped", True, node.operation_names, detail, source=operations[0].source or ""))
 
     def _in_inputs(self, dim: Dim) -> Dim:

@@ -1,0 +1,108 @@
+"""Groups in the daemon: parts first, then the ways against each other; cuts of one kernel; tiles in the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autofuse.db.store import Store
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import TuneRequest
+from autofuse.settings import Settings, load
+from autofuse.tuner import daemon, serving
+from autofuse.ways.bundle import is_bundle, unpack
+from autofuse.ways.cut import ways_of
+from autofuse.ways.record import kernel_id
+from tests.tuner.nodes import request
+from tests.ways.harness import plan
+
+T = torch.Tensor
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Settings:
+    cli = {"run.store": tmp_path / "store.sqlite3", "run.profile": "quick", "tuner.trials": 2, "tuner.rounds": 5}
+    return load(cli, environ={}, cwd=tmp_path)
+
+
+def drain(settings: Settings, *requests: TuneRequest) -> None:
+    with Store.open(settings.run.store) as store:
+        store.add_requests(requests)
+    daemon.drain(settings, lambda done, total: None)
+
+
+def linear_gelu() -> NodeForm:
+    """[s0, 16] x [16, 24], gelu and a scale after it."""
+    inputs = [torch.randn(40, 16), torch.randn(24, 16), torch.randn(24)]
+    with torch.no_grad():
+        (planned,) = plan(lambda x, w, b: F.gelu(F.linear(x, w, b)) * 0.5 + 1.0, inputs, [(0, 0)])
+    (group,) = planned.groups
+    return group.node.form
+
+
+def normalised() -> NodeForm:
+    def function(x: T, w: T, b: T) -> T:
+        return F.gelu(F.layer_norm(torch.tanh(x * 2.0 + 1.0), (32,), w, b)) * 0.5 + x
+
+    with torch.no_grad():
+        (planned,) = plan(function, [torch.randn(16, 32), torch.randn(32), torch.randn(32)], [(0, 0)])
+    (node,) = planned.nodes
+    return node.form
+
+
+def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> None:
+    form = linear_gelu()
+    parts, vendor = ways_of(form)
+    (kernel,) = parts.kernels
+    asked = request(form, (40,), unfused_us=1000.0)
+    own = request(kernel.node.form, (40,), unfused_us=1.0)
+    own = replace(own, key=replace(own.key, fusion_id=kernel.node.fusion_id, bucket="s0=33..64"))
+    drain(quick, asked, own)
+    with Store.open(quick.run.store) as store:
+        assert store.queue_length().done == 2
+        rows = store.measurements(asked.key.fusion_id)
+        ways = {dict(row.measurement.candidate.config)["way"] for row in rows}
+        assert ways <= {parts.name, vendor.name} and vendor.name in ways
+        found = {d.key.fusion_id: d for _, d in store.decisions()}
+        assert kernel.node.fusion_id == kernel_id(kernel.node.form, "loop")
+        assert kernel.node.fusion_id in found  # tuned as a part; the request of its own asked for nothing more
+        assert len(store.decision_history(kernel.node.fusion_id)) == 1
+        decision = found[asked.key.fusion_id]
+        assert "measured: " in decision.detail and vendor.name in decision.detail
+        if decision.reason == "won":
+            record = store.get_kernel(decision.compile_key or "")
+            assert record is not None and is_bundle(record.binary)
+            loaded = unpack(record.binary, lambda digest, name, binary: lambda *pointers: None)
+            assert loaded.way.name == dict(decision.candidate.config)["way"]
+
+
+def test_a_kernel_that_gains_little_is_also_cut(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "CUT_BELOW", 1e9)
+    asked = request(normalised(), (16,))
+    drain(quick, asked)
+    with Store.open(quick.run.store) as store:
+        rows = store.measurements(asked.key.fusion_id)
+        ways = {dict(r.measurement.candidate.config).get("way") for r in rows}
+        assert "one_kernel" in ways and any(str(way).startswith("cut_") for way in ways)
+        (decision,) = [d for _, d in store.decisions() if d.key.fusion_id == asked.key.fusion_id]
+        assert "cut" in decision.detail and "one_kernel" in decision.detail
+
+
+def test_a_generated_product_is_a_way_where_triton_prints(quick: Settings) -> None:
+    form = linear_gelu()
+    names = [way.name for way in ways_of(form, has_tiles=True)]
+    assert names == ["parts", "onednn_linear", "tiled"]
+    asked = request(form, (40,), threads=0)
+    asked = replace(asked, key=replace(asked.key, device="interpreter:test"))
+    drain(quick, asked)
+    with Store.open(quick.run.store) as store:
+        (decision,) = [d for _, d in store.decisions("interpreter:test") if d.key.fusion_id == asked.key.fusion_id]
+        assert decision.reason in ("no_gain", "below_margin", "won"), decision
+        tiled = kernel_id(form, "matmul")
+        rows = [row.measurement for row in store.measurements(tiled)]
+        assert rows and all(row.status in ("ok", "pruned") for row in rows), rows
+        assert max(row.error_ratio or 0.0 for row in rows) < 4.0
