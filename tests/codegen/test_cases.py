@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autofuse.codegen.c.knobs import knobs_for
+from autofuse.codegen.c.knobs import default_config, knobs_for
+from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.records import make_config
@@ -67,6 +68,36 @@ def test_every_choice_of_every_knob(name: str, verify: Verify) -> None:
                 config = make_config({**default, knob.name: choice})
                 sizes = sizes_of(case, len(form.symbols))
                 verify(form, sizes, ("normal",), config=config, loose=name in LOOSE_SPECIALS)
+
+
+STREAMED = {
+    "add_bias_gelu": ((3, 1031), (65, 513), (1, 5000), (0, 700)),
+    "casts": ((3, 1031),),
+    "batch_norm_inference": ((2, 3, 1031),),
+    "softmax": ((2, 3, 1031), (1, 2, 512)),
+    "add_layer_norm": ((2, 3, 1031), (1, 65, 517)),
+    "layer_norm_backward": ((2, 3, 1031),),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", STREAMED)
+def test_outputs_written_past_the_caches(name: str, dtype: str, verify: Verify) -> None:
+    """In tiles, from rows that begin anywhere in a cache line."""
+    case = CASES[name]
+    form = case.form(getattr(torch, dtype))
+    kernel = lower(form)
+    config = make_config({**dict(default_config(kernel)), "nontemporal": True})
+    assert "af_stream(" in print_c(kernel, config).text
+    sizes = [values[: len(form.symbols)] for values in STREAMED[name]]
+    verify(form, sizes, ("normal", "special"), config=config, loose=name in LOOSE_SPECIALS, threads=2)
+
+
+def test_large_outputs_are_streamed_from_the_start() -> None:
+    kernel = lower(CASES["add_scalar"].form())
+    for rows, expected in ((64, False), (64 * 1024, True)):
+        sizes = dict(zip(kernel.symbols, (rows, 1024), strict=True))
+        assert dict(default_config(kernel, sizes))["nontemporal"] is expected
 
 
 @pytest.mark.parametrize("name", ["bias_gradient", "mean_all", "layer_norm_backward", "sum_all", "add_bias_gelu"])

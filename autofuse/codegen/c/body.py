@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autofuse.codegen.c.knobs import can_stream
+from autofuse.codegen.c.knobs import can_stream, is_streamable
 from autofuse.codegen.c.scalar import memory_type, store_text
 from autofuse.codegen.c.values import ValuePrinter
 from autofuse.codegen.dtypes import VALUE_TYPE
@@ -205,7 +205,7 @@ class Body(ValuePrinter):
         clauses = "".join(f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars)
         clauses += "".join(f" reduction(|:nan{n})" for n in scalars if self._reducer(n).nan_flag)
         inner = [f"  {line}" for line in self._columns(phase)]
-        if self.streams:
+        if self.streams and is_streamable(self.kernel, phase):
             return self._streamed(phase, start, stop)
         if not blocked:
             return [f"#pragma omp simd{clauses}", f"for (int64_t c = {start}; c < {stop}; ++c) {{", *inner, "}"]

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofuse.codegen.c.math import INLINE_CALLS
-from autofuse.codegen.dtypes import is_float
+from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
-from autofuse.codegen.loops import LoopKernel
-from autofuse.codegen.phases import plan
+from autofuse.codegen.loops import COST, LoopKernel
+from autofuse.codegen.phases import Phase, plan
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate
+
+STREAM_FROM_BYTES = 8 << 20  # what is written past the caches need not be read before: a third less traffic of a copy
 
 
 @functools.cache
@@ -58,17 +60,33 @@ def knobs_for(kernel: LoopKernel) -> tuple[Knob, ...]:
 
 
 def can_stream(kernel: LoopKernel) -> bool:
-    """Whether every output is written once, in order, by a nest without reductions."""
-    dense = all(dict(s.access.strides).get(kernel.cols[-1]) == 1 for s in kernel.stores)
-    return kernel.kind == "pointwise" and dense and len(kernel.cols) == 1
+    """Whether a pass over the columns only writes outputs, each in order: they need not go through the caches."""
+    return any(is_streamable(kernel, phase) for phase in plan(kernel, keep=True).phases)
+
+
+def is_streamable(kernel: LoopKernel, phase: Phase) -> bool:
+    """Whether the stores of a pass can be written past the caches."""
+    dense = all(dict(s.access.strides).get(kernel.cols[-1]) == 1 for s in phase.stores)
+    reduces = bool(phase.reductions or phase.sinks)
+    return bool(phase.stores) and dense and not reduces
 
 
 def default_config(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> Config:
     """A configuration to start from; with symbol values, one that suits those sizes."""
     values = {knob.name: knob.default for knob in knobs_for(kernel)}
-    if symbol_values is not None and elements(kernel, symbol_values) < 16384:
-        values["threads"] = "serial"
+    if symbol_values is not None:
+        if elements(kernel, symbol_values) < 16384:
+            values["threads"] = "serial"
+        if "nontemporal" in values and not any(COST.get(v.op, 1) >= 12 for v in kernel.values):
+            # Not where arithmetic bounds the kernel: values on their way to memory take a detour through a tile.
+            values["nontemporal"] = _written_bytes(kernel, symbol_values) >= STREAM_FROM_BYTES
     return make_config(values)
+
+
+def _written_bytes(kernel: LoopKernel, symbol_values: Mapping[str, int]) -> int:
+    """Bytes of all outputs, as if each had an element at every point of the nest."""
+    written = sum(DTYPES[kernel.params[s.access.param].dtype].nbytes for s in kernel.stores)
+    return elements(kernel, symbol_values) * written
 
 
 def elements(kernel: LoopKernel, symbol_values: Mapping[str, int]) -> int:

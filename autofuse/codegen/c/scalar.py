@@ -215,15 +215,18 @@ static inline float af_round_float16(float f) { return af_load_float16(af_store_
         """#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
-static inline void af_stream(void* to, const void* from, int64_t bytes) {  /* past the caches, where aligned */
+static inline void af_stream(void* to, const void* from, int64_t bytes) {  /* past the caches, line by line */
+#if defined(__AVX512F__) || defined(__AVX__)
+  const int64_t odd = (int64_t)(-(uintptr_t)to & 63), head = odd < bytes ? odd : bytes;
+  memcpy(to, from, (size_t)head);
+  to = (char*)to + head, from = (const char*)from + head, bytes -= head;
+#endif
 #if defined(__AVX512F__)
-  if (((uintptr_t)to & 63) == 0)
-    for (; bytes >= 64; bytes -= 64, to = (char*)to + 64, from = (const char*)from + 64)
-      _mm512_stream_si512((void*)to, _mm512_load_si512(from));
+  for (; bytes >= 64; bytes -= 64, to = (char*)to + 64, from = (const char*)from + 64)
+    _mm512_stream_si512((void*)to, _mm512_loadu_si512(from));
 #elif defined(__AVX__)
-  if (((uintptr_t)to & 31) == 0)
-    for (; bytes >= 32; bytes -= 32, to = (char*)to + 32, from = (const char*)from + 32)
-      _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)from));
+  for (; bytes >= 32; bytes -= 32, to = (char*)to + 32, from = (const char*)from + 32)
+    _mm256_stream_si256((__m256i*)to, _mm256_loadu_si256((const __m256i*)from));
 #endif
   memcpy(to, from, (size_t)bytes);
 }
