@@ -7,6 +7,7 @@ Errors: UsageError for a name nobody knows, with the nearest ones. Reads only; i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
-from autofuse.ir.records import EAGER, Config, Decision
+from autofuse.ir.records import EAGER, Candidate, Config, Decision
 from autofuse.report import words
 from autofuse.report.data import Report
 from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
@@ -184,12 +185,13 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         if decision.fused_us != decision.unfused_us:
             yield f"The best candidate took {fused}: {words.times(decision.speedup)} ({span})."
     else:
-        variant = words.in_words(decision.candidate.variant, words.VARIANTS)
-        config = config_text(decision.candidate.config)
-        yield f"Decision: fused ({variant}{', ' + config if config else ''}). {words.sentence(reason)}"
+        chosen = ", ".join(filter(None, candidate_text(decision.candidate)))
+        yield f"Decision: fused ({chosen}). {words.sentence(reason)}"
         yield f"{words.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
         if bucket.kernel is not None and bucket.kernel.resources:
             yield resource_line(bucket.kernel.resources)
+        if is_way(decision.candidate) and bucket.kernel is not None:
+            yield from way_lines(bucket.kernel.source)
     if decision.detail:
         yield decision.detail
     effort = f"{words.plural(decision.trials, 'trial')} in {words.seconds(decision.tuning_seconds)}"
@@ -232,7 +234,7 @@ def _candidates(bucket: BucketStory) -> Table:
         if item.message:
             status.append(f"\n{words.shorten(item.message, 160)}", "dim")
         table.add_row(
-            words.in_words(item.candidate.variant, words.VARIANTS), config_text(item.candidate.config),
+            *candidate_text(item.candidate),
             "×".join(str(value) for value in item.symbol_values) or "–", words.microseconds(item.median_us), speedup,
             "–" if item.error_ratio is None else f"{item.error_ratio:.2f}", status,
         )  # fmt: skip
@@ -243,6 +245,28 @@ def _rank(row: StoredMeasurement) -> tuple[bool, float]:
     """Usable candidates first, fast ones before slow ones."""
     item = row.measurement
     return item.status != "ok", -(item.speedup or 0.0)
+
+
+def is_way(candidate: Candidate) -> bool:
+    """Whether it is a program of several kernels or of a vendor's, called ``way`` with a name or ``way:name``."""
+    return candidate.variant.partition(":")[0] == "way"
+
+
+def candidate_text(candidate: Candidate) -> tuple[str, str]:
+    """A variant and its configuration: ``("C, fixed size", "threads=2")``, ``("another way", "sdpa: ...")``."""
+    kind, _, name = candidate.variant.partition(":")
+    if not is_way(candidate):
+        return words.in_words(candidate.variant, words.VARIANTS), config_text(candidate.config)
+    config = dict(candidate.config)
+    name = name or str(config.pop("way", ""))
+    rest = config_text(tuple(config.items()))
+    return words.in_words(kind, words.VARIANTS), "; ".join(filter(None, (words.way(name), rest)))
+
+
+def way_lines(source: str) -> Iterator[str]:
+    """What a way runs, step by step: the comments that head its source."""
+    for line in itertools.takewhile(lambda text: text.startswith("//"), source.splitlines()):
+        yield line.removeprefix("//").removeprefix(" ").rstrip()
 
 
 def config_text(config: Config) -> str:

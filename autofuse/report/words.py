@@ -65,6 +65,9 @@ REFUSALS = {
     "needs_whole_reduction": "a value is needed before it is complete",
     "pattern_loops_differ": "the pattern's operations share no loop nest",
     "pattern_has_no_kernel": "the pattern has no kernel",
+    "grouped": "has several ways to run, to be measured",
+    "groups_in_a_circle": "groups that would wait for each other",
+    "attention": "attention that no fused kernel computes",
     "mixed_devices": "tensors on several devices",
     "dtype": "a dtype that kernels do not compute with",
     "no_work": "nothing to compute",
@@ -95,7 +98,21 @@ VARIANTS = {
     "c_specialised": "C, fixed size",
     "triton_generic": "Triton, any size",
     "triton_specialised": "Triton, fixed size",
+    "way": "another way",
 }
+
+# Programs of several kernels, or with a vendor's: names from `autofuse/ways`.
+WAYS = {
+    "parts": "products by aten, the rest in kernels",
+    "one_kernel": "all of it in one kernel",
+    "onednn_linear": "oneDNN's product with what follows inside",
+    "onednn_conv": "oneDNN's convolution with what follows inside",
+    "cudnn_conv": "cuDNN's convolution with what follows inside",
+    "cublas_epilogue": "cuBLASLt's product with what follows inside",
+    "sdpa": "scaled_dot_product_attention",
+    "tiled": "a tiled product with what follows inside",
+}
+_CUT = re.compile(r"cut_(\d+)_(.+)")
 
 STATUSES = {
     "ok": "ok",
@@ -111,6 +128,13 @@ STATUSES = {
 
 def in_words(code: str, words: dict[str, str]) -> str:
     return words.get(code, code.replace("_", " "))
+
+
+def way(name: str) -> str:
+    """``sdpa: scaled_dot_product_attention``; ``cut_3_exp: two kernels, cut before exp``; else the name alone."""
+    cut = _CUT.fullmatch(name)
+    meaning = f"two kernels, cut before {cut[2]}" if cut else WAYS.get(name)
+    return f"{name}: {meaning}" if meaning else name
 
 
 def sentence(text: str) -> str:

@@ -16,7 +16,7 @@ from autofuse.db.rows import NodeRow
 from autofuse.db.store import Store
 from autofuse.errors import UsageError
 from autofuse.ir.records import Candidate, CompileKey, DimHistogram, KernelRecord, RootRecord, RunStart, make_config
-from autofuse.report.explain import operation_lines, render_explain, resource_line
+from autofuse.report.explain import candidate_text, operation_lines, render_explain, resource_line
 from autofuse.report.find import NodeStory, RootStory, cut, find
 
 
@@ -96,6 +96,36 @@ def test_a_fused_node_on_a_gpu_says_what_its_kernel_takes(store: Store) -> None:
     takes = "The kernel takes 28 registers a thread, 128 threads and 2,048 bytes of shared memory a program"
     assert f"{takes}; nothing is spilled." in text
     assert resource_line({**taken, "spill_bytes": 12}).endswith("; 12 bytes a thread are spilled.")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "shown"),
+    [
+        (Candidate("way", make_config({"way": "sdpa"})), ("another way", "sdpa: scaled_dot_product_attention")),
+        (Candidate("way:cut_3_exp"), ("another way", "cut_3_exp: two kernels, cut before exp")),
+        (Candidate("way", make_config({"way": "new", "split": 2})), ("another way", "new; split=2")),
+        (Candidate("way"), ("another way", "")),
+        (Candidate("c_generic", make_config({"threads": 2})), ("C, any size", "threads=2")),
+        (Candidate("made_up"), ("made up", "")),
+    ],
+)
+def test_candidates_in_words(candidate: Candidate, shown: tuple[str, str]) -> None:
+    assert candidate_text(candidate) == shown
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_way_says_what_it_runs_and_why_it_was_chosen(store: Store, width: int) -> None:
+    fill(store)
+    source = "// onednn_linear: oneDNN's product with gelu inside\n//   vendor.linear\n\n// other\nint f;"
+    kernel = KernelRecord(CompileKey("w", "way", "", "avx512"), "af_way_onednn_linear_w", source, b"")
+    store.put_kernel(kernel)
+    chosen = Candidate("way", make_config({"way": "onednn_linear"}))
+    made = replace(decision(GELU, HOT, 1.4), candidate=chosen, compile_key=kernel.key.digest, detail="parts took 9 µs.")
+    store.put_decision(made)
+    text = explain(store, GELU[1], width)
+    assert "Decision: fused (another way, onednn_linear: oneDNN's product with what follows inside)." in text
+    assert "onednn_linear: oneDNN's product with gelu inside vendor.linear parts took 9 µs." in text
+    assert "other" not in text.partition("Decided")[0].partition("parts took")[2]
 
 
 def test_a_node_that_stays_eager(store: Store) -> None:
