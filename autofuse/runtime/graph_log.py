@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.metrics import has_kernel
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import GRAPH_METRICS, Event
 from autofuse.runtime.router import GraphRouter
@@ -34,7 +35,7 @@ class GraphLog:
             log.debug("a %s graph has no metrics: %s", router.phase, error)
             return
         # Captured anew for other sizes, a graph has the same operators: reports add such graphs up.
-        operators = " ".join(op.target for op in graph.operations)
+        operators = " ".join(op.target for op in graph.operations if has_kernel(op))
         data = {
             "phase": router.phase,
             "operators": hashlib.sha256(operators.encode()).hexdigest()[:16],
