@@ -8,8 +8,9 @@ import click
 
 from autofuse.cli.options import load_settings, open_store, store_option
 from autofuse.cli.output import out_console
+from autofuse.errors import UsageError
 from autofuse.execute import Target, check_target
-from autofuse.settings import Settings
+from autofuse.settings import Settings, disabled_by_environment
 
 EPILOG = """\
 \b
@@ -59,6 +60,9 @@ def command(node: str | None, arguments: tuple[str, ...], store: Path | None) ->
 
 def _explain_script(target: Target, settings: Settings) -> int:
     check_target(target)
+    if settings.run.disable or disabled_by_environment():
+        type_next = f"AUTOFUSE_DISABLE=0 autofuse explain {target.command}"
+        raise UsageError(f"expected autofuse to be on, found it switched off. Type: {type_next}")
     from autofuse.explain_script import explain_script
     from autofuse.report.explain import render_graphs
 

@@ -38,7 +38,8 @@ class Size:
         return cls(*(float(data["bytes" if item.name == "nbytes" else item.name]) for item in fields(cls)))
 
     def to_json(self) -> dict[str, float]:
-        return {("bytes" if item.name == "nbytes" else item.name): getattr(self, item.name) for item in fields(self)}
+        values = {("bytes" if item.name == "nbytes" else item.name): getattr(self, item.name) for item in fields(self)}
+        return {name: int(value) if float(value).is_integer() else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)

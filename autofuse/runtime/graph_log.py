@@ -39,7 +39,8 @@ class GraphLog:
         data = {
             "phase": router.phase,
             "operators": hashlib.sha256(operators.encode()).hexdigest()[:16],
-            "source": next((op.source for op in graph.operations if op.source), ""),
+            # Not a line of ours: a torch container has no other.
+            "source": next((op.source for op in graph.operations if op.source and op.source[0] != "<"), ""),
             "before": before.to_json(),
             "after": after.to_json(),
         }

@@ -95,6 +95,17 @@ def test_explain_refuses_what_is_neither_a_script_nor_a_name(
     assert message in capfd.readouterr().err
 
 
+def test_explain_does_not_run_a_script_while_switched_off(
+    clean_environment: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (clean_environment / "script.py").write_text("print('ran')")
+    monkeypatch.chdir(clean_environment)
+    monkeypatch.setenv("AUTOFUSE_DISABLE", "1")
+    assert parse(["explain", "script.py"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and "found it switched off. Type: AUTOFUSE_DISABLE=0 autofuse explain script.py" in err
+
+
 def test_garbage_for_a_store_is_one_line(clean_environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (clean_environment / "store.sqlite3").write_bytes(b"garbage" * 1000)
     assert parse(["report"]) == 1
