@@ -55,6 +55,10 @@ class Folded:
         return folded, offset
 
 
+def _copied(weight: Tensor) -> Tensor:
+    return weight.detach().clone()
+
+
 def _packed(
     padding: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int, sizes: Sequence[int]
 ) -> Callable[..., Tensor]:
@@ -64,8 +68,6 @@ def _packed(
     """
 
     def pack(weight: Tensor) -> Tensor:
-        if weight.dim() != 4 or weight.dtype is not torch.float32:
-            return weight.detach().clone()
         made: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(
             weight.detach().to_mkldnn(), padding, stride, dilation, groups, list(sizes)
         )
@@ -119,9 +121,11 @@ def _convolution() -> Callable[..., Tensor]:
         groups: int,
         attr: str,
         algorithm: str,
+        packed: bool,
     ) -> Tensor:
-        if norm or x.device.type == "cpu":
-            weight, bias = folded(weight, bias, norm, _packed(padding, stride, dilation, groups, x.shape))
+        if norm or packed:
+            pack = _packed(padding, stride, dilation, groups, x.shape) if packed else _copied
+            weight, bias = folded(weight, bias, norm, pack)
         if x.device.type == "cpu":
             op = torch.ops.mkldnn._convolution_pointwise
             if other is None:
