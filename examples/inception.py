@@ -1,7 +1,7 @@
 """An Inception module at work: four branches of convolution, batch norm and ReLU, images of varying size, no gradients.
 
-    autofuse explain examples/inception.py    what fusion makes of its graph
-    autofuse run examples/inception.py        measures and routes it
+autofuse explain examples/inception.py    what fusion makes of its graph
+autofuse run examples/inception.py        measures and routes it
 """
 
 import argparse

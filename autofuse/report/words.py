@@ -107,6 +107,7 @@ WAYS = {
     "one_kernel": "all of it in one kernel",
     "onednn_linear": "oneDNN's product with what follows inside",
     "onednn_conv": "oneDNN's convolution with what follows inside",
+    "onednn_conv_packed": "the same with weights in oneDNN's layout",
     "cudnn_conv": "cuDNN's convolution with what follows inside",
     "cublas_epilogue": "cuBLASLt's product with what follows inside",
     "sdpa": "scaled_dot_product_attention",
