@@ -102,7 +102,8 @@ class _Builder:
         return found.pop()
 
     def build(self) -> Program:
-        units = self._live(self._order(self._units()))
+        leaving = next(n for n in self.fx_nodes if n.op == "output").all_input_nodes
+        units = self._live(self._order(self._units()), leaving)
         symbols, binding = self._bind_symbols()
         placeholders = [n for n in self.fx_nodes if n.op == "placeholder"]
         output = next(n for n in self.fx_nodes if n.op == "output")
@@ -167,13 +168,14 @@ class _Builder:
         views = [u for u in rest if u.slot is None and name_of(u.nodes[0]) in names]
         group = _Unit([n for u in inner for n in u.nodes], index, position=max(u.position for u in inner))
         copies = [_Unit(list(u.nodes), None, list(u.inputs), list(u.outputs), u.position) for u in views]
-        group.inner = self._order([*inner, *copies])
+        group.outputs = [self.by_ref[ref] for ref in node.outputs]
+        # Without views of what stays inside a node.
+        group.inner = self._live(self._order([*inner, *copies]), group.outputs)
         group.inputs = [self._node_of(name) for name in node.input_names]
         group.arity = len(group.inputs)
         made = {n for u in group.inner for n in u.nodes}
         outside = [n for u in group.inner for n in u.inputs if n not in made]  # sizes that a view asks for
         group.inputs += [n for n in dict.fromkeys(outside) if n not in group.inputs]
-        group.outputs = [self.by_ref[ref] for ref in node.outputs]
         return [*rest, group]
 
     def _node_of(self, name: str) -> fx.Node:
@@ -215,10 +217,9 @@ class _Builder:
             raise ShapeError("expected an acyclic graph of nodes, found a cycle; this is an error of the planner")
         return ordered
 
-    def _live(self, units: list[_Unit]) -> list[_Unit]:
+    def _live(self, units: list[_Unit], leaving: Sequence[fx.Node]) -> list[_Unit]:
         """Without what nothing reads any more, such as views of values that stayed inside a node."""
-        output = next(n for n in self.fx_nodes if n.op == "output")
-        needed = set(output.all_input_nodes)
+        needed = set(leaving)
         kept: list[_Unit] = []
         for unit in reversed(units):
             if unit.slot is None and not needed.intersection(unit.outputs) and not _effects(unit):

@@ -1,0 +1,48 @@
+"""The examples as a person runs them, in a tiny setting: the same numbers with autofuse as without it, kernels fused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+QUICK = ("--set", "tuner.trials=2", "--set", "tuner.rounds=5", "--set", "tuner.job_seconds=1")
+QUICK = (*QUICK, "--set", "tuner.idle_exit_seconds=20", "--set", "capture.min_root_us=0")
+TINY = {
+    "train_cnn.py": "--steps 10 --batch-size 4 --width 4 --blocks 1 --smallest 16 --largest 24 --log-every 1",
+    "infer.py": "--requests 10 --batch-size 3 --layers 1 --width 32 --heads 2 --context 24 --log-every 1",
+}
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_same_numbers_with_and_without(name: str, tmp_path: Path) -> None:
+    store = tmp_path / "store.sqlite3"
+    script = (EXAMPLES / name, *TINY[name].split())
+    plain = run(*script)
+    try:
+        routed = run("-m", "autofuse", "run", "--tune", "wait", "--store", store, *QUICK, *script)
+    finally:
+        run("-m", "autofuse", "daemon", "stop", "--store", store)
+    expected, found = ([line.rsplit(maxsplit=1) for line in out.splitlines()] for out in (plain, routed))
+    assert [words[0] for words in found] == [words[0] for words in expected] and len(found) > 5
+    for (what, ours), (_, theirs) in zip(found, expected, strict=True):
+        if re.search("loss|checksum", what):
+            assert float(ours) == pytest.approx(float(theirs), rel=1e-3, abs=1e-5), what
+    report = json.loads(run("-m", "autofuse", "report", "--json", "--store", store))
+    assert report["totals"]["fused_calls"] > 0
+
+
+def test_they_are_plain_scripts() -> None:
+    for script in EXAMPLES.glob("*.py"):
+        assert not re.search(r"^\s*(import|from) autofuse", script.read_text(), re.MULTILINE), script.name
