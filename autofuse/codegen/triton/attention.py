@@ -20,7 +20,7 @@ from autofuse.codegen.triton.matmul import arguments_of
 from autofuse.codegen.triton.printer import header
 from autofuse.codegen.triton.scalar import HELPERS
 from autofuse.codegen.triton.source import TritonSource
-from autofuse.codegen.triton.tile import Tile, load
+from autofuse.codegen.triton.tile import Tile, load, with_constants
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim
@@ -57,14 +57,9 @@ class AttentionBody(Tile):
         self.result = Tile(plan.result, (rows, block_of(plan.width)), knobs, constants)
         self.form = form
         self.attention = plan
-        self.exp = "tl.exp" if self.fast and self.total != "float64" else "libdevice.exp"
+        self.exp = "tl.exp" if self.fast else "libdevice.exp"
         precision = knobs.get("input_precision", "ieee")
-        self.dot = f'input_precision="{precision}", out_dtype=tl.{self.total}'
-
-    @property
-    def total(self) -> str:
-        """The dtype of sums."""
-        return "float64" if self.attention.dtype == "float64" else "float32"
+        self.dot = f'input_precision="{precision}", out_dtype=tl.float32'
 
     def first(self) -> Piece:
         """The kernel."""
@@ -95,15 +90,14 @@ class AttentionBody(Tile):
             f"dk = {self._arange('0', 'BLOCK_D', 0)}",
             f"e = {self._arange('0', 'BLOCK_E', 1)}",
             f"q = {load(self.matrix(plan.query, 'r', 'd'), self.row_mask, _within('d', plan.depth))}",
-            f'top = tl.full([BLOCK_M, 1], float("-inf"), tl.{self.total})',
-            f"weight = tl.zeros([BLOCK_M, 1], tl.{self.total})",
-            f"mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.{self.total})",
+            'top = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)',
+            "weight = tl.zeros([BLOCK_M, 1], tl.float32)",
+            "mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)",
         ]
 
     def _step(self) -> list[str]:
         """Some keys; a row that has met none yet has the largest score -inf, from which nothing can be subtracted."""
         plan = self.attention
-        rows_of_values = self._arange("start", "BLOCK_N", 0)
         mask = "(n < ncols)" if self.col_mask else ""
         return [
             f"c = {self._arange('start', 'BLOCK_N', 1)}",
@@ -117,7 +111,7 @@ class AttentionBody(Tile):
             f"p = {self.exp}(score - base)",
             f"kept = {self.exp}(top - base)",
             "weight = weight * kept + tl.sum(p, axis=1, keep_dims=True)",
-            f"n = {rows_of_values}",
+            f"n = {self._arange('start', 'BLOCK_N', 0)}",
             f"v = {load(self.matrix(plan.value, 'n', 'e'), mask, _within('e', plan.width))}",
             f"mixed = tl.dot(p.to(v.dtype), v, mixed * kept, {self.dot})",
             "top = above",
@@ -125,21 +119,17 @@ class AttentionBody(Tile):
 
     def _score(self) -> str:
         text, name = self.text(self.attention.score), self.kernel.values[self.attention.score].dtype
-        return text if name == self.total else f"{text}.to(tl.{self.total})"
+        return text if name == "float32" else f"{text}.to(tl.float32)"
 
     def _end(self) -> list[str]:
         lines = []
-        keys = self._known(self.attention.keys)
+        keys = with_constants(self.attention.keys, self.constants)
         if not (isinstance(keys, int) and keys > 0):  # without keys, eager's sum of nothing is 0
             lines.append("weight = tl.where(tl.full([1, 1], ncols, tl.int64) > 0, weight, 1.0)")
         lines += ["acc = mixed / weight", "c = e", f"ncols = {self.size(self.attention.width)}", "col_mask = c < ncols"]
         if any("col_tile" in line for line in self.result.stores()):
             lines.append("col_tile = row_tile * 0")
         return [*lines, *self.result.alone(), *self.result.values(), *self.result.stores()]
-
-    def _known(self, dim: Dim) -> Dim:
-        known = self.constants.get(str(dim))
-        return dim if known is None else known
 
     # ---- what the parent asks
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from autofuse.codegen.loops import Access
 from autofuse.codegen.triton.body import extents
-from autofuse.codegen.triton.following import ANCHORS, DTYPES, Following, follow, kernel_name
+from autofuse.codegen.triton.following import ANCHORS, Following, follow, kernel_name
 from autofuse.codegen.triton.operands import Operand, live, read_operand
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import Dim
 
+DTYPES = ("float16", "bfloat16", "float32")  # Triton 3.7.1 does not compile all of them in float64
 WIDEST_HEAD = 128  # elements of a query that a program holds for each of its rows
 SAME_PLACE = frozenset(["view", "_unsafe_view", "reshape", "expand", "alias", "clone", "_to_copy"])
 

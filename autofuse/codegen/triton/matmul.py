@@ -18,7 +18,7 @@ from autofuse.codegen.triton.matmul_plan import Matmul, plan_matmul
 from autofuse.codegen.triton.printer import header
 from autofuse.codegen.triton.scalar import HELPERS, POINTERS
 from autofuse.codegen.triton.source import Argument, TritonSource
-from autofuse.codegen.triton.tile import Tile, load, whole_depth
+from autofuse.codegen.triton.tile import Tile, is_multiple, load
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim
@@ -90,7 +90,7 @@ class MatmulBody(Tile):
     def _product(self) -> list[str]:
         left, right = self.matmul.left, self.matmul.right
         wide = "float64" if self.matmul.dtype == "float64" else "float32"
-        rest = "" if whole_depth(self.matmul.depth, self.block_depth, self.constants) else "depth - start"
+        rest = "" if is_multiple(self.matmul.depth, self.block_depth, self.constants) else "depth - start"
         return [
             f"ka = {self._arange('0', 'BLOCK_K', 1)}",
             f"kb = {self._arange('0', 'BLOCK_K', 0)}",

@@ -16,7 +16,7 @@ from autofuse.codegen.triton.body import Body
 from autofuse.codegen.triton.following import Following
 from autofuse.codegen.triton.operands import Operand
 from autofuse.ir.records import make_config
-from autofuse.ir.shape import Dim, product
+from autofuse.ir.shape import Dim, SymbolicShape, free_symbols, product
 
 
 class Tile(Body):
@@ -119,7 +119,13 @@ def load(pointer: str, *masks: str) -> str:
     return f"tl.load({pointer}, mask={mask}, other=0.0)" if mask else f"tl.load({pointer})"
 
 
-def whole_depth(depth: Dim, block: int, constants: Mapping[str, int]) -> bool:
-    """Whether steps of a block end where the depth ends."""
-    known = depth if isinstance(depth, int) else constants.get(str(depth))
-    return known is not None and known % block == 0
+def with_constants(dim: Dim, constants: Mapping[str, int]) -> Dim:
+    """A size where the values of some symbols are known."""
+    known = {name: value for name, value in constants.items() if name in free_symbols(dim)}
+    return SymbolicShape([dim]).substitute(known)[0]
+
+
+def is_multiple(dim: Dim, block: int, constants: Mapping[str, int]) -> bool:
+    """Whether steps of a block end where a size ends."""
+    size = with_constants(dim, constants)
+    return isinstance(size, int) and size % block == 0
