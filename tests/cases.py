@@ -301,6 +301,9 @@ _IMAGES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = 
     ("batch_norm_inference", lambda x, w, b, m, v: aten.relu(aten._native_batch_norm_legit_no_training.default(x, w, b, m, v, 0.1, 1e-5)[0]), (_X4, _t(6), _t(6), _t(6), _t(6))),
     ("batch_norm_training", lambda x, w, b: tuple(aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)), (_X4, _t(6), _t(6))),
     ("batch_norm_backward", lambda g, x, w, m, r: tuple(aten.native_batch_norm_backward.default(g, x, w, None, None, m, r, True, 1e-5, [True, True, True])), (_X4, _X4.clone(), _t(6), _t(6), _t(6))),
+    ("batch_norm_add_relu", lambda x, y, w, b, m, v: aten.relu(aten._native_batch_norm_legit_functional.default(x, w, b, m, v, True, 0.1, 1e-5)[0] + y), (_X4, _X4.clone(), _t(6), _t(6), _t(6), _t(6))),
+    ("relu_batch_norm_backward", lambda g, h, y, x, w, m, r: (aten.threshold_backward(g + h, y, 0), *aten.native_batch_norm_backward.default(aten.threshold_backward(g + h, y, 0), x, w, None, None, m, r, True, 1e-5, [True, True, True])), (_X4, _X4.clone(), _X4.clone(), _X4.clone(), _t(6), _t(6), _t(6))),
+    ("group_norm_silu", lambda x, w, b: aten.silu(aten.native_group_norm.default(x, w, b, x.shape[0], 6, x.shape[2] * x.shape[3], 3, 1e-5)[0]), (_t(4, 6, 5, 7), _t(6), _t(6))),
     ("group_norm", lambda x, w, b: tuple(aten.native_group_norm.default(x, w, b, x.shape[0], 6, x.shape[2] * x.shape[3], 3, 1e-5)), (_t(4, 6, 5, 7), _t(6), _t(6))),
     ("channels_last_mean", lambda x: x.mean((2, 3)), (_X4.contiguous(memory_format=torch.channels_last),)),
 )  # fmt: skip
@@ -312,7 +315,8 @@ _library.impl("dropout_scale", lambda x, mask, scale: x.mul(mask).mul_(scale), "
 
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
-    "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward".split()
+    "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
+    "relu_batch_norm_backward group_norm_silu".split()
 )
 
 _IMAGE_SIZES = ((3, 5, 7), (1, 2, 1), (4, 3, 67))

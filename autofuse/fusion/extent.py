@@ -131,7 +131,10 @@ def _mse(op: Operation, inputs: list[TensorSpec]) -> Extent:
 
 
 def _channels(op: Operation, inputs: list[TensorSpec]) -> Extent:
-    """Batch norm: everything but dim 1 is reduced; it shares loops only with its own kind."""
+    """Batch norm: everything but dim 1 is reduced.
+
+    It shares loops with what works element by element, and among norms only with those of the same shape.
+    """
     shape = inputs[0].shape.dims
     key = ("channels", tuple(map(str, shape)))
     statistics: list[Level] = ["row"] * (len(op.outputs) - 1)
@@ -157,6 +160,7 @@ _RULES: dict[str, Callable[[Operation, list[TensorSpec]], Extent | None]] = {
     "nll_loss_backward": _nll_backward,
     "mse_loss": _mse,
     "_native_batch_norm_legit": _channels,
+    "_native_batch_norm_legit_functional": _channels,
     "_native_batch_norm_legit_no_training": lambda op, i: Extent(i[0].numel, None, ("full", "terminal", "terminal")),
     "native_batch_norm_backward": _channels,
     "native_group_norm": _group_norm,

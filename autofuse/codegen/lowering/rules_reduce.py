@@ -346,15 +346,79 @@ def _batch_norm_inference(cx: Context, op: Operation, output: int, index: Index)
     return _channel_affine(cx, b.mul(off, scale), weight, bias, index[1])
 
 
+def _channel_statistics(b: Builder, x: Val, over: Sequence[Atom], n: Dim) -> tuple[Val, Val]:
+    """Variance (biased) and mean of a channel, as near to float64 as eager's, which adds up in double.
+
+    The first pass finds m, the mean rounded to the dtype of ``x``; the second the distances d from it. What the
+    rounding of m left out is in their sum: mean = m + sum(d)/n, variance = (sum(d*d) - sum(d)**2/n)/n. Without that,
+    1000 +- 0.001 in float32 has a variance that is wrong in the third digit.
+    """
+    size = b.size(n, x.dtype)
+    rough = b.div(b.reduce("sum", x, over), size)
+    off = b.sub(x, rough)
+    squares, rest = b.reduce("sum", b.mul(off, off), over), b.reduce("sum", off, over)
+    share = b.div(rest, size)
+    var = b.div(b.sub(squares, b.mul(rest, share)), size)
+    var = b.select(b.compare("lt", var, 0), 0, var, x.dtype)  # by rounding; NaN stays
+    # an infinite mean stays one: the distances from it are NaN
+    mean = b.where(b.compare("eq", b.apply("abs", rough), math.inf), rough, b.add(rough, share))
+    return var, mean
+
+
+def _refuse_columns(cx: Context, x: ValueRef) -> None:
+    """On a CPU a channel's elements must not lie a channel apart: its loops would read each cache line many times."""
+    spec = cx.spec(x)
+    if spec.device == "cpu" and len(spec.shape) > 2 and spec.strides[1] == 1 and spec.shape[1] != 1:
+        raise LoweringError("layout", f"expected batch norm with the channels outermost, found strides {spec.strides}")
+
+
+def _refuse_statistics(cx: Context, op: Operation, output: int) -> None:
+    """Where torch's tracing gives statistics of 16-bit tensors another dtype than its kernels do, eager's stay."""
+    running, found = cx.spec(op.args[3]).dtype, op.outputs[output].dtype
+    if found != running:
+        raise LoweringError("batch_norm", f"expected statistics of {running}, found them traced as {found}")
+
+
 def _batch_norm_no_stats(cx: Context, op: Operation, output: int, index: Index) -> Val:
     x, weight, bias, training, _momentum, eps = op.args[:6]
     if not training:
         raise LoweringError("batch_norm", "expected training statistics, found training=False without running ones")
-    dims = tuple(d for d in range(len(cx.shape(x))) if d != 1)
+    return _batch_norm_training(cx, op, output, index, (x, weight, bias, eps))
+
+
+def _batch_norm_functional(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """(result, mean, 1/deviation, new running mean, new running variance); the last has n - 1 below it."""
+    x, weight, bias, running_mean, running_var, training, momentum, eps = op.args[:8]
+    if not training:
+        raise LoweringError("batch_norm", "expected training, found running statistics that are to be used")
+    if output > 0:
+        _refuse_statistics(cx, op, output)
+    if output < 3:
+        return _batch_norm_training(cx, op, output, index, (x, weight, bias, eps))
     b, to = cx.builder, _wide(op.outputs[0].dtype)
-    place = index if output == 0 else tuple(index[0] if d == 1 else () for d in range(len(cx.shape(x))))
-    opened, over = open_dims(cx, x, dims, place)
-    var, mean = variance(b, b.cast(cx.operand(x, opened), to), over, count(cx, x, dims))
+    var, mean, n = _statistics_at(cx, op, index[0])
+    size = b.size(n, to)
+    fresh = mean if output == 3 else b.mul(var, b.div(size, b.sub(size, 1)))  # of one element NaN, as in aten
+    old = b.cast(cx.operand(running_mean if output == 3 else running_var, index), to)
+    return b.add(b.mul(fresh, momentum), b.mul(old, 1 - momentum))
+
+
+def _statistics_at(cx: Context, op: Operation, channel: Word) -> tuple[Val, Val, Dim]:
+    """Variance and mean of a channel, and how many elements it has."""
+    x = op.args[0]
+    rank = len(cx.shape(x))
+    dims = tuple(d for d in range(rank) if d != 1)
+    _refuse_columns(cx, x)
+    opened, over = open_dims(cx, x, dims, tuple(channel if d == 1 else () for d in range(rank)))
+    n = count(cx, x, dims)
+    values = cx.builder.cast(cx.operand(x, opened), _wide(op.outputs[0].dtype))
+    return *_channel_statistics(cx.builder, values, over, n), n
+
+
+def _batch_norm_training(cx: Context, op: Operation, output: int, index: Index, args: tuple[Any, ...]) -> Val:
+    x, weight, bias, eps = args
+    b, to = cx.builder, _wide(op.outputs[0].dtype)
+    var, mean, _ = _statistics_at(cx, op, index[0] if output else index[1])
     if output == 1:
         return mean
     rstd = b.apply("rsqrt", b.add(var, eps))
@@ -374,6 +438,8 @@ def _batch_norm_backward(cx: Context, op: Operation, output: int, index: Index) 
     rank = len(cx.shape(x))
     dims = tuple(d for d in range(rank) if d != 1)
     b, to = cx.builder, _wide(cx.spec(x).dtype)
+    if train:
+        _refuse_columns(cx, x)
     place = index if output == 0 else tuple(index[0] if d == 1 else () for d in range(rank))
     channel = (place[1],)
     if train:
@@ -473,6 +539,7 @@ REDUCE_RULES: dict[str, Rule] = {
     "aten._fused_rms_norm_backward.default": Custom(_infer_norm_backward, _rms_norm_backward),
     "aten._native_batch_norm_legit_no_training.default": Custom(_infer_batch_norm, _batch_norm_inference),
     "aten._native_batch_norm_legit.no_stats": Custom(_infer_batch_norm, _batch_norm_no_stats),
+    "aten._native_batch_norm_legit_functional.default": Custom(_infer_batch_norm, _batch_norm_functional),
     "aten.native_batch_norm_backward.default": Custom(_infer_batch_norm_backward, _batch_norm_backward),
     "aten.native_group_norm.default": Custom(_infer_group_norm, _group_norm),
 }
