@@ -190,8 +190,9 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         yield f"{words.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
         if bucket.kernel is not None and bucket.kernel.resources:
             yield resource_line(bucket.kernel.resources)
-        if is_way(decision.candidate) and bucket.kernel is not None:
-            yield from way_lines(bucket.kernel.source)
+        steps = way_steps(bucket.kernel.source) if is_way(decision.candidate) and bucket.kernel is not None else []
+        if steps:
+            yield f"It runs {'; then '.join(steps)}."
     if decision.detail:
         yield decision.detail
     effort = f"{words.plural(decision.trials, 'trial')} in {words.seconds(decision.tuning_seconds)}"
@@ -263,10 +264,10 @@ def candidate_text(candidate: Candidate) -> tuple[str, str]:
     return words.in_words(kind, words.VARIANTS), "; ".join(filter(None, (words.way(name), rest)))
 
 
-def way_lines(source: str) -> Iterator[str]:
-    """What a way runs, step by step: the comments that head its source."""
-    for line in itertools.takewhile(lambda text: text.startswith("//"), source.splitlines()):
-        yield line.removeprefix("//").removeprefix(" ").rstrip()
+def way_steps(source: str) -> list[str]:
+    """What a way runs, in order: the indented ones of the comments that head its source."""
+    head = itertools.takewhile(lambda line: line.startswith("//"), source.splitlines())
+    return [line.removeprefix("//").strip() for line in head if line.startswith("//   ")]
 
 
 def config_text(config: Config) -> str:

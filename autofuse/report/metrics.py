@@ -135,7 +135,7 @@ def graphs_to_json(lines: Sequence[GraphLine]) -> dict[str, Any]:
 def graph_table(lines: Sequence[GraphLine]) -> Table:
     """One row a graph, before and after fusion, and their sum."""
     more = len(lines) - MAX_GRAPHS
-    caption = "before → after fusion, as planned; of one call, at the sizes of the capture"
+    caption = "before → after all that can be fused; what is measured to pay will be. One call, at the captured sizes"
     if more > 0:
         caption += f"; and {words.plural(more, 'graph')} more: autofuse report --json"
     table = plain_table("Graphs", caption)

@@ -116,7 +116,8 @@ def test_candidates_in_words(candidate: Candidate, shown: tuple[str, str]) -> No
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_way_says_what_it_runs_and_why_it_was_chosen(store: Store, width: int) -> None:
     fill(store)
-    source = "// onednn_linear: oneDNN's product with gelu inside\n//   vendor.linear\n\n// other\nint f;"
+    steps = "//   vendor.linear\n//   one kernel: mul + add\n\n"
+    source = f"// onednn_linear: oneDNN's product with gelu inside\n{steps}// other\nint f;"
     kernel = KernelRecord(CompileKey("w", "way", "", "avx512"), "af_way_onednn_linear_w", source, b"")
     store.put_kernel(kernel)
     chosen = Candidate("way", make_config({"way": "onednn_linear"}))
@@ -124,7 +125,7 @@ def test_a_way_says_what_it_runs_and_why_it_was_chosen(store: Store, width: int)
     store.put_decision(made)
     text = explain(store, GELU[1], width)
     assert "Decision: fused (another way, onednn_linear: oneDNN's product with what follows inside)." in text
-    assert "onednn_linear: oneDNN's product with gelu inside vendor.linear parts took 9 µs." in text
+    assert "It runs vendor.linear; then one kernel: mul + add. parts took 9 µs." in text
     assert "other" not in text.partition("Decided")[0].partition("parts took")[2]
 
 
