@@ -19,6 +19,8 @@ from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.attention import print_attention
+from autofuse.codegen.triton.attention_knobs import attention_knobs, default_attention_config
 from autofuse.codegen.triton.key import compile_key as triton_key
 from autofuse.codegen.triton.key import kernel_record
 from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
@@ -31,15 +33,17 @@ from autofuse.errors import CompilerError, LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config, KernelRecord
 from autofuse.tuner.worker_process import CandidateProblem
+from autofuse.ways.record import ATTENTION, MATMUL
 
 Sizes = Mapping[str, int]  # values of a node's symbols
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """A product with what follows it, to be printed as tiles instead of as a nest of loops."""
+    """A product or an attention with what follows it, to be printed as tiles instead of as a nest of loops."""
 
     form: NodeForm
+    printer: str  # `ways.record.MATMUL` or `ATTENTION`
 
 
 Printable = LoopKernel | Tiled
@@ -113,6 +117,19 @@ class CBackend:
 Compile = Callable[[TritonSource, str, Sequence[Assumptions]], Artifact]
 
 
+@dataclass(frozen=True)
+class _TilePrinter:
+    knobs: Callable[[NodeForm, Sizes, Sizes], tuple[Knob, ...]]
+    default: Callable[[NodeForm, Sizes, Sizes], Config]
+    text: Callable[[NodeForm, Config, Sizes], TritonSource]
+
+
+_TILES = {
+    MATMUL: _TilePrinter(matmul_knobs, default_matmul_config, print_matmul),
+    ATTENTION: _TilePrinter(attention_knobs, default_attention_config, print_attention),
+}
+
+
 class _TritonText:
     """What compiled and interpreted Triton have in common."""
 
@@ -120,18 +137,18 @@ class _TritonText:
 
     def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         if isinstance(loop, Tiled):
-            return matmul_knobs(loop.form, values, high)
+            return _TILES[loop.printer].knobs(loop.form, values, high)
         return triton_knobs(loop, values, high)
 
     def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
         if isinstance(loop, Tiled):
-            return default_matmul_config(loop.form, values, high)
+            return _TILES[loop.printer].default(loop.form, values, high)
         return default_triton_config(loop, values, high)
 
     @staticmethod
     def text(loop: Printable, config: Config, constants: Sizes) -> TritonSource:
         if isinstance(loop, Tiled):
-            return print_matmul(loop.form, config, constants)
+            return _TILES[loop.printer].text(loop.form, config, constants)
         return print_triton(loop, config, constants)
 
 

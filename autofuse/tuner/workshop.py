@@ -105,7 +105,7 @@ class Workshop:
         self._generation = 0
 
     def bench(self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP) -> NodeWorkshop:
-        """``printer``: what prints the node's kernels, `ways.record.LOOP` or `MATMUL`."""
+        """``printer``: what prints the node's kernels: `ways.record.LOOP`, `MATMUL` or `ATTENTION`."""
         return NodeWorkshop(self, fusion_id, form, threads, bucket, printer)
 
     # ---- compilers ------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Workshop:
     def loop(self, fusion_id: str, form: NodeForm, printer: str = LOOP) -> Printable:
         """What is printed for a node. Raises LoweringError."""
         if fusion_id not in self._loops:
-            self._loops[fusion_id] = lower(form) if printer == LOOP else Tiled(form)
+            self._loops[fusion_id] = lower(form) if printer == LOOP else Tiled(form, printer)
         return self._loops[fusion_id]
 
     def build_all(

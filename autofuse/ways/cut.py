@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.triton.attention_plan import attention_refusal
 from autofuse.codegen.triton.matmul_plan import matmul_refusal
 from autofuse.errors import LoweringError
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
@@ -16,7 +17,7 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
-from autofuse.ways.record import MATMUL, Part, Way, graph_of
+from autofuse.ways.record import ATTENTION, MATMUL, Part, Way, graph_of
 from autofuse.ways.rewrites import rewrites
 
 PARTS, WHOLE, TILED = "parts", "one_kernel", "tiled"
@@ -28,11 +29,16 @@ def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
     """The ways of a group; ``has_tiles``: on a device whose products may be generated as well."""
     found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
-    if has_tiles and matmul_refusal(form) is None:
-        found.append(
-            Way(TILED, form, (Part(_kernels(form), MATMUL),), "a generated product with what follows it inside")
-        )
+    printer = tiles_of(form) if has_tiles else None
+    if printer is not None:
+        found.append(Way(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside"))
     return found
+
+
+def tiles_of(form: NodeForm) -> str | None:
+    """Which printer has one tiled kernel for all of a form, None where none has."""
+    refusals = {MATMUL: matmul_refusal, ATTENTION: attention_refusal}
+    return next((printer for printer, refusal in refusals.items() if refusal(form) is None), None)
 
 
 def _kernels(form: NodeForm) -> tuple[str, ...]:

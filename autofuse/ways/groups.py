@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from autofuse.codegen.triton.matmul_plan import matmul_refusal
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
@@ -22,6 +21,7 @@ from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
+from autofuse.ways.cut import TILED, tiles_of
 from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import rewrites
 
@@ -126,8 +126,8 @@ class _Finder:
         if self.derived:  # sizes must follow from each other: a convolution's result from its input
             node = map_dims(node, self._in_inputs)
         names_of_ways = [r.name for r in rewrites(node.form)]
-        if operations[0].outputs[0].device != "cpu" and matmul_refusal(node.form) is None:
-            names_of_ways.append("tiled")
+        if operations[0].outputs[0].device != "cpu" and tiles_of(node.form) is not None:
+            names_of_ways.append(TILED)
         if not names_of_ways:
             return
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))

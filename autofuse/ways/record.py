@@ -20,7 +20,8 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, floors, symbol
 
-LOOP, MATMUL = "loop", "matmul"  # what prints a part: one nest of loops, or a tiled product with its epilogue
+# What prints a part: one nest of loops; on a GPU a product, or an attention, in tiles with what follows it.
+LOOP, MATMUL, ATTENTION = "loop", "matmul", "attention"
 
 
 @dataclass(frozen=True)

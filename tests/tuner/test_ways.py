@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,17 +93,28 @@ def test_a_kernel_that_gains_little_is_also_cut(quick: Settings, monkeypatch: py
         assert "cut" in decision.detail and "one_kernel" in decision.detail
 
 
-def test_a_generated_product_is_a_way_where_triton_prints(quick: Settings) -> None:
-    form = linear_gelu()
-    names = [way.name for way in ways_of(form, has_tiles=True)]
-    assert names == ["parts", "onednn_linear", "tiled"]
-    asked = request(form, (40,), threads=0)
+def attention() -> NodeForm:
+    q, k, v = (torch.randn(2, 3, 12, 16) for _ in range(3))
+    function = lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) * 0.25, -1) @ v  # noqa: E731
+    with torch.no_grad():
+        (planned,) = plan(function, [q, k, v], [(0, 2), (1, 2), (2, 2)])
+    (group,) = planned.groups
+    return group.node.form
+
+
+@pytest.mark.parametrize(("make", "printer"), [(linear_gelu, "matmul"), (attention, "attention")])
+def test_a_generated_tile_is_a_way_where_triton_prints(
+    quick: Settings, make: Callable[[], NodeForm], printer: str
+) -> None:
+    form = make()
+    assert [way.name for way in ways_of(form)][-1] != "tiled" == [way.name for way in ways_of(form, has_tiles=True)][-1]
+    asked = request(form, (10,) * len(form.symbols), threads=0)
     asked = replace(asked, key=replace(asked.key, device="interpreter:test"))
     drain(quick, asked)
     with Store.open(quick.run.store) as store:
         (decision,) = [d for _, d in store.decisions("interpreter:test") if d.key.fusion_id == asked.key.fusion_id]
         assert decision.reason in ("no_gain", "below_margin", "won"), decision
-        tiled = kernel_id(form, "matmul")
+        tiled = kernel_id(form, printer)
         rows = [row.measurement for row in store.measurements(tiled)]
         assert rows and all(row.status in ("ok", "pruned") for row in rows), rows
         assert max(row.error_ratio or 0.0 for row in rows) < 4.0

@@ -143,6 +143,7 @@ def test_a_convolution_takes_norm_residual_and_activation(name: str) -> None:
     values = [tuple(5 + 2 * n for n in range(len(group.node.form.symbols))), (8,) * len(group.node.form.symbols)]
     for kind in ways_of(group.node.form):
         check(group.node.form, kind, values)
+        check(group.node.form, kind, values[:1], ("large", "zeros"))
 
 
 def test_a_bottleneck_of_two_branches_is_one_group_of_two_convolutions() -> None:
@@ -267,6 +268,7 @@ def test_attention_by_hand_has_torchs_own_as_a_way(name: str) -> None:
     values = [(n,) * len(symbols) for n in (2, 5, 33)] if symbols else [()]
     for kind in ways_of(group.node.form):
         check(group.node.form, kind, values)
+        check(group.node.form, kind, values[-1:], ("special", "large", "zeros"))
 
 
 def test_a_row_without_any_key_gives_what_softmax_gives() -> None:
