@@ -40,7 +40,7 @@ def test_a_training_script_shows_both_directions_and_its_exit_code(tmp_path):
         "sys.exit(int(sys.argv[1]))\n"
     )
     result = explain(script, "7", COLUMNS="100")
-    assert result.returncode == 7 and "ended with exit code 7" in result.stdout
+    assert result.returncode == 7 and "ended with exit code 7" in " ".join(result.stdout.split())
     assert "→" in row_of(result.stdout, "forward") and "→" in row_of(result.stdout, "backward")
     assert "mean of 3" in result.stdout
 
