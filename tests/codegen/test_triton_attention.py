@@ -14,10 +14,12 @@ from torch import Tensor
 from autofuse.codegen.triton.attention import print_attention
 from autofuse.codegen.triton.attention_knobs import attention_knobs, default_attention_config
 from autofuse.codegen.triton.attention_plan import attention_refusal
+from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.codegen.triton.matmul_plan import matmul_refusal
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, natural_assumptions, resolve
 from autofuse.codegen.triton.targets import limits_of, prune_reason
+from autofuse.codegen.triton.tiled import tiled_kernel
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import make_config
@@ -127,7 +129,8 @@ def test_small_tiles(name: str) -> None:
     source = print_attention(form, make_config(SMALL))
     for number, values in enumerate(sizes_of(CASES[name], form)):
         run(source, form, values, "special" if number == 0 else "normal", False)
-        run(print_attention(form, make_config({**SMALL, "index_bits": 64}), values), form, values, "normal", False)
+        if number < 2:
+            run(print_attention(form, make_config({**SMALL, "index_bits": 64}), values), form, values, "normal", False)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,7 +152,8 @@ def test_every_choice_of_every_knob() -> None:
     assert default["input_precision"] == "tf32"
     for knob in knobs:
         for choice in knob.choices:
-            run(print_attention(form, make_config({**default, knob.name: choice})), form, values, "normal", False)
+            if choice != knob.default:
+                run(print_attention(form, make_config({**default, knob.name: choice})), form, values, "normal", False)
 
 
 def test_rows_without_keys_are_nan_and_no_keys_give_nothing() -> None:
@@ -220,6 +224,12 @@ def test_attention_is_no_matmul_and_no_matmul_is_attention() -> None:
     assert [name for name, case in CASES.items() if attention_refusal(case.form())] == []
     refusals = [matmul_refusal(case.form()) for case in CASES.values()]
     assert all(refusal is not None and refusal[0] == "anchor" for refusal in refusals)
+    form = CASES["causal"].form()
+    generated = TritonKernelGenerator().generate_generic_kernel(form)
+    assert generated.text == print_attention(form, generated.config).text
+    assert tiled_kernel(trace(kept_probabilities, _THREE, static=HEADS)) == attention_refusal(
+        trace(kept_probabilities, _THREE, static=HEADS)
+    )
 
 
 # ---- compiled ---------------------------------------------------------------------------------------------
@@ -232,7 +242,7 @@ def compiler() -> Iterator[TritonCompiler]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ["causal", "biased", "wide"])
+@pytest.mark.parametrize("name", ["causal", "wide"])
 def test_the_default_fits_every_target(compiler: TritonCompiler, name: str, target: str) -> None:
     """Large sizes: nothing spills or asks for too much, aligned or not."""
     dtype = ("bfloat16", "float16", "float32")[zlib.crc32(f"{name} {target}".encode()) % 3]

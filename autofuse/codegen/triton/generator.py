@@ -17,6 +17,7 @@ from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.knobs import default_triton_config
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
+from autofuse.codegen.triton.tiled import TiledKernel, tiled_kernel
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
 
@@ -74,7 +75,12 @@ class TritonKernelGenerator:
     def _generate(
         self, form: NodeForm, config: Config | None, constants: Mapping[str, int], sizes: Mapping[str, int]
     ) -> TritonKernel:
-        kernel = lower(form)
-        chosen = config or default_triton_config(kernel, sizes, sizes)
-        source = print_triton(kernel, chosen, constants)
+        tiled = tiled_kernel(form)
+        if isinstance(tiled, TiledKernel):
+            chosen = config or tiled.default(form, sizes, sizes)
+            source = tiled.print(form, chosen, constants)
+        else:
+            kernel = lower(form)
+            chosen = config or default_triton_config(kernel, sizes, sizes)
+            source = print_triton(kernel, chosen, constants)
         return TritonKernel(source, chosen, form, tuple(sorted(constants.items())))
