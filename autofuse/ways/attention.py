@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim
-from autofuse.ways.chains import next_link, number, replaced
+from autofuse.ways.chains import is_free, next_link, number, replaced
 from autofuse.ways.record import graph_of
 
 LEAST_FILL = -1e30  # a fill at or below this leaves exactly nothing of a score after the softmax
@@ -115,7 +115,7 @@ def _scores(
             if masked is not None or bias is not None or fill is None or fill > LEAST_FILL:
                 return None
             masked = op.args[1]
-        elif op.short_name not in ("view", "_unsafe_view", "expand"):
+        elif op.short_name not in ("view", "_unsafe_view", "expand") and not is_free(graph, op):
             return None
         if not isinstance(op.args[0], ValueRef):
             return None

@@ -21,7 +21,7 @@ class Link:
 
     operation: Operation
     operand: int  # position of the value among the arguments
-    views: tuple[Operation, ...]
+    views: tuple[Operation, ...]  # and copies that change nothing
 
 
 def next_link(graph: FusionGraph, op: Operation) -> Link | None:
@@ -33,7 +33,7 @@ def next_link(graph: FusionGraph, op: Operation) -> Link | None:
         if len(readers) != 1 or any(ref.name == current.name for ref in graph.outputs):
             return None
         reader = readers[0]
-        if info(reader.target).kind is OpKind.VIEW:
+        if is_free(graph, reader):
             views.append(reader)
             current = reader
             continue
@@ -41,6 +41,14 @@ def next_link(graph: FusionGraph, op: Operation) -> Link | None:
         if len(positions) != 1 or any(arg == ValueRef(current.name) for _, arg in reader.kwargs):
             return None
         return Link(reader, positions[0], tuple(views))
+
+
+def is_free(graph: FusionGraph, op: Operation) -> bool:
+    """Whether an operation gives the elements it reads: a view, or the copy that a dropout is outside of training."""
+    if op.short_name == "clone":
+        source, out = graph.spec(op.inputs[0]), op.outputs[0]
+        return (source.shape, source.strides) == (out.shape, out.strides)
+    return info(op.target).kind is OpKind.VIEW
 
 
 def is_contiguous(spec: TensorSpec) -> bool:

@@ -303,6 +303,23 @@ def test_dropout_inside_attention_keeps_eagers_numbers() -> None:
     assert any("random numbers" in r.detail for r in planned.refusals)
 
 
+def test_dropouts_outside_of_training_stand_in_no_chains_way() -> None:
+    """They are copies in the captured graph."""
+
+    def attention(q: T, k: T, v: T) -> T:
+        scores = q @ k.transpose(-2, -1) * 0.25
+        return F.dropout(torch.softmax(scores, -1), 0.1, training=False) @ v
+
+    def linear(x: T, w: T, b: T, r: T) -> T:
+        return r + F.dropout(F.linear(x, w, b), 0.1, training=False)
+
+    with torch.no_grad():
+        first = one_group(plan(attention, _qkv(2, 3, 10, 16)))
+        second = one_group(plan(linear, [torch.randn(4, 6), torch.randn(5, 6), torch.randn(5), torch.randn(4, 5)]))
+    for group, name in ((first, "sdpa"), (second, "onednn_linear")):
+        check(group.node.form, way(group, name), [()])
+
+
 # ---- switches, bundles, cuts ---------------------------------------------------------------------------
 
 
