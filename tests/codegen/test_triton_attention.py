@@ -97,8 +97,8 @@ class AttentionCase:
 
 _THREE = (t(3, 5, 16), t(3, 16, 7), t(3, 7, 20))
 _FOUR = (t(2, 3, 5, 32), t(2, 3, 7, 32), t(2, 3, 7, 32))
-BATCHED = ((2, 17, 37), (1, 1, 1), (3, 33, 16), (1, 2, 0))
-PAIRS = ((2, 3, 17, 37), (1, 2, 1, 5), (2, 1, 33, 1))
+BATCHED = ((2, 17, 37), (1, 1, 1), (1, 33, 16), (1, 2, 0))
+PAIRS = ((2, 2, 17, 35), (1, 2, 1, 5), (2, 1, 33, 1))
 
 CASES: dict[str, AttentionCase] = {
     "plain": AttentionCase(plain, _THREE, BATCHED),

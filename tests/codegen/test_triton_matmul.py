@@ -115,7 +115,7 @@ CASES: dict[str, MatmulCase] = {
     "batched": MatmulCase(lambda q, k: aten.bmm(q, k), (_Q, _K), ((3, 17, 7, 18), (1, 1, 1, 1), (2, 3, 0, 5))),
     "scores": MatmulCase(
         lambda q, k, m: aten.bmm(q, k).view(2, 3, q.shape[1], k.shape[2]).mul(0.125) + m,
-        (t(6, 5, 7), t(6, 7, 11), t(2, 1, 1, 11)), (),
+        (t(6, 5, 7), t(6, 7, 11), t(2, 1, 1, 11)), ((17, 19, 37), (1, 1, 1)),
     ),
     "scale_of_batch": MatmulCase(lambda q, k, s: aten.bmm(q, k) * s, (_Q, _K, t(6, 1, 1)), ()),
     "transposed_batch": MatmulCase(
@@ -130,7 +130,9 @@ CASES: dict[str, MatmulCase] = {
 
 def sizes_of(case: MatmulCase, form: NodeForm) -> Iterator[dict[str, int]]:
     """The case's, or each of three sizes for each symbol in turn."""
-    usual = [[17, 5, 19, 3, 23][: len(form.symbols)], [1] * len(form.symbols), [32, 18, 2, 16, 1][: len(form.symbols)]]
+    batched = max(e.ndim for e in case.example) > 2
+    first, last = ((3, 17, 7, 18), (2, 16, 1, 33)) if batched else ((17, 5, 19), (32, 18, 2))
+    usual = [numbers[: len(form.symbols)] for numbers in (first, (1, 1, 1, 1), last)]
     for sizes in case.sizes or usual:
         yield dict(zip(form.symbols, sizes, strict=True))
 
