@@ -340,10 +340,15 @@ def _batch_norm_inference(cx: Context, op: Operation, output: int, index: Index)
     eps = op.args[6]
     if output > 0:
         raise LoweringError("empty", "expected only the first output of inference batch norm, found the empty ones")
+    # One product and one sum an element, as eager computes it, NaN and Inf of the parameters included.
     b, to, channel = cx.builder, _wide(op.outputs[0].dtype), (index[1],)
     scale = b.apply("rsqrt", b.add(b.cast(cx.operand(var, channel), to), eps))
-    off = b.sub(b.cast(cx.operand(x, index), to), b.cast(cx.operand(mean, channel), to))
-    return _channel_affine(cx, b.mul(off, scale), weight, bias, index[1])
+    if weight is not None:
+        scale = b.mul(scale, b.cast(cx.operand(weight, channel), to))
+    offset = b.mul(b.apply("neg", b.cast(cx.operand(mean, channel), to)), scale)
+    if bias is not None:
+        offset = b.add(offset, b.cast(cx.operand(bias, channel), to))
+    return b.add(b.mul(b.cast(cx.operand(x, index), to), scale), offset)
 
 
 def _channel_statistics(b: Builder, x: Val, over: Sequence[Atom], n: Dim) -> tuple[Val, Val]:
