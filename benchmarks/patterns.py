@@ -54,7 +54,7 @@ ROUNDS = 15
 SAMPLE_SECONDS = 0.004  # least length of a sample
 RACE_SECONDS = 2.5  # of one row and shape, all contenders
 SETTLE_CALLS = 900  # of autofuse, at most: as many as it takes to release a root that loses to eager
-SETTLE_SECONDS = 0.5  # within which they are made, unless plans still change
+SETTLE_SECONDS = 0.3  # after which no more are made, unless plans still change
 Call = Callable[[], object]
 
 
@@ -203,15 +203,18 @@ def prepare_autofuse(run: Benchmark, row: Row, shape: str, sets: Sequence[Tensor
     paused = run.session.tuning.paused_seconds
     captured = run.session.capture_seconds
     root = run.session.roots.root_of(module)
-    quiet = 0
-    began = time.perf_counter()
+    quiet, seconds = 0, 0.0  # calls, and the time that they took, since plans last changed
     for number in range(SETTLE_CALLS):
-        before = run.session.disturbances
+        before, began = run.session.disturbances, time.perf_counter()
         calls[number % len(calls)]()
+        seconds += time.perf_counter() - began
         if number < 8:
             time.sleep(0.005)  # decisions are read by a thread of the session
-        quiet = quiet + 1 if run.session.disturbances == before else 0
-        if quiet >= 2 * len(calls) + 4 and time.perf_counter() - began > SETTLE_SECONDS:
+        if run.session.disturbances == before:
+            quiet += 1
+        else:
+            quiet, seconds = 0, 0.0
+        if quiet >= 2 * len(calls) + 4 and seconds > SETTLE_SECONDS:
             break
     routers = run.session.routers[known:]
     plans = [p for r in routers for p in r.all_plans() if p.count]
@@ -472,7 +475,8 @@ def settings_for(options: argparse.Namespace) -> Any:
         "run.tune": "wait",
         "run.quiet": True,
         "tuner.budget_seconds": 3600.0,
-        "tuner.job_seconds": 1.5 if options.quick else 3.0,
+        "tuner.memory_bytes": 8 << 30,  # tensors of 64 MiB are checked in float64, in several copies
+        "tuner.job_seconds": 1.5 if options.quick else 5.0,
         "tuner.trials": 2 if options.quick else 12,
         "tuner.idle_exit_seconds": 60.0,
     }

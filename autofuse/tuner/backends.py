@@ -95,7 +95,7 @@ class CBackend:
         self._timeout_seconds = timeout_seconds
 
     def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        return knobs_for(only_loops(loop))
+        return knobs_for(only_loops(loop), values)
 
     def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
         return default_config(only_loops(loop), values)

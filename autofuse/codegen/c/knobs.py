@@ -37,8 +37,12 @@ def cpu_vector_bits() -> tuple[int, ...]:
     return (256,) if "avx2" in flags else (128,)
 
 
-def knobs_for(kernel: LoopKernel) -> tuple[Knob, ...]:
-    """The knobs that change this kernel's code."""
+def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> tuple[Knob, ...]:
+    """The knobs that change this kernel's code; with symbol values, those that may pay at such sizes.
+
+    What fits the caches is not written past them: whoever reads it next would wait for the memory, and a race, which
+    reads nothing of it, would not notice.
+    """
     widths = cpu_vector_bits()
     knobs = [
         Knob("vector_bits", widths, widths[-1], "preferred vector width of the compiler"),
@@ -54,7 +58,8 @@ def knobs_for(kernel: LoopKernel) -> tuple[Knob, ...]:
         )
     if any(v.op == "row_reduce" and v.attr == "sum" and is_float(v.dtype) for v in kernel.values):
         knobs.append(Knob("sum_block", (256, 1024), 256, "columns added in the compute dtype before double takes over"))
-    if can_stream(kernel):
+    is_small = symbol_values is not None and _written_bytes(kernel, symbol_values) < STREAM_FROM_BYTES
+    if can_stream(kernel) and not is_small:
         knobs.append(Knob("nontemporal", (False, True), False, "write outputs past the caches; pays from about 8 MB"))
     return tuple(knobs)
 
@@ -73,13 +78,13 @@ def is_streamable(kernel: LoopKernel, phase: Phase) -> bool:
 
 def default_config(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> Config:
     """A configuration to start from; with symbol values, one that suits those sizes."""
-    values = {knob.name: knob.default for knob in knobs_for(kernel)}
+    values = {knob.name: knob.default for knob in knobs_for(kernel, symbol_values)}
     if symbol_values is not None:
         if elements(kernel, symbol_values) < 16384:
             values["threads"] = "serial"
-        if "nontemporal" in values and not any(COST.get(v.op, 1) >= 12 for v in kernel.values):
+        if "nontemporal" in values:
             # Not where arithmetic bounds the kernel: values on their way to memory take a detour through a tile.
-            values["nontemporal"] = _written_bytes(kernel, symbol_values) >= STREAM_FROM_BYTES
+            values["nontemporal"] = not any(COST.get(v.op, 1) >= 12 for v in kernel.values)
     return make_config(values)
 
 
