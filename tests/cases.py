@@ -314,6 +314,67 @@ _library.impl("dropout_scale", lambda x, mask, scale: x.mul(mask).mul_(scale), "
 
 
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+_X6, _X8, _H8 = _t(5, 6), _t(5, 8), _t(5, 8, dtype=torch.float16)
+
+# Sizes of 6, 8 and 16 are constants, as the widths of heads are.
+_MEMORY: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
+    ("rotary_half", lambda q, c, s: q * c + _rotate_half(q) * s, (_t(2, 3, 5, 16), _t(5, 16), _t(5, 16)), ()),
+    ("rotary_half_calculated", lambda q, c: _rotate_half(q * 0.5 + 1) * c, (_t(3, 5, 16), _t(5, 16)), ()),
+    ("rotary_half_slices", lambda q, c, s: q * c + torch.cat((-q[..., 8:], q[..., :8]), -1) * s, (_t(3, 5, 16), _t(5, 16), _t(5, 16)), ()),
+    ("rotary_pairs", _rotate_pairs, (_t(3, 5, 16), _t(5, 8), _t(5, 8)), ()),
+    ("rotary_pairs_backward", lambda g, c, s: aten.slice_backward.default(g[..., 0] * c, [g.shape[0], g.shape[1], 16], 2, 0, 2**63 - 1, 2) + aten.slice_backward.default(g[..., 1] * s, [g.shape[0], g.shape[1], 16], 2, 1, 2**63 - 1, 2), (_t(3, 5, 8, 2), _t(5, 8), _t(5, 8)), ((3, 5, 2), (1, 1, 2), (2, 67, 3))),
+    ("rotary_half_backward", lambda g, s: aten.slice_backward.default(g[..., :8] * s, [g.shape[0], 16], 1, 8, 2**63 - 1, 1) - aten.slice_backward.default(g[..., 8:], [g.shape[0], 16], 1, 0, 8, 1), (_t(5, 16), _t(8)), ((5,), (1,), (67,))),
+    ("cat_columns", lambda a, b: torch.cat((a + 1, b * 2), 1), (_t(5, 7), _t(5, 11)), ((5, 7, 11), (1, 1, 1), (3, 67, 1), (2, 0, 5), (2, 5, 0), (2, 1030, 3))),
+    ("cat_rows", lambda a, b, c: torch.cat((a.exp(), b, -c), 0) * 2, (_t(5, 7), _t(3, 7), _t(4, 7)), ((5, 7, 3, 4), (1, 1, 1, 1), (0, 67, 2, 1), (3, 5, 0, 0))),
+    ("cat_equal", lambda a, b: torch.cat((a + b, a - b, a * b), -1), (_X, _Y), ()),
+    ("cat_same", lambda a: torch.cat((a, a), 0).relu() + 1, (_X,), ()),
+    ("cat_units", lambda a, b: torch.cat((a.relu(), b.half().float(), b * 2), 1), (_t(5, 16), _X8), ()),
+    ("cat_dtypes", lambda a, b, i: torch.cat((a * 2, b, i), 1), (_X8, _H8, _t(5, 6, dtype=torch.int64)), ()),
+    ("cat_ints", lambda a, b: torch.cat((a + 1, b), 0) * 3, (_I, _t(4, 7, dtype=torch.int64)), ((5, 7, 4), (1, 1, 1), (3, 67, 2))),
+    ("cat_bools", lambda a, b: torch.cat((a < 0, b), 0).logical_not(), (_X, _t(4, 7, dtype=torch.bool)), ((5, 7, 4), (1, 1, 1), (3, 67, 2))),
+    ("cat_then_norm", lambda a, b: aten.native_layer_norm.default(torch.cat((a, b * 2), -1), [16], None, None, 1e-5)[0], (_X8, _X8.clone()), ()),
+    ("cat_then_softmax", lambda a, b: torch.softmax(torch.cat((a, b * 2), -1), -1), (_t(5, 6), _t(5, 16)), ()),
+    ("cat_then_sum", lambda a, b: torch.cat((a, b), 1).sum(0), (_X, _t(5, 11)), ((5, 7, 11), (1, 1, 1), (33, 67, 2))),
+    ("cat_transposed", lambda a, b: torch.cat((a.t() + 1, b), 1), (_X, _t(7, 4)), ((5, 7, 4), (1, 1, 1), (33, 67, 2))),
+    ("cat_of_cat", lambda a, b: torch.cat((torch.cat((a, b), 1).relu(), a), 1) + 1, (_X, _t(5, 11)), ((5, 7, 11), (1, 1, 1), (3, 67, 2))),
+    ("stack_leading", lambda a, b: torch.stack((a + b, a - b, a * b), 0), (_X, _Y), ()),
+    ("stack_middle", lambda a, b: torch.stack((a + b, a), 1) * 2, (_X, _Y), ()),
+    ("stack_many", lambda a: torch.stack([a + k for k in range(9)], 1), (_X,), ()),
+    ("pad_slice_roll_flip", lambda x: (F.pad(x.exp(), (1, 2, 0, 1), value=0.5)[:, 1:] * 2).roll(1, -1).flip(0), (_X,), ()),
+    ("pad_symbols", lambda x, y: F.pad(x, (y.shape[0], 1)) * 2, (_X, _t(3)), ((5, 7, 3), (1, 1, 1), (3, 67, 2))),
+    ("pad_negative", lambda x: aten.constant_pad_nd.default(x * 2, [-1, 2, -1, -1]), (_t(5, 7),), ((5, 7), (3, 2), (33, 67))),
+    ("pad_ints", lambda x: F.pad(x + 1, (1, 1), value=7), (_I,), ()),
+    ("pad_then_max", lambda x: F.pad(x, (1, 2), value=float("-inf")).amax(1), (_X,), ((5, 7), (1, 1), (33, 67))),
+    ("roll_both", lambda x: (x + 1).roll((-1, 1), (0, 1)), (_X,), ((5, 7), (1, 1), (33, 67))),
+    ("roll_static", lambda x: (x + 1).roll((-2, 11), (1, 1)), (_X6,), ()),
+    ("flip_both", lambda x: x + (x * 2).flip(0, 1), (_X,), ()),
+    ("repeat", lambda x: (x + 1).repeat(2, 1, 3) * 2, (_X,), ()),
+    ("repeat_column", lambda x: (x + 1).repeat(1, 4), (_COL,), ()),
+    ("slice_of_value", lambda x: (x.exp()[1:, 2:6:3] + 1, ), (_t(5, 16),), ((5,), (2,), (67,))),
+    ("slice_negative", lambda x: x.exp()[:-1, -3:] + 1, (_t(5, 16),), ((5,), (2,), (67,))),
+    ("slice_scatter", lambda x, y: aten.slice_scatter.default(x + 1, y * 2, 1, 2, 8) * 2, (_t(5, 16), _X6), ()),
+    ("slice_scatter_step", lambda x, y: aten.slice_scatter.default(x + 1, y * 2, 1, 1, 16, 2) * 2, (_t(5, 16), _X8), ()),
+    ("slice_backward", lambda g: aten.slice_backward.default(g * 2, [g.shape[0], g.shape[1] + 3], 1, 2, g.shape[1] + 2, 1) + 1, (_X,), ()),
+    ("select_of_value", lambda x: (x.exp().select(1, 2) + x.exp().select(1, -1)) * 2, (_t(5, 6, 7),), ()),
+    ("select_backward", lambda g: aten.select_backward.default(g * 2, [g.shape[0], 6, g.shape[1]], 1, 4) + 1, (_X,), ()),
+    ("select_scatter", lambda x, y: aten.select_scatter.default(x * 2, y + 1, 1, -1), (_t(5, 6, 7), _X), ()),
+    ("split_with_sizes", lambda x: torch.cat((x.exp().split([2, 6, 8], 1)[2], x.exp().split([2, 6, 8], 1)[1]), 1), (_t(5, 16),), ()),
+    ("unbind", lambda x: sum(x.exp().unbind(0)) + 1, (_t(6, 5, 7),), ()),
+    ("lift_fresh_copy", lambda x: aten.lift_fresh_copy.default(x) + 1, (_X,), ()),
+)  # fmt: skip
+
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
     "relu_batch_norm_backward group_norm_silu".split()
@@ -330,6 +391,10 @@ def _table() -> dict[str, Case]:
     cases += [Case(name, fn, example, _LOSS_SIZES, tags=frozenset({"loss"})) for name, fn, example in _LOSSES]
     cases += [
         Case(name, fn, example, _IMAGE_SIZES, static=(6,), tags=frozenset({"image"})) for name, fn, example in _IMAGES
+    ]
+    cases += [
+        Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"memory"}))
+        for name, fn, example, sizes in _MEMORY
     ]
     return {case.name: case for case in cases}
 

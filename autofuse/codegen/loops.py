@@ -26,7 +26,8 @@ class Access:
 
     param: int
     strides: Strides
-    indirect: Dim = 0  # stride of the last argument of a ``gather``
+    indirect: Dim = 0  # stride of the gathered index of a ``gather``
+    offset: Dim = 0  # elements from the beginning of the parameter
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class LoopValue:
     """One SSA value. ``attr`` is the op's constant, Access, linear index or reduction kind.
 
     ``uniform`` is the number that eager's generator gives the element at a linear place, in (0, 1].
+    ``load_if`` and ``gather_if`` have a truth value as last argument: where it is false they read nothing and give 0.
     """
 
     op: str
@@ -116,8 +118,10 @@ BINARY = (
 )  # fmt: skip
 ARITY: dict[str, int] = {
     "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "uniform": 1, "where": 3,
+    "load_if": 1, "gather_if": 2,
     **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1),
 }  # fmt: skip
+GUARDED = ("load_if", "gather_if")
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "isnan", "isinf"])
 
 # Rough cost of an op in arithmetic operations per element; decides what is worth keeping in a row buffer.
@@ -125,8 +129,8 @@ COST: dict[str, int] = {
     **dict.fromkeys(TRANSCENDENTAL, 12),
     **dict.fromkeys(["pow", "atan2", "fmod", "remainder"], 24),
     **dict.fromkeys(["div", "sqrt", "rsqrt", "reciprocal"], 3),
-    **dict.fromkeys(["load", "const", "size", "index", "cast"], 0),
-    "gather": 4, "round_to": 2, "uniform": 60,
+    **dict.fromkeys(["load", "load_if", "const", "size", "index", "cast"], 0),
+    "gather": 4, "gather_if": 4, "round_to": 2, "uniform": 60,
 }  # fmt: skip
 
 
@@ -208,6 +212,8 @@ def _dtypes(kernel: LoopKernel) -> Iterator[str]:
         operands = [kernel.values[a].dtype for a in value.args]
         if value.op in BINARY and operands[0] != operands[1]:
             yield f"value {i} ({value.op}) mixes {operands[0]} and {operands[1]}"
+        if value.op in GUARDED and operands[-1] != "bool":
+            yield f"value {i} ({value.op}) is guarded by {operands[-1]}"
         if value.op == "where" and (operands[0] != "bool" or operands[1] != operands[2]):
             yield f"value {i} (where) has operands {operands}"
 
@@ -246,10 +252,10 @@ def _stores(kernel: LoopKernel) -> Iterator[str]:
             pass  # a broadcast that is written out: the store itself moves into the nest
         if region.post and dims & set(kernel.rows):
             yield f"store to {kernel.params[store.access.param].name} spreads a sink over rows"
-    written = [s.access.param for s in kernel.stores]
+    written = sorted({s.access.param for s in kernel.stores})  # several where its parts are stored one by one
     outputs = [i for i, p in enumerate(kernel.params) if p.is_output]
-    if sorted(written) != outputs:
-        yield f"stores write parameters {sorted(written)}, outputs are {outputs}"
+    if written != outputs or len({s.access for s in kernel.stores}) != len(kernel.stores):
+        yield f"stores write parameters {written}, outputs are {outputs}"
 
 
 RULES: tuple[Rule, ...] = (_dims_partition, _ssa_order, _dtypes, _accesses, _reductions, _stores)

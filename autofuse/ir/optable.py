@@ -17,6 +17,8 @@ class OpKind(Enum):
     POINTWISE = "elementwise"  # one output element from one element of each (broadcast) input
     CREATION = "creation"  # no tensor input: constants, arange
     VIEW = "view"  # same elements under another index, free inside a kernel
+    PART = "part"  # a view of some of the elements
+    MEMORY = "memory"  # elements put at other places: concatenation, padding, shifts
     REDUCTION = "reduction"  # dims disappear or become 1
     NORMALISATION = "normalisation"  # reduction and pointwise together along the same dims
     LOSS = "loss"  # reads one element a row by an index
@@ -32,6 +34,7 @@ class OpInfo:
     flops: float = 1.0  # floating-point operations per element of the largest tensor, roughly
 
 
+_M, _W = OpKind.MEMORY, OpKind.PART
 _P, _V, _R, _N, _L, _C = (
     OpKind.POINTWISE,
     OpKind.VIEW,
@@ -68,6 +71,10 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_C, 0, "arange.start_step full_like.default zeros_like.default ones_like.default"),
     (_V, 0, "view.default _unsafe_view.default reshape.default unsqueeze.default squeeze.dim squeeze.dims"),
     (_V, 0, "detach.default expand.default permute.default transpose.int t.default alias.default"),
+    (_W, 0, "slice.Tensor select.int split.Tensor split_with_sizes.default unbind.int"),
+    (_M, 0, "cat.default stack.default constant_pad_nd.default slice_backward.default slice_scatter.default"),
+    (_M, 0, "select_backward.default select_scatter.default flip.default roll.default repeat.default"),
+    (_P, 0, "lift_fresh_copy.default"),
     (_R, 1, "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default prod.dim_int"),
     (_R, 1, "any.dim all.dim any.default all.default"),
     (_R, 4, "var.correction var_mean.correction std.correction logsumexp.default linalg_vector_norm.default"),
@@ -91,7 +98,8 @@ OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # on a GPU, wher
 OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
 OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, scale -> x * mask * scale
 
-FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C})
+FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W})
+VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 
 _OPAQUE = OpInfo(OpKind.OPAQUE)
 

@@ -14,7 +14,7 @@ from autofuse.codegen.c.reduce import REDUCERS, Reducer
 from autofuse.codegen.c.scalar import expression, literal, load_text, memory_type, store_text
 from autofuse.codegen.dims import dim_text
 from autofuse.codegen.dtypes import VALUE_TYPE
-from autofuse.codegen.loops import SINKS, Access, LoopKernel, Store, regions
+from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Store, regions
 from autofuse.codegen.phases import Plan
 from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim
@@ -86,12 +86,13 @@ class ValuePrinter:
     def compute(self, number: int, c: str = "c") -> str:
         """The C expression that makes a value."""
         value = self.kernel.values[number]
-        if value.op == "load":
-            return load_text(self.element(value.attr, c), self._memory(value.attr))  # type: ignore[arg-type]
-        if value.op == "gather":
-            access: Access = value.attr  # type: ignore[assignment]
-            place = self._product(self.text(value.args[0]), access.indirect)
-            return load_text(self.element(access, c, place), self._memory(access))
+        if isinstance(value.attr, Access):
+            access, gathers = value.attr, value.op.startswith("gather")
+            place = self._product(self.text(value.args[0]), access.indirect) if gathers else ""
+            loaded = load_text(self.element(access, c, place), self._memory(access))
+            if value.op not in GUARDED:
+                return loaded
+            return f"{self.text(value.args[-1])} ? {loaded} : {literal(0, value.dtype)}"
         if value.op == "size":
             return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"
         if value.op == "index":
@@ -184,6 +185,7 @@ class ValuePrinter:
             param = self.kernel.params[access.param]
             const = "" if param.is_output else "const "
             offset = "".join(f" + {self._product(f'r{d}', s)}" for d, s in moving)
+            offset += f" + {dim_text(access.offset)}" if access.offset != 0 else ""
             label = name + ("b" if self._column_terms(access) else "")
             lines.append(
                 f"{indent}{const}{memory_type(param.dtype)}* const {label} = {param.name}{offset}; (void){label};"

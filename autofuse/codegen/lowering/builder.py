@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autofuse.codegen.dtypes import compute_dtype, dtype, is_float
 from autofuse.codegen.loops import COMPARISONS
-from autofuse.codegen.lowering.index import Atom, Indirect, Word, resolve
+from autofuse.codegen.lowering.index import Atom, Indirect, Moved, Part, Word, resolve
 from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim, as_dim, product
 
@@ -39,6 +39,7 @@ class AtomAccess:
     param: int
     strides: tuple[tuple[Atom, Dim], ...]
     indirect: Dim = 0
+    offset: Dim = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Builder:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._known: dict[Node, Val] = {}
+        self.guard: Val | None = None  # loads are made only where it is true
 
     def node(self, op: str, dtype: str, args: Iterable[Val] = (), attr: object = None) -> Val:
         item = Node(op, dtype, tuple(a.number for a in args), attr)
@@ -83,22 +85,27 @@ class Builder:
 
     def load(self, param: int, memory_dtype: str, words: Iterable[Word], strides: Iterable[Dim]) -> Val:
         """Read a parameter at an index."""
+        words, strides = tuple(words), tuple(strides)
         terms, indirect = linear_terms(words, strides)
-        name = compute_dtype(memory_dtype)
+        name, offset = compute_dtype(memory_dtype), linear_offset(words, strides)
+        guard, suffix = ((), "") if self.guard is None else ((self.guard,), "_if")
         if indirect is None:
-            return self.node("load", name, (), AtomAccess(param, terms))
+            return self.node(f"load{suffix}", name, guard, AtomAccess(param, terms, 0, offset))
         value, stride = indirect
-        return self.node("gather", name, (value,), AtomAccess(param, terms, stride))
+        return self.node(f"gather{suffix}", name, (value, *guard), AtomAccess(param, terms, stride, offset))
 
     def index(self, word: Word) -> Val:
         """The position along a tensor dim, an int64."""
         terms, indirect = linear_terms((word,), (1,))
-        place = self.node("index", "int64", (), terms) if terms else self.const(0, "int64")
+        offset = linear_offset((word,), (1,))
+        place = self.node("index", "int64", (), terms) if terms else self.size(offset, "int64")
+        if terms and offset != 0:
+            place = self.add(place, offset)
         if indirect is None:
             return place
         value, stride = indirect
         moved = value if stride == 1 else self.apply("mul", value, self.size(stride, "int64"))
-        return moved if not terms else self.apply("add", place, moved)
+        return moved if not terms and offset == 0 else self.apply("add", place, moved)
 
     # ---- ops
 
@@ -217,15 +224,28 @@ def linear_terms(
     """
     terms: dict[Atom, Dim] = {}
     indirect: tuple[Val, Dim] | None = None
+    for part, step in _steps(words, strides):
+        if isinstance(part, Indirect):
+            if indirect is not None or not isinstance(part.value, Val):
+                raise LoweringError("indirect", "expected at most one indirect index in an access, found two")
+            indirect = (part.value, step)
+        elif isinstance(part, Atom):
+            terms[part] = as_dim(terms.get(part, 0) + step)
+    kept = sorted(((a, s) for a, s in terms.items() if s != 0), key=lambda t: t[0].number)
+    return tuple(kept), indirect
+
+
+def linear_offset(words: Iterable[Word], strides: Iterable[Dim]) -> Dim:
+    """The part of a place in memory that no loop changes."""
+    return as_dim(sum(part.start * step for part, step in _steps(words, strides) if isinstance(part, Moved)))
+
+
+def _steps(words: Iterable[Word], strides: Iterable[Dim]) -> Iterator[tuple[Part, Dim]]:
+    """Each part of an index with the elements that one step along it makes; a moved part before what moves it."""
     for word, stride in zip(words, strides, strict=True):
         step = stride
         for part in reversed(resolve(word)):
-            if isinstance(part, Indirect):
-                if indirect is not None or not isinstance(part.value, Val):
-                    raise LoweringError("indirect", "expected at most one indirect index in an access, found two")
-                indirect = (part.value, step)
-            else:
-                terms[part] = as_dim(terms.get(part, 0) + step)
+            yield part, step
+            if isinstance(part, Moved):
+                yield from _steps((part.word,), (as_dim(step * part.step),))
             step = as_dim(step * part.size)
-    kept = sorted(((a, s) for a, s in terms.items() if s != 0), key=lambda t: t[0].number)
-    return tuple(kept), indirect

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from autofuse.errors import LoweringError
 from autofuse.ir.shape import Dim, SymbolicShape, divide, product
@@ -21,14 +22,15 @@ _numbers = itertools.count()
 class Atom:
     """One loop dim while lowering. Joined atoms share a root; a split atom has parts, outermost first."""
 
-    __slots__ = ("number", "owners", "parent", "parts", "size")
+    __slots__ = ("is_unrolled", "number", "owners", "parent", "parts", "size")
 
-    def __init__(self, size: Dim) -> None:
+    def __init__(self, size: Dim, is_unrolled: bool = False) -> None:
         self.number = next(_numbers)
         self.size = size
         self.parent: Atom | None = None
         self.parts: tuple[Atom, ...] = ()
         self.owners: set[Hashable] = set()  # tensors whose canonical index holds it
+        self.is_unrolled = is_unrolled  # outputs are stored once for each of its few places, not in a loop
 
     def __repr__(self) -> str:
         return f"a{self.number}:{self.size}"
@@ -44,7 +46,17 @@ class Indirect:
         self.size = size
 
 
-Part = Atom | Indirect
+@dataclass(frozen=True)
+class Moved:
+    """A position that is calculated from others: ``start + step x position of word``; without a word, one place."""
+
+    start: Dim
+    size: Dim  # of the dim that it is a position in
+    word: tuple[Part, ...] = ()
+    step: int = 1
+
+
+Part = Atom | Indirect | Moved
 Word = tuple[Part, ...]  # the parts of one tensor dim
 Index = tuple[Word, ...]  # a word per tensor dim
 
@@ -62,6 +74,9 @@ def resolve(word: Iterable[Part]) -> Word:
         if isinstance(part, Indirect):
             found.append(part)
             continue
+        if isinstance(part, Moved):
+            found.append(replace(part, word=resolve(part.word)))
+            continue
         top = root(part)
         found.extend(resolve(top.parts) if top.parts else (top,))
     return tuple(found)
@@ -73,7 +88,10 @@ def resolve_index(index: Index) -> Index:
 
 def atoms_of(index: Index) -> tuple[Atom, ...]:
     """All atoms of an index, in order."""
-    return tuple(p for word in index for p in resolve(word) if isinstance(p, Atom))
+    parts = [p for word in index for p in resolve(word)]
+    return tuple(
+        a for p in parts for a in (atoms_of((p.word,)) if isinstance(p, Moved) else (p,)) if isinstance(a, Atom)
+    )
 
 
 def fresh_index(shape: SymbolicShape) -> Index:
@@ -81,10 +99,15 @@ def fresh_index(shape: SymbolicShape) -> Index:
     return tuple(() if dim == 1 else (Atom(dim),) for dim in shape)
 
 
+def is_fixed(part: Part) -> bool:
+    """Whether a part is one place that is known in advance."""
+    return isinstance(part, Moved) and not part.word
+
+
 def split(atom: Atom, sizes: Sequence[Dim]) -> tuple[Atom, ...]:
     """Split an atom into parts of the given sizes (outermost first); their product is the atom's size."""
     top = root(atom)
-    parts = tuple(Atom(size) for size in sizes)
+    parts = tuple(Atom(size, top.is_unrolled) for size in sizes)
     for part in parts:
         part.owners = set(top.owners)
     top.parts = parts
@@ -100,7 +123,7 @@ def join(left: Word, right: Word) -> bool:
     a, b = list(resolve(left)), list(resolve(right))
     if a == b:
         return True
-    if any(isinstance(p, Indirect) for p in (*a, *b)):
+    if not all(isinstance(p, Atom) for p in (*a, *b)):
         return False
     atoms_a, atoms_b = [p for p in a if isinstance(p, Atom)], [p for p in b if isinstance(p, Atom)]
     if _joint_owners(atoms_a) & _joint_owners(atoms_b):
@@ -109,6 +132,7 @@ def join(left: Word, right: Word) -> bool:
         if x is not y:
             y.parent = x
             x.owners |= y.owners
+            x.is_unrolled |= y.is_unrolled
     return True
 
 
@@ -150,22 +174,33 @@ def regroup(index: Index, shape: SymbolicShape) -> Index:
     dims of the new sizes. Raises LoweringError("view") where a group boundary cannot be found provably.
     """
     flat = [p for word in index for p in resolve(word)]
-    if any(isinstance(p, Indirect) for p in flat):
+    if not all(isinstance(p, Atom) or is_fixed(p) for p in flat):
         return _regroup_indirect(index, shape)
-    parts = [p for p in flat if isinstance(p, Atom)]
+    parts = [p for p in flat if not isinstance(p, Indirect)]
     try:
         return _take(parts, list(shape), from_left=True)
     except LoweringError:
         return _take(parts, list(shape), from_left=False)
 
 
-def _take(parts: list[Atom], sizes: list[Dim], from_left: bool) -> Index:
+def _take(parts: list[Atom | Moved], sizes: list[Dim], from_left: bool) -> Index:
     if not from_left:
         return tuple(w[::-1] for w in _take_stack(parts[:], sizes[::-1], from_left))[::-1]
     return tuple(_take_stack(parts[::-1], sizes, from_left))
 
 
-def _take_stack(stack: list[Atom], sizes: list[Dim], from_left: bool) -> list[Word]:
+def _split_part(part: Atom | Moved, sizes: tuple[Dim, Dim]) -> tuple[Atom | Moved, Atom | Moved]:
+    """An atom, or a known place, as a place in the outer and one in the inner of two dims."""
+    if isinstance(part, Atom):
+        outer, inner = split(part, sizes)
+        return outer, inner
+    if not isinstance(part.start, int) or not isinstance(sizes[1], int):
+        raise LoweringError("view", f"expected a place that splits by {sizes[1]}, found {part.start}")
+    high, low = divmod(part.start, sizes[1])
+    return Moved(high, sizes[0]), Moved(low, sizes[1])
+
+
+def _take_stack(stack: list[Atom | Moved], sizes: list[Dim], from_left: bool) -> list[Word]:
     words: list[Word] = []
     for size in sizes:
         word: list[Part] = []
@@ -183,9 +218,9 @@ def _take_stack(stack: list[Atom], sizes: list[Dim], from_left: bool) -> list[Wo
             if outer is None:
                 raise LoweringError("view", f"expected a dim that splits evenly, found {atom.size} against {rest}")
             if from_left:
-                taken, left = split(atom, (rest, outer))
+                taken, left = _split_part(atom, (rest, outer))
             else:
-                left, taken = split(atom, (outer, rest))
+                left, taken = _split_part(atom, (outer, rest))
             word.append(taken)
             stack.append(left)
             rest = 1
@@ -196,8 +231,8 @@ def _take_stack(stack: list[Atom], sizes: list[Dim], from_left: bool) -> list[Wo
 
 
 def _regroup_indirect(index: Index, shape: SymbolicShape) -> Index:
-    """A dim under an indirect index must pass a view whole; the dims on both sides of it are regrouped."""
-    position = next(i for i, w in enumerate(index) if any(isinstance(p, Indirect) for p in resolve(w)))
+    """A dim under an indirect or moved index must pass a view whole; the dims on both sides of it are regrouped."""
+    position = next(i for i, w in enumerate(index) if not all(isinstance(p, Atom) or is_fixed(p) for p in resolve(w)))
     size = word_size(index[position])
     before = product(word_size(w) for w in index[:position])
     seen: Dim = 1

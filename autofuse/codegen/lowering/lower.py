@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
 from autofuse.codegen.loops import LoopKernel, Param
-from autofuse.codegen.lowering.builder import AtomAccess, Builder, Val, linear_terms
+from autofuse.codegen.lowering.builder import AtomAccess, Builder, Val, linear_offset, linear_terms
 from autofuse.codegen.lowering.index import (
+    Atom,
     Index,
+    Moved,
     Word,
     atoms_of,
     fresh_index,
@@ -31,8 +35,11 @@ from autofuse.codegen.lowering.rules import RULES
 from autofuse.codegen.lowering.schedule import schedule, schedule_tile
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
 
+_REDUCES = (OpKind.REDUCTION, OpKind.NORMALISATION, OpKind.LOSS)
+_MOST_STORES = 8  # of one output
 _MAX_PULLS = 8  # each repeats because a view split an atom; a handful of views share the same splits
 
 
@@ -46,7 +53,9 @@ class Context:
         self._params = {item.name: n for n, item in enumerate(form.inputs)}
         self._operations = {op.name: op for op in form.operations}
         self._canonical: dict[ValueRef, Index] = {}
-        self._values: dict[tuple[str, int, Index], Val] = {}
+        self._values: dict[tuple[str, int, Index, Val | None], Val] = {}
+        # A reduction runs over all units of what is put together; then so do the stores.
+        self._unrolls = not any(info(op.target).kind in _REDUCES for op in form.operations)
         for op in form.operations:
             for n, spec in enumerate(op.outputs):
                 self._specs[ValueRef(op.name, n)] = spec
@@ -105,7 +114,7 @@ class Context:
 
     def operand(self, ref: ValueRef, index: Index) -> Val:
         """The value of a tensor at an index."""
-        key = (ref.name, ref.index, resolve_index(index))
+        key = (ref.name, ref.index, resolve_index(index), self.builder.guard)
         found = self._values.get(key)
         if found is None:
             found = self._evaluate(ref, index)
@@ -142,7 +151,7 @@ class Context:
             self.builder, self._values = Builder(), {}
             for op in self.form.operations:  # in order, so that a long chain needs no deep recursion
                 self._try_evaluate(op)
-            stores = [self._store(n, ref) for n, ref in enumerate(self.form.outputs)]
+            stores = [store for n, ref in enumerate(self.form.outputs) for store in self._stores(n, ref)]
             if self._splits() == before:
                 return stores
         raise LoweringError("views", "expected views that settle on common loops, found that they keep splitting")
@@ -151,14 +160,29 @@ class Context:
         with contextlib.suppress(LoweringError):  # raised again if an output needs it
             self.operand(ValueRef(op.name), self.canonical(ValueRef(op.name)))
 
-    def _store(self, number: int, ref: ValueRef) -> tuple[Val, AtomAccess]:
+    def _stores(self, number: int, ref: ValueRef) -> Iterator[tuple[Val, AtomAccess]]:
+        """The store of an output, or one for each unit of a tensor that is put together from several."""
         index, spec = self.canonical(ref), self.spec(ref)
+        if ref.name in self._operations and info(self._operations[ref.name].target).kind is OpKind.PART:
+            raise LoweringError("window", "expected an output with memory of its own, found a part of another tensor")
         if any(dim == 0 for dim in spec.shape):
             raise LoweringError("empty", f"expected an output with elements, found the shape {spec.shape}")
-        value = self.operand(ref, index)
-        terms, _ = linear_terms(index, spec.strides)
         _check_distinct(index, spec)
-        return value, AtomAccess(len(self.form.inputs) + number, terms)
+        for place in self._unrolled(resolve_index(index)):
+            value = self.operand(ref, place)
+            terms, _ = linear_terms(place, spec.strides)
+            yield value, AtomAccess(len(self.form.inputs) + number, terms, 0, linear_offset(place, spec.strides))
+
+    def _unrolled(self, index: Index) -> list[Index]:
+        """The index with every known place of its unrolled loops; with the loops where those are too many."""
+        atoms = [a for a in atoms_of(index) if a.is_unrolled]
+        if not self._unrolls or math.prod(int(a.size) for a in atoms) > _MOST_STORES:
+            return [index]
+        found = []
+        for places in itertools.product(*(range(int(a.size)) for a in atoms)):
+            known = {a: Moved(k, a.size) for a, k in zip(atoms, places, strict=True)}
+            found.append(tuple(tuple(known[p] if isinstance(p, Atom) and p in known else p for p in w) for w in index))
+        return found
 
     def _splits(self) -> int:
         return sum(len(atoms_of(index)) for index in self._canonical.values())
@@ -168,7 +192,7 @@ class Context:
     def reduce_word(self, ref: ValueRef, dim: int, index: Index) -> Word:
         """The loops over dim ``dim`` of a tensor while its other dims are at ``index``."""
         word = resolve(self.canonical(ref)[dim])
-        others = {p for n, w in enumerate(index) if n != dim for p in resolve(w)}
+        others = {p for n, w in enumerate(index) if n != dim for p in atoms_of((w,))}
         if any(p in others for p in word):
             raise LoweringError("reduction", f"expected loops of their own for dim {dim} of {ref.name}, found shared")
         return word

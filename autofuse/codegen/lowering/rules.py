@@ -8,8 +8,11 @@ from __future__ import annotations
 from autofuse.codegen.lowering.rules_base import Rule
 from autofuse.codegen.lowering.rules_index import INDEX_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
+from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 
-RULES: dict[str, Rule] = {**POINTWISE_RULES, **INDEX_RULES, **REDUCE_RULES, **LOSS_RULES, **RANDOM_RULES}
+RULES: dict[str, Rule] = {
+    **POINTWISE_RULES, **INDEX_RULES, **MEMORY_RULES, **REDUCE_RULES, **LOSS_RULES, **RANDOM_RULES
+}  # fmt: skip

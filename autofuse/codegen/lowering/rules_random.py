@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autofuse.codegen.lowering.builder import Val, linear_terms
+from autofuse.codegen.lowering.builder import Val, linear_offset, linear_terms
 from autofuse.codegen.lowering.index import Index
 from autofuse.codegen.lowering.rules_base import Custom, Rule
 from autofuse.codegen.philox import DROPOUT
@@ -45,6 +45,8 @@ def _evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
     if indirect is not None:
         raise LoweringError("random", "expected a place in memory that loops tell, found an indirect one")
     place = b.node("index", "int64", (), terms) if terms else b.const(0, "int64")
+    if (offset := linear_offset(index, spec.strides)) != 0:
+        place = b.add(place, offset)
     drawn = b.cast(b.node("uniform", "float32", (place,)), value.dtype)
     mask = b.compare("lt", drawn, keep)
     return mask if output else b.mul(b.mul(value, b.cast(mask, value.dtype)), scale)

@@ -122,7 +122,9 @@ def _kernel(
         cols=tuple(range(row_count, len(dims))),
         params=params,
         values=tuple(_value(n, place, rows, cols, body) for n in body.nodes),
-        stores=tuple(Store(v, Access(a.param, _strides(a.strides, place), a.indirect)) for v, a in body.stores),
+        stores=tuple(
+            Store(v, Access(a.param, _strides(a.strides, place), a.indirect, a.offset)) for v, a in body.stores
+        ),
         symbols=symbols,
         comments=comments,
     )
@@ -287,7 +289,7 @@ def _value(
         return LoopValue(op, node.dtype, node.args, kind)
     if isinstance(node.attr, AtomAccess):
         access = node.attr
-        attr: object = Access(access.param, _strides(access.strides, place), access.indirect)
+        attr: object = Access(access.param, _strides(access.strides, place), access.indirect, access.offset)
     elif node.op == "index":
         attr = _strides(node.attr, place)  # type: ignore[arg-type]
     else:

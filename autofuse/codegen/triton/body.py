@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.dims import TRITON, dim_text
-from autofuse.codegen.loops import SINKS, Access, LoopKernel, Region, Store, regions
+from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Store, regions
 from autofuse.codegen.phases import Phase, plan, store_region
 from autofuse.codegen.triton.scalar import (
     POINTERS,
@@ -185,7 +185,8 @@ class Body:
 
     def _pointer(self, access: Access, extra: str = "") -> str:
         name = self.kernel.params[access.param].name
-        offset = " + ".join(t for t in (self._linear(access.strides), extra) if t)
+        start = self.size(access.offset) if access.offset != 0 else ""
+        offset = " + ".join(t for t in (self._linear(access.strides), extra, start) if t)
         return f"{name} + {offset}" if offset else f"{name} + tl.full([1, 1], 0, tl.int32)"
 
     # ---- values
@@ -200,18 +201,21 @@ class Body:
 
     def _compute(self, number: int) -> str:
         value, region = self.kernel.values[number], self._region(number)
-        if value.op in ("load", "gather"):
-            access: Access = value.attr  # type: ignore[assignment]
-            index = ""
-            if value.op == "gather":
+        if isinstance(value.attr, Access):
+            access = value.attr
+            index, gathers = "", value.op.startswith("gather")
+            guard = self.text(value.args[-1]) if value.op in GUARDED else ""
+            if gathers:
                 stride = self.size(access.indirect)
                 index = self.text(value.args[0]) + ("" if stride == "1" else f" * {stride}")
             dims = {d for d, _ in access.strides}
-            in_rows = region.rows if value.op == "gather" else bool(dims & set(self.kernel.rows))
+            in_rows = region.rows if gathers else bool(dims & set(self.kernel.rows))
             in_cols = region.cols
             policy = "evict_first" if self.streams and in_rows and in_cols else ""
             memory = self.kernel.params[access.param].dtype
-            return load_text(self._pointer(access, index), memory, self._mask(in_rows, in_cols), policy)
+            if guard:  # the mask is as wide as the guard, and the pointers must be as wide as the mask
+                index = " + ".join(t for t in (index, f"{guard}.to(tl.int32) * 0") if t)
+            return load_text(self._pointer(access, index), memory, self._mask(in_rows, in_cols, guard), policy)
         if value.op == "size":
             return f"tl.full([1, 1], {self.size(value.attr)}, {TYPES[value.dtype]})"
         if value.op == "index":
@@ -598,7 +602,7 @@ def extents(kernel: LoopKernel) -> tuple[Dim, ...]:
     found: list[Dim] = [as_dim(product(kernel.dims))]
     accesses = [v.attr for v in kernel.values if isinstance(v.attr, Access)] + [s.access for s in kernel.stores]
     for access in accesses:
-        reach: Dim = 0
+        reach: Dim = access.offset
         for d, stride in access.strides:
             reach = reach + kernel.dims[d] * stride
         found.append(as_dim(reach))

@@ -70,7 +70,7 @@ def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, list[Steps]]:
     context.infer_all()
     ((value, _),) = context.pull_outputs()
     node = context.builder.nodes[value.number]
-    if node.op != "load" or not isinstance(node.attr, AtomAccess):
+    if node.op != "load" or not isinstance(node.attr, AtomAccess) or node.attr.offset != 0:
         raise LoweringError("operand", f"expected an input as operand, found {ref.name}, which is calculated")
     strides = dict(node.attr.strides)
     return form.inputs[node.attr.param].name, [_steps(word, strides) for word in context.canonical(ref)]
