@@ -35,7 +35,7 @@ def attention_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool
     knobs = [
         Knob("BLOCK_M", rows, min(row, rows[-1]), "queries of a program"),
         Knob("BLOCK_N", keys, min(key, keys[-1]), "keys of a step"),
-        Knob("num_warps", (2, 4, 8), 4, "warps of a program"),
+        Knob("num_warps", (2, 4, 8) if narrow else (4, 8), 4, "warps of a program"),
         Knob("num_stages", (1, 2, 3), 3 if narrow else 2, "steps whose loads are in flight"),
     ]
     if plan.dtype == "float32":

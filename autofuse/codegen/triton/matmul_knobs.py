@@ -21,6 +21,7 @@ from autofuse.ir.shape import evaluate
 
 FULL = 128  # tiles that keep a usual device busy
 LEAST = 16  # of a side of a tile: what a matrix unit takes
+WIDEST = {"float16": 256, "bfloat16": 256, "float32": 128, "float64": 64}  # more only spills, after 20 s of compiling
 
 
 def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = False) -> tuple[Knob, ...]:
@@ -29,7 +30,7 @@ def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = 
     ``allow_tf32``: what torch.backends.cuda.matmul says; eager's own products are rounded then.
     """
     plan = plan_matmul(form)
-    rows, cols = (_sides(evaluate(d, high)) for d in (plan.rows, plan.cols))
+    rows, cols = (_sides(max(evaluate(d, values), evaluate(d, high)), plan.dtype) for d in (plan.rows, plan.cols))
     row, col = _first_tile(plan, values)
     depth = _depths(plan.dtype)
     knobs = [
@@ -56,10 +57,10 @@ def default_matmul_config(form: NodeForm, values: Sizes, high: Sizes, allow_tf32
     return make_config({knob.name: knob.default for knob in matmul_knobs(form, values, high, allow_tf32)})
 
 
-def _sides(most: int) -> tuple[int, ...]:
+def _sides(most: int, name: str) -> tuple[int, ...]:
     """Powers of two up to the first that holds a side."""
-    widest = min(256, max(LEAST, 1 << max(0, most - 1).bit_length()))
-    return tuple(side for side in (16, 32, 64, 128, 256) if side <= widest)
+    needed = max(LEAST, 1 << max(0, most - 1).bit_length())
+    return tuple(side for side in (16, 32, 64, 128, 256) if side <= min(needed, WIDEST[name]))
 
 
 def _depths(name: str) -> tuple[int, ...]:
@@ -70,7 +71,7 @@ def _first_tile(plan: Matmul, values: Sizes) -> tuple[int, int]:
     """Halved, the longer side first, until there is one for each multiprocessor or it is small."""
     rows, cols, batch = (max(1, evaluate(d, values)) for d in (plan.rows, plan.cols, plan.batch))
     sides = (128, 64) if dtype(plan.dtype).nbytes == 2 else (64, 64)
-    row, col = (min(side, _sides(size)[-1]) for side, size in zip(sides, (rows, cols), strict=True))
+    row, col = (min(side, _sides(size, plan.dtype)[-1]) for side, size in zip(sides, (rows, cols), strict=True))
     while max(row, col) > 32 and batch * -(-rows // row) * -(-cols // col) < FULL:
         row, col = (row // 2, col) if row >= col else (row, col // 2)
     return row, col
