@@ -241,3 +241,17 @@ def test_what_does_not_fit_is_pruned_with_its_reason(target: str, taken: Resourc
     image = Image(0, "af_k", NOTHING_ASSUMED, taken.threads, taken.shared_bytes, taken, b"")
     reason = prune_reason(Artifact(elementwise(), target, (image,)), limits_of(target))
     assert reason is None if says is None else reason is not None and says in reason
+
+
+def test_kernels_for_odd_addresses_may_spill_beside_others() -> None:
+    spills, fits = Resources(255, 96, 0, 128), Resources(128, 0, 0, 128)
+    large = Resources(128, 0, 1 << 20, 128)
+
+    def reason(strong: Resources, weak: Resources) -> str | None:
+        taken = ((STRONG, strong), (NOTHING_ASSUMED, weak))
+        images = tuple(Image(0, "af_k", a, r.threads, r.shared_bytes, r, b"") for a, r in taken)
+        return prune_reason(Artifact(elementwise(), "cuda:90", images), limits_of("cuda:90"))
+
+    assert reason(fits, spills) is None
+    assert "spills 96 bytes" in str(reason(spills, fits))
+    assert "shared memory" in str(reason(fits, large))
