@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Max
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
@@ -65,13 +65,17 @@ class _Dims:
         self.hints: dict[str, int] = {}
         self.derived: dict[str, sympy.Expr] = {}
 
-    def __call__(self, size: Any) -> Dim | None:
+    def stride(self, stride: Any) -> Dim | None:
+        """A stride; what torch writes as ``Max(1, size)`` is the size, since no element of an empty tensor is read."""
+        return self(stride, lambda expr: expr.replace(Max, _without_one))
+
+    def __call__(self, size: Any, simplify: Callable[[sympy.Expr], sympy.Expr] = lambda e: e) -> Dim | None:
         """An int or expression; None for a size that is no polynomial of the symbols."""
         if isinstance(size, int) and not isinstance(size, bool):
             return size
         if not isinstance(size, torch.SymInt):
             return None
-        expr = size.node.expr
+        expr = simplify(size.node.expr)
         if expr.is_Integer:
             return int(expr)
         if expr not in self._known:
@@ -126,6 +130,11 @@ class _Dims:
             values = {s: value for s, value in known.items() if value is not None}
             if len(values) == len(known):
                 self.hints[name] = evaluate(quotient, values)
+
+
+def _without_one(*args: sympy.Expr) -> sympy.Expr:
+    rest = [a for a in args if a != 1]
+    return rest[0] if len(rest) == 1 < len(args) else Max(*args)
 
 
 def _hint_of(env: ShapeEnv, item: sympy.Symbol) -> int | None:
@@ -249,7 +258,7 @@ def _spec(value: torch.Tensor, dims_of: _Dims) -> TensorSpec | None:
     if value.layout is not torch.strided or value.is_quantized:
         return None
     sizes = [dims_of(s) for s in value.shape]
-    strides = [dims_of(s) for s in value.stride()]
+    strides = [dims_of.stride(s) for s in value.stride()]
     if None in sizes or None in strides:
         return None
     return TensorSpec(SymbolicShape(sizes), _dtype(value.dtype), SymbolicShape(strides), value.device.type)
