@@ -139,7 +139,7 @@ def _check_place(form: NodeForm, scores: Following, ref: ValueRef, first: Operat
     loads = [
         v.attr.strides for v in scores.kernel.values if isinstance(v.attr, Access) and v.attr.param == scores.product
     ]
-    if shape[-2:] != made[-2:] or loads[0] != scores.kernel.stores[0].access.strides:
+    if not loads or shape[-2:] != made[-2:] or loads[0] != scores.kernel.stores[0].access.strides:
         raise LoweringError("layout", f"expected scores in the order of {first.name}, found another")
 
 
