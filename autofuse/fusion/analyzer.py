@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
 from autofuse.fusion.config import FusionConfig
-from autofuse.fusion.extent import Extent, extent_of
+from autofuse.fusion.extent import Extent, extent_of, with_parts
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode, join_extents
 from autofuse.ir.operation import NodeForm, Operation, ValueRef, map_arg
-from autofuse.ir.optable import FUSIBLE, OpKind, info
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
 from autofuse.ir.records import Refusal
 
 # A single operation is worth a kernel of its own only where it does some work; one addition is not.
@@ -91,7 +91,7 @@ class FusionCandidateAnalyzer:
             clusters.append(cluster)
             home.update(dict.fromkeys(names, cluster))
         for op in graph.operations:
-            if op.name in home or info(op.target).kind is OpKind.VIEW:
+            if op.name in home or info(op.target).kind in VIEWS:
                 continue
             extent = self._extent(graph, op)
             if extent is None:
@@ -101,6 +101,8 @@ class FusionCandidateAnalyzer:
             home[op.name] = cluster
             for producer in graph.producers(op):
                 self._join(graph, home, clusters, home.get(producer.name), home[op.name])
+            if extent.parts:
+                self._join_pieces(graph, home, clusters, op)
         self._join_siblings(graph, home, clusters)
         return clusters
 
@@ -115,7 +117,7 @@ class FusionCandidateAnalyzer:
         if any(spec.dtype not in _DTYPES for spec in specs):
             self._refuse("dtype", [op], f"no kernel computes with {sorted({s.dtype for s in specs} - _DTYPES)}")
             return None
-        return extent_of(op, graph.spec)
+        return with_parts(extent_of(op, graph.spec), op, graph.by_name, graph.spec)
 
     def _join(
         self,
@@ -152,11 +154,39 @@ class FusionCandidateAnalyzer:
             return "size_limit", f"{size} operations are more than max_fusion_size={self.config.max_fusion_size}"
         if join_extents([*first.extents, *second.extents]) is None:
             return "loops_differ", "the operations do not share one loop nest"
+        if _part_leaves(graph, first, second):
+            return "part_leaves", "a part of the result is also needed by itself, and has other loops"
         if _reads_terminal(graph, first, second) or _reads_terminal(graph, second, first):
             return "needs_whole_reduction", "a value is complete only after all rows, and a second kernel reads it"
         if _has_outside_path(graph, home, first, second) or _has_outside_path(graph, home, second, first):
             return "cycle", "an operation between the two must run outside of the kernel"
         return None
+
+    def _join_pieces(
+        self, graph: FusionGraph, home: dict[str, _Cluster], clusters: list[_Cluster], op: Operation
+    ) -> None:
+        """Join an operation with all that its pieces come from: one of them alone would leave the others between."""
+        own = home[op.name]
+        others = {id(home[p.name]): home[p.name] for p in graph.producers(op) if p.name in home}
+        others.pop(id(own), None)
+        if len(others) < 2:
+            return
+        found = list(others.values())
+        merged = _Cluster(
+            [o for c in found for o in c.operations],
+            [e for c in found for e in c.extents],
+            any(c.seeded for c in found),
+        )
+        whole = _Cluster([*merged.operations, *own.operations], [*merged.extents, *own.extents])
+        if self._why_not(graph, home, merged, own) or _reads_terminal(graph, merged, merged):
+            return
+        if _has_outside_path(graph, home, whole, whole):
+            return
+        for cluster in found:
+            clusters.remove(cluster)
+        clusters.append(merged)
+        home.update((o.name, merged) for o in merged.operations)
+        self._join(graph, home, clusters, merged, own)
 
     def _join_siblings(self, graph: FusionGraph, home: dict[str, _Cluster], clusters: list[_Cluster]) -> None:
         """Join clusters that read the same large tensor: it is then read once."""
@@ -240,7 +270,7 @@ def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
     for op in kernels:
         for ref in op.inputs:
             chain = []
-            while ref.name in graph.by_name and info(graph.by_name[ref.name].target).kind is OpKind.VIEW:
+            while ref.name in graph.by_name and info(graph.by_name[ref.name].target).kind in VIEWS:
                 chain.append(graph.by_name[ref.name])
                 ref = chain[-1].inputs[0]
             if ref.name in inside:  # a view of an input stays outside: aten makes it for nothing
@@ -296,6 +326,25 @@ def _reads_terminal(graph: FusionGraph, producer: _Cluster, consumer: _Cluster) 
         if level == "terminal"
     }
     return any(graph.base(ref) in terminal for op in consumer.operations for ref in op.inputs)
+
+
+def _part_leaves(graph: FusionGraph, first: _Cluster, second: _Cluster) -> bool:
+    """Whether a value that is only a part of what the loops run over, or more than that, is read elsewhere too."""
+    extents = [*first.extents, *second.extents]
+    parts = {part for extent in extents for part in extent.parts}
+    joined = join_extents(extents)
+    operations = [*first.operations, *second.operations]
+    inside = {op.name for op in operations}
+    return any(
+        extent.numel in parts
+        and joined is not None
+        and extent.numel != joined.numel
+        and (
+            any(r.name not in inside for r in graph.readers[op.name])
+            or any(ValueRef(op.name, n) in graph.leaving for n in range(len(op.outputs)))
+        )
+        for op, extent in zip(operations, extents, strict=True)
+    )
 
 
 def _has_outside_path(graph: FusionGraph, home: dict[str, _Cluster], first: _Cluster, second: _Cluster) -> bool:

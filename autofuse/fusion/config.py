@@ -54,6 +54,8 @@ class FusionConfig:
             OpKind.POINTWISE: self.enable_elementwise,
             OpKind.CREATION: self.enable_elementwise,
             OpKind.VIEW: True,
+            OpKind.PART: True,
+            OpKind.MEMORY: self.enable_elementwise,
             OpKind.REDUCTION: self.enable_reduction,
             OpKind.NORMALISATION: self.enable_reduction,
             OpKind.LOSS: self.enable_reduction,

@@ -8,12 +8,12 @@ Guarantee: two operations with compatible extents can share one loop nest; the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
 from autofuse.ir.shape import Dim, product
 
 Level = Literal["full", "row", "terminal"]
@@ -27,6 +27,7 @@ class Extent:
     rows: Dim | None  # elements kept when columns are reduced; None: no split asked for
     levels: tuple[Level, ...]  # per output
     general: tuple[object, ...] = ()  # not empty: an unusual reduction that only matches itself
+    parts: tuple[Dim, ...] = ()  # elements of operands that are read at other places: a piece, or a whole that is cut
 
 
 def extent_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Extent | None:
@@ -38,9 +39,31 @@ def extent_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Extent |
     if kind in (OpKind.POINTWISE, OpKind.CREATION):
         levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
         return Extent(op.outputs[0].numel, None, levels)
+    if kind is OpKind.MEMORY:
+        numel = op.outputs[0].numel
+        pieces = dict.fromkeys(spec(ref).numel for ref in op.inputs)
+        return Extent(numel, None, ("full",), parts=tuple(piece for piece in pieces if piece != numel))
     if kind is OpKind.REDUCTION:
         return _reduction(op, spec(op.inputs[0]))
     return None
+
+
+def with_parts(
+    extent: Extent | None,
+    op: Operation,
+    operations: Mapping[str, Operation],
+    spec: Callable[[ValueRef], TensorSpec],
+) -> Extent | None:
+    """The extent with what the operation reads through slices of values of other operations."""
+    found: dict[Dim, None] = {}
+    for ref in op.inputs:
+        is_cut = False
+        while ref.name in operations and info(operations[ref.name].target).kind in VIEWS:
+            is_cut |= info(operations[ref.name].target).kind is OpKind.PART
+            ref = operations[ref.name].inputs[0]
+        if is_cut and ref.name in operations and info(operations[ref.name].target).kind in FUSIBLE:
+            found[spec(ref).numel] = None
+    return replace(extent, parts=(*extent.parts, *found)) if extent is not None and found else extent
 
 
 def reduced_dims(op: Operation, rank: int) -> tuple[int, ...]:

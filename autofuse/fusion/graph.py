@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from autofuse.errors import FusionError
 from autofuse.fusion.metrics import GraphMetrics, matmul_flops, measure_graph
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, TensorSpec, ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import VIEWS, OpKind, info
 from autofuse.ir.shape import Dim, evaluate, free_symbols
 
 
@@ -50,7 +50,7 @@ class FusionGraph:
             for ref in dict.fromkeys(op.inputs):
                 if ref.name in self.consumers:
                     self.consumers[ref.name].append(op)
-            if info(op.target).kind is not OpKind.VIEW:
+            if info(op.target).kind not in VIEWS:
                 for producer in self.producers(op):
                     self.readers[producer.name].append(op)
                 for ref in dict.fromkeys(self.base(ref) for ref in op.inputs):
@@ -74,7 +74,7 @@ class FusionGraph:
 
     def base(self, ref: ValueRef) -> ValueRef:
         """The value that a chain of views looks at."""
-        while ref.name in self.by_name and info(self.by_name[ref.name].target).kind is OpKind.VIEW:
+        while ref.name in self.by_name and info(self.by_name[ref.name].target).kind in VIEWS:
             ref = self.by_name[ref.name].inputs[0]
         return ref
 
@@ -104,7 +104,7 @@ class FusionGraph:
 
     def operation_bytes(self, op: Operation) -> int:
         """Bytes that ``op`` reads and writes as a kernel of its own; 0 for views."""
-        if info(op.target).kind is OpKind.VIEW:
+        if info(op.target).kind in VIEWS:
             return 0
         read = sum(self.nbytes(self.spec(ref)) for ref in dict.fromkeys(op.inputs))
         return read + sum(self.nbytes(spec) for spec in op.outputs)
@@ -115,7 +115,7 @@ class FusionGraph:
         if exact is not None:
             return exact
         facts = info(op.target)
-        if facts.kind in (OpKind.OPAQUE, OpKind.VIEW):
+        if facts.kind is OpKind.OPAQUE or facts.kind in VIEWS:
             return 0.0
         specs = [self.spec(ref) for ref in op.inputs]
         return facts.flops * max((self.numel(s) for s in [*specs, *op.outputs]), default=0)

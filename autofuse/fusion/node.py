@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from autofuse.errors import FusionError
-from autofuse.fusion.extent import Extent, Level, extent_of
+from autofuse.fusion.extent import Extent, Level, extent_of, with_parts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
-from autofuse.ir.optable import FUSIBLE, OpKind, info
-from autofuse.ir.shape import Dim, SymbolicShape, symbol
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
+from autofuse.ir.shape import Dim, SymbolicShape, evaluate, free_symbols, symbol
 
 
 class FusionNode:
@@ -66,7 +66,7 @@ class FusionNode:
         known = {spec.shape for o in self.operations for spec in o.outputs} | {s.shape for s in self.inputs.values()}
         if self.operations and any(shape not in known for shape in intermediate_shapes):
             return False
-        if info(op.target).kind is OpKind.VIEW:
+        if info(op.target).kind in VIEWS:
             return True
         extent = self._extent(op)
         return extent is not None and join_extents([*self._extents(), extent]) is not None
@@ -84,12 +84,12 @@ class FusionNode:
 
     def _extent(self, op: Operation) -> Extent | None:
         try:
-            return extent_of(op, self.spec)
+            return with_parts(extent_of(op, self.spec), op, {o.name: o for o in self.operations}, self.spec)
         except FusionError:
             return None
 
     def _extents(self) -> list[Extent]:
-        kernels = [op for op in self.operations if info(op.target).kind is not OpKind.VIEW]
+        kernels = [op for op in self.operations if info(op.target).kind not in VIEWS]
         return [e for e in map(self._extent, kernels) if e is not None]
 
     @property
@@ -123,7 +123,7 @@ class FusionNode:
     @property
     def kernels(self) -> list[Operation]:
         """The operations that are a kernel of their own in eager, which views are not."""
-        return [op for op in self.operations if info(op.target).kind is not OpKind.VIEW]
+        return [op for op in self.operations if info(op.target).kind not in VIEWS]
 
     def validate_fusion(self) -> bool:
         """Whether the node is sound; never raises."""
@@ -216,7 +216,9 @@ class FusionNode:
 
 def join_extents(extents: Sequence[Extent]) -> Extent | None:
     """The loop nest that all extents share, None where there is none."""
-    full = _largest(extents)
+    parts = {part for extent in extents for part in extent.parts}
+    whole = [extent for extent in extents if extent.numel not in parts]
+    full = _largest(whole) if whole else max((e.numel for e in extents), key=_guessed, default=1)
     rows: Dim | None = None
     general: tuple[object, ...] = ()
     levels: list[Level] = []
@@ -231,12 +233,17 @@ def join_extents(extents: Sequence[Extent]) -> Extent | None:
                 return None
             rows = extent.rows
     for extent in extents:
-        if extent.numel == full:
+        if extent.numel == full or (extent.numel in parts and extent.rows is None and not extent.general):
             continue
         # A smaller operation may live between two passes, once a row.
         if rows is None or extent.numel != rows or extent.rows is not None:
             return None
-    return Extent(full, rows, tuple(levels), general)
+    return Extent(full, rows, tuple(levels), general, tuple(dict.fromkeys(p for e in extents for p in e.parts)))
+
+
+def _guessed(numel: Dim) -> int:
+    """A number to compare symbolic sizes of one graph by."""
+    return evaluate(numel, dict.fromkeys(free_symbols(numel), 64))
 
 
 def _largest(extents: Sequence[Extent]) -> Dim:
