@@ -366,7 +366,9 @@ class Root:
 
     def _compare(self, signature: str, held_out: bool, step_us: float) -> None:
         """Release a root whose captured steps lose to held-out eager ones."""
-        recent = self._recent.setdefault(signature, deque(maxlen=6))
+        recent = self._recent.get(signature)
+        if recent is None:
+            recent = self._recent[signature] = deque(maxlen=6)
         if not held_out:
             recent.append(step_us)
             return
