@@ -1,0 +1,251 @@
+"""Concatenation, windows, padding and shifts: what the planner makes of them, places at the edges, rotary embeddings.
+
+The cases tagged ``memory`` in `tests/cases.py` go through C and Triton with the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autofuse.codegen.c.knobs import default_config
+from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.loops import check
+from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.reference import run_unfused
+from autofuse.errors import LoweringError
+from autofuse.fusion.engine import FusionEngine
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.optable import VIEWS, info
+from autofuse.runtime import session as sessions
+from tests.cases import CASES, trace
+from tests.codegen.conftest import Verify
+from tests.codegen.nodes import NodeBuilder
+
+MEMORY = [name for name, case in CASES.items() if "memory" in case.tags]
+aten = torch.ops.aten
+
+
+def _refusal(form: NodeForm) -> tuple[str, str] | None:
+    try:
+        lower(form)
+    except LoweringError as error:
+        return error.code, str(error)
+    return None
+
+
+def plan(form: NodeForm) -> tuple[list[FusionNode], FusionEngine]:
+    engine = FusionEngine(lowerable=_refusal)
+    graph = FusionGraph(form.operations, {item.name: item.spec for item in form.inputs}, form.outputs)
+    return engine.fuse(graph), engine
+
+
+# ---- kernels before and after ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_all_of_a_case_is_one_kernel(name: str) -> None:
+    form = CASES[name].form()
+    kernels = [op for op in form.operations if info(op.target).kind not in VIEWS]
+    nodes, _ = plan(form)
+    expected = {"stack_many": 10, "unbind": 8}.get(name, len(kernels))
+    assert len(nodes) == 1 and len(nodes[0].kernels) == expected > 1
+    assert nodes[0].validate_fusion() and check(lower(nodes[0].form)) == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cat((x, x), 0),
+        lambda x: torch.nn.functional.pad(x, (1, 2)),
+        lambda x: x.flip(0),
+        lambda x: x.roll(1, 0),
+        lambda x: x.repeat(2, 2),
+    ],
+)
+def test_one_operation_alone_stays_as_it_is(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    nodes, engine = plan(trace(function, [torch.zeros(5, 7)]))
+    assert nodes == [] and {refusal.code for refusal in engine.refusals} == {"single_op"}
+
+
+def test_windows_of_an_input_stay_views() -> None:
+    form = trace(lambda x: (x[:, 1:3] + 1) * x[:, 3:5], [torch.zeros(5, 7)])
+    ((node,), _) = plan(form)
+    assert node.operation_names == "add + mul" and len(node.inputs) == 2
+
+
+def test_a_window_is_not_a_result() -> None:
+    """aten gives a view: only a copy of it would have memory of its own."""
+    form = trace(lambda x: x.exp()[1:], [torch.zeros(5, 7)])
+    with pytest.raises(LoweringError, match="memory of its own"):
+        lower(form)
+
+
+def test_a_part_that_is_also_needed_by_itself_has_a_kernel_of_its_own() -> None:
+    form = trace(lambda a, b: (a.exp(), torch.cat((a.exp() * 2, b), 1) + 1), [torch.zeros(5, 7), torch.zeros(5, 4)])
+    shared = trace(
+        lambda a, b: (lambda e: (e, torch.cat((e, b), 1) + 1))(a.exp()), [torch.zeros(5, 7), torch.zeros(5, 4)]
+    )
+    assert "cat + add" in [node.operation_names for node in plan(shared)[0]]
+    assert "part_leaves" in {refusal.code for refusal in plan(shared)[1].refusals}
+    assert any("mul + cat + add" in node.operation_names for node in plan(form)[0])
+
+
+# ---- the code --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rotary_half", "rotary_pairs", "cat_equal", "stack_leading"])
+def test_what_consists_of_equal_pieces_is_written_piece_by_piece(name: str) -> None:
+    """Each element is calculated once: no place is tested."""
+    kernel = lower(CASES[name].form())
+    ops = {value.op for value in kernel.values}
+    assert len(kernel.stores) == {"cat_equal": 3, "stack_leading": 3}.get(name, 2)
+    assert not ops & {"where", "load_if", "index"}
+
+
+@pytest.mark.parametrize("name", ["cat_columns", "pad_slice_roll_flip", "slice_backward"])
+def test_other_pieces_are_read_under_a_test(name: str) -> None:
+    kernel = lower(CASES[name].form())
+    assert "load_if" in {value.op for value in kernel.values} and len(kernel.stores) == 1
+    assert " ? " in print_c(kernel, default_config(kernel)).text
+
+
+# ---- numerics --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["rotary_half", "rotary_pairs", "cat_columns", "pad_slice_roll_flip", "slice_backward"]
+)
+def test_dtypes(name: str, dtype: str, verify: Verify) -> None:
+    case = CASES[name]
+    form = case.form(getattr(torch, dtype))
+    sizes = {2: ((5, 7), (1, 1), (33, 67)), 3: ((3, 5, 7), (1, 2, 1))}[len(form.symbols)]
+    verify(form, sizes)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(widths=st.lists(st.integers(0, 19), min_size=2, max_size=5), dim=st.integers(0, 1), data=st.data())
+def test_concatenations_of_any_sizes(generator: FusionKernelGenerator, widths: list[int], dim: int, data: Any) -> None:
+    """Every boundary, and windows of the result that begin and end anywhere."""
+    total = sum(widths)
+    start = data.draw(st.integers(0, max(total - 1, 0)))
+    end = data.draw(st.integers(start, total))
+    if end == start:
+        return
+    tensors = [torch.randn((width, 3) if dim == 0 else (3, width)) for width in widths]
+    b = NodeBuilder()
+    moved = [b.call("aten.add.Scalar", b.input(tensor), 1.0) for tensor in tensors]
+    whole = b.call("aten.cat.default", moved, dim)
+    part = b.call("aten.mul.Scalar", b.call("aten.slice.Tensor", whole, dim, start, end), 2.0)
+    for form in (b.form(part), b.form(b.call("aten.neg.default", whole))):
+        found = generator.generate_generic_kernel(form)(*tensors)
+        assert torch.equal(found[0], run_unfused(form, tensors, {})[0])
+
+
+@pytest.mark.parametrize("name", ["cat_columns", "rotary_pairs", "pad_slice_roll_flip"])
+def test_threads(name: str, verify: Verify) -> None:
+    form = CASES[name].form()
+    sizes = {2: ((701, 129),), 3: ((5, 101, 129),)}[len(form.symbols)]
+    verify(form, sizes, ("normal",), threads=3)
+
+
+def test_nothing_outside_of_an_operand_is_read(generator: FusionKernelGenerator) -> None:
+    """Operands between NaNs: what is read beside them would show."""
+    form = trace(lambda a, b: torch.cat((a, b), 0) * 0 + 1, [torch.zeros(3), torch.zeros(5)])
+    kernel = generator.generate_generic_kernel(form)
+    memory = torch.full((40,), float("nan"))
+    a, b = memory[10:13], memory[20:25]
+    a.zero_(), b.zero_()
+    assert torch.equal(kernel(a, b)[0], torch.ones(8))
+
+
+def test_strided_operands(verify: Verify) -> None:
+    """Operands that are transposed, or have gaps."""
+    example = [torch.zeros(7, 5).t(), torch.zeros(5, 22)[:, ::2]]
+    form = trace(lambda a, b: torch.cat((a * 2, b), 1).flip(1) + 1, example, dynamic=False)
+    assert [tuple(item.spec.strides) for item in form.inputs] == [(1, 5), (22, 2)]
+    verify(form, [()])
+
+
+# ---- rotary embeddings in captured graphs -----------------------------------------------------------------
+
+
+class Rotary(torch.nn.Module):
+    """Queries with a rotary embedding, in both forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def forward(self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q = q * self.scale
+        first, second = q[..., :32], q[..., 32:]
+        q = q * cos + torch.cat((-second, first), -1) * sin
+        even, odd = q[..., 0::2], q[..., 1::2]
+        c, s = cos[:, :32], sin[:, :32]
+        return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    settings_of_run = {
+        "STORE": str(tmp_path / "store.sqlite3"), "TUNE": "wait", "TUNER_TRIALS": "1", "TUNER_ROUNDS": "5",
+        "TUNER_IDLE_EXIT_SECONDS": "2",
+    }  # fmt: skip
+    for name, value in settings_of_run.items():
+        monkeypatch.setenv(f"AUTOFUSE_{name}", value)
+    torch._dynamo.reset()
+    found = sessions.current_session()
+    yield found
+    found.finish(0)
+
+
+def test_rotary_with_gradients(session: Any) -> None:
+    torch.manual_seed(0)
+    eager, inputs = Rotary(), (torch.randn(2, 4, 128, 64), torch.randn(128, 64), torch.randn(128, 64))
+    compiled, exact = torch.compile(copy.deepcopy(eager), backend="autofuse"), copy.deepcopy(eager).double()
+
+    def run(model: torch.nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, cos, sin = (t.to(dtype, copy=True) for t in inputs)
+        q.requires_grad_()
+        model.zero_grad()
+        result = model(q, cos, sin)
+        result.square().sum().backward()
+        scale = next(model.parameters())
+        return [result.detach(), q.grad, scale.grad]  # type: ignore[list-item]
+
+    for _ in range(4):  # capture, tune, route
+        run(compiled, torch.float32)
+    before = session.totals().fused_calls
+    found = run(compiled, torch.float32)
+    assert session.totals().fused_calls - before >= 2  # forward and backward
+    ulp = torch.finfo(torch.float32).eps
+    for ours, own, reference in zip(found, run(eager, torch.float32), run(exact, torch.float64), strict=True):
+        error, allowed = ((t.double() - reference).abs().max() for t in (ours, own))
+        assert error <= 2 * allowed + 4 * ulp * reference.abs().max()
+
+
+def test_rotary_forward_is_at_most_two_kernels() -> None:
+    """The scaling and both embeddings, of which eager makes 13 kernels."""
+    example = (torch.zeros(2, 4, 16, 64), torch.zeros(16, 64), torch.zeros(16, 64), torch.zeros(64))
+    model = Rotary()
+    form = trace(
+        lambda q, cos, sin, scale: torch.func.functional_call(model, {"scale": scale}, (q, cos, sin)),
+        example,
+        dynamic=False,
+    )
+    kernels = [op for op in form.operations if info(op.target).kind not in VIEWS]
+    nodes, _ = plan(form)
+    assert len(kernels) == 13 and len(nodes) <= 2
+    assert sum(len(node.kernels) for node in nodes) == len(kernels)
