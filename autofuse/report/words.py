@@ -81,6 +81,7 @@ REFUSALS = {
     "disjoint": "parts that share no data",
     "division": "a rounding mode without a kernel",
     "empty": "nothing to compute",
+    "layout": "channels that are neighbours in memory",
     "indirect": "an index computed in the kernel itself",
     "overlap": "an input that overlaps itself",
     "pow": "a power without a kernel",

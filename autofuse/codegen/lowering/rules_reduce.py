@@ -362,10 +362,13 @@ def _channel_statistics(b: Builder, x: Val, over: Sequence[Atom], n: Dim) -> tup
 
 
 def _refuse_columns(cx: Context, x: ValueRef) -> None:
-    """On a CPU a channel's elements must not lie a channel apart: its loops would read each cache line many times."""
+    """On a CPU channels must not be neighbours in memory (channels_last, 2-d): cache lines would be read many times.
+
+    32x64x56x56 in channels_last on one core, 2026-11: 55 ms, eager 3.2 ms; 128x512: 246 us, eager 58 us.
+    """
     spec = cx.spec(x)
-    if spec.device == "cpu" and len(spec.shape) > 2 and spec.strides[1] == 1 and spec.shape[1] != 1:
-        raise LoweringError("layout", f"expected batch norm with the channels outermost, found strides {spec.strides}")
+    if spec.device == "cpu" and spec.strides[1] == 1 and spec.shape[1] != 1:
+        raise LoweringError("layout", f"expected batch norm of channels that lie apart, found strides {spec.strides}")
 
 
 def _refuse_statistics(cx: Context, op: Operation, output: int) -> None:
