@@ -63,6 +63,7 @@ REFUSALS = {
     "no_rule": "no rule fuses these operators",
     "loops_differ": "the operations share no loop nest",
     "needs_whole_reduction": "a value is needed before it is complete",
+    "part_leaves": "a part of the result is also needed by itself",
     "pattern_loops_differ": "the pattern's operations share no loop nest",
     "pattern_has_no_kernel": "the pattern has no kernel",
     "grouped": "has several ways to run, to be measured",
@@ -90,6 +91,10 @@ REFUSALS = {
     "sink_reused": "an output that is read again",
     "sizes": "sizes that do not fit one loop nest",
     "view": "a view that kernels cannot follow",
+    "window": "a slice, which is a view of something else",
+    "slice": "a slice whose bounds are not known",
+    "slice_step": "a slice whose step does not divide the size",
+    "roll": "a shift that may be larger than the size",
     "views": "only views",
 }
 
