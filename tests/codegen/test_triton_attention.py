@@ -67,6 +67,14 @@ def from_projection(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return scaled(q, k, v).transpose(1, 2).contiguous()
 
 
+def from_one_projection(qkv: Tensor) -> Tensor:
+    """q, k and v are parts of the rows of one tensor."""
+    batch, length, width = qkv.shape
+    parts = aten.split.Tensor(qkv, width // 3, 2)
+    q, k, v = (part.view(batch, length, 2, width // 6).transpose(1, 2) for part in parts)
+    return scaled(q, k, v).transpose(1, 2).contiguous().view(batch, length, width // 3)
+
+
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.tanh(aten.bmm(q, k) / 5.0) * 5.0
     return aten.bmm(aten._softmax(scores, 2, False), v).mul(0.5).relu()
@@ -109,6 +117,7 @@ CASES: dict[str, AttentionCase] = {
     "from_projection": AttentionCase(
         from_projection, (t(2, 5, 3, 32), t(2, 7, 3, 32), t(2, 7, 3, 32)), ((2, 17, 3, 37), (1, 3, 2, 1))
     ),
+    "from_one_projection": AttentionCase(from_one_projection, (t(3, 5, 96),), ((2, 19), (1, 1))),
     "capped": AttentionCase(capped, _THREE, BATCHED),
     "rounded": AttentionCase(rounded, _THREE, BATCHED),
     "unbatched": AttentionCase(unbatched, (t(5, 16), t(16, 7), t(7, 20), t(7)), ((17, 37), (1, 3))),

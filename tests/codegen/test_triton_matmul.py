@@ -124,6 +124,11 @@ CASES: dict[str, MatmulCase] = {
     ),
     "baddbmm": MatmulCase(lambda c, q, k: aten.baddbmm(c, q, k, beta=1, alpha=0.25).relu(), (_S, _Q, _K), ()),
     "copied": MatmulCase(heads_copied, (t(2, 5, 3, 7), t(2, 3, 7, 11)), ((2, 17, 3, 7, 18), (1, 1, 2, 1, 1))),
+    "parts": MatmulCase(
+        lambda x, w: aten.mm(x[:, 2:], w[2:]).relu(), (t(5, 9), t(9, 11)), ((17, 19, 37), (1, 3, 1))
+    ),
+    "concatenated": MatmulCase(lambda x, w, r: torch.cat([aten.mm(x, w), r], 1), (_X, _W, _R), ((17, 19, 37),)),
+    "stacked": MatmulCase(lambda x, w, r: torch.stack([aten.mm(x, w).tanh(), r]), (_X, _W, _R), ()),
     "expanded": MatmulCase(lambda q, k: aten.bmm(q.expand(4, -1, -1), k).abs(), (t(1, 5, 7), t(4, 7, 11)), ()),
 }  # fmt: skip
 
@@ -240,6 +245,8 @@ REFUSED: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], str]] 
     "a row's softmax": (lambda x, w: aten.mm(x, w).softmax(1), (_X, _W), "reduction"),
     "another place": (lambda x, w: aten.mm(x, w) + aten.mm(x, w).t(), (_X, t(7, 5)), "anchor"),
     "its own transpose": (lambda x, w: (lambda y: y + y.t())(aten.mm(x, w)), (_X, t(7, 5)), "index"),
+    "a part of it": (lambda x, w: aten.mm(x, w)[:, 1:].relu(), (_X, _W), "index"),
+    "a piece of something longer": (lambda x, w, r: torch.cat([aten.mm(x, w), r]), (_X, _W, t(13, 11)), "index"),
     "no use of it": (lambda x, w: (aten.mm(x, w), x + 1)[1], (_X, _W), "unused"),
 }  # fmt: skip
 

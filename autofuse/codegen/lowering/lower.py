@@ -254,7 +254,8 @@ def lower_tile(form: NodeForm, tile: ValueRef, name: str) -> tuple[LoopKernel, t
     own, index = params.index(Param(tile.name, context.spec(tile).dtype, False)), context.canonical(tile)
     here = AtomAccess(own, linear_terms(index, context.spec(tile).strides)[0])
     for node in context.builder.nodes:
-        if isinstance(node.attr, AtomAccess) and node.attr.param == own and node.attr != here:
+        reads = isinstance(node.attr, AtomAccess) and node.attr.param == own
+        if reads and (node.op, node.attr) != ("load", here):
             raise LoweringError("index", f"expected {tile.name} at the place of each element, found it at another")
     nest = [atoms_of(part) for part in (index[:-2], index[-2:-1], index[-1:])]
     comments = tuple(describe(op) for op in form.operations)

@@ -136,10 +136,9 @@ def _chain(form: NodeForm, by_name: dict[str, Operation]) -> tuple[Operation, Op
 def _check_place(form: NodeForm, scores: Following, ref: ValueRef, first: Operation) -> None:
     """The softmax must see the scores in the order in which the product makes them."""
     shape, made = form.spec(ref).shape.dims, first.outputs[0].shape.dims
-    loads = [
-        v.attr.strides for v in scores.kernel.values if isinstance(v.attr, Access) and v.attr.param == scores.product
-    ]
-    if not loads or shape[-2:] != made[-2:] or loads[0] != scores.kernel.stores[0].access.strides:
+    loads = [v.attr for v in scores.kernel.values if isinstance(v.attr, Access) and v.attr.param == scores.product]
+    written = [replace(store.access, param=scores.product) for store in scores.kernel.stores]
+    if shape[-2:] != made[-2:] or loads[:1] != written:
         raise LoweringError("layout", f"expected scores in the order of {first.name}, found another")
 
 

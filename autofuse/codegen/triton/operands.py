@@ -27,11 +27,12 @@ class Operand:
     batch: Steps  # from one matrix to the next
     rows: Dim
     cols: Dim
+    offset: Dim = 0  # elements from the beginning of the input
 
     def extent(self, rows: Dim, cols: Dim) -> Dim:
         """Elements of memory that matrices of this size span, about."""
         steps = [(rows, self.rows), (cols, self.cols), *self.batch]
-        total: Dim = 0
+        total = self.offset
         for size, stride in steps:
             total = total + size * stride
         return as_dim(total)
@@ -43,11 +44,11 @@ def read_operand(form: NodeForm, ref: ValueRef) -> Operand:
     source = Context(form).aliased_input(ref)
     if source is not None:
         parts: list[Steps] = [((n, stride),) for n, stride in zip(spec.shape, spec.strides, strict=True)]
-        name = source.name
+        name, offset = source.name, as_dim(0)
     else:
-        name, parts = _through_copies(form, ref)
+        name, offset, parts = _through_copies(form, ref)
     *batch, rows, cols = parts
-    return Operand(name, batch[0] if batch else (), _stride(ref, rows), _stride(ref, cols))
+    return Operand(name, batch[0] if batch else (), _stride(ref, rows), _stride(ref, cols), offset)
 
 
 def live(operations: Sequence[Operation], outputs: Iterable[ValueRef]) -> list[Operation]:
@@ -61,19 +62,22 @@ def live(operations: Sequence[Operation], outputs: Iterable[ValueRef]) -> list[O
     return kept[::-1]
 
 
-def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, list[Steps]]:
-    """The input that a value is a copy of, and the steps through it along each dim."""
-    *before, last = live(form.operations, [ref])
-    # The lowering stores what it lowers: an expanded tensor would be written where it lies.
-    own = [replace(o, strides=SymbolicShape(contiguous_strides(o.shape.dims))) for o in last.outputs]
-    context = Context(NodeForm(form.inputs, (*before, replace(last, outputs=tuple(own))), (ref,), form.symbols))
+def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, Dim, list[Steps]]:
+    """The input that a value is a copy of, where its first element lies, and the steps through it along each dim."""
+    spec = form.spec(ref)
+    # The lowering stores what it lowers: a copy, since a view is written to nowhere.
+    copied = replace(spec, strides=SymbolicShape(contiguous_strides(spec.shape.dims)))
+    copy = Operation(f"{ref.name}_copy", "aten.clone.default", (ref,), (), (copied,))
+    operations = (*live(form.operations, [ref]), copy)
+    context = Context(NodeForm(form.inputs, operations, (ValueRef(copy.name),), form.symbols))
     context.infer_all()
-    ((value, _),) = context.pull_outputs()
-    node = context.builder.nodes[value.number]
-    if node.op != "load" or not isinstance(node.attr, AtomAccess) or node.attr.offset != 0:
+    stores = context.pull_outputs()
+    node = context.builder.nodes[stores[0][0].number]
+    if len(stores) > 1 or node.op != "load" or not isinstance(node.attr, AtomAccess):
         raise LoweringError("operand", f"expected an input as operand, found {ref.name}, which is calculated")
     strides = dict(node.attr.strides)
-    return form.inputs[node.attr.param].name, [_steps(word, strides) for word in context.canonical(ref)]
+    steps = [_steps(word, strides) for word in context.canonical(ValueRef(copy.name))]
+    return form.inputs[node.attr.param].name, node.attr.offset, steps
 
 
 def _steps(word: Word, strides: dict[Atom, Dim]) -> Steps:

@@ -71,7 +71,8 @@ class Tile(Body):
     def matrix(self, operand: Operand, rows: str, cols: str) -> str:
         """Pointers to the elements of an operand at positions of rows and columns."""
         places = ((rows, operand.rows), (cols, operand.cols))
-        terms = [operand.name, *self._of_batch(operand)]
+        start = [] if operand.offset == 0 else [self.size(operand.offset)]
+        terms = [operand.name, *start, *self._of_batch(operand)]
         terms += [self.times(place, stride) if stride != 0 else f"{place} * 0" for place, stride in places]
         return " + ".join(terms)
 
