@@ -281,6 +281,8 @@ def tensors_of(found: Any) -> Tensors:
 
 def race(run: Benchmark, found: dict[str, Any], prepared: dict[str, Prepared], seed_figure: float | None) -> None:
     """Times, faults and ratios of all contenders, and the bytes a second that follow."""
+    if not prepared:
+        return
     turns = {name: in_turn(p.calls) for name, p in prepared.items()}
     began = time.perf_counter()
     for name in turns:

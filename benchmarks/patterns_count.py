@@ -84,7 +84,8 @@ def _counted_nodes(routers: Sequence[GraphRouter], count: Count) -> Iterator[Non
     before: list[tuple[Plan, tuple[Any, ...]]] = []
     for plan in [plan for router in routers for plan in router.all_plans()]:
         before.append((plan, plan.calls))
-        plan.calls = tuple(_counted(call, count) for call in plan.calls)
+        # None: a group whose nodes run on their own
+        plan.calls = tuple(call and _counted(call, count) for call in plan.calls)
     try:
         yield
     finally:
