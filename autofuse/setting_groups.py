@@ -101,6 +101,7 @@ class FusionSettings(Group):
     enable_matmul: bool = declare(True, "Matrix products with what follows them: vendors' fused kernels compete.")
     enable_conv: bool = declare(True, "Convolutions with normalisation, residual and activation as one.")
     enable_attention: bool = declare(True, "Attention written out by hand as one kernel.")
+    enable_optimizer: bool = declare(True, "The optimizer's step over all parameters in one call.")
     max_fusion_size: int = declare(
         32, "Operators in one fused kernel at most, views not counted.", unit="operators", low=2, high=256
     )

@@ -34,6 +34,7 @@ from autofuse.fusion.node import FusionNode
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
+from autofuse.optimizer.router import OptimizerRouter
 from autofuse.pattern_file import read_patterns
 from autofuse.runtime import roots
 from autofuse.runtime.backends import CPU, Backends, Place
@@ -106,12 +107,15 @@ class Session:
         )
         self.tuning = TuningClient(self)
         self.roots = roots.Roots(self)
+        self.optimizers = OptimizerRouter(self)
 
     def start(self) -> None:
         self._load_patterns()
         self.backstage.start()
         if self.settings.observe.enabled:
             self.roots.install()
+        if self.engine.enabled and self.settings.fusion.enable_optimizer:
+            self.optimizers.install()
 
     # ---- telling the person -----------------------------------------------------------------------
 
@@ -329,7 +333,7 @@ class Session:
         steps, self.steps = self.steps, []
         if steps:
             store.add_step_samples(run_id, steps)
-        uses = node_uses(self)
+        uses = [*node_uses(self), *self.optimizers.uses()]
         if uses:
             store.put_node_uses(run_id, uses)
         new = self.refusals[self._written_refusals :]
@@ -379,6 +383,7 @@ class Session:
         self._finished = True
         self._exit_code = exit_code if exit_code is not None else 0
         self.roots.uninstall()
+        self.optimizers.uninstall()
         self.graphs.post(self.backstage.post_event)
         self.tuning.hand_over()
         self.backstage.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
@@ -57,14 +58,20 @@ class TuningClient:
             self._pause(left)
         return True
 
-    def _pause(self, budget_seconds: float) -> None:
+    def wait_for(self, requests: list[TuneRequest]) -> None:
+        """Pause the script until these requests are done too, within what is left of the budget."""
+        left = self._session.settings.tuner.budget_seconds - self.paused_seconds
+        if self.enabled and left > 0 and requests:
+            self._pause(left, requests)
+
+    def _pause(self, budget_seconds: float, requests: Sequence[TuneRequest] = ()) -> None:
         """Hand in all open work and wait until it is done or the budget is spent."""
         session = self._session
         began = time.perf_counter()
         session.disturbances += 1
         try:
             plans = [p for r in list(session.routers) for p in r.all_plans()]
-            requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["wait"]])
+            requests = [*requests, *self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["wait"]])]
             if requests:
                 ticket = session.backstage.post_requests(requests)
                 session.backstage.wait_written(ticket, 10.0)
@@ -120,6 +127,7 @@ class TuningClient:
             return
         plans = [p for r in list(session.routers) for p in r.all_plans()]
         requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["background"]])
+        requests += session.optimizers.requests()
         if requests:
             session.backstage.post_requests(requests)
             self._ensure_daemon()
@@ -133,6 +141,7 @@ class TuningClient:
             return
         plans = [p for r in list(session.routers) for p in r.all_plans()]
         requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["after"]])
+        requests += session.optimizers.requests()
         if requests:
             session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
             self._ensure_daemon()

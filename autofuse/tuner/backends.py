@@ -15,7 +15,7 @@ from typing import Protocol
 
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
 from autofuse.codegen.c.knobs import default_config, knobs_for
-from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.c.printer import CSource, print_c
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.triton.artifact import Artifact
@@ -104,14 +104,14 @@ class CBackend:
         self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
         source = print_c(only_loops(loop), config, constants)
+        key = compile_key(source.text, self._toolchain, flags_for(self._toolchain, config))
+        return Recipe(key, lambda: self.compile(source, config))
+
+    def compile(self, source: CSource, config: Config) -> KernelRecord:
+        """A translation unit with the flags of a configuration. Raises CompilerError."""
         flags = flags_for(self._toolchain, config)
-        key = compile_key(source.text, self._toolchain, flags)
-
-        def make() -> KernelRecord:
-            binary = compile_source(source.text, self._toolchain, flags, self._timeout_seconds)
-            return KernelRecord(key, source.name, source.text, binary)
-
-        return Recipe(key, make)
+        binary = compile_source(source.text, self._toolchain, flags, self._timeout_seconds)
+        return KernelRecord(compile_key(source.text, self._toolchain, flags), source.name, source.text, binary)
 
 
 Compile = Callable[[TritonSource, str, Sequence[Assumptions]], Artifact]

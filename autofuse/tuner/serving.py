@@ -30,6 +30,8 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Config, Decision, KernelRecord, ObservedShape, TuneRequest
 from autofuse.ir.shape import Dim, evaluate
+from autofuse.optimizer.form import OPTIMIZER
+from autofuse.optimizer.job import StepJob
 from autofuse.settings import Settings
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.buckets import distance
@@ -239,6 +241,10 @@ class TuningLoop:
 
     def _tune(self, request: TuneRequest) -> Outcome:
         self._workshop(request.key.device).worker.start()  # imports torch while the first kernels compile
+        if OPTIMIZER in request.node:
+            workshop = self._workshop(request.key.device)
+            assert isinstance(workshop.backend, CBackend)
+            return StepJob(request, workshop.backend, workshop.worker, self._limits(request), self._rest).run()
         form = NodeForm.from_json(dict(request.node))
         if is_group(form):
             return self._tune_ways(request, form, ways_of(form, request.key.device != self._cpu))

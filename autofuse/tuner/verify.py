@@ -151,7 +151,7 @@ class Verifier:
                 raise Wrong(f"changed input {index}")
         loose = self._loose and case.kind == "special"
         pairs = zip(outputs, reference.answers, strict=True)
-        return max((_output_error(i, found, answer, loose) for i, (found, answer) in enumerate(pairs)), default=0.0)
+        return max((output_error(i, found, answer, loose) for i, (found, answer) in enumerate(pairs)), default=0.0)
 
     def _reference(self, case: CheckCase) -> _Reference:
         found = self._references.get(case)
@@ -163,7 +163,7 @@ class Verifier:
             _begin_drawing(self._device)
             eager = run_unfused(self._form, inputs, case.values, masks)
             exact = run_unfused(self._wide, widen(inputs), case.values, masks)
-            answers = [_answer(e, x) for e, x in zip(eager, exact, strict=True)]
+            answers = [answer(e, x) for e, x in zip(eager, exact, strict=True)]
             found = _Reference(inputs, [t.clone() for t in inputs], answers)
             self._references[case] = found
             while len(self._references) > 1 and sum(r.nbytes for r in self._references.values()) > REFERENCE_BYTES:
@@ -207,7 +207,8 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits)))
 
 
-def _answer(eager: torch.Tensor, exact: torch.Tensor) -> _Answer:
+def answer(eager: torch.Tensor, exact: torch.Tensor) -> _Answer:
+    """What eager and float64 say one output is."""
     if not eager.is_floating_point() or not eager.numel():
         return _Answer(eager, exact, None)
     e, x = eager.double(), exact.double()
@@ -220,7 +221,7 @@ def _norms(eager: torch.Tensor, exact: torch.Tensor) -> _Norms:
     return _Norms((_largest(own), _rms(own)), (_largest(exact), _rms(exact)))
 
 
-def _output_error(index: int, found: torch.Tensor, answer: _Answer, loose: bool) -> float:
+def output_error(index: int, found: torch.Tensor, answer: _Answer, loose: bool) -> float:
     """The error over eager's own; raises Wrong where it is too large."""
     eager, exact, norms = answer.eager, answer.exact, answer.norms
     if found.shape != eager.shape or found.dtype != eager.dtype:

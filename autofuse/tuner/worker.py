@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from autofuse.ir.operation import NodeForm
+from autofuse.optimizer import bench as optimizer
+from autofuse.optimizer.form import StepForm
 from autofuse.process_settings import apply_malloc
 from autofuse.tuner.bench import CpuRig, NodeBench, Rig
 from autofuse.tuner.cases import CheckCase
@@ -89,6 +91,15 @@ class Benches:
         rules = RaceRules(**request["rules"])
         result = self._bench.race(request["digests"], tuple(request["values"]), rules)
         return asdict(result)
+
+    def do_check_step(self, request: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's step instead of a node."""
+        form = StepForm.from_json(request["step"])
+        return {"error_ratio": optimizer.check(form, request["candidate"], request["threads"])}
+
+    def do_race_steps(self, request: dict[str, Any]) -> dict[str, Any]:
+        form, rules = StepForm.from_json(request["step"]), RaceRules(**request["rules"])
+        return {"samples": optimizer.race_steps(form, request["candidates"], request["threads"], rules)}
 
     @property
     def _bench(self) -> NodeBench:

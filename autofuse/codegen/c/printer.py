@@ -38,12 +38,12 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
     text = "\n".join(
         [
             _header(kernel, config, constants),
-            _INCLUDES,
+            INCLUDES,
             vector_prototypes(work),
             *(helper for token, helper in HELPERS if token in work),
             work.replace("@SIZES@", sizes),
             _driver(kernel, body).replace("@SIZES@", sizes),
-            _ENTRY.replace("@NAME@", kernel.name)
+            ENTRY.replace("@NAME@", kernel.name)
             .replace("@PARAMS@", str(len(kernel.params)))
             .replace("@RELEASE@", body.work_text()),
         ]
@@ -72,7 +72,7 @@ def _sizes(kernel: LoopKernel, constants: Mapping[str, int]) -> str:
     return "\n".join(lines)
 
 
-_INCLUDES = """#include <stdint.h>
+INCLUDES = """#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <math.h>
@@ -140,7 +140,7 @@ _SCRATCH = (
 )
 
 
-_ENTRY = """
+ENTRY = """
 AF_EXPORT int af_call(const int64_t* sizes, void** ptrs) { return @NAME@(sizes, ptrs); }
 
 /* The few stable-ABI names of CPython that the entry needs. */

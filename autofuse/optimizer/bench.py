@@ -1,0 +1,78 @@
+"""A step on the worker's bench: checked against float64, then raced against what the script asked torch for.
+
+In: a `StepForm`, kernels as bytes. Out: what became of each candidate.
+Guarantee: the criterion is that of any other kernel (`tuner.verify`); each callable has tensors of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autofuse.codegen.c.load import load_kernel
+from autofuse.optimizer.form import StepForm
+from autofuse.optimizer.tensors import Table, copied, make_arguments, torch_function, with_variant, written
+from autofuse.tuner.timing import RaceRules, WallSampler, race
+from autofuse.tuner.verify import Wrong, answer, output_error
+
+KINDS = ("normal", "special", "large", "zeros")
+LEAST_STEPS = (0, 1000)  # done before: the corrections of Adam are largest at the first
+
+
+def prepared(
+    form: StepForm, candidate: Mapping[str, Any], arguments: dict[str, Any], threads: int
+) -> Callable[[], None]:
+    """A candidate as a call on these arguments. Raises ValueError where a kernel may not have them."""
+    function = torch_function(form.algorithm)
+    if candidate["variant"] == "eager":
+        asked = with_variant(form, arguments, form.asked) if form.asked else arguments
+        return lambda: function(**asked)
+    if not candidate["binary"]:
+        vendor = with_variant(form, arguments, candidate["variant"])
+        return lambda: function(**vendor)
+    entry = load_kernel(base64.b64decode(candidate["binary"]), candidate["name"]).entry
+    table = Table(form)
+
+    def run() -> None:
+        problem = table.pack(arguments, threads)
+        if problem is not None:
+            raise ValueError(problem)
+        entry(*table.addresses)
+
+    return run
+
+
+def check(form: StepForm, candidate: Mapping[str, Any], threads: int) -> float:
+    """The worst error over eager's own. Raises `Wrong`."""
+    worst = 0.0
+    for number, kind in enumerate(KINDS):
+        start = make_arguments(form, number, kind, LEAST_STEPS[number % 2])
+        eager, exact, found = copied(start), copied(start, torch.float64), copied(start)
+        with torch.no_grad():
+            prepared(form, {"variant": "eager"}, eager, threads)()
+            torch_function(form.algorithm)(**with_variant(form, exact, ""))
+            prepared(form, candidate, found, threads)()
+        triples = zip(written(form, eager), written(form, exact), written(form, found), strict=True)
+        for index, (e, x, f) in enumerate(triples):
+            try:
+                worst = max(worst, output_error(index, f, answer(e, x), False))
+            except Wrong as error:
+                raise Wrong(f"{error} ({kind} gradients)") from None
+        for ours, before in zip(found[form.rule.grads], start[form.rule.grads], strict=True):
+            if not torch.equal(ours.nan_to_num(), before.nan_to_num()):
+                raise Wrong("a gradient was changed")
+    return worst
+
+
+def race_steps(
+    form: StepForm, candidates: Sequence[Mapping[str, Any]], threads: int, rules: RaceRules
+) -> list[list[float]]:
+    """Seconds a step: of what the script asked for, then of each candidate."""
+    calls = [
+        prepared(form, candidate, make_arguments(form, 1), threads) for candidate in ({"variant": "eager"}, *candidates)
+    ]
+    with torch.no_grad():
+        return race(calls, rules, sampler=WallSampler()).samples

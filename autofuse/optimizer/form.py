@@ -1,0 +1,121 @@
+"""What one optimizer step is: the algorithm, the flags that change its code, the dtype and the sizes of its tensors.
+
+In: the arguments of torch's functional optimizers (``torch.optim.adam.adam`` and its like). Out: a `StepForm`.
+Guarantee: torch-free and serialisable; hyper-parameters that are only numbers (learning rate, betas) are no part of it,
+so a scheduler changes no decision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
+from autofuse.ir.shape import SymbolicShape
+
+OPTIMIZER = "optimizer"  # key of a request's node that holds a step
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An optimizer as torch's function of it has it."""
+
+    module: str  # of torch.optim; its function has the same name
+    grads: str  # argument with the gradients
+    states: tuple[tuple[str, str], ...]  # (argument, flag without which it is not used, "" for always)
+    scalars: tuple[str, ...]  # numbers, in the order in which kernels take them
+    has_steps: bool
+    vendors: tuple[str, ...]  # switches of torch that have a kernel of their own
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "adam": Algorithm(
+        "adam", "grads", (("exp_avgs", ""), ("exp_avg_sqs", ""), ("max_exp_avg_sqs", "amsgrad")),
+        ("lr", "beta1", "beta2", "eps", "weight_decay"), True, ("foreach", "fused"),
+    ),
+    "sgd": Algorithm(
+        "sgd", "d_p_list", (("momentum_buffer_list", "momentum"),),
+        ("lr", "momentum", "dampening", "weight_decay"), False, ("foreach", "fused"),
+    ),
+    "rmsprop": Algorithm(
+        "rmsprop", "grads", (("square_avgs", ""), ("grad_avgs", "centered"), ("momentum_buffer_list", "momentum")),
+        ("lr", "alpha", "eps", "weight_decay", "momentum"), True, ("foreach",),
+    ),
+    "adagrad": Algorithm(
+        "adagrad", "grads", (("state_sums", ""),),
+        ("lr", "lr_decay", "eps", "weight_decay"), True, ("foreach", "fused"),
+    ),
+}  # fmt: skip
+# Arguments that change the code: by their truth (a weight decay of 0 is none).
+FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay", "weight_decay", "momentum", "nesterov", "centered")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """One step of one parameter group."""
+
+    algorithm: str
+    flags: tuple[str, ...]  # those that are on, in the order of FLAGS
+    dtype: str  # of parameters, gradients and states
+    sizes: tuple[int, ...]  # elements of each parameter
+    asked: str = ""  # the variant that the script asked for: "foreach", "fused", or torch's own choice
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "algorithm": self.algorithm,
+            "flags": list(self.flags),
+            "dtype": self.dtype,
+            "sizes": list(self.sizes),
+            "asked": self.asked,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StepForm:
+        return cls(data["algorithm"], tuple(data["flags"]), data["dtype"], tuple(data["sizes"]), data["asked"])
+
+    @property
+    def rule(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Arguments with the states in use."""
+        return tuple(name for name, flag in self.rule.states if not flag or flag in self.flags)
+
+    @property
+    def fusion_id(self) -> str:
+        """SHA-256 of the content, 16 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return "adamw" if "decoupled_weight_decay" in self.flags else self.algorithm
+
+    @property
+    def label(self) -> str:
+        return f"af_optimizer_{self.name}_{self.fusion_id[:6]}"
+
+    @property
+    def operations(self) -> str:
+        return f"{self.name} over {len(self.sizes)} tensors"
+
+    def node(self) -> dict[str, Any]:
+        """The step as a node of one operation on all elements, for whoever lists nodes; the step itself beside it."""
+        shape = SymbolicShape([sum(self.sizes)])
+        spec = TensorSpec(shape, self.dtype, SymbolicShape([1]))
+        inputs = tuple(NodeInput(f"i{n}", spec) for n in range(2 + len(self.states)))
+        refs = tuple(ValueRef(item.name) for item in inputs)
+        outputs = tuple([spec] * (1 + len(self.states)))
+        step = Operation("v0", f"{OPTIMIZER}.{self.name}.default", refs, (), outputs)
+        form = NodeForm(inputs, (step,), tuple(ValueRef("v0", n) for n in range(len(outputs))))
+        return {**form.to_json(), OPTIMIZER: self.to_json()}
+
+
+def flags_of(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The flags that are on among a function's arguments."""
+    return tuple(name for name in FLAGS if arguments.get(name))

@@ -1,0 +1,150 @@
+"""Tuning one optimizer step: torch's own variants and generated kernels against what the script asked for.
+
+In: a request whose node holds a step, a C compiler, a worker. Out: an `Outcome`, as of any other job.
+Guarantee: a candidate is timed only after it gave right results; a switch needs the margin; eager wins ties.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from autofuse.errors import CompilerError
+from autofuse.ir.records import EAGER, Candidate, Decision, KernelRecord, Measurement, TuneRequest, make_config
+from autofuse.optimizer.form import OPTIMIZER, StepForm
+from autofuse.optimizer.printer import KNOBS, print_step
+from autofuse.tuner.backends import CBackend
+from autofuse.tuner.comparison import Comparison, compare, wins
+from autofuse.tuner.job import JobLimits, Outcome
+from autofuse.tuner.timing import RaceRules
+from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
+
+C_MULTI = "c_multi"  # one call for all tensors
+MOST_COPIES = 8  # of all tensors of a step, that checking holds at a time
+
+
+class StepJob:
+    """Tunes one step."""
+
+    def __init__(
+        self,
+        request: TuneRequest,
+        backend: CBackend,
+        worker: WorkerProcess,
+        limits: JobLimits,
+        rest: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``rest`` is called before each piece of work, to yield the machine."""
+        self._request = request
+        self._form = StepForm.from_json(request.node[OPTIMIZER])
+        self._backend = backend
+        self._worker = worker
+        self._limits = limits
+        self._rest = rest
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Tune. Raises only what stops the daemon itself."""
+        began = time.monotonic()
+        width = 8 if self._form.dtype == "float64" else 4
+        if sum(self._form.sizes) * width * (2 + len(self._form.states)) * MOST_COPIES > self._limits.memory_bytes:
+            return self._decide(
+                None, Candidate(EAGER), None, "out_of_memory", "checking it needs too much memory", began
+            )
+        entrants = [
+            (candidate, kernel) for candidate, kernel in self._candidates() if self._is_right(candidate, kernel)
+        ]
+        if not entrants:
+            found = next((m for m in self._outcome.measurements), None)
+            return self._decide(None, Candidate(EAGER), None, "no_candidates", found.message if found else "", began)
+        comparisons = self._race(entrants)
+        best, (candidate, kernel) = max(zip(comparisons, entrants, strict=True), key=lambda item: item[0].speedup)
+        if not wins(best, self._limits.margin):
+            words = f"the best is {candidate.variant} with {best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f})"
+            return self._decide(best, Candidate(EAGER), None, "below_margin", words, began)
+        if kernel is not None:
+            self._outcome.kernels.append(kernel)
+        words = f"the fastest of {len(entrants)}, {best.rounds} paired rounds"
+        return self._decide(best, candidate, kernel, "won", words, began)
+
+    def _candidates(self) -> list[tuple[Candidate, KernelRecord | None]]:
+        found: list[tuple[Candidate, KernelRecord | None]] = [
+            (Candidate(name), None) for name in self._form.rule.vendors if name != self._form.asked
+        ]
+        for choices in itertools.product(*(knob.choices for knob in KNOBS)):
+            config = make_config({knob.name: choice for knob, choice in zip(KNOBS, choices, strict=True)})
+            self._rest()
+            candidate = Candidate(C_MULTI, config)
+            try:
+                found.append((candidate, self._backend.compile(print_step(self._form, config), config)))
+            except CompilerError as error:
+                self._outcome.measurements.append(Measurement(candidate, "compile_error", message=str(error)[:500]))
+        return found
+
+    def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self._rest()
+        if self._worker.pid is None:
+            self._worker.start()
+        return self._worker.ask(do, step=self._form.to_json(), threads=self._request.key.threads, **arguments)
+
+    def _is_right(self, candidate: Candidate, kernel: KernelRecord | None) -> bool:
+        try:
+            self._ask("check_step", candidate=_as_json(candidate, kernel))
+        except CandidateProblem as problem:
+            self._outcome.measurements.append(Measurement(candidate, problem.status, message=str(problem)[:500]))
+            return False
+        return True
+
+    def _race(self, entrants: list[tuple[Candidate, KernelRecord | None]]) -> list[Comparison]:
+        rounds = max(15, self._limits.rounds)
+        rules = RaceRules(rounds, 4 * rounds, self._limits.job_seconds, self._limits.margin, 15)
+        reply = self._ask("race_steps", candidates=[_as_json(*e) for e in entrants], rules=asdict(rules))
+        samples = reply["samples"]
+        comparisons = [compare(samples[0], own) for own in samples[1:]]
+        for c, (candidate, kernel) in zip(comparisons, entrants, strict=True):
+            self._outcome.measurements.append(
+                Measurement(
+                    candidate,
+                    "ok",
+                    (),
+                    c.median_us,
+                    c.eager_us,
+                    c.speedup,
+                    c.low,
+                    c.high,
+                    compile_key=kernel.key.digest if kernel else None,
+                )
+            )
+        return comparisons
+
+    def _decide(
+        self, c: Comparison | None, candidate: Candidate, kernel: KernelRecord | None, reason: str, detail: str,
+        began: float,
+    ) -> Outcome:  # fmt: skip
+        self._outcome.decisions.append(
+            Decision(
+                key=self._request.key,
+                bucket=self._request.bucket,
+                candidate=candidate,
+                compile_key=kernel.key.digest if kernel else None,
+                unfused_us=c.eager_us if c else 0.0,
+                fused_us=c.median_us if c else 0.0,
+                speedup=c.speedup if c else 1.0,
+                speedup_low=c.low if c else 1.0,
+                speedup_high=c.high if c else 1.0,
+                reason=reason,
+                detail=detail[:500],
+                trials=len(self._outcome.measurements),
+                tuning_seconds=time.monotonic() - began,
+            )
+        )
+        return self._outcome
+
+
+def _as_json(candidate: Candidate, kernel: KernelRecord | None) -> dict[str, str]:
+    binary = base64.b64encode(kernel.binary).decode() if kernel else ""
+    return {"variant": candidate.variant, "binary": binary, "name": kernel.name if kernel else ""}
