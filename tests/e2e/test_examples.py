@@ -1,4 +1,4 @@
-"""The examples as a person runs them, in a tiny setting: the same numbers with autofuse as without it, kernels fused."""
+"""The examples as a person runs them, in a tiny setting: the same numbers with autofuse as without, some fused."""
 
 from __future__ import annotations
 
