@@ -17,6 +17,7 @@ from autofuse.optimizer.form import StepForm
 
 COLUMNS = 7  # of the table
 MOST_STATES = 3
+SERIAL_BELOW = 1 << 16  # elements: a parallel region costs as much as these
 
 KNOBS = (
     Knob("chunk", (4096, 16384, 65536), 16384, "elements that a thread takes at a time"),
@@ -104,7 +105,7 @@ static int step_all(const int64_t* sizes, void** ptrs) {{
     elements += row[0];
     if (row[6]) *(float*)(uintptr_t)row[6] += 1;
   }}
-  if (threads < 1 || elements < 32768) threads = 1;
+  if (threads < 1 || elements < {SERIAL_BELOW}) threads = 1;
   if (threads > total) threads = total > 0 ? total : 1;
   #pragma omp parallel num_threads((int)threads) if (threads > 1)
   {{
