@@ -128,7 +128,7 @@ class TunerSettings(Group):
     cpu_percent: float = declare(
         50.0, "Share of one core that the daemon may use beside a running script.", unit="%", low=1.0, high=100.0
     )
-    memory_bytes: int = declare(2 << 30, "Memory that the tuning worker may use.", unit="bytes", low=64 << 20)
+    memory_bytes: int = declare(4 << 30, "Memory that the tuning worker may use.", unit="bytes", low=64 << 20)
     gpu_memory_bytes: int = declare(
         8 << 30, "Memory of a GPU that its tuning worker may use.", unit="bytes", low=64 << 20
     )
