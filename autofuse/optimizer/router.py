@@ -125,6 +125,8 @@ class OptimizerRouter:
                 return False
             if decision.compile_key is None:
                 original(**with_variant(group.form, arguments, decision.candidate.variant))
+                # torch's own fused kernels on a CPU move no version counter (2.13).
+                torch.autograd.graph.increment_version(written(group.form, arguments))
                 group.fused_steps += 1
                 return True
             if group.entry is None or not callable(group.entry):
