@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 
 from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, NodeUse, ObservedShape, TuneRequest
 from autofuse.optimizer.form import ALGORITHMS, DTYPES, StepForm, flags_of
-from autofuse.optimizer.tensors import Table, with_variant, written
+from autofuse.optimizer.tensors import NOT_MADE, Table, with_variant, written
 from autofuse.runtime.backends import CPU
 from autofuse.runtime.launch import Entry
 
@@ -93,11 +94,13 @@ class OptimizerRouter:
     def _group(self, algorithm: str, arguments: Mapping[str, Any]) -> Group | None:
         """The group that these arguments belong to, None for what is left to torch."""
         params = arguments["params"]
-        if not params or any(arguments.get(name) not in (None, False) for name in UNUSUAL):
+        if not params or any(_is_given(arguments.get(name)) for name in UNUSUAL):
             return None
         flags = flags_of({k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor)})
         asked = next((name for name in ("foreach", "fused") if arguments.get(name)), "")
-        key = (algorithm, flags, asked, len(params), params[0].data_ptr(), params[-1].data_ptr())
+        # Threads that train one model have gradients of their own, so they need tables of their own.
+        ends = params[0].data_ptr(), params[-1].data_ptr()
+        key = (algorithm, flags, asked, len(params), ends, threading.get_ident())
         group = self._groups.get(key)
         if group is None:
             if params[0].device.type != "cpu":
@@ -123,25 +126,24 @@ class OptimizerRouter:
             decision = group.decision
             if decision is None or decision.candidate.variant == EAGER:
                 return False
-            if decision.compile_key is None:
-                original(**with_variant(group.form, arguments, decision.candidate.variant))
-                # torch's own fused kernels on a CPU move no version counter (2.13).
-                torch.autograd.graph.increment_version(written(group.form, arguments))
-                group.fused_steps += 1
-                return True
-            if group.entry is None or not callable(group.entry):
-                return False
             problem = group.table.pack(arguments, self._session.threads)
             if problem is not None:
-                if not (group.steps == 1 and "state" in problem):  # SGD makes its buffers in the first step
+                if problem != NOT_MADE:
                     group.is_broken = True
                     self._session.say_once("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
+                return False
+            if decision.compile_key is not None and not callable(group.entry):
                 return False
         except Exception as error:
             group.is_broken = True
             self._session.report_fallback("optimizer_failed", f"{group.form.label} stays torch's own", error)
             return False
-        group.entry(*group.table.addresses)
+        # From here on nothing may go on in eager: what has begun would be done twice.
+        if decision.compile_key is None:
+            original(**with_variant(group.form, arguments, decision.candidate.variant))
+        else:
+            group.entry(*group.table.addresses)  # type: ignore[operator,misc]
+        # torch's own fused kernels on a CPU move no version counters either (2.13).
         torch.autograd.graph.increment_version(written(group.form, arguments))
         group.fused_steps += 1
         return True
@@ -210,3 +212,8 @@ class OptimizerRouter:
             )
             for form, (steps, fused) in sums.items()
         ]  # fmt: skip
+
+
+def _is_given(value: Any) -> bool:
+    """Not by comparison: ``found_inf`` is a tensor, and one of 0 equals False."""
+    return value is not None and value is not False

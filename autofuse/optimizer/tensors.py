@@ -2,13 +2,15 @@
 
 In: the arguments of a functional optimizer. Out: the table that a kernel reads; or calls of torch with another variant.
 Guarantee: what `Table.pack` accepts, a kernel may write: plain dense CPU tensors of one dtype, parameter, gradient and
-states laid out alike.
+states laid out alike, none of those that are written sharing memory with another. A table keeps no tensor alive.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import operator
+import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from autofuse.optimizer.printer import COLUMNS, MOST_STATES
 
 Arguments = Mapping[str, Any]
 VENDOR_SWITCHES = ("foreach", "fused")
+NOT_MADE = "a state is not made yet"  # SGD makes its buffers in the first step
 
 
 def torch_function(algorithm: str) -> Callable[..., None]:
@@ -44,7 +47,8 @@ class Table:
         self._rows = array("q", [0] * (COLUMNS * len(form.sizes)))
         self._scalars = array("d", [0.0] * len(form.rule.scalars))
         self._sizes = array("q", [len(form.sizes), 1])
-        self._kept: list[list[Tensor]] = []  # parameters, states, counters as they were checked
+        # Parameters, states, counters as they were checked: a model that the script drops must go.
+        self._kept: list[list[weakref.ref[Tensor]]] = []
         self._pointers: list[list[int]] = []
         self._strides: list[tuple[int, ...]] = []
         self._numels: list[int] = []
@@ -82,7 +86,7 @@ class Table:
 
     def _is_known(self, kept: list[list[Tensor]]) -> bool:
         if len(self._kept) != len(kept) or not all(
-            all(map(operator.is_, now, before)) for now, before in zip(kept, self._kept, strict=True)
+            all(map(operator.is_, now, [ref() for ref in before])) for now, before in zip(kept, self._kept, strict=True)
         ):
             return False
         same = [[t.data_ptr() for t in listed] for listed in kept] == self._pointers
@@ -104,10 +108,14 @@ class Table:
         states = kept[1 : 1 + len(form.states)]
         for listed in states:
             for param, state in zip(params, listed, strict=True):
+                if state is None:
+                    return NOT_MADE
                 if type(state) is not Tensor or state.dtype is not self._dtype or state.shape != param.shape:
                     return "a state is no plain tensor like its parameter"
                 if state.stride() != param.stride() or state.device.type != "cpu" or state.is_neg():
                     return "a state is laid out unlike its parameter"
+        if _share_memory([t for listed in kept for t in listed]):
+            return "tensors of the step share memory"
         self._strides, self._numels = [p.stride() for p in params], [p.numel() for p in params]
         self._plain = (Tensor, self._dtype, torch.strided, "cpu", False)
         self._pointers = [[t.data_ptr() for t in listed] for listed in kept]
@@ -116,7 +124,7 @@ class Table:
             rows[column::COLUMNS] = array("q", listed)
         if form.rule.has_steps:
             rows[3 + MOST_STATES :: COLUMNS] = array("q", self._pointers[-1])
-        self._kept = [list(listed) for listed in kept]
+        self._kept = [[weakref.ref(t) for t in listed] for listed in kept]
         return None
 
 
@@ -128,6 +136,12 @@ def _problem(param: Tensor, numel: int, dtype: torch.dtype) -> str | None:
     if not param.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(param):
         return "the elements of a parameter do not lie side by side"
     return None
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these dense tensors overlap, as where a parameter is listed twice: the order would matter."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def written(form: StepForm, arguments: Arguments) -> list[Tensor]:
