@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
@@ -20,6 +20,8 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
+
+from autofuse.capture.direct import DirectCalls, is_plain_graph, note_plain_graph
 
 CompileGraph = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
 
@@ -32,12 +34,21 @@ def compile_with(
     def compiler(phase: str) -> Callable[..., Any]:
         return lambda graph, inputs: compile_graph(graph, phase)
 
+    def compile_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        call = compile_graph(graph, "inference")
+        if needs_no_switch and is_plain_graph(graph, example_inputs):
+            plain.append(call)
+        return call
+
+    plain: list[Callable[[list[Any]], Any]] = []
+    has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
+    needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
     backend = aot_autograd(
-        fw_compiler=compiler("forward"),
-        bw_compiler=compiler("backward"),
-        inference_compiler=compiler("inference"),
+        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compile_inference
     )
     compiled: Callable[..., Any] = backend(module, example_inputs)
+    if len(plain) == 1:
+        note_plain_graph(compiled, plain[0])
     return compiled
 
 
@@ -58,18 +69,24 @@ IGNORED_LOGGING = tuple(
 )
 
 
-def compile_root(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """``call(module, *args, **kwargs)``, captured: a function of its own for each root.
+class CapturedRoot(NamedTuple):
+    """A root's function ``call(module, *args, **kwargs)`` in its three forms."""
 
-    Dynamo's recompile limit counts per code object.
+    trace: Callable[..., Any]  # traces what is new
+    settled: Callable[..., Any]  # runs what is traced, else the module as it is
+    direct: DirectCalls  # what is traced, past Dynamo
+
+
+def compile_root(name: str, backend: Callable[..., Any]) -> CapturedRoot:
+    """A function of its own for each root: Dynamo's recompile limit counts per code object.
 
     The call also gives modules whose forward lives in torch itself a frame that Dynamo does not skip.
     """
     namespace: dict[str, Any] = {}
     text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
     exec(compile(text, f"<autofuse root {name}>", "exec"), namespace)
-    compiled: Callable[..., Any] = torch.compile(namespace["call_root"], backend=backend)
-    return compiled
+    call_root = namespace["call_root"]
+    return CapturedRoot(torch.compile(call_root, backend=backend), torch._dynamo.run(call_root), DirectCalls(call_root))
 
 
 @contextlib.contextmanager
@@ -77,7 +94,9 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside."""
     config = torch._dynamo.config
     ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
-    with config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit):
+    # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
+    hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
+    with config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit, **hooks):
         yield
 
 

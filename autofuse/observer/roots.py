@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -26,6 +24,7 @@ from torch.fx import _symbolic_trace
 
 from autofuse.observer import module_calls
 from autofuse.observer.module_calls import PLAIN, CallRunner, skip_in_dynamo, thread
+from autofuse.observer.module_table import ModuleTable
 
 Handler = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 Kind = Literal["root", "transparent", "opaque"]
@@ -77,8 +76,7 @@ class RootTracker:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._kinds: dict[type, Kind] = {}
-        self._quiet: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
-        self._has_quiet = False  # asking the dictionary takes 1 us
+        self._quiet: ModuleTable[bool] = ModuleTable()
         self._installed = False
 
     def install(self) -> None:
@@ -116,8 +114,7 @@ class RootTracker:
 
     def release(self, module: torch.nn.Module) -> None:
         """This module is of no interest any more: its calls skip the handler, and nothing inside is a root."""
-        self._quiet[id(module)] = module
-        self._has_quiet = True
+        self._quiet.set(module, True)
 
     def _answer(self, module: torch.nn.Module) -> CallRunner | None:
         if (
@@ -133,8 +130,7 @@ class RootTracker:
         kind = self._kinds.get(type(module)) or self._learn_kind(type(module))
         if kind == "transparent":
             return None
-        is_quiet = self._has_quiet and self._quiet.get(id(module)) is module
-        if kind == "opaque" or is_quiet or "_former_parameters" in module.__dict__:
+        if kind == "opaque" or self._quiet.get(module) or "_former_parameters" in module.__dict__:
             return partial(_run_whole, module)  # the last: a replica that DataParallel made for this call
         return partial(self._run_root, module)
 
@@ -186,8 +182,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 # ---- names of roots -------------------------------------------------------------------------------
 
-_keys: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
-_keys_lock = threading.Lock()
+_keys: ModuleTable[str] = ModuleTable()
 
 
 def root_key(module: torch.nn.Module) -> str:
@@ -196,14 +191,12 @@ def root_key(module: torch.nn.Module) -> str:
     The structure is the classes of its modules and the names, shapes and dtypes of its parameters and buffers, so two
     models of one class and one size share a key, and training does not change it.
     """
-    known = _keys.get(id(module))
-    if known is not None and known[0]() is module:
-        return known[1]
+    known = _keys.get(module)
+    if known is not None:
+        return known
     key, final = _compute_key(module)
     if final:
-        number = id(module)
-        with _keys_lock:
-            _keys[number] = (weakref.ref(module, lambda _: _keys.pop(number, None)), key)
+        _keys.set(module, key)
     return key
 
 

@@ -7,9 +7,9 @@ what the user's own code raises, the user gets.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from autofuse.ir.records import RootRecord, StepSample
+from autofuse.ir.records import RootRecord
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import LateTimes, Stretch
+from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
 from autofuse.observer.policy import HeldOut, advise_capture, learn_cost
 from autofuse.observer.roots import RootTracker, root_key
@@ -30,14 +31,22 @@ from autofuse.runtime.devices import event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
 
 if TYPE_CHECKING:
+    from autofuse.capture.backend import CapturedRoot
+    from autofuse.capture.direct import DirectCall, DirectCalls
     from autofuse.runtime.session import Session
+
+log = logging.getLogger(__name__)
 
 # After so many calls of one and the same shape, a waiting run takes it for the only one.
 CALLS_OF_ONE_SHAPE = 3
 # A released root must have lost to this many held-out calls; below that the difference may be noise.
 PAIRS_BEFORE_RELEASE = 12
-HOOK_US = 12.0  # of a root's call: hook, signature, step statistics (measured: 10 warm, 24 with cold caches)
+# What a root's call costs beside what it runs: hook, signature, step statistics.
+HOOK_US = 6.0
 SMALL_STEP_US = 1000.0
+# Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
+MAX_DIRECT = 4
+MAX_LEARNT = 32
 
 
 class Roots:
@@ -62,7 +71,7 @@ class Roots:
         self.known: dict[str, RootRecord] = {}  # what earlier runs found out
         self.held_out_calls = 0
         self.step_us_total = 0.0
-        self._by_module: weakref.WeakKeyDictionary[torch.nn.Module, Root] = weakref.WeakKeyDictionary()
+        self._by_module: ModuleTable[Root] = ModuleTable()
         self._written: dict[str, RootRecord] = {}
 
     def install(self) -> None:
@@ -81,7 +90,7 @@ class Roots:
             root = self.groups.get(key)
             if root is None:
                 root = self.groups[key] = Root(self, key, type(module).__name__)
-            self._by_module[module] = root
+            self._by_module.set(module, root)
         return root
 
     def _handle(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,11 +127,23 @@ class OpenStep(NamedTuple):
     """A step that the next call of the root ends."""
 
     began: float
-    signature: Any
+    shape: Shape | None  # None: nothing is captured yet, or any more
     held_out: bool
     number: int  # of the call
     disturbances: int
     stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
+
+
+class Shape:
+    """One signature of a captured root: shapes of its arguments, training mode, gradients."""
+
+    def __init__(self, signature: Any) -> None:
+        self.text = str(signature)
+        self.direct: tuple[DirectCall, ...] = ()
+        self.learnt = 0  # times that Dynamo was asked
+        self.fused = 0  # nodes on fused kernels in a step
+        self.fused_at = -1  # the session's disturbances when they were counted
+        self.recent = deque[float](maxlen=6)  # us of captured steps, or calls
 
 
 class Root:
@@ -141,55 +162,115 @@ class Root:
         self.capture_seconds = 0.0
         self.predicted_seconds = 0.0
         self.failures = 0
-        self._compiled: Callable[..., Any] | None = None
+        self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
-        self._seen: set[Any] = set()
-        self._texts: dict[Any, str] = {}  # of signatures, for step samples
+        self._shapes: dict[Any, Shape] = {}  # that have been captured, by signature
         capture = self.session.settings.capture
         self._held_out = HeldOut(capture.held_out_share, seed=0)
         self._open: OpenStep | None = None
         self._device: torch.device | None = None
+        self._on_gpu = False
         self.late = LateTimes(roots.timer)  # what the device has not told yet
-        self._recent: dict[str, deque[float]] = {}
+        self._call_us: float | None = None  # of the open step, where it has no backward pass
         self._ratios: deque[float] = deque(maxlen=64)
 
     # ---- a call --------------------------------------------------------------------------------------
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time.perf_counter()
-        self._end_step(now)
+        if self._open is not None:
+            self._end_step(self._open, now)
         if self.late:
             self.late.collect()
         self.calls += 1
-        if self.state != "eager" and capturing.is_capturing():
-            return self._recorded(module, args, kwargs)
-        if self.state == "eager":
-            if self.reason == "slower_than_eager" and self.total_us < SMALL_STEP_US * self.calls:
-                self.roots.tracker.release(module)  # what counting its calls costs would be seen
-            self._open = OpenStep(now, None, False, self.calls, 0, None)
-            return self.roots.tracker.call_original(module, args, kwargs)
-        if self.state == "observing":
+        if self.state == "observing" and not capturing.is_capturing():
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs)
             self._decide(module)
-            if self.state != "captured":
+            if self.state == "observing":
                 return self._observed(module, args, kwargs)
-        signature = (call_signature(args, kwargs), module.training, torch.is_grad_enabled())
-        held_out = self._held_out.next() and signature in self._seen
-        self._device = self._device or _device_of(module)
-        stretch = self._begin_stretch()
-        self._open = OpenStep(now, signature, held_out, self.calls, self.session.disturbances, stretch)
+        if self.state == "captured":
+            return self._routed(module, args, kwargs, now)
+        if self.state == "eager":
+            if self.total_us < SMALL_STEP_US * self.calls:
+                self.roots.tracker.release(module)  # what counting its calls costs would be seen
+            self._open = OpenStep(now, None, False, self.calls, 0, None)
+        return self.roots.tracker.call_original(module, args, kwargs)
+
+    def _routed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
+        """A call of a captured root; once all is known of its shape, 4 us of ours."""
+        session, has_gradients = self.session, torch.is_grad_enabled()
+        signature = (call_signature(args, kwargs), module.training, has_gradients)
+        shape = self._shapes.get(signature)
+        if capturing.is_capturing():
+            return self._recorded(module, args, kwargs, shape)
+        if self._device is None:
+            self._find_device(module)
+        stretch = self._begin_stretch() if self._on_gpu else None
+        held_out = self._held_out.next() and shape is not None
+        if shape is None:
+            shape = Shape(signature)
+        if shape.fused_at != session.disturbances:
+            session.mark_plans()
+        self._open = OpenStep(now, shape, held_out, self.calls, session.disturbances, stretch)
         if held_out:
             self.roots.held_out_calls += 1
-            return self.roots.tracker.call_original(module, args, kwargs)
-        return self._captured(module, args, kwargs, signature)
+        if has_gradients:
+            return self._run(module, args, kwargs, signature, shape, held_out)
+        # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
+        began = time.perf_counter()
+        result = self._run(module, args, kwargs, signature, shape, held_out)
+        self._call_us = (time.perf_counter() - began) * 1e6
+        return result
 
-    def _recorded(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
+    def _run(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: Any,
+        shape: Shape,
+        held_out: bool,
+    ) -> Any:
+        if held_out:
+            return self.roots.tracker.call_original(module, args, kwargs)
+        for direct in shape.direct:
+            if direct.fits(module, args, kwargs):
+                return direct.run(module, *args, **kwargs)
+        captured = self._captured
+        assert captured is not None
+        if shape.learnt >= MAX_LEARNT:  # its graph breaks, or it is never twice the same: traced often enough
+            return captured.settled(module, *args, **kwargs)
+        result = self._traced(captured.trace, module, args, kwargs, signature, shape)
         if self.state == "captured":
-            signature = (call_signature(args, kwargs), module.training, torch.is_grad_enabled())
-            if signature in self._seen:
-                return self._captured(module, args, kwargs, signature)
+            self._learn(captured.direct, shape, module, args, kwargs)
+        return result
+
+    def _learn(
+        self,
+        direct: DirectCalls,
+        shape: Shape,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """After a call through Dynamo: the code it ran, for the next one."""
+        try:
+            found = direct.find(module, args, kwargs)
+        except Exception as error:  # calls go on through Dynamo
+            shape.learnt = MAX_LEARNT
+            log.debug("%s: no direct calls: %s", self.name, error)
+            return
+        shape.learnt += 1 if found is not None else MAX_LEARNT // 4
+        alive = [d for d in shape.direct if d.manager.cache_entry is not None and d is not found]
+        shape.direct = (*([found] if found is not None else []), *alive)[:MAX_DIRECT]
+
+    def _recorded(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None
+    ) -> Any:
+        """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
+        if shape is not None and self._captured is not None:
+            return self._captured.settled(module, *args, **kwargs)
         return self.roots.tracker.call_original(module, args, kwargs)
 
     def _observed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,28 +300,27 @@ class Root:
             self.roots.observer.on_root_seconds(self.key, seconds)
         self._add_eager(seconds - host_seconds)
 
+    def _find_device(self, module: torch.nn.Module) -> torch.device:
+        self._device = device = _device_of(module)
+        self._on_gpu = device.type == "cuda"
+        return device
+
     def _begin_stretch(self) -> Stretch | None:
         device = self._device
         if device is None or device.type != "cuda":
             return None
         return self.roots.timer.begin(device.index)
 
-    def _captured(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any) -> Any:
-        compiled = self._compiled
-        assert compiled is not None
-        if signature in self._seen:
-            return compiled(module, *args, **kwargs)
-        return self._first_captured(compiled, module, args, kwargs, signature)
-
-    def _first_captured(
+    def _traced(
         self,
-        compiled: Callable[..., Any],
+        trace: Callable[..., Any],
         module: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         signature: Any,
+        shape: Shape,
     ) -> Any:
-        """A call with a new signature, which may trace: everything that can go wrong in capture goes wrong here."""
+        """A call which may trace, for its shape or something else is new: all that can go wrong goes wrong here."""
         session, dynamo = self.session, self._dynamo
         assert dynamo is not None
         graphs, paused = len(session.routers), session.tuning.paused_seconds
@@ -249,12 +329,12 @@ class Root:
         try:
             dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
             with dynamo.capture_settings(session.settings.capture.recompile_limit):
-                result = compiled(module, *args, **kwargs)
+                result = trace(module, *args, **kwargs)
         except dynamo.CAPTURE_ERRORS as error:
             self._fail(error)
             restore_random_state()
             return self.roots.tracker.call_original(module, args, kwargs)
-        self._seen.add(signature)
+        self._shapes[signature] = shape
         if len(session.routers) != graphs:
             seconds = time.perf_counter() - began - (session.tuning.paused_seconds - paused)
             self.capture_seconds += seconds
@@ -266,7 +346,7 @@ class Root:
 
     def _decide(self, module: torch.nn.Module) -> None:
         session, capture = self.session, self.session.settings.capture
-        self._device = device = _device_of(module)
+        device = self._find_device(module)
         session.use_device(device)
         if session.tunable(device) is None and not len(session.table) and not capture.at_once:
             return
@@ -309,7 +389,7 @@ class Root:
         from autofuse.pipeline import backend
 
         self._dynamo = dynamo
-        self._compiled = dynamo.compile_root(self.name, backend)
+        self._captured = dynamo.compile_root(self.name, backend)
         self.state = "captured"
         self.roots.observer.decide(self.key)
 
@@ -327,58 +407,54 @@ class Root:
 
     # ---- steps --------------------------------------------------------------------------------------------
 
-    def _end_step(self, now: float) -> None:
+    def _end_step(self, opened: OpenStep, now: float) -> None:
         """A step is the time from one call of the root to the next: the host's, on a GPU that of the root's stream."""
-        opened, self._open = self._open, None
-        if opened is None:
-            return
-        step_us = (now - opened.began) * 1e6
+        began, shape, held_out, _, disturbances, stretch = opened
+        self._open = None
+        step_us = (now - began) * 1e6
         self.total_us += step_us
-        if self.state != "captured":  # what an eager root costs is all that it costs the script: no more than needed
-            self.roots.timer.end(opened.stretch)
+        if shape is None or self.state != "captured":  # an eager root costs the script no more than needed
+            self.roots.timer.end(stretch)
             return
-        stretch = self.roots.timer.end(opened.stretch)
-        fused = 0
-        for router in self.session.routers:
-            for plan in router.plans.values():
-                if plan.count != plan.seen:
-                    plan.seen = plan.count
-                    fused += plan.fused_nodes
-        if opened.disturbances != self.session.disturbances:
-            stretch, step_us = None, 0.0
-        if self._device is None or self._device.type != "cuda":
-            self._add_step(opened, fused, step_us)
-        elif not step_us:
-            self.late.add(None, lambda _: self._add_step(opened, fused, 0.0))  # after those before it
+        session = self.session
+        is_disturbed = disturbances != session.disturbances
+        if shape.fused_at != disturbances and not held_out:
+            shape.fused = session.fused_since_mark()
+            shape.fused_at = -1 if is_disturbed else disturbances
+        if not self._on_gpu:
+            self._add_step(opened, 0.0 if is_disturbed else step_us)
+            return
+        stretch = self.roots.timer.end(stretch)
+        if is_disturbed:
+            self.late.add(None, lambda _: self._add_step(opened, 0.0))  # after those before it
         else:
-            self.late.add(stretch, partial(self._add_late_step, opened, fused))
+            self.late.add(stretch, partial(self._add_late_step, opened))
 
-    def _add_late_step(self, opened: OpenStep, fused: int, nanoseconds: int | None) -> None:
+    def _add_late_step(self, opened: OpenStep, nanoseconds: int | None) -> None:
         self.roots.untimed_steps += nanoseconds is None
-        self._add_step(opened, fused, (nanoseconds or 0) / 1e3)
+        self._call_us = None  # what the host took
+        self._add_step(opened, (nanoseconds or 0) / 1e3)
 
-    def _add_step(self, opened: OpenStep, fused: int, step_us: float) -> None:
+    def _add_step(self, opened: OpenStep, step_us: float) -> None:
         """A time of 0 stands for one that is not to be compared."""
-        text = self._texts.get(opened.signature)
-        if text is None:
-            text = self._texts[opened.signature] = str(opened.signature)
-        sample = StepSample(self.key, text, opened.held_out, 0 if opened.held_out else fused, opened.number, step_us)
-        self.session.steps.append(sample)
+        _, shape, held_out, number, _, _ = opened
+        assert shape is not None
+        self.session.steps.append((self.key, shape.text, held_out, 0 if held_out else shape.fused, number, step_us))
         if step_us and self.state == "captured":
             self.roots.step_us_total += step_us
-            self._compare(text, opened.held_out, step_us)
+            self._compare(shape, held_out, step_us if self._call_us is None else self._call_us)
+        self._call_us = None
 
-    def _compare(self, signature: str, held_out: bool, step_us: float) -> None:
+    def _compare(self, shape: Shape, held_out: bool, us: float) -> None:
         """Release a root whose captured steps lose to held-out eager ones."""
-        recent = self._recent.get(signature)
-        if recent is None:
-            recent = self._recent[signature] = deque(maxlen=6)
         if not held_out:
-            recent.append(step_us)
+            shape.recent.append(us)
             return
-        if len(recent) >= 3:
-            # A held-out call pays for the hook as well; released, the module would not.
-            self._ratios.append(max(step_us - HOOK_US, 0.0) / statistics.median(recent))
+        if len(shape.recent) >= 3:
+            # Released, the module would be as fast as a held-out call without the hook.
+            hook_us = HOOK_US if self._call_us is not None else 0.0
+            eager_us = us if self._call_us is not None else max(us - HOOK_US, 0.0)
+            self._ratios.append(eager_us / (statistics.median(shape.recent) + hook_us))
         slower = [r for r in self._ratios if r < 1.0]
         if (
             len(self._ratios) >= PAIRS_BEFORE_RELEASE

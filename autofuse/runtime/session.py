@@ -81,7 +81,7 @@ class Session:
         self._written_refusals = 0
         self.estimates: dict[str, float] = {}  # fusion_id -> estimated speedup
         self.sources: dict[str, str] = {}  # fusion_id -> first source line
-        self.steps: list[StepSample] = []
+        self.steps: list[tuple[str, str, bool, int, int, float]] = []  # fields of step samples, until they are written
         self._graph_calls = 0
         self._said: Counter[str] = Counter()
         self._fuel = settings.run.fuel
@@ -306,6 +306,17 @@ class Session:
             self.refresh_plans()
         return bool(rows)
 
+    def mark_plans(self) -> None:
+        """A step begins in which fused nodes are counted."""
+        for router in list(self.routers):
+            for plan in list(router.plans.values()):
+                plan.seen = plan.count
+
+    def fused_since_mark(self) -> int:
+        """Nodes on fused kernels, in all graphs that have run since then."""
+        plans = [plan for router in self.routers for plan in list(router.plans.values())]
+        return sum(plan.fused_nodes for plan in plans if plan.count != plan.seen)
+
     def refresh_plans(self) -> None:
         for router in list(self.routers):
             for plan in router.all_plans():
@@ -332,7 +343,7 @@ class Session:
             self.tuning.post_new_work()
         steps, self.steps = self.steps, []
         if steps:
-            store.add_step_samples(run_id, steps)
+            store.add_step_samples(run_id, (StepSample(*fields) for fields in steps))
         uses = [*node_uses(self), *self.optimizers.uses()]
         if uses:
             store.put_node_uses(run_id, uses)

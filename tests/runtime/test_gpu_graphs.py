@@ -367,7 +367,7 @@ def test_a_root_called_while_a_graph_is_recorded_is_left_alone(session_with, rec
     model = torch.nn.Linear(4, 4)
     root = session.roots.root_of(model)
     monkeypatch.setattr(root, "_decide", lambda module: pytest.fail("asked whether to capture"))
-    monkeypatch.setattr(root, "_first_captured", lambda *args: pytest.fail("traced"))
+    monkeypatch.setattr(root, "_traced", lambda *args: pytest.fail("traced"))
     recording[0] = True
     x = torch.randn(2, 4)
     for state in ("observing", "captured"):

@@ -1,0 +1,133 @@
+"""Calls a captured root past the wrappers of Dynamo and AOTAutograd, under Dynamo's own guards.
+
+In: the function that Dynamo has compiled for a root. Out: for a call, the compiled code whose guards hold, as a plain
+function, to be called as long as they do. Guarantee: nothing runs whose guards do not hold for this very call, and
+nothing that Dynamo has dropped or invalidated. Only whole calls: code with a graph break needs Dynamo's frame
+evaluation for what follows the break.
+
+Why: guards take 2 us of the 12 that a call of torch.compile's function takes before the graph begins (torch 2.13, AMD
+EPYC, 2026-11); the rest is bookkeeping for users' own compiled regions, which a root of ours is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._dynamo import utils
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._guards import TracingContext
+
+Run = Callable[..., Any]
+_KEPT = 64  # with more code than that Dynamo finds the right one itself
+
+
+class DirectCall(NamedTuple):
+    """Compiled code and its guards."""
+
+    manager: Any  # Dynamo's wrapper of the guards; its ``cache_entry`` is None once the code is dropped or invalid
+    check: Callable[[Mapping[str, Any]], bool]  # of the local variables of ``call_root``
+    run: Run
+
+    def fits(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the code may run in place of this call."""
+        return self.manager.cache_entry is not None and self.check({"module": module, "args": args, "kwargs": kwargs})
+
+
+class DirectCalls:
+    """What Dynamo has compiled for one function ``call_root(module, /, *args, **kwargs)``."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+        self._known: dict[int, DirectCall] = {}  # by the identity of the guards
+
+    def find(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+        """The code that Dynamo runs for this call, None where it has none that is whole."""
+        known: dict[int, DirectCall] = {}
+        for found in _debug_get_cache_entry_list(self._function.__code__)[:_KEPT]:
+            manager = found.guard_manager
+            before = self._known.get(id(manager))
+            if before is not None and before.manager is manager:
+                known[id(manager)] = before
+            elif (run := _whole_call(found.code, self._function)) is not None:
+                known[id(manager)] = DirectCall(manager, manager.root.check, run)
+        self._known = known
+        return next((direct for direct in known.values() if direct.fits(module, args, kwargs)), None)
+
+
+def _whole_call(code: Any, function: FunctionType) -> Run | None:
+    """The code as a function that calls its graph without a wrapper, None where it is more than one graph."""
+    graphs = [name for name in code.co_names if name.startswith("__compiled_fn")]
+    if len(graphs) != 1 or any(name.startswith("__resume") for name in code.co_names):
+        return None
+    names = dict(function.__globals__)
+    if _UTILITIES in names:
+        names[_UTILITIES] = _Unrecorded()
+    # Dynamo keeps itself out of what it calls; nobody asks it in here.
+    names[graphs[0]] = _plain(getattr(names[graphs[0]], "_torchdynamo_orig_callable", names[graphs[0]]))
+    return FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+_UTILITIES = "__import_torch_dot__dynamo_dot_utils"  # as Dynamo's code calls the module
+
+
+class _Unrecorded:
+    """Dynamo's utilities without its marks for torch's profiler, 3 us a call whether it records or not."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(utils, name)
+
+    @staticmethod
+    def record_pregraph_bytecode_enter() -> None:
+        return None
+
+    @staticmethod
+    def record_pregraph_bytecode_exit(mark: None) -> None:
+        return None
+
+
+# ---- graphs without gradients ---------------------------------------------------------------------------------
+
+_PLAIN = "autofuse_plain_graph"
+
+
+def note_plain_graph(compiled: Callable[..., Any], graph: Callable[[list[Any]], Any]) -> None:
+    """AOTAutograd's callable ``compiled`` does nothing but call ``graph`` with its arguments as a list."""
+    vars(compiled)[_PLAIN] = graph
+
+
+def _plain(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    graph = vars(compiled).get(_PLAIN) if hasattr(compiled, "__dict__") else None
+    if graph is None:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        return graph(list(args))
+
+    return call
+
+
+def is_plain_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether an inference graph that AOTAutograd is compiling leaves its wrapper nothing to do.
+
+    It does where outputs alias no input, no input is written, and neither autocast nor gradients are to be switched
+    off meanwhile. ``inputs``: of Dynamo's graph, which the wrapper passes on as they are.
+    """
+    context = TracingContext.try_get()
+    meta = context.fw_metadata if context is not None else None
+    if meta is None:
+        return False
+    placeholders = sum(node.op == "placeholder" for node in graph.graph.nodes)
+    return (
+        len(meta.input_info) == placeholders == len(inputs)
+        and not any(info.mutates_data or info.mutates_metadata for info in meta.input_info)
+        and meta.num_outputs_aliased == 0
+        and meta.num_intermediate_bases == 0
+        and not meta.tokens
+        and meta.grad_enabled_mutation is None
+        and not meta.is_rng_op_functionalized
+        and not meta.num_graphsafe_rng_states
+    )

@@ -1,0 +1,212 @@
+"""Calls of captured roots past Dynamo's wrappers: only whole graphs, and only where Dynamo's guards hold."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autofuse.runtime.session import current_session, start_session
+from autofuse.settings import load
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """Captures every root at its first call and holds nothing out; nothing is tuned."""
+    for name, value in {
+        "STORE": str(tmp_path / "store.sqlite3"), "TUNE": "off", "QUIET": "1", "CAPTURE_AT_ONCE": "1",
+        "CAPTURE_HELD_OUT_SHARE": "0", "CAPTURE_MIN_ROOT_US": "0", "CAPTURE_MIN_INFERENCE_ROOT_US": "0",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"AUTOFUSE_{name}", value)
+    session = start_session(load(), "test")
+    yield session
+    session.finish(None)
+    torch._dynamo.reset_code_caches()
+
+
+class Flexible(nn.Module):
+    """Reads attributes, a flag and a global, all of which Dynamo builds into the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.inner = nn.Linear(8, 8)
+        self.factor = 2.0
+
+    def forward(self, x, flag=False):
+        y = self.inner(x) * self.weight * self.factor + SHIFT
+        return -y if flag else y
+
+
+SHIFT = 1.0
+
+
+def expected(model, *args, **kwargs):
+    return current_session().roots.tracker.call_original(model, args, kwargs)
+
+
+def shapes_of(session, model):
+    return list(session.roots.root_of(model)._shapes.values())
+
+
+def test_a_settled_call_goes_past_dynamo(session, monkeypatch):
+    model, x = Flexible(), torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+        root = session.roots.root_of(model)
+        monkeypatch.setattr(root, "_traced", lambda *args: pytest.fail("Dynamo was asked"))
+        before = sum(plan.count for router in session.routers for plan in router.all_plans())
+        assert torch.equal(model(x), expected(model, x))
+        assert sum(plan.count for router in session.routers for plan in router.all_plans()) == before + 1
+
+
+def test_what_changes_under_a_call_is_seen(session, monkeypatch):
+    model, x = Flexible(), torch.randn(4, 8)
+
+    def check(*args, **kwargs):
+        for _ in range(4):
+            found, wanted = model(*args, **kwargs), expected(model, *args, **kwargs)
+            assert torch.equal(found, wanted) and found.requires_grad == wanted.requires_grad
+
+    def checks():
+        check(x)
+        check(x, flag=True)
+        with torch.no_grad():
+            check(x)
+            check(x, True)
+            check(torch.randn(5, 8, dtype=x.dtype))
+
+    checks()
+    model.factor = 3.0
+    checks()
+    monkeypatch.setitem(globals(), "SHIFT", 5.0)
+    checks()
+    model.inner = nn.Linear(8, 8, bias=False)
+    checks()
+    model.weight.requires_grad_(False)
+    model.inner.requires_grad_(False)
+    checks()
+    model.weight.data = torch.randn(8)
+    with torch.no_grad():
+        model.inner.weight.mul_(2)
+    checks()
+    with torch.inference_mode():
+        check(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        checks()
+    checks()
+    x = x.double()
+    model.double()
+    checks()
+    torch._dynamo.reset_code_caches()  # as `torch._dynamo.reset` of a script
+    checks()
+    model.eval()
+    checks()
+    handle = model.inner.register_forward_hook(lambda module, args, output: output * 2)
+    checks()
+    handle.remove()
+    checks()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        checks()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_gradients_pass_through_a_direct_call(session):
+    model, x = Flexible(), torch.randn(4, 8, requires_grad=True)
+    twin = copy.deepcopy(model)
+    for factor in (1.0, 1.0, 1.0, 2.0, 3.0):
+        model.zero_grad()
+        (model(x) * factor).sum().backward()
+        (expected(twin, x) * factor).sum().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        twin.zero_grad()
+    (shape,) = shapes_of(session, model)
+    assert shape.direct
+
+
+def test_two_modules_of_one_structure_keep_apart(session):
+    first, second = Flexible(), Flexible()
+    second.factor = 7.0
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(5):
+            for model in (first, second):
+                assert torch.equal(model(x), expected(model, x))
+    assert session.roots.root_of(first) is session.roots.root_of(second)
+
+
+class Breaks(nn.Module):
+    """Two graphs with Python between them."""
+
+    def forward(self, x):
+        y = x * 2
+        torch._dynamo.graph_break()
+        return torch.relu(y)
+
+
+class Aliases(nn.Module):
+    """Returns its input, a view of it, and something new."""
+
+    def forward(self, x):
+        return x, x.view(-1), x + 1
+
+
+class Writes(nn.Module):
+    """Counts its calls in a buffer, writes its argument, and keeps running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        x.mul_(2)
+        return F.relu(self.norm(x)) + self.calls
+
+
+def test_a_graph_break_needs_dynamo(session):
+    model, x = Breaks(), torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(model(x), torch.relu(x * 2))
+    (shape,) = shapes_of(session, model)
+    assert not shape.direct
+
+
+def test_aliases_of_inputs_stay_aliases(session):
+    model, x = Aliases(), torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(4):
+            same, view, fresh = model(x)
+            assert same is x and view.data_ptr() == x.data_ptr() and view._base is x
+            assert torch.equal(fresh, x + 1)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_a_module_writes_is_written_once_a_call(session, gradients):
+    model = Writes()
+    twin = copy.deepcopy(model)
+    with torch.set_grad_enabled(gradients):
+        for _ in range(5):
+            x = torch.randn(4, 8)
+            theirs = x.clone()
+            assert torch.equal(model(x), expected(twin, theirs)) and torch.equal(x, theirs)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert model.calls == 5
+
+
+def test_results_in_inference_mode_are_inference_tensors(session):
+    model, x = Flexible(), torch.randn(4, 8)
+    for _ in range(4):
+        with torch.no_grad():
+            assert not model(x).is_inference()
+        with torch.inference_mode():
+            assert model(x).is_inference() == expected(model, x).is_inference()
