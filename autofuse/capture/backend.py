@@ -22,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
 
 from autofuse.capture.direct import DirectCalls, is_plain_graph, note_plain_graph
+from autofuse.capture.second_gradients import replayed
 
 CompileGraph = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
 
@@ -31,8 +32,13 @@ def compile_with(
 ) -> Callable[..., Any]:
     """``compile_graph(aten graph, phase)`` gets "forward", "backward" or "inference"."""
 
-    def compiler(phase: str) -> Callable[..., Any]:
-        return lambda graph, inputs: compile_graph(graph, phase)
+    def compile_forward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if replay is not None:
+            replay.note_graph(graph)
+        return compile_graph(graph, "forward")
+
+    def compile_backward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(graph, "backward")
 
     def compile_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         call = compile_graph(graph, "inference")
@@ -44,9 +50,11 @@ def compile_with(
     has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
     backend = aot_autograd(
-        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compile_inference
+        fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_inference
     )
-    compiled: Callable[..., Any] = backend(module, example_inputs)
+    # A donated buffer would be lost for a second backward pass (retain_graph=True), and none of our kernels takes one.
+    with torch._functorch.config.patch(donated_buffer=False), replayed(module) as replay:
+        compiled: Callable[..., Any] = backend(module, example_inputs)
     if len(plain) == 1:
         note_plain_graph(compiled, plain[0])
     return compiled

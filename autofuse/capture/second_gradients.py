@@ -1,0 +1,180 @@
+"""Gradients of gradients through captured graphs, which AOTAutograd does not have.
+
+In: Dynamo's graph and AOTAutograd's compilation of it. Out: the same compiled graph; where its backward pass is to be
+differentiated itself (``create_graph=True``) or vectorised (``is_grads_batched``), Dynamo's graph is run again in eager
+and eager's gradients are returned.
+Guarantee: these gradients are eager's; torch's own would raise, or come out as zero where the graph's saved tensors
+need no gradient. What cannot be run twice raises: graphs that write to inputs other than a batch norm's statistics, and
+autograd functions of the user's own, whose second gradients Dynamo's graph loses.
+Nothing changes for compilations of the user's own, nor for any other backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import runtime_wrappers
+
+_FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
+_DEVICES = ("cpu", "cuda")
+_aten = torch.ops.aten
+# What reads a running statistic in training only in order to write it.
+_STATISTICS = {_aten._native_batch_norm_legit_functional.default, _aten.copy_.default}
+if hasattr(_aten, "_batch_norm_with_update_functional"):
+    _STATISTICS.add(_aten._batch_norm_with_update_functional.default)
+_COUNTERS = {_aten.add.Tensor, _aten.copy_.default}  # of batches
+_NOT_TWICE = (
+    "autofuse: expected a model that can be run again for the gradients of its gradients, found one that writes "
+    "to its inputs or has an autograd.Function. Set AUTOFUSE_DISABLE=1 for this script."
+)
+_OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
+
+
+class Replay:
+    """How to run a graph once more, for one compilation."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+        self.is_random = False
+        targets = [getattr(n.target, "_name", "") for n in module.graph.nodes]
+        self._has_functions = "autograd_function_apply" in targets
+        self._readers: list[set[Any]] = []  # of each input
+
+    def note_graph(self, graph: fx.GraphModule) -> None:
+        """AOTAutograd's forward graph."""
+        nodes = [n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        self.is_random = any(torch.Tag.nondeterministic_seeded in n.target.tags for n in nodes)
+        self._readers = [{user.target for user in n.users} for n in graph.graph.nodes if n.op == "placeholder"]
+
+    def _runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
+        """Whether a second run would not be as the first: the graph may have written to what it reads."""
+        written = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
+        if self._has_functions or len(inputs) != len(self._readers):
+            return True
+        return any(
+            inputs[i].requires_grad or self._readers[i] - (_STATISTICS if inputs[i].is_floating_point() else _COUNTERS)
+            for i in written
+        )
+
+    def gradients(self, ctx: Any, grads: Sequence[torch.Tensor | None], metadata: Any) -> tuple[Any, ...]:
+        """Eager's gradients of the graph's inputs; ``grads``: of its outputs."""
+        _ = ctx.saved_tensors  # raises as eager does where one has been written to or freed
+        inputs: tuple[Any, ...] = ctx.autofuse_inputs
+        mutated = len(metadata.mutated_inp_runtime_indices)
+        if self._runs_once(inputs, metadata) or any(g is not None for g in grads[:mutated]):
+            raise RuntimeError(_NOT_TWICE)
+        written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
+        fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
+        with torch.enable_grad(), self._state_of_forward(ctx):
+            outputs = self.module.forward(*fresh)
+        sources, given = [], []
+        for output, grad in _pairs(outputs, grads[mutated:], metadata):
+            if grad is not None and output.requires_grad:
+                sources.append(output)
+                given.append(grad)
+        wanted = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.requires_grad]
+        result: list[Any] = [None] * len(inputs)
+        if sources and wanted:
+            targets = [inputs[i] for i in wanted]
+            found = torch.autograd.grad(
+                sources, targets, given, create_graph=torch.is_grad_enabled(), allow_unused=True
+            )
+            for i, grad in zip(wanted, found, strict=True):
+                result[i] = grad
+        return tuple(result)
+
+    @contextlib.contextmanager
+    def _state_of_forward(self, ctx: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
+            if ctx.autofuse_random is not None:
+                cpu, gpus = ctx.autofuse_random
+                stack.enter_context(torch.random.fork_rng(devices=list(gpus)))
+                torch.set_rng_state(cpu)
+                for device, state in gpus.items():
+                    torch.cuda.set_rng_state(state, device)
+            yield
+
+    def random_state(self, inputs: Sequence[Any]) -> Any:
+        """State of the generators before the forward pass; None for a graph that draws nothing."""
+        if not self.is_random:
+            return None
+        found = {t.device.index for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+        if found and torch.cuda.is_current_stream_capturing():
+            return None
+        return torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in found}
+
+
+def _pairs(outputs: Any, grads: Sequence[Any], metadata: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Outputs of Dynamo's graph, and the tensors that several of them are views of, each with its gradient."""
+    flat = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+    for output, grad in zip(flat, grads, strict=False):
+        if isinstance(output, torch.Tensor):
+            yield output, grad
+    bases: dict[int, torch.Tensor] = {}
+    for output, info in zip(flat, metadata.output_info, strict=True):
+        if info.output_type.name in _OF_BASES and isinstance(output, torch.Tensor):
+            bases.setdefault(info.base_idx, output._base if output._base is not None else output)
+    for index, grad in enumerate(grads[len(flat) :]):
+        if index in bases:
+            yield bases[index], grad
+        elif grad is not None:
+            raise RuntimeError(_NOT_TWICE)
+
+
+# ---- how AOTAutograd's function gets there ------------------------------------------------------------------------
+
+_compiling = threading.local()
+
+
+@contextlib.contextmanager
+def replayed(module: fx.GraphModule) -> Iterator[Replay | None]:
+    """While AOTAutograd compiles ``module``: its autograd function learns to run it again."""
+    if _FACTORY is None or not hasattr(_FACTORY, "build"):
+        yield None
+        return
+    if not hasattr(_FACTORY.build, "autofuse"):
+        _FACTORY.build = _watched(_FACTORY.build)
+    before = getattr(_compiling, "replay", None)
+    _compiling.replay = Replay(module)
+    try:
+        yield _compiling.replay
+    finally:
+        _compiling.replay = before
+
+
+def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
+    def build_function(self: Any) -> type:
+        function = build(self)
+        replay = getattr(_compiling, "replay", None)
+        if replay is not None and hasattr(function, "_fwd_fn") and hasattr(function, "_bwd_fn"):
+            _teach(function, replay, self.spec.fw_metadata)
+        return function
+
+    build_function.autofuse = True  # type: ignore[attr-defined]
+    return build_function
+
+
+def _teach(function: Any, replay: Replay, metadata: Any) -> None:
+    forward, backward = function._fwd_fn, function._bwd_fn
+
+    def forward_and_keep(ctx: Any, inputs: tuple[Any, ...], *rest: Any) -> Any:
+        ctx.autofuse_inputs = inputs
+        ctx.autofuse_random = replay.random_state(inputs)
+        return forward(ctx, inputs, *rest)
+
+    def backward_or_replay(grads: Any, ctx: Any, *rest: Any) -> Any:
+        if torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return replay.gradients(ctx, grads[0], metadata)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.autofuse_inputs = None  # as eager frees what it has saved
+        return backward(grads, ctx, *rest)
+
+    function._fwd_fn, function._bwd_fn = forward_and_keep, backward_or_replay

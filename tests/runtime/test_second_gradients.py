@@ -1,0 +1,152 @@
+"""Backward passes that are run twice, vectorised or differentiated themselves, through captured graphs: as eager's."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autofuse.capture.backend import boxed, compile_with
+
+
+def captured(module):
+    torch._dynamo.reset()
+    return torch.compile(
+        module, backend=lambda graph, inputs: compile_with(graph, inputs, lambda aten, phase: boxed(aten.forward))
+    )
+
+
+class Odd(nn.Module):
+    """Several outputs, views of one tensor among them; a part without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        with torch.no_grad():
+            scale = self.linear(x).sum()
+        return y[:, :4], y[:, 4:], (y * y * scale).view(-1)
+
+
+MODELS = {
+    "perceptron": lambda: nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, 1)
+    ),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 8)),
+        nn.Conv1d(1, 4, 3, bias=False),
+        nn.BatchNorm1d(4),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.Linear(24, 1),
+    ),
+    "odd": Odd,
+}
+
+
+def penalty_gradients(model, call, batch, autocast=False):
+    """Gradients of a penalty on the gradient of the input, what the model keeps, and the generator's next number."""
+    torch.manual_seed(batch)
+    x = torch.randn(batch, 8, requires_grad=True)
+    inner = x * 1.5
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = call(inner)
+        total = sum(o.float().square().sum() for o in (outputs if isinstance(outputs, tuple) else (outputs,)))
+    (gradient,) = torch.autograd.grad(total, inner, create_graph=True)
+    model.zero_grad()
+    (gradient.square().sum() + total).backward()
+    return [gradient.detach(), x.grad, *(p.grad for p in model.parameters()), *model.buffers(), torch.rand(2)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_gradients(name, autocast):
+    torch.manual_seed(0)
+    eager = MODELS[name]()
+    model = copy.deepcopy(eager)
+    call = captured(model)
+    for batch in (3, 5, 5):
+        wanted = penalty_gradients(eager, eager, batch, autocast)
+        found = penalty_gradients(model, call, batch, autocast)
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).double().norm() <= (3e-2 if autocast else 1e-5) * other.double().norm()
+    assert any(g.abs().sum() > 0 for g in found)
+
+
+def test_hessian_and_vectorised_jacobian():
+    torch.manual_seed(0)
+    model = MODELS["perceptron"]().eval()
+    call, x = captured(model), torch.randn(8)
+    functional = torch.autograd.functional
+    for _ in range(2):
+        wanted = functional.hessian(lambda v: model(v).sum(), x)
+        assert wanted.abs().max() > 1e-3  # torch's own way through AOTAutograd gives zeros
+        torch.testing.assert_close(functional.hessian(lambda v: call(v).sum(), x), wanted)
+        wanted = functional.jacobian(model, x, vectorize=True)
+        torch.testing.assert_close(functional.jacobian(call, x, vectorize=True), wanted)
+
+
+def test_a_graph_kept_for_a_second_backward_pass():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
+    call = captured(model)
+    loss = call(torch.randn(4, 8)).square().mean()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    for gradient, parameter in zip(once, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_weight_changed_in_between_raises_as_in_eager():
+    model = MODELS["perceptron"]()
+    x = torch.randn(3, 8, requires_grad=True)
+    loss = captured(model)(x).sum()
+    with torch.no_grad():
+        model[4].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_model_that_writes_to_what_it_reads_says_so():
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 1)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+            return self.linear(x * self.mean)
+
+    x = torch.randn(3, 8, requires_grad=True)
+    call = captured(Average())
+    call(x).sum().backward()
+    loss = call(x).sum()
+    with pytest.raises(RuntimeError, match="AUTOFUSE_DISABLE"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_gradient_of_the_users_own_says_that_it_is_not_differentiated():
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * (3 * x)
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return Triple.apply(x.sin())
+
+    x = torch.randn(3, 8, requires_grad=True)
+    loss = captured(Model())(x).sum()
+    with pytest.raises(RuntimeError, match="AUTOFUSE_DISABLE"):
+        torch.autograd.grad(loss, x, create_graph=True)
