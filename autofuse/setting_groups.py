@@ -82,7 +82,7 @@ class CaptureSettings(Group):
         1, "Failed captures of one module before it stays eager for good.", unit="failures", low=1
     )
     release_factor: float = declare(
-        1.05, "A captured module this much slower than held-out eager is released to eager.", unit="x", low=1.0
+        1.02, "A captured module this much slower than held-out eager is released to eager.", unit="x", low=1.0
     )
     held_out_share: float = declare(
         0.02, "Share of calls that keep running the original module, so that gain is measured.", low=0.0, high=0.5

@@ -54,8 +54,9 @@ CONTENDERS = ("eager", "compile", "compile dynamic", "autofuse")
 ROUNDS = 15
 SAMPLE_SECONDS = 0.004  # least length of a sample
 RACE_SECONDS = 2.5  # of one row and shape, all contenders
-SETTLE_CALLS = 900  # of autofuse, at most: as many as it takes to release a root that loses to eager
-SETTLE_SECONDS = 0.3  # after which no more are made, unless plans still change
+SETTLE_CALLS = 900  # of autofuse, at most
+CALM_CALLS = 90  # since plans last changed: as many as it takes to confirm a gain, or to release what loses to eager
+CALM_SECONDS = 4.0  # after which fewer do
 Call = Callable[[], object]
 
 
@@ -216,7 +217,7 @@ def prepare_autofuse(run: Benchmark, row: Row, shape: str, sets: Sequence[Tensor
             quiet += 1
         else:
             quiet, seconds = 0, 0.0
-        if quiet >= 2 * len(calls) + 4 and seconds > SETTLE_SECONDS:
+        if quiet >= CALM_CALLS or (quiet >= 2 * len(calls) + 4 and seconds > CALM_SECONDS):
             break
     routers = run.session.routers[known:]
     plans = [p for r in routers for p in r.all_plans() if p.count]

@@ -157,3 +157,33 @@ class HeldOut:
     def _place(self, stretch: int) -> int:
         digest = hashlib.blake2b(f"{self._seed}:{stretch}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.period
+
+
+class Confirmation:
+    """When more calls are held out: after the kernels in use have changed, until enough pairs tell what that gained.
+
+    A loser would else stay for hundreds of calls, and a short run would end without a measured gain. A few times a
+    root, so that plans which never stop changing do not keep it on eager.
+    """
+
+    def __init__(self, pairs: int = 12, every: int = 5, calm: int = 8, times: int = 3) -> None:
+        self._pairs, self._every, self._calm = pairs, every, calm
+        self._times_left = times
+        self._generation: int | None = None
+        self._calls = 0  # since the kernels last changed
+        self._left = 0  # pairs
+
+    def next(self, generation: int, has_pair: bool) -> bool:
+        """Is the next call held out? ``generation`` changes with the kernels; ``has_pair``: calls to compare with."""
+        if generation != self._generation:
+            self._generation, self._calls = generation, 0
+            self._left = self._pairs if self._times_left else 0
+        if not self._left:
+            return False
+        self._calls += 1
+        if self._calls <= self._calm or self._calls % self._every or not has_pair:
+            return False
+        if self._left == self._pairs:
+            self._times_left -= 1
+        self._left -= 1
+        return True

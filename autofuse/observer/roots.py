@@ -66,6 +66,15 @@ def classify(kind_of: type) -> Kind:
     return "root"
 
 
+class Quiet:
+    """A module whose calls are only counted."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class RootTracker:
     """Sends the calls of outermost modules to ``handler(module, args, kwargs)``, whose result is the call's.
 
@@ -76,7 +85,7 @@ class RootTracker:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._kinds: dict[type, Kind] = {}
-        self._quiet: ModuleTable[bool] = ModuleTable()
+        self._quiet: ModuleTable[Quiet] = ModuleTable()
         self._installed = False
 
     def install(self) -> None:
@@ -112,9 +121,11 @@ class RootTracker:
         finally:
             thread.answer = answer
 
-    def release(self, module: torch.nn.Module) -> None:
+    def release(self, module: torch.nn.Module) -> Quiet:
         """This module is of no interest any more: its calls skip the handler, and nothing inside is a root."""
-        self._quiet.set(module, True)
+        quiet = Quiet()
+        self._quiet.set(module, quiet)
+        return quiet
 
     def _answer(self, module: torch.nn.Module) -> CallRunner | None:
         if (
@@ -130,7 +141,11 @@ class RootTracker:
         kind = self._kinds.get(type(module)) or self._learn_kind(type(module))
         if kind == "transparent":
             return None
-        if kind == "opaque" or self._quiet.get(module) or "_former_parameters" in module.__dict__:
+        quiet = self._quiet.get(module)
+        if quiet is not None:
+            quiet.calls += 1
+            return partial(_run_whole, module)
+        if kind == "opaque" or "_former_parameters" in module.__dict__:
             return partial(_run_whole, module)  # the last: a replica that DataParallel made for this call
         return partial(self._run_root, module)
 

@@ -23,8 +23,8 @@ from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
-from autofuse.observer.policy import HeldOut, advise_capture, learn_cost
-from autofuse.observer.roots import RootTracker, root_key
+from autofuse.observer.policy import Confirmation, HeldOut, advise_capture, learn_cost
+from autofuse.observer.roots import Quiet, RootTracker, root_key
 from autofuse.observer.signatures import call_signature, tensors_by_path
 from autofuse.runtime.backends import CPU
 from autofuse.runtime.devices import event_timer, keep_random_state
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 CALLS_OF_ONE_SHAPE = 3
 # A released root must have lost to this many held-out calls; below that the difference may be noise.
 PAIRS_BEFORE_RELEASE = 12
+PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at least
 # What a root's call costs beside what it runs: hook, signature, step statistics.
 HOOK_US = 6.0
 SMALL_STEP_US = 1000.0
@@ -105,7 +106,7 @@ class Roots:
     def steps(self) -> int:
         """Calls of the root that took the most time; of routed graphs where no root was called."""
         if self.groups:
-            return max(self.groups.values(), key=lambda root: root.total_us).calls
+            return max(self.groups.values(), key=lambda root: root.total_us).all_calls
         counts = [sum(p.count for p in r.all_plans()) for r in self.session.routers if r.phase != "backward"]
         return max(counts, default=0)
 
@@ -167,6 +168,9 @@ class Root:
         self._shapes: dict[Any, Shape] = {}  # that have been captured, by signature
         capture = self.session.settings.capture
         self._held_out = HeldOut(capture.held_out_share, seed=0)
+        self._confirmation = Confirmation(PAIRS_BEFORE_RELEASE, times=3 if capture.held_out_share else 0)
+        self._is_small = False  # counting its calls costs what can be seen
+        self._released: list[Quiet] = []  # modules whose calls skip the handler
         self._open: OpenStep | None = None
         self._device: torch.device | None = None
         self._on_gpu = False
@@ -192,8 +196,8 @@ class Root:
         if self.state == "captured":
             return self._routed(module, args, kwargs, now)
         if self.state == "eager":
-            if self.total_us < SMALL_STEP_US * self.calls:
-                self.roots.tracker.release(module)  # what counting its calls costs would be seen
+            if self._is_small:
+                self._released.append(self.roots.tracker.release(module))
             self._open = OpenStep(now, None, False, self.calls, 0, None)
         return self.roots.tracker.call_original(module, args, kwargs)
 
@@ -207,9 +211,11 @@ class Root:
         if self._device is None:
             self._find_device(module)
         stretch = self._begin_stretch() if self._on_gpu else None
-        held_out = self._held_out.next() and shape is not None
-        if shape is None:
-            shape = Shape(signature)
+        held_out = self._held_out.next()
+        if shape is not None:
+            held_out = held_out or self._confirmation.next(session.disturbances, len(shape.recent) >= PAIRED)
+        else:
+            held_out, shape = False, Shape(signature)
         if shape.fused_at != session.disturbances:
             session.mark_plans()
         self._open = OpenStep(now, shape, held_out, self.calls, session.disturbances, stretch)
@@ -342,6 +348,11 @@ class Root:
             session.disturbances += 1
         return result
 
+    @property
+    def all_calls(self) -> int:
+        """With those of modules that were released."""
+        return self.calls + sum(quiet.calls for quiet in self._released)
+
     # ---- decisions --------------------------------------------------------------------------------------
 
     def _decide(self, module: torch.nn.Module) -> None:
@@ -379,6 +390,7 @@ class Root:
             self.capture()
         elif advice.final:
             self.state = "eager"
+            self._is_small = advice.reason == "too_small"
             self.roots.observer.decide(self.key)
 
     def capture(self) -> None:
@@ -419,7 +431,11 @@ class Root:
         session = self.session
         is_disturbed = disturbances != session.disturbances
         if shape.fused_at != disturbances and not held_out:
-            shape.fused = session.fused_since_mark()
+            fused = session.fused_since_mark()
+            if fused != shape.fused:  # what was measured before is no longer so
+                shape.fused = fused
+                shape.recent.clear()
+                self._ratios.clear()
             shape.fused_at = -1 if is_disturbed else disturbances
         if not self._on_gpu:
             self._add_step(opened, 0.0 if is_disturbed else step_us)
@@ -450,7 +466,7 @@ class Root:
         if not held_out:
             shape.recent.append(us)
             return
-        if len(shape.recent) >= 3:
+        if len(shape.recent) >= PAIRED:
             # Released, the module would be as fast as a held-out call without the hook.
             hook_us = HOOK_US if self._call_us is not None else 0.0
             eager_us = us if self._call_us is not None else max(us - HOOK_US, 0.0)
@@ -460,8 +476,10 @@ class Root:
             len(self._ratios) >= PAIRS_BEFORE_RELEASE
             and len(slower) >= 0.8 * len(self._ratios)
             and statistics.median(self._ratios) < 1.0 / self.session.settings.capture.release_factor
+            and not self.session.tuning.expects_more()
         ):
             self.state, self.reason = "eager", "slower_than_eager"
+            self._is_small = us < SMALL_STEP_US
             self.detail = f"captured steps take {1 / statistics.median(self._ratios):.2f}x of eager's"
 
     def record(self) -> RootRecord:
@@ -471,7 +489,7 @@ class Root:
             state=self.state,  # type: ignore[arg-type]
             reason=self.reason,
             detail=self.detail,
-            calls=self.calls,
+            calls=self.all_calls,
             eager_seconds=self.eager_seconds,
             operations=self.roots.observer.ops_in_forward(self.key) or 0,
             capture_seconds=self.capture_seconds,

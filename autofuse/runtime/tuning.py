@@ -118,6 +118,12 @@ class TuningClient:
         with contextlib.suppress(OSError):
             daemon.urgent_path(self._session.settings).touch()
 
+    def expects_more(self) -> bool:
+        """Whether kernels may still come in this run for what has been captured."""
+        if self._session.mode != "background" or not self.enabled:
+            return False
+        return any(self._open_nodes(plan) for router in list(self._session.routers) for plan in router.all_plans())
+
     # ---- called on the background thread ---------------------------------------------------------------
 
     def post_new_work(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from autofuse.errors import SettingsError
 from autofuse.ir.records import RootRecord
-from autofuse.observer.policy import HeldOut, advise_capture, learn_cost, predict_seconds
+from autofuse.observer.policy import Confirmation, HeldOut, advise_capture, learn_cost, predict_seconds
 
 
 def advice(**values: Any) -> Any:
@@ -125,3 +126,20 @@ def test_policy_and_statistics_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", text], timeout=60).returncode == 0
+
+
+def test_new_kernels_are_confirmed_by_a_burst_of_held_out_calls() -> None:
+    confirmation = Confirmation(pairs=5, every=4, calm=8, times=2)
+    first = [confirmation.next(1, True) for _ in range(200)]
+    assert sum(first) == 5 and not any(first[:8]) and not any(first[-100:])
+    assert not any(a and b for a, b in itertools.pairwise(first)), "calls to compare with lie between"
+    assert sum(confirmation.next(2, True) for _ in range(200)) == 5
+    assert not any(confirmation.next(3, True) for _ in range(200)), "often enough"
+
+
+def test_nothing_is_confirmed_while_kernels_change_or_without_calls_to_compare_with() -> None:
+    confirmation = Confirmation(pairs=5, every=4, calm=8, times=2)
+    assert not any(confirmation.next(call // 6, True) for call in range(200))
+    assert not any(confirmation.next(1000, False) for _ in range(200))
+    assert sum(confirmation.next(1000, True) for _ in range(200)) == 5, "what was not used is not lost"
+    assert not any(Confirmation(times=0).next(1, True) for _ in range(200))
