@@ -249,3 +249,24 @@ def test_rotary_forward_is_at_most_two_kernels() -> None:
     nodes, _ = plan(form)
     assert len(kernels) == 13 and len(nodes) <= 2
     assert sum(len(node.kernels) for node in nodes) == len(kernels)
+
+
+# ---- casts to 16 bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_casts_to_16_bits_are_torchs_bit_by_bit(
+    generator: FusionKernelGenerator, dtype: torch.dtype, streams: bool
+) -> None:
+    """All exponents and signs, with mantissas at, below and above ties: zeros, denormals, overflow, Inf and NaN."""
+    mantissas = [0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7FEFFF, 0x7FF000, 0x7FFFFF]
+    bits = torch.tensor([s << 31 | e << 23 | m for s in (0, 1) for e in range(256) for m in mantissas])
+    x = bits.to(torch.int32).view(torch.float32)[:-1]  # an odd length
+    form = trace(lambda x: x.to(dtype), [x])
+    config = tuple(sorted({**dict(default_config(lower(form))), "nontemporal": streams}.items()))
+    (found,) = generator.generate_generic_kernel(form, config)(x)
+    expected = x.to(dtype)
+    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
+    numbers = ~expected.isnan()
+    assert torch.equal(found.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])

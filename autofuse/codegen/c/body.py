@@ -205,8 +205,9 @@ class Body(ValuePrinter):
         clauses = "".join(f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars)
         clauses += "".join(f" reduction(|:nan{n})" for n in scalars if self._reducer(n).nan_flag)
         inner = [f"  {line}" for line in self._columns(phase)]
-        if self.streams and is_streamable(self.kernel, phase):
-            return self._streamed(phase, start, stop)
+        packs = any(self._memory(s.access) == "float16" for s in phase.stores)
+        if (self.streams or packs) and is_streamable(self.kernel, phase):
+            return self._tiled(phase, start, stop)
         if not blocked:
             return [f"#pragma omp simd{clauses}", f"for (int64_t c = {start}; c < {stop}; ++c) {{", *inner, "}"]
         lines = [
@@ -219,22 +220,33 @@ class Body(ValuePrinter):
         lines += ["  }", *(f"  t{n} += p{n};" for n in blocked), "}"]
         return lines
 
-    def _streamed(self, phase: Phase, start: str, stop: str) -> list[str]:
-        """Columns in tiles that stay in the first cache and then go to memory past the caches."""
+    def _tiled(self, phase: Phase, start: str, stop: str) -> list[str]:
+        """Columns in tiles that stay in the first cache, then are converted to half, or go to memory past the caches.
+
+        No compiler vectorises conversions to half with the CPU's own instructions, which need half of the time.
+        """
         lines = [f"for (int64_t b = {start}; b < {stop}; b += {TILE}) {{"]
         lines.append(f"  const int64_t b_end = {stop} - b < {TILE} ? {stop} : b + {TILE};")
-        stores = []
+        stores, after = [], []
         for k, store in enumerate(phase.stores):
-            memory = self._memory(store.access)
-            lines.append(f"  _Alignas(64) {memory_type(memory)} tile{k}[{TILE}];")
-            stores.append(f"    tile{k}[c - b] = {store_text(self.text(store.value), memory)};")
+            memory, target = self._memory(store.access), f"&{self.element(store.access, 'b')}"
+            value = self._unrounded(store, phase)
+            if self.streams:
+                lines.append(f"  _Alignas(64) {memory_type(memory)} tile{k}[{TILE}];")
+            if memory == "float16":
+                lines.append(f"  _Alignas(64) float wide{k}[{TILE}];")
+                stores.append(f"    wide{k}[c - b] = {self.text(value)};")
+                after.append(f"  af_pack_float16({f'tile{k}' if self.streams else target}, wide{k}, b_end - b);")
+            elif self.streams:
+                stores.append(f"    tile{k}[c - b] = {store_text(self.text(value), memory)};")
+            else:
+                stores.append(f"    {self.store(dataclasses.replace(store, value=value))}")
+            if self.streams:
+                after.append(f"  af_stream({target}, tile{k}, (b_end - b) * (int64_t)sizeof(tile{k}[0]));")
         lines += ["  #pragma omp simd", "  for (int64_t c = b; c < b_end; ++c) {"]
         values = dataclasses.replace(phase, stores=())
         lines += [f"    {line}" for line in self._columns(values)] + stores + ["  }"]
-        for k, store in enumerate(phase.stores):
-            target = self.element(store.access, "b")
-            lines.append(f"  af_stream(&{target}, tile{k}, (b_end - b) * (int64_t)sizeof(tile{k}[0]));")
-        return [*lines, "}"]
+        return [*lines, *after, "}"]
 
     def _columns(self, phase: Phase) -> list[str]:
         """Statements for one column."""
@@ -257,7 +269,14 @@ class Body(ValuePrinter):
             lines.append(reducer.update(f"{'p' if reducer.widens else 't'}{n}", argument))
             if reducer.nan_flag:
                 lines.append(reducer.update_flag(f"nan{n}", argument))
-        return [*lines, *(self.store(s) for s in phase.stores)]
+        return [*lines, *(self.store(dataclasses.replace(s, value=self._unrounded(s, phase))) for s in phase.stores)]
+
+    def _unrounded(self, store: Store, phase: Phase) -> int:
+        """The value to store: storing rounds by itself, and a cast to 16 bits would else convert three times."""
+        value = self.kernel.values[store.value]
+        repeats = value.op == "round_to" and value.attr == self._memory(store.access)
+        is_made_here = store.value in phase.values and store.value not in phase.buffer_reads
+        return value.args[0] if repeats and is_made_here else store.value
 
     # ---- column sums and single results
 

@@ -211,6 +211,28 @@ static inline float af_round_float16(float f) { return af_load_float16(af_store_
 """,
     ),
     (
+        "af_pack_float16(",
+        """#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+static inline void af_pack_float16(uint16_t* to, const float* from, int64_t n) {
+  int64_t k = 0;
+#if defined(__AVX512F__)
+  for (; k + 16 <= n; k += 16)
+    _mm256_storeu_si256((__m256i*)(to + k), _mm512_cvtps_ph(_mm512_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
+#endif
+#if defined(__F16C__)
+  for (; k + 8 <= n; k += 8)
+    _mm_storeu_si128((__m128i*)(to + k), _mm256_cvtps_ph(_mm256_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
+  for (; k < n; ++k) to[k] = _cvtss_sh(from[k], _MM_FROUND_TO_NEAREST_INT);
+#else
+  #pragma omp simd
+  for (int64_t c = k; c < n; ++c) to[c] = af_store_float16(from[c]);
+#endif
+}
+""",
+    ),
+    (
         "af_stream(",
         """#if defined(__SSE2__)
 #include <immintrin.h>
