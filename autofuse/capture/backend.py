@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -97,6 +98,35 @@ def compile_root(name: str, backend: Callable[..., Any]) -> CapturedRoot:
     return CapturedRoot(torch.compile(call_root, backend=backend), torch._dynamo.run(call_root), DirectCalls(call_root))
 
 
+class _NotOfOurTraces(logging.Filter):
+    """Keeps back what torch says about traces that the person never asked for, unless its logs are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracing = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        ours = getattr(self.tracing, "ours", False) and record.levelno >= logging.WARNING
+        return not ours or logging.getLogger(record.name).isEnabledFor(logging.INFO)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """While a root of ours is traced on this thread."""
+        for name, logger in list(logging.root.manager.loggerDict.items()):
+            if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+                for handler in logger.handlers:
+                    handler.addFilter(self)  # which adds it once
+        before = getattr(self.tracing, "ours", False)
+        self.tracing.ours = True
+        try:
+            yield
+        finally:
+            self.tracing.ours = before
+
+
+_not_of_our_traces = _NotOfOurTraces()
+
+
 @contextlib.contextmanager
 def capture_settings(recompile_limit: int) -> Iterator[None]:
     """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside."""
@@ -104,7 +134,8 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
     # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
     hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
-    with config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit, **hooks):
+    patched = config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit, **hooks)
+    with patched, _not_of_our_traces.active():
         yield
 
 

@@ -110,6 +110,8 @@ class _Dims:
         plain = plain.replace(FloorDiv, lambda a, b: sympy.floor(a / b))
         if not plain.free_symbols or plain.is_polynomial(*plain.free_symbols):
             return as_dim(plain)
+        if plain.atoms(sympy.Function) - plain.atoms(sympy.floor):
+            return None  # such as a size times 1.5, cut off, of an interpolation
         # Outermost first: what is inside of one is part of its definition.
         while quotients := [f for f in sympy.preorder_traversal(plain) if isinstance(f, sympy.floor)]:
             plain = plain.xreplace({quotients[0]: self._derived_symbol(quotients[0])})
@@ -282,8 +284,9 @@ def _operation(
     if target is None:
         return _opaque(node, value, refs, dims_of)
     outputs = _output_specs(node, value, dims_of)
+    values = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val")) if isinstance(t, torch.Tensor)]
     try:
-        if None in outputs:
+        if None in outputs or None in [_spec(t, dims_of) for t in values]:
             raise _NotData("a size that is no polynomial of the symbols")
         args = tuple(_arg(a, refs, dims_of, dims) for a in node.args)
         kwargs = tuple((k, _arg(v, refs, dims_of, dims)) for k, v in node.kwargs.items() if k not in _PLACEMENT)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, NodeUse, ObservedShape, TuneRequest
+from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, Event, NodeUse, ObservedShape, TuneRequest
 from autofuse.optimizer.form import ALGORITHMS, DTYPES, StepForm, flags_of
 from autofuse.optimizer.tensors import NOT_MADE, Table, with_variant, written
 from autofuse.runtime.backends import CPU
@@ -130,7 +130,8 @@ class OptimizerRouter:
             if problem is not None:
                 if problem != NOT_MADE:
                     group.is_broken = True
-                    self._session.say_once("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
+                    event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
+                    self._session.backstage.post_event(event)  # no trouble: such a step is torch's to begin with
                 return False
             if decision.compile_key is not None and not callable(group.entry):
                 return False

@@ -4,6 +4,7 @@ A catalogue of the test's own stands in for the session, so that no store and no
 """
 
 import copy
+import logging
 from time import perf_counter
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autofuse.capture.backend import compile_with
+from autofuse.capture.backend import capture_settings, compile_with
 from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import split_dropout
+from autofuse.codegen.lowering.lower import lower
+from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine, FusionGraph
 from autofuse.ir.optable import OpKind, info
 from autofuse.runtime.program import build_program
@@ -318,3 +321,49 @@ def test_counters_over_swaps():
     plans = [p for r in catalogue.routers for p in r.all_plans()]
     assert sum(p.count for p in plans) == 5
     assert plan.fused_calls(node) == plan.count - 4 if plan.count > 4 else plan.fused_calls(node) <= 1
+
+
+def test_sizes_that_no_polynomial_gives_stay_on_eagers_kernels():
+    class Resized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Conv2d(2, 2, 3, stride=2)
+
+        def forward(self, x):
+            x = F.interpolate(x, scale_factor=1.5, mode="bilinear")
+            gate = torch.sigmoid(x.mean((2, 3), keepdim=True))
+            return F.relu(self.mix(x * gate) + 1)
+
+    def can_lower(form):
+        try:
+            lower(form)
+        except LoweringError as error:
+            return error.code, str(error)
+        return None
+
+    catalogue = Undecided()
+    torch._dynamo.reset()
+    model = Resized()
+    fast = routed(model, catalogue, lowerable=can_lower)
+    for size in (8, 9, 12, 15, 8):
+        x = torch.randn(1, 2, size, size)
+        torch._dynamo.maybe_mark_dynamic(x, 2)
+        torch._dynamo.maybe_mark_dynamic(x, 3)
+        torch.testing.assert_close(fast(x), model(x))
+    assert catalogue.routers and not catalogue.failed
+
+
+def test_torch_says_nothing_of_traces_that_nobody_asked_for():
+    said = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    logger = logging.getLogger("torch._dynamo")
+    logger.addHandler(handler)
+    try:
+        with capture_settings(8):
+            logger.warning("a limit is reached")
+        assert not said
+        logger.warning("of the user's own")
+        assert [record.getMessage() for record in said] == ["of the user's own"]
+    finally:
+        logger.removeHandler(handler)
