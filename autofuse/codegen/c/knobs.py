@@ -15,12 +15,14 @@ from pathlib import Path
 from autofuse.codegen.c.math import INLINE_CALLS
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
-from autofuse.codegen.loops import COST, LoopKernel
+from autofuse.codegen.loops import COST, Access, LoopKernel, regions
 from autofuse.codegen.phases import Phase, plan
 from autofuse.ir.records import Config, make_config
-from autofuse.ir.shape import evaluate
+from autofuse.ir.shape import Dim, evaluate
 
 STREAM_FROM_BYTES = 8 << 20  # what is written past the caches need not be read before: a third less traffic of a copy
+LANES = 1024  # neighbouring rows of a block: wide blocks read memory in its order, narrow ones stay in a cache
+_FEWEST = 4  # rows, where their number is known, from which vectors of them are filled
 
 
 @functools.cache
@@ -52,14 +54,17 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
         knobs.append(
             Knob("math", ("inline", "library"), "inline", "own exp and erf, or the library's vector functions")
         )
-    if plan(kernel, keep=True).kept:
+    has_lanes = uses_lanes(kernel)
+    if has_lanes:
+        knobs.append(Knob("lane_block", (64, 256, LANES), LANES, "neighbouring rows that a pass works on at once"))
+    elif plan(kernel, keep=True).kept:
         knobs.append(
             Knob("staging", ("buffer", "recompute"), "buffer", "keep costly column values of a row for later passes")
         )
     if any(v.op == "row_reduce" and v.attr == "sum" and is_float(v.dtype) for v in kernel.values):
         knobs.append(Knob("sum_block", (256, 1024), 256, "columns added in the compute dtype before double takes over"))
     is_small = symbol_values is not None and _written_bytes(kernel, symbol_values) < STREAM_FROM_BYTES
-    if can_stream(kernel) and not is_small:
+    if not has_lanes and can_stream(kernel) and not is_small:
         knobs.append(Knob("nontemporal", (False, True), False, "write outputs past the caches; pays from about 8 MB"))
     return tuple(knobs)
 
@@ -74,6 +79,25 @@ def is_streamable(kernel: LoopKernel, phase: Phase) -> bool:
     dense = all(dict(s.access.strides).get(kernel.cols[-1]) == 1 for s in phase.stores)
     reduces = bool(phase.reductions or phase.sinks)
     return bool(phase.stores) and dense and not reduces
+
+
+def uses_lanes(kernel: LoopKernel) -> bool:
+    """Whether the tensors are dense along the last row dim, not along the columns, and rows are all there is to do."""
+    if not kernel.has_row_reduce or not kernel.rows or kernel.sinks or plan(kernel, keep=False).post_stores:
+        return False
+    row, col = kernel.rows[-1], kernel.cols[-1]
+    size = kernel.dims[row]
+    if isinstance(size, int) and size < _FEWEST:
+        return False
+    found = regions(kernel)
+    accesses = [v.attr for n, v in enumerate(kernel.values) if isinstance(v.attr, Access) and found[n].name == "full"]
+    accesses += [s.access for s in kernel.stores if found[s.value].name == "full"]
+    side_by_side = sum(_stride(a, row) == 1 and _stride(a, col) not in (0, 1) for a in accesses)
+    return bool(side_by_side > sum(_stride(a, col) == 1 for a in accesses))
+
+
+def _stride(access: Access, dim: int) -> Dim:
+    return dict(access.strides).get(dim, 0)
 
 
 def default_config(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> Config:

@@ -10,14 +10,17 @@ double, so their error does not grow with the length; the result for a thread co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.body import Body
+from autofuse.codegen.c.knobs import uses_lanes
+from autofuse.codegen.c.lanes import LaneBody
 from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
 from autofuse.codegen.dims import dim_text
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan
+from autofuse.errors import LoweringError
 from autofuse.ir.records import Config
 
 
@@ -32,17 +35,23 @@ class CSource:
 def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a kernel. Raises LoweringError where a size has no exact C form."""
     knobs = dict(config)
-    body = Body(kernel, plan(kernel, keep=knobs.get("staging", "buffer") == "buffer"), knobs)
-    work = body.function()
+    if uses_lanes(kernel):
+        body: Body = LaneBody(kernel, plan(kernel, keep=False, widen=False), knobs)
+    else:
+        body = Body(kernel, plan(kernel, keep=knobs.get("staging", "buffer") == "buffer"), knobs)
     sizes = _sizes(kernel, constants or {})
+    nests = [(body, sizes)]
+    nests += [(Body(n, plan(n, keep=False), knobs), _sizes(n, constants or {})) for n in kernel.rest]
+    work = "\n".join(b.function().replace("@SIZES@", text) for b, text in nests)
+    driver = _driver_of_nests(kernel, nests) if kernel.rest else _driver(kernel, body)
     text = "\n".join(
         [
             _header(kernel, config, constants),
             INCLUDES,
             vector_prototypes(work),
             *(helper for token, helper in HELPERS if token in work),
-            work.replace("@SIZES@", sizes),
-            _driver(kernel, body).replace("@SIZES@", sizes),
+            work,
+            driver.replace("@SIZES@", sizes),
             ENTRY.replace("@NAME@", kernel.name)
             .replace("@PARAMS@", str(len(kernel.params)))
             .replace("@RELEASE@", body.work_text()),
@@ -121,6 +130,40 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
     lines += body.post()
     if scratch:
         lines += ["  if (total_bytes > AF_KEEP_BYTES) free(memory);"]
+    return "\n".join([*lines, "  return 0;", "}", ""])
+
+
+def _driver_of_nests(kernel: LoopKernel, nests: Sequence[tuple[Body, str]]) -> str:
+    """One parallel region for all nests. A nest too small to be shared is a single thread's, each another one's."""
+    lines = [f"static int {kernel.name}(const int64_t* sizes, void** ptrs) {{", "  int64_t work = 0;"]
+    calls = []
+    for k, (body, sizes) in enumerate(nests):
+        lines += ["  {", sizes, f"  work += {body.work_text()};"]
+        if body.tests_positions:
+            lines.append(f"  if (n{body.last} >= INT32_MAX) return -2;")
+        lines.append("  }")
+        if body.scratch_layout():
+            raise LoweringError("several_nests", "expected nests without memory of their own, found row buffers")
+        calls.append(f"{body.kernel.name}_rows(sizes, ptrs, NULL, (tid + {k}) % team, team);")
+    first = nests[0][0]
+    threads = f"sizes[{len(kernel.symbols)}]" if first.parallel else "1"
+    lines += [
+        f"  int64_t threads = {threads};",
+        f"  if (threads < 1 || work < {min(body.serial_below for body, _ in nests)}) threads = 1;",
+        "#ifdef _OPENMP",
+        "  #pragma omp parallel num_threads((int)threads) if (threads > 1)",
+        "#endif",
+        "  {",
+        "    int64_t team = 1, tid = 0;",
+        "#ifdef _OPENMP",
+        "    if (threads > 1) { team = omp_get_num_threads(); tid = omp_get_thread_num(); }",
+        "#endif",
+        *(f"    {call}" for call in calls),
+        "  }",
+    ]
+    for body, sizes in nests:  # what does not depend on the loops is written once
+        after = body.post()
+        lines += ["  {", sizes, *after, "  }"] if after else []
     return "\n".join([*lines, "  return 0;", "}", ""])
 
 

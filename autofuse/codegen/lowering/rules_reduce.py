@@ -361,14 +361,20 @@ def _channel_statistics(b: Builder, x: Val, over: Sequence[Atom], n: Dim) -> tup
     return b.cast(var, x.dtype), b.cast(mean, x.dtype)
 
 
-def _refuse_columns(cx: Context, x: ValueRef) -> None:
-    """On a CPU channels must not be neighbours in memory (channels_last, 2-d): cache lines would be read many times.
+def _shifted_statistics(b: Builder, x: Val, first: Val, over: Sequence[Atom], n: Dim) -> tuple[Val, Val]:
+    """The same in one pass: var = E[(x - k)^2] - E[x - k]^2, with k an element of the channel.
 
-    32x64x56x56 in channels_last on one core, 2026-11: 55 ms, eager 3.2 ms; 128x512: 246 us, eager 58 us.
+    (mean - k)^2 is at most n var, so at most the digits of n are lost of double's 16: none that float32 has, up to 1e8
+    elements. Where channels are neighbours in memory, a block of them fits no cache, and a pass less counts.
     """
-    spec = cx.spec(x)
-    if spec.device == "cpu" and spec.strides[1] == 1 and spec.shape[1] != 1:
-        raise LoweringError("layout", f"expected batch norm of channels that lie apart, found strides {spec.strides}")
+    wide, k = b.cast(x, "float64"), b.cast(first, "float64")
+    k = b.select(b.compare("lt", b.apply("abs", k), math.inf), k, 0, "float64")  # the mean of a channel with Inf is Inf
+    size, off = b.size(n, "float64"), b.sub(wide, k)
+    shift = b.div(b.reduce("sum", off, over), size)
+    var = b.sub(b.div(b.reduce("sum", b.mul(off, off), over), size), b.mul(shift, shift))
+    # Of equal elements both terms are 0; rounding must not make less of it. NaN stays.
+    var = b.select(b.compare("lt", var, 0), 0, var, "float64")
+    return b.cast(var, x.dtype), b.cast(b.add(k, shift), x.dtype)
 
 
 def _refuse_statistics(cx: Context, op: Operation, output: int) -> None:
@@ -407,11 +413,26 @@ def _statistics_at(cx: Context, op: Operation, channel: Word) -> tuple[Val, Val,
     x = op.args[0]
     rank = len(cx.shape(x))
     dims = tuple(d for d in range(rank) if d != 1)
-    _refuse_columns(cx, x)
-    opened, over = open_dims(cx, x, dims, tuple(channel if d == 1 else () for d in range(rank)))
-    n = count(cx, x, dims)
-    values = cx.builder.cast(cx.operand(x, opened), _wide(op.outputs[0].dtype))
-    return *_channel_statistics(cx.builder, values, over, n), n
+    start = tuple(channel if d == 1 else () for d in range(rank))
+    opened, over = open_dims(cx, x, dims, start)
+    n, b, to = count(cx, x, dims), cx.builder, _wide(op.outputs[0].dtype)
+    values = b.cast(cx.operand(x, opened), to)
+    spec = cx.spec(x)
+    if spec.device != "cpu" or spec.strides[1] != 1 or to == "float64":
+        return *_channel_statistics(b, values, over, n), n
+    return *_shifted_statistics(b, values, b.cast(_first_element(cx, x, start, n), to), over, n), n
+
+
+def _first_element(cx: Context, x: ValueRef, start: Index, n: Dim) -> Val:
+    """The element of a channel with which its loops begin; 0 where there is none to read."""
+    b = cx.builder
+    outer = b.guard
+    if not isinstance(n, int):
+        some = b.compare("gt", b.size(n, "int64"), 0)
+        b.guard = some if outer is None else b.apply("and", outer, some)
+    found = cx.operand(x, start)
+    b.guard = outer
+    return found
 
 
 def _batch_norm_training(cx: Context, op: Operation, output: int, index: Index, args: tuple[Any, ...]) -> Val:
@@ -437,8 +458,6 @@ def _batch_norm_backward(cx: Context, op: Operation, output: int, index: Index) 
     rank = len(cx.shape(x))
     dims = tuple(d for d in range(rank) if d != 1)
     b, to = cx.builder, _wide(cx.spec(x).dtype)
-    if train:
-        _refuse_columns(cx, x)
     place = index if output == 0 else tuple(index[0] if d == 1 else () for d in range(rank))
     channel = (place[1],)
     if train:
