@@ -76,6 +76,7 @@ class LoopKernel:
     comments: tuple[str, ...] = ()  # operations and the user's lines
     kind: str = "pointwise"
     notes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    rest: tuple[LoopKernel, ...] = ()  # further nests over loops of their own, element by element, with the same params
 
     def summary(self) -> list[str]:
         """What a person wants to read above the code: operations with the user's lines, tensors, loops."""
@@ -88,6 +89,7 @@ class LoopKernel:
             "  inputs:  " + ", ".join(f"{p.name} {p.dtype}" for p in self.params if not p.is_output),
             "  outputs: " + ", ".join(f"{p.name} {p.dtype}" for p in self.params if p.is_output),
             f"  loops:   {rows} rows of {' x '.join(str(self.dims[d]) for d in self.cols)} columns",
+            *(f"  {nest.summary()[-1].strip()}" for nest in self.rest),
         ]
 
     @property
@@ -252,13 +254,25 @@ def _stores(kernel: LoopKernel) -> Iterator[str]:
             pass  # a broadcast that is written out: the store itself moves into the nest
         if region.post and dims & set(kernel.rows):
             yield f"store to {kernel.params[store.access.param].name} spreads a sink over rows"
-    written = sorted({s.access.param for s in kernel.stores})  # several where its parts are stored one by one
+    stores = [s for nest in (kernel, *kernel.rest) for s in nest.stores]
+    written = sorted({s.access.param for s in stores})  # several where its parts are stored one by one
     outputs = [i for i, p in enumerate(kernel.params) if p.is_output]
-    if written != outputs or len({s.access for s in kernel.stores}) != len(kernel.stores):
+    if written != outputs or len({s.access for s in stores}) != len(stores):
         yield f"stores write parameters {written}, outputs are {outputs}"
 
 
-RULES: tuple[Rule, ...] = (_dims_partition, _ssa_order, _dtypes, _accesses, _reductions, _stores)
+def _further_nests(kernel: LoopKernel) -> Iterator[str]:
+    for nest in kernel.rest:
+        if nest.params != kernel.params or nest.symbols != kernel.symbols or nest.rest:
+            yield f"{nest.name} has other parameters, symbols or nests of its own"
+        if any(n.kind != "pointwise" or any(v.op in REDUCTIONS for v in n.values) for n in (kernel, nest)):
+            yield f"{nest.name} stands beside a reduction"
+        for rule in NEST_RULES:
+            yield from rule(nest)
+
+
+NEST_RULES: tuple[Rule, ...] = (_dims_partition, _ssa_order, _dtypes, _accesses, _reductions)
+RULES: tuple[Rule, ...] = (*NEST_RULES, _stores, _further_nests)
 
 
 def check(kernel: LoopKernel) -> list[str]:

@@ -20,7 +20,7 @@ from autofuse.fusion.extent import Extent, extent_of, with_parts
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode, join_extents
 from autofuse.ir.operation import NodeForm, Operation, ValueRef, map_arg
-from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.records import Refusal
 
 # A single operation is worth a kernel of its own only where it does some work; one addition is not.
@@ -104,6 +104,7 @@ class FusionCandidateAnalyzer:
             if extent.parts:
                 self._join_pieces(graph, home, clusters, op)
         self._join_siblings(graph, home, clusters)
+        self._join_moves(graph, home, clusters)
         return clusters
 
     def _extent(self, graph: FusionGraph, op: Operation) -> Extent | None:
@@ -126,12 +127,16 @@ class FusionCandidateAnalyzer:
         clusters: list[_Cluster],
         first: _Cluster | None,
         second: _Cluster,
+        apart: bool = False,
     ) -> bool:
-        """Merge two clusters where that is sound; ``home`` and ``clusters`` follow. Returns whether it was."""
+        """Merge two clusters where that is sound; ``home`` and ``clusters`` follow. Returns whether it was.
+
+        ``apart``: they may have loops of their own.
+        """
         if first is None or first is second:
             return False
         operations = sorted([*first.operations, *second.operations], key=lambda o: graph.position[o.name])
-        refusal = self._why_not(graph, home, first, second)
+        refusal = self._why_not(graph, home, first, second, apart)
         if refusal is not None:
             self._refuse(refusal[0], operations, refusal[1])
             return False
@@ -147,12 +152,12 @@ class FusionCandidateAnalyzer:
         return True
 
     def _why_not(
-        self, graph: FusionGraph, home: dict[str, _Cluster], first: _Cluster, second: _Cluster
+        self, graph: FusionGraph, home: dict[str, _Cluster], first: _Cluster, second: _Cluster, apart: bool = False
     ) -> tuple[str, str] | None:
         size = len(first.operations) + len(second.operations)
         if size > self.config.max_fusion_size and not (first.seeded or second.seeded):
             return "size_limit", f"{size} operations are more than max_fusion_size={self.config.max_fusion_size}"
-        if join_extents([*first.extents, *second.extents]) is None:
+        if not apart and join_extents([*first.extents, *second.extents]) is None:
             return "loops_differ", "the operations do not share one loop nest"
         if _part_leaves(graph, first, second):
             return "part_leaves", "a part of the result is also needed by itself, and has other loops"
@@ -197,6 +202,23 @@ class FusionCandidateAnalyzer:
             for first, second in itertools.pairwise(readers):
                 if first in clusters and second in clusters and first is not second:
                     self._join(graph, home, clusters, first, second)
+
+    def _join_moves(self, graph: FusionGraph, home: dict[str, _Cluster], clusters: list[_Cluster]) -> None:
+        """Join copies, casts, fills and the like that follow each other, whatever their sizes: one launch for all."""
+        last: _Cluster | None = None
+        for op in graph.operations:
+            if info(op.target).kind in VIEWS:
+                continue
+            own = home.get(op.name)
+            if own is None or not all(is_move(o.target) for o in own.operations):
+                last = None
+            elif last is None or last is own:
+                last = own
+            elif any(spec.device != "cpu" for spec in op.outputs):
+                self._refuse("several_nests", [op], "copies of several sizes share a kernel on CPUs only")
+                last = own
+            elif not self._join(graph, home, clusters, last, own, apart=True):
+                last = own
 
     # ---- from cluster to node ----------------------------------------------------------------------
 

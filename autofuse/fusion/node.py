@@ -3,7 +3,7 @@
 In: operations with the names of a graph. Out: `form`, the frozen record that code generation, tuning
 and routing share, with canonical names, so that the same code in another layer has the same fusion_id.
 Guarantee: `validate_fusion` is True exactly when every operation is fusible, reads only inputs or
-earlier operations, and all share one loop nest.
+earlier operations, and all share one loop nest or only move elements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from autofuse.errors import FusionError
 from autofuse.fusion.extent import Extent, Level, extent_of, with_parts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
-from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, evaluate, free_symbols, symbol
 
 
@@ -137,7 +137,12 @@ class FusionNode:
         if not self.kernels or any(ref.name not in own for ref in self.outputs):
             return False
         extents = [self._extent(op) for op in self.kernels]
-        return None not in extents and join_extents([e for e in extents if e is not None]) is not None
+        if None in extents:
+            return False
+        return (
+            all(is_move(op.target) for op in self.kernels)
+            or join_extents([e for e in extents if e is not None]) is not None
+        )
 
     # ---- canonical form ----------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, t
 OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, scale -> x * mask * scale
 
 FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W})
+MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))
 VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 
 _OPAQUE = OpInfo(OpKind.OPAQUE)
@@ -107,3 +108,8 @@ _OPAQUE = OpInfo(OpKind.OPAQUE)
 def info(target: str) -> OpInfo:
     """The facts about an overload; opaque where it is not listed."""
     return OPS.get(target, _OPAQUE)
+
+
+def is_move(target: str) -> bool:
+    """Whether an operator only puts elements elsewhere, converted or not: such need share no loops in a kernel."""
+    return info(target).kind is OpKind.MEMORY or target.split(".")[1] in MOVES

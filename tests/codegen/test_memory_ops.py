@@ -270,3 +270,31 @@ def test_casts_to_16_bits_are_torchs_bit_by_bit(
     assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
     numbers = ~expected.isnan()
     assert torch.equal(found.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
+
+
+# ---- copies of different sizes --------------------------------------------------------------------------
+
+SIZES = [(64, 32), (1,), (7,), (0, 3), (3, 5, 2), (131,), (), (70000,)]
+
+
+def _moves(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a, b, c, *casts = tensors
+    return a.t().contiguous(), b.clone(), torch.zeros_like(c), *(t.to(torch.bfloat16) for t in casts)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_copies_of_several_sizes_are_one_kernel(generator: FusionKernelGenerator, static: bool) -> None:
+    shapes = [shape for shape in SIZES if shape != (0, 3)]
+    inputs = [torch.randn(shape) for shape in shapes]
+    sizes = {n for shape in shapes for n in shape}
+    form = trace(_moves, inputs, static=tuple(sizes) if static else ())
+    before = [op for op in form.operations if info(op.target).kind not in VIEWS]
+    ((node,), _) = plan(form)
+    kernel = lower(node.form)
+    assert len(before) == len(node.kernels) == len(shapes) and node.validate_fusion()
+    assert len(kernel.rest) == len(shapes) - 1 and check(kernel) == []
+    assert print_c(kernel, default_config(kernel)).text.count("#pragma omp parallel") == 1
+    compiled = generator.generate_generic_kernel(form)
+    for threads in (1, 2, 3):
+        for found, expected in zip(compiled(*inputs, threads=threads), _moves(*inputs), strict=True):
+            assert torch.equal(found, expected) and found.stride() == expected.stride()

@@ -11,12 +11,14 @@ Guarantee: torch-free, deterministic, and refuses rather than guesses.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from autofuse.codegen.loops import LoopKernel, Param
+from autofuse.codegen.loops import Access, LoopKernel, Param
 from autofuse.codegen.lowering.builder import AtomAccess, Builder, Val, linear_offset, linear_terms
 from autofuse.codegen.lowering.index import (
     Atom,
@@ -35,7 +37,7 @@ from autofuse.codegen.lowering.rules import RULES
 from autofuse.codegen.lowering.schedule import schedule, schedule_tile
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
 
 _REDUCES = (OpKind.REDUCTION, OpKind.NORMALISATION, OpKind.LOSS)
@@ -222,20 +224,92 @@ def _check_distinct(index: Index, spec: TensorSpec) -> None:
 
 
 def lower(form: NodeForm) -> LoopKernel:
-    """The loop form of a node; raises LoweringError(code, message) where it has none."""
+    """The loop form of a node; raises LoweringError(code, message) where it has none.
+
+    Copies and the like that have nothing to do with each other and share no loops become nests side by side.
+    """
+    try:
+        return _lower(form)
+    except LoweringError as error:
+        moves = all(is_move(op.target) for op in form.operations if info(op.target).kind not in VIEWS)
+        parts = _independent(form) if moves and error.code == "disjoint" else []
+        if len(parts) < 2:
+            raise
+    return _side_by_side(form, parts)
+
+
+def _independent(form: NodeForm) -> list[NodeForm]:
+    """The parts of a form that read no value of each other, in the order of their first operations."""
+    home = {op.name: [op.name] for op in form.operations}
+    for op in form.operations:
+        for ref in op.inputs:
+            first, second = home.get(ref.name), home[op.name]
+            if first is not None and first is not second:
+                first += second
+                home.update(dict.fromkeys(second, first))
+    parts = []
+    for names in {id(names): set(names) for names in home.values()}.values():
+        operations = tuple(op for op in form.operations if op.name in names)
+        read = {ref.name for op in operations for ref in op.inputs}
+        outputs = tuple(ref for ref in form.outputs if ref.name in names)
+        if outputs:
+            inputs = tuple(item for item in form.inputs if item.name in read)
+            parts.append(NodeForm(inputs, operations, outputs, form.symbols))
+    return parts
+
+
+def _side_by_side(form: NodeForm, parts: Sequence[NodeForm]) -> LoopKernel:
+    """One kernel of several nests, each over the loops of its part."""
+    devices = {spec.device for op in form.operations for spec in op.outputs}
+    nests = [_lower(part) for part in parts]
+    if devices != {"cpu"} or any(nest.kind != "pointwise" for nest in nests):
+        raise LoweringError(
+            "several_nests", f"expected one nest of loops, found {len(parts)}: only copies on a CPU share a kernel so"
+        )
+    specs = {ValueRef(op.name, n): spec for op in form.operations for n, spec in enumerate(op.outputs)}
+    params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
+    params += [Param(f"o{n}", specs[ref].dtype, True) for n, ref in enumerate(form.outputs)]
+    name = f"af_pointwise_{_label(form)}_{_digest(form)}"
+    whole: list[LoopKernel] = []
+    for part, nest in zip(parts, nests, strict=True):
+        places = [form.inputs.index(item) for item in part.inputs]
+        places += [len(form.inputs) + form.outputs.index(ref) for ref in part.outputs]
+        values = tuple(dataclasses.replace(v, attr=_moved_access(v.attr, places)) for v in nest.values)
+        stores = tuple(dataclasses.replace(s, access=_moved_access(s.access, places)) for s in nest.stores)
+        number = f"_{len(whole)}" if whole else ""
+        whole.append(
+            dataclasses.replace(nest, name=f"{name}{number}", params=tuple(params), values=values, stores=stores)
+        )
+    return dataclasses.replace(whole[0], comments=tuple(describe(op) for op in form.operations), rest=tuple(whole[1:]))
+
+
+def _moved_access(attr: Any, places: Sequence[int]) -> Any:
+    return dataclasses.replace(attr, param=places[attr.param]) if isinstance(attr, Access) else attr
+
+
+def _label(form: NodeForm) -> str:
+    ops = "_".join(dict.fromkeys(_short(op) for op in form.operations if RULES[op.target].counts))
+    return ops[:48].strip("_") or "copy"
+
+
+def _digest(form: NodeForm) -> str:
+    return hashlib.sha256(form.text().encode()).hexdigest()[:10]
+
+
+def _lower(form: NodeForm) -> LoopKernel:
+    """The loop form of a node whose operations share one nest."""
     context = Context(form)
     context.infer_all()
     stores = context.pull_outputs()
     params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
     params += [Param(f"o{n}", context.spec(ref).dtype, True) for n, ref in enumerate(form.outputs)]
-    ops = "_".join(dict.fromkeys(_short(op) for op in form.operations if RULES[op.target].counts))
     return schedule(
         nodes=context.builder.nodes,
         stores=stores,
         params=tuple(params),
         symbols=form.symbols,
-        label=ops[:48].strip("_") or "copy",
-        digest=hashlib.sha256(form.text().encode()).hexdigest()[:10],
+        label=_label(form),
+        digest=_digest(form),
         comments=tuple(describe(op) for op in form.operations),
     )
 
