@@ -42,7 +42,7 @@ class WayWorkshop(NodeWorkshop):
             kernels, current = [], way
             for index in reversed(range(len(way.parts))):
                 part = way.kernels[index]
-                kernel = tune_part(part.node.form, way.parts[index].printer, part.sizes)
+                kernel = tune_part(part.node.form, way.parts[index].printer, way.sizes_of(index))
                 if kernel is None:
                     current = current.without(index)
                 else:

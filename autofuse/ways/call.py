@@ -7,7 +7,8 @@ Guarantee: outputs have exactly the sizes and strides that the form promises; in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,14 @@ from autofuse.runtime.launch import (
     NodeCall,
     device_type,
     dims_text,
+    empty_like_spec,
+    expected_outputs,
     make_launcher,
     render_arg,
     render_operation,
     value_name,
 )
-from autofuse.ways.record import Way, flat_ref
+from autofuse.ways.record import Rows, Way, flat_ref
 from autofuse.ways.vendor import VENDORS, as_promised
 
 
@@ -46,15 +49,76 @@ class LoadedWay:
     ) -> NodeCall:
         """The callable for one shape; ``failed(error, *inputs)`` answers in place of a call that raised."""
         values = dict(zip(form.symbols, symbol_values, strict=True))
+        if self.way.rows is None:
+            return self._program(values, threads, allocate, failed or _raise)
+        return self._in_blocks(self.way.rows, form, values, threads, allocate or empty_like_spec, failed or _raise)
+
+    def _program(
+        self,
+        values: Mapping[str, int],
+        threads: int,
+        allocate: Callable[..., torch.Tensor] | None,
+        failed: Callable[..., Any],
+    ) -> NodeCall:
         kernels = []
         for kernel, entry in zip(self.way.kernels, self.entries, strict=True):
             own = [evaluate(size, values) for size in kernel.sizes]
             kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate))
         source, namespace = render(self.way)
         exec(compile(source, f"<autofuse way {self.way.name}>", "exec"), namespace)
-        device = torch.device(device_type(form))
-        call: NodeCall = namespace["make"](*symbol_values, device, kernels, failed or _raise)
+        device = torch.device(device_type(self.way.form))
+        symbols = [values[name] for name in self.way.form.symbols]
+        call: NodeCall = namespace["make"](*symbols, device, kernels, failed)
         return call
+
+    def _in_blocks(
+        self,
+        rows: Rows,
+        form: NodeForm,
+        values: Mapping[str, int],
+        threads: int,
+        allocate: Callable[..., torch.Tensor],
+        failed: Callable[..., Any],
+    ) -> NodeCall:
+        total = evaluate(rows.total, values)
+        thread = _Outputs()  # two threads may run the same node
+
+        def place(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return thread.waiting.pop(0)
+
+        starts = range(0, total, rows.count)
+        ends = [min(start + rows.count, total) for start in starts]
+        programs = {
+            count: self._program({**values, rows.symbol: count}, threads, place, _raise)
+            for count in {end - start for start, end in zip(starts, ends, strict=True)}
+        }
+        blocks = [(slice(start, end), programs[end - start]) for start, end in zip(starts, ends, strict=True)]
+        kernel = self.way.kernels[0].node
+        order = [self.way.form.outputs.index(ref) for ref in kernel.outputs]
+        specs = expected_outputs(form, [values[name] for name in form.symbols])
+
+        def run(*inputs: torch.Tensor) -> Any:
+            try:
+                outputs = [allocate(*spec) for spec in specs]
+                if not blocks:
+                    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+                whole = [(o := outputs[index]).view(total, o.shape[-1]) for index in order]
+                flat = [t.view(total, t.shape[-1]) if cut else t for t, cut in zip(inputs, rows.is_cut, strict=True)]
+                for block, program in blocks:
+                    thread.waiting = [tensor[block] for tensor in whole]
+                    program(*[t[block] if cut else t for t, cut in zip(flat, rows.is_cut, strict=True)])
+                return outputs[0] if len(outputs) == 1 else tuple(outputs)
+            except Exception as error:
+                return failed(error, *inputs)
+
+        return run
+
+
+class _Outputs(threading.local):
+    """Where the kernels of the present block write, in their order."""
+
+    def __init__(self) -> None:
+        self.waiting: list[torch.Tensor] = []
 
 
 def _raise(error: Exception, *inputs: torch.Tensor) -> Any:

@@ -17,10 +17,11 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
+from autofuse.ways.blocks import block_of
 from autofuse.ways.record import ATTENTION, MATMUL, Part, Way, graph_of
 from autofuse.ways.rewrites import rewrites
 
-PARTS, WHOLE, TILED = "parts", "one_kernel", "tiled"
+PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 
@@ -29,10 +30,22 @@ def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
     """The ways of a group; ``has_tiles``: on a device whose products may be generated as well."""
     found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
+    found += [] if has_tiles else blocks_of(form)
     printer = tiles_of(form) if has_tiles else None
     if printer is not None:
         found.append(Way(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside"))
     return found
+
+
+def blocks_of(form: NodeForm) -> list[Way]:
+    """The way in blocks of rows; none where rows need each other, or what follows the product is no one kernel."""
+    found = block_of(form)
+    parts = _parts(found[0]) if found is not None else ()
+    # What leaves has to come from the kernel that writes into the node's outputs.
+    if found is None or len(parts) != 1 or {ref.name for ref in found[0].outputs} - set(parts[0].operations):
+        return []
+    block, rows = found
+    return [Way(BLOCKS, block, parts, f"blocks of {rows.count} rows, each read back from the caches", rows)]
 
 
 def tiles_of(form: NodeForm) -> str | None:

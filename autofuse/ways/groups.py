@@ -21,7 +21,7 @@ from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
-from autofuse.ways.cut import TILED, tiles_of
+from autofuse.ways.cut import TILED, blocks_of, tiles_of
 from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import rewrites
 
@@ -126,7 +126,9 @@ class _Finder:
         if self.derived:  # sizes must follow from each other: a convolution's result from its input
             node = map_dims(node, self._in_inputs)
         names_of_ways = [r.name for r in rewrites(node.form)]
-        if operations[0].outputs[0].device != "cpu" and tiles_of(node.form) is not None:
+        if operations[0].outputs[0].device == "cpu":
+            names_of_ways += [way.name for way in blocks_of(node.form)]
+        elif tiles_of(node.form) is not None:
             names_of_ways.append(TILED)
         if not names_of_ways:
             return

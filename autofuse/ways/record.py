@@ -41,13 +41,24 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """How a program that gives some rows of a node's outputs is run for all of them, block by block."""
+
+    symbol: str  # the number of rows in the program's form
+    count: int  # of a block; the last one may have fewer
+    total: Dim  # rows of the node, in its own symbols
+    is_cut: tuple[bool, ...]  # for each input whether a block gets its rows of it, or all of it
+
+
+@dataclass(frozen=True)
 class Way:
     """One program for a node."""
 
     name: str  # "parts", "vendor_linear", ...: unique among the ways of a node
-    form: NodeForm
+    form: NodeForm  # the node's, or that of a block of its rows
     parts: tuple[Part, ...]
     detail: str = ""  # for people: what it does
+    rows: Rows | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -55,12 +66,16 @@ class Way:
             "form": self.form.to_json(),
             "parts": [[list(part.operations), part.printer] for part in self.parts],
             "detail": self.detail,
+            "rows": self.rows and [self.rows.symbol, self.rows.count, str(self.rows.total), list(self.rows.is_cut)],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Way:
         parts = tuple(Part(tuple(names), printer) for names, printer in data["parts"])
-        return cls(data["name"], NodeForm.from_json(data["form"]), parts, data["detail"])
+        rows = data.get("rows")
+        if rows is not None:
+            rows = Rows(rows[0], rows[1], as_dim(rows[2]), tuple(rows[3]))
+        return cls(data["name"], NodeForm.from_json(data["form"]), parts, data["detail"], rows)
 
     def without(self, index: int) -> Way:
         """The same program with part ``index`` run through aten."""
@@ -82,6 +97,14 @@ class Way:
             _kernel(build_node(self.graph, [self.graph.by_name[name] for name in part.operations]))
             for part in self.parts
         )
+
+    def sizes_of(self, index: int) -> tuple[Dim, ...]:
+        """The symbols of part ``index`` in the node's; of a whole block, where there are blocks."""
+        sizes = self.kernels[index].sizes
+        if self.rows is None:
+            return sizes
+        table = {symbol(self.rows.symbol): self.rows.count}
+        return tuple(size if isinstance(size, int) else as_dim(size.xreplace(table)) for size in sizes)
 
     @functools.cached_property
     def steps(self) -> tuple[Operation | int, ...]:

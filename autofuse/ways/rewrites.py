@@ -13,7 +13,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape, contiguous_strides
 from autofuse.ways.attention import attention_rewrites
-from autofuse.ways.chains import Link, as_shape, is_contiguous, next_link, replaced, result_of
+from autofuse.ways.chains import Link, as_shape, is_contiguous, next_link, number, replaced, result_of
 from autofuse.ways.record import graph_of
 
 LINEARS = ("addmm", "mm")
@@ -28,18 +28,31 @@ class Rewrite:
     detail: str
 
 
-# Activations: what the vendors call them. Arguments other than the tensor must be eager's defaults.
-ONEDNN_UNARY = {"relu": "relu", "silu": "swish", "tanh": "tanh", "sigmoid": "sigmoid", "hardswish": "hardswish"}
+# Activations: what oneDNN calls them, and the arguments beside the tensor that it takes, with eager's defaults.
+ONEDNN_UNARY: dict[str, tuple[str, tuple[float, ...]]] = {
+    "relu": ("relu", ()),
+    "silu": ("swish", ()),
+    "tanh": ("tanh", ()),
+    "sigmoid": ("sigmoid", ()),
+    "hardswish": ("hardswish", ()),
+    "leaky_relu": ("leaky_relu", (0.01,)),
+    "hardtanh": ("hardtanh", (-1.0, 1.0)),  # and ReLU6
+}
 ONEDNN_BINARY = {"add": "add", "mul": "mul"}
 
 
-def activation(op: Operation) -> tuple[str, str] | None:
-    """oneDNN's name and algorithm of an element-wise operation."""
+def activation(op: Operation) -> tuple[str, str, tuple[float, ...]] | None:
+    """oneDNN's name, algorithm and numbers of an element-wise operation."""
     if op.short_name == "gelu":
-        return "gelu", str(op.kwarg("approximate", "none"))
-    if op.short_name in ONEDNN_UNARY and len(op.args) == 1 and not op.kwargs:
-        return ONEDNN_UNARY[op.short_name], "none"
-    return None
+        return "gelu", str(op.kwarg("approximate", "none")), ()
+    if op.short_name not in ONEDNN_UNARY or op.kwargs:
+        return None
+    name, defaults = ONEDNN_UNARY[op.short_name]
+    found = [number(arg) for arg in op.args[1:]]
+    given = tuple(value for value in found if value is not None)
+    if len(given) != len(found) or len(given) > len(defaults):
+        return None
+    return name, "none", (*given, *defaults[len(given) :])
 
 
 def rewrites(form: NodeForm) -> list[Rewrite]:
@@ -97,7 +110,7 @@ def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], 
         if seen is None:
             return None
         ref, extra = seen
-        args = (x, weight, bias, ref, ONEDNN_BINARY[link.operation.short_name], "none")
+        args = (x, weight, bias, ref, ONEDNN_BINARY[link.operation.short_name], "none", ())
         words = f"oneDNN's product with {link.operation.short_name} inside"
         return _chain(op, link), [*extra, *_vendor(op, link, "linear", name, args)], words
     return _chain(op, link), _vendor(op, link, "linear", name, args), words
@@ -109,7 +122,7 @@ def _addmm_activation(graph: FusionGraph, op: Operation) -> tuple[list[Operation
     if parts is None or link is None or link.operand != 0:
         return None
     unary = activation(link.operation)
-    if unary not in (("relu", "none"), ("gelu", "tanh")):
+    if unary is None or unary[:2] not in (("relu", "none"), ("gelu", "tanh")):
         return None
     args = (parts[0], parts[1], parts[2], unary[0] == "gelu")
     new = _vendor(op, link, "addmm_activation", f"{op.name}_fused", args)
@@ -202,10 +215,12 @@ def _fused_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operatio
         if other is not None:
             links.append(link)
             last, link = link.operation, next_link(graph, link.operation)
-    unary = ("none", "none")
+    unary: tuple[str, str, tuple[float, ...]] = ("none", "none", ())
     if link is not None and link.operand == 0 and not link.views:
         found = activation(link.operation)
-        if found is not None and (_device(graph) == "cpu" or found[0] == "relu"):
+        # Numbers beside a residual: torch checks its tensors, not what is between them.
+        on_cpu = _device(graph) == "cpu" and not (found and found[2] and other is not None)
+        if found is not None and (on_cpu or found[0] == "relu"):
             links.append(link)
             unary, last = found, link.operation
     if not links:

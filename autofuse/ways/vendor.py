@@ -17,12 +17,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# oneDNN's form of these gives a number where the product is NaN (torch 2.13); eager's gives NaN.
+_LOSES_NAN: dict[str, Callable[..., Tensor]] = {"relu": F.relu_, "hardtanh": F.hardtanh_}
+LARGEST_SUM = 1e37  # far from where a sum of float32 or bfloat16 products overflows
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, attr: str, algorithm: str) -> Tensor:
+
+def largest(tensor: Tensor | None) -> float:
+    """The largest absolute value, infinite where one is NaN; 0 of nothing."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    found = max(-float(low), float(high))
+    return found if found == found else math.inf
+
+
+def _is_bounded(x: Tensor, gain: float, *added: Tensor | None) -> bool:
+    """Whether no sum can be NaN or infinite: a pass over the input, little beside the product."""
+    return largest(x) * gain + sum(largest(t) for t in added) < LARGEST_SUM
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    attr: str,
+    algorithm: str,
+    scalars: Sequence[float],
+) -> Tensor:
     """``weight`` is [K, N] as addmm takes it; oneDNN wants [N, K]."""
     op = torch.ops.mkldnn._linear_pointwise
     if other is None:
-        result: Tensor = op(x, weight.t(), bias, attr, [], algorithm)
+        if attr in _LOSES_NAN and not _is_bounded(x, largest(weight) * weight.shape[0], bias):
+            return _LOSES_NAN[attr](op(x, weight.t(), bias, "none", [], "none"), *scalars)
+        result: Tensor = op(x, weight.t(), bias, attr, scalars, algorithm)
         return result
     summed: Tensor = op.binary(x, other, weight.t(), bias, attr)
     return summed
@@ -38,6 +66,7 @@ class Folded:
     def __init__(self) -> None:
         self._kept: list[Tensor | None] = []
         self._result: tuple[Tensor, Tensor | None] | None = None
+        self.largest = math.inf  # absolute value of the weights given out last
 
     def __call__(
         self, weight: Tensor, bias: Tensor | None, norm: Sequence[Any], pack: Callable[[Tensor], Tensor]
@@ -48,6 +77,7 @@ class Folded:
         if self._result is not None and on_cpu and _all_equal(self._kept, sources):
             return self._result
         folded, offset = fold(weight, bias, *norm) if norm else (weight, bias)
+        self.largest = largest(folded) if on_cpu else math.inf
         if on_cpu:
             self._kept = [None if t is None else t.detach().clone() for t in sources]
             # Never the parameter itself: what is written to it must not reach what is kept.
@@ -122,17 +152,27 @@ def _convolution() -> Callable[..., Tensor]:
         groups: int,
         attr: str,
         algorithm: str,
+        scalars: Sequence[float],
         packed: bool,
     ) -> Tensor:
+        count = math.prod(weight.shape[1:])
         if norm or packed:
             pack = _packed(padding, stride, dilation, groups, x.shape) if packed else _copied
             weight, bias = folded(weight, bias, norm, pack)
         if x.device.type == "cpu":
-            op = torch.ops.mkldnn._convolution_pointwise
+            after: Callable[..., Tensor] | None = None
+            if attr in _LOSES_NAN:
+                gain = count * (folded.largest if norm or packed else largest(weight))
+                after = None if _is_bounded(x, gain, bias, other) else _LOSES_NAN[attr]
+            here = "none" if after is not None else attr
+            op, sizes = torch.ops.mkldnn._convolution_pointwise, (padding, stride, dilation, groups)
             if other is None:
-                return op(x, weight, bias, padding, stride, dilation, groups, attr, [], algorithm)
-            unary = None if attr == "none" else attr
-            return op.binary(x, other, weight, bias, padding, stride, dilation, groups, "add", 1.0, unary, [], None)
+                numbers = () if after is not None else scalars
+                made: Tensor = op(x, weight, bias, *sizes, here, numbers, algorithm)
+            else:
+                unary = None if here == "none" else here
+                made = op.binary(x, other, weight, bias, *sizes, "add", 1.0, unary, [], None)
+            return made if after is None else after(made, *scalars)
         if attr == "relu" and other is None:
             return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
         if attr == "relu":
