@@ -6,6 +6,7 @@ The cases tagged ``memory`` in `tests/cases.py` go through C and Triton with the
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused
+from autofuse.codegen.triton.printer import print_triton
 from autofuse.errors import LoweringError
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import FusionGraph
@@ -298,3 +300,25 @@ def test_copies_of_several_sizes_are_one_kernel(generator: FusionKernelGenerator
     for threads in (1, 2, 3):
         for found, expected in zip(compiled(*inputs, threads=threads), _moves(*inputs), strict=True):
             assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+def test_copies_with_work_between_them_stay_apart() -> None:
+    form = trace(lambda a, b: (a.clone(), b.matmul(b), b.half()), [torch.zeros(5, 7), torch.zeros(3, 3)])
+    nodes, engine = plan(form)
+    assert nodes == [] and {refusal.code for refusal in engine.refusals} == {"single_op"}
+
+
+def test_arithmetic_of_different_sizes_stays_apart() -> None:
+    form = trace(lambda a, b: (a.exp(), b.exp()), [torch.zeros(5, 7), torch.zeros(3)])
+    assert all(len(node.kernels) == 1 for node in plan(form)[0])
+    assert _refusal(form) is not None and _refusal(form)[0] == "disjoint"  # type: ignore[index]
+
+
+def test_copies_of_several_sizes_are_refused_on_a_gpu() -> None:
+    form = trace(lambda a, b: (a.half(), b.half()), [torch.zeros(5, 7), torch.zeros(3)])
+    with pytest.raises(LoweringError, match="expected one nest"):
+        print_triton(lower(form), ())
+    there = NodeForm.from_json(json.loads(json.dumps(form.to_json()).replace('"cpu"', '"cuda"')))
+    assert _refusal(there) == ("several_nests", _refusal(there)[1])  # type: ignore[index]
+    nodes, engine = plan(there)
+    assert nodes == [] and "several_nests" in {refusal.code for refusal in engine.refusals}
