@@ -171,7 +171,11 @@ def _teach(function: Any, replay: Replay, metadata: Any) -> None:
         return forward(ctx, inputs, *rest)
 
     def backward_or_replay(grads: Any, ctx: Any, *rest: Any) -> Any:
-        if torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (
+            torch.is_grad_enabled()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
+        ):
             return replay.gradients(ctx, grads[0], metadata)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.autofuse_inputs = None  # as eager frees what it has saved

@@ -150,3 +150,18 @@ def test_a_gradient_of_the_users_own_says_that_it_is_not_differentiated():
     loss = captured(Model())(x).sum()
     with pytest.raises(RuntimeError, match="AUTOFUSE_DISABLE"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_deterministic_algorithms_asked_for_between_forward_and_backward():
+    eager = MODELS["convolution"]()
+    model = copy.deepcopy(eager)
+    x = torch.randn(3, 8)
+    losses = [call(x).square().sum() for call in (eager, captured(model))]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for loss in losses:
+            loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
