@@ -122,14 +122,14 @@ def test_inception_has_the_seeds_figures():
 
 @pytest.mark.parametrize(
     ("model", "nodes", "lost"),
-    [(resnet, (38, 15), 61), (vgg, (30, 15), 50), (mobilenet, (42, 26), 38)],
+    [(resnet, (38, 15), 61), (vgg, (30, 15), 50), (mobilenet, (42, 17), 60)],
     ids=["resnet", "vgg", "mobilenet"],
 )
 def test_networks_of_convolutions_lose_nodes(model, nodes, lost):
     """``lost``: the share of nodes that fusion removes, in percent, of the graph for inference.
 
-    A ResNet loses more than the seed's 55 %, for its sums of two ways become part of a convolution too; no vendor's
-    convolution takes in the ReLU6 of a MobileNet, which stays a kernel.
+    A ResNet and a MobileNet lose more than the seed's 55 %: sums of two ways and ReLU6 become part of a convolution
+    too.
     """
     before, after = planned(model().eval(), (2, 3, 32, 32))
     assert before.flops == after.flops and after.nbytes < before.nbytes and after.depth < before.depth
