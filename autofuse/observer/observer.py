@@ -62,6 +62,7 @@ class Observer:
         self._anchor: str | None = None  # root whose next call ends the step
         self._anchor_calls = 0
         self._other_calls = 0  # of other roots since the anchor's last call
+        self._began_in_inference = False
         self._entered = False  # a root call of the step is in progress
         self._wants_backward = False  # gradients are on in the anchor's calls
         self._stopped = False
@@ -267,6 +268,11 @@ class Observer:
                     self._finish_step()  # its thread calls no roots any more
                 return
             if recorder.is_recording:
+                # A mode that came before an inference_mode block may not go inside of it: the block's end would bring
+                # its dispatch key back, and the next operator would look for a mode in vain.
+                if torch.is_inference_mode_enabled() and not self._began_in_inference:
+                    self._other_calls += 1
+                    return
                 if self._is_over(root):
                     self._finish_step()
                     if not self._sampler.wants(root):
@@ -277,6 +283,7 @@ class Observer:
                 if self._late or not recorder.begin():  # one step at a time is waited for
                     return
                 self._anchor, self._anchor_calls, self._other_calls = root, 0, 0
+                self._began_in_inference = torch.is_inference_mode_enabled()
                 self._wants_backward = torch.is_grad_enabled() and not self._runs_forward_only(root)
             if root == self._anchor:
                 self._anchor_calls, self._other_calls = self._anchor_calls + 1, 0
