@@ -178,6 +178,14 @@ class NodeForm:
     outputs: tuple[ValueRef, ...]  # the values that leave, in order
     symbols: tuple[str, ...] = field(default=())  # free symbols s0.., in the order kernels take them
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Once: a form is looked up for every new shape of every node."""
+        return hash((self.inputs, self.operations, self.outputs, self.symbols))
+
     def spec(self, ref: ValueRef) -> TensorSpec:
         for item in self.inputs:
             if item.name == ref.name:

@@ -99,7 +99,11 @@ def advise_capture(
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
     if known is not None and known.state == "captured":
-        return CaptureAdvice(True, "known_to_pay", "captured in an earlier run", predicted)
+        # Captured by order, or in a run far longer than this one will be if it is as the last: then it has to pay anew.
+        if not calls:
+            return CaptureAdvice(False, "not_yet", "one call tells how long a run like the last one takes", predicted)
+        if known.calls * spent_seconds / calls >= predicted:
+            return CaptureAdvice(True, "known_to_pay", "captured in an earlier run", predicted)
     if calls >= _CALLS_TO_JUDGE_SIZE:
         typical_us = spent_seconds / calls * 1e6 if call_us is None else call_us
         if typical_us < min_root_us:

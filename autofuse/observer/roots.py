@@ -18,8 +18,10 @@ from typing import Any, Literal
 
 import torch
 from torch._C import _current_graph_task_id, _get_dispatch_stack_at, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 
 from autofuse.observer import module_calls
@@ -136,6 +138,8 @@ class RootTracker:
             or _get_tracing_state() is not None
             or _symbolic_trace._is_fx_tracing_flag
             or torch.compiler.is_compiling()
+            or _top_saved_tensors_default_hooks(True) is not None  # a checkpoint: in backward it calls modules in eager
+            or forward_ad._current_level >= 0  # compiled graphs have no forward-mode gradients
         ):
             return None
         kind = self._kinds.get(type(module)) or self._learn_kind(type(module))

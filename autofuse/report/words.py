@@ -83,7 +83,7 @@ REFUSALS = {
     "disjoint": "parts that share no data",
     "division": "a rounding mode without a kernel",
     "empty": "nothing to compute",
-    "layout": "channels that are neighbours in memory",
+    "layout": "tensors in an order of dims that no kernel is made for",
     "indirect": "an index computed in the kernel itself",
     "overlap": "an input that overlaps itself",
     "pow": "a power without a kernel",
@@ -218,12 +218,16 @@ _FLAGS = re.compile(r"(True|False), (True|False)\)$")
 
 
 def signature(text: str) -> str:
-    """The shapes of a call's arguments, ``4×128 4×128``, with what is not plain training said behind them."""
+    """The shapes of a call's arguments, ``4×128 4×128``, with what is not plain training said behind them.
+
+    "about" says that each size stands for those up to a quarter below it.
+    """
     shapes = [sizes.replace(" ", "").replace(",", "×") or "scalar" for sizes in _SIZES.findall(text)]
     flags = _FLAGS.search(text)
     if not shapes:
         return text
-    shown = " ".join(shapes[:4]) + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
+    shown = ("about " if text.startswith("about ") else "") + " ".join(shapes[:4])
+    shown += f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
     if flags is None:
         return shown
     training, gradients = (flag == "True" for flag in flags.groups())

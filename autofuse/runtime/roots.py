@@ -25,7 +25,7 @@ from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
 from autofuse.observer.policy import Confirmation, HeldOut, advise_capture, learn_cost
 from autofuse.observer.roots import Quiet, RootTracker, root_key
-from autofuse.observer.signatures import call_signature, tensors_by_path
+from autofuse.observer.signatures import call_signature, rounded, tensors_by_path
 from autofuse.runtime.backends import CPU
 from autofuse.runtime.devices import event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
@@ -48,6 +48,8 @@ SMALL_STEP_US = 1000.0
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
+# Signatures that are compared only with themselves; with more of them each is rare, and is compared by rounded sizes.
+MAX_EXACT = 32
 
 
 class Roots:
@@ -135,16 +137,25 @@ class OpenStep(NamedTuple):
     stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
 
 
+class Sizes:
+    """Signatures whose steps are compared with each other: one, or where there are very many all of about one size."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.recent = deque[float](maxlen=6)  # us of captured steps, or calls
+
+
 class Shape:
     """One signature of a captured root: shapes of its arguments, training mode, gradients."""
 
-    def __init__(self, signature: Any) -> None:
-        self.text = str(signature)
-        self.direct: tuple[DirectCall, ...] = ()
+    def __init__(self, sizes: Sizes, direct: tuple[DirectCall, ...], is_eager: bool) -> None:
+        self.sizes = sizes
+        self.direct = direct
+        self.is_eager = is_eager  # torch has a path of its own for it
+        self.is_new = True
         self.learnt = 0  # times that Dynamo was asked
         self.fused = 0  # nodes on fused kernels in a step
         self.fused_at = -1  # the session's disturbances when they were counted
-        self.recent = deque[float](maxlen=6)  # us of captured steps, or calls
 
 
 class Root:
@@ -165,7 +176,9 @@ class Root:
         self.failures = 0
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
-        self._shapes: dict[Any, Shape] = {}  # that have been captured, by signature
+        self._shapes: dict[Any, Shape] = {}  # by signature
+        self._sizes: dict[str, Sizes] = {}
+        self._newest: Shape | None = None
         capture = self.session.settings.capture
         self._held_out = HeldOut(capture.held_out_share, seed=0)
         self._confirmation = Confirmation(PAIRS_BEFORE_RELEASE, times=3 if capture.held_out_share else 0)
@@ -211,21 +224,21 @@ class Root:
         if self._device is None:
             self._find_device(module)
         stretch = self._begin_stretch() if self._on_gpu else None
-        held_out = self._held_out.next()
-        if shape is not None:
-            held_out = held_out or self._confirmation.next(session.disturbances, len(shape.recent) >= PAIRED)
-        else:
-            held_out, shape = False, Shape(signature)
+        if shape is None:
+            shape = self._new_shape(signature, module)
+        has_pair = len(shape.sizes.recent) >= PAIRED
+        held_out = self._held_out.next() and (has_pair or not shape.is_new)
+        held_out = held_out or self._confirmation.next(session.disturbances, has_pair)
         if shape.fused_at != session.disturbances:
             session.mark_plans()
         self._open = OpenStep(now, shape, held_out, self.calls, session.disturbances, stretch)
         if held_out:
             self.roots.held_out_calls += 1
         if has_gradients:
-            return self._run(module, args, kwargs, signature, shape, held_out)
+            return self._run(module, args, kwargs, shape, held_out)
         # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
         began = time.perf_counter()
-        result = self._run(module, args, kwargs, signature, shape, held_out)
+        result = self._run(module, args, kwargs, shape, held_out)
         self._call_us = (time.perf_counter() - began) * 1e6
         return result
 
@@ -234,23 +247,33 @@ class Root:
         module: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        signature: Any,
         shape: Shape,
         held_out: bool,
     ) -> Any:
-        if held_out:
+        if held_out or shape.is_eager:
             return self.roots.tracker.call_original(module, args, kwargs)
         for direct in shape.direct:
             if direct.fits(module, args, kwargs):
+                shape.is_new = False
                 return direct.run(module, *args, **kwargs)
         captured = self._captured
         assert captured is not None
         if shape.learnt >= MAX_LEARNT:  # its graph breaks, or it is never twice the same: traced often enough
             return captured.settled(module, *args, **kwargs)
-        result = self._traced(captured.trace, module, args, kwargs, signature, shape)
+        result = self._traced(captured.trace, module, args, kwargs, shape)
         if self.state == "captured":
             self._learn(captured.direct, shape, module, args, kwargs)
         return result
+
+    def _new_shape(self, signature: Any, module: torch.nn.Module) -> Shape:
+        exact = len(self._sizes) < MAX_EXACT
+        text = str(signature) if exact else f"about {rounded(signature)}"
+        sizes = self._sizes.setdefault(text, Sizes(text))
+        # What the last new one ran may fit this one too: a graph with symbolic sizes does.
+        direct = self._newest.direct if self._newest is not None else ()
+        is_eager = not module.training and not torch.is_grad_enabled() and has_fast_path(module)
+        shape = self._shapes[signature] = self._newest = Shape(sizes, direct, is_eager)
+        return shape
 
     def _learn(
         self,
@@ -275,7 +298,7 @@ class Root:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None
     ) -> Any:
         """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
-        if shape is not None and self._captured is not None:
+        if shape is not None and not shape.is_new and self._captured is not None:
             return self._captured.settled(module, *args, **kwargs)
         return self.roots.tracker.call_original(module, args, kwargs)
 
@@ -323,7 +346,6 @@ class Root:
         module: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        signature: Any,
         shape: Shape,
     ) -> Any:
         """A call which may trace, for its shape or something else is new: all that can go wrong goes wrong here."""
@@ -337,10 +359,11 @@ class Root:
             with dynamo.capture_settings(session.settings.capture.recompile_limit):
                 result = trace(module, *args, **kwargs)
         except dynamo.CAPTURE_ERRORS as error:
-            self._fail(error)
             restore_random_state()
-            return self.roots.tracker.call_original(module, args, kwargs)
-        self._shapes[signature] = shape
+            result = self.roots.tracker.call_original(module, args, kwargs)
+            self._fail(error)  # only now: what eager raises as well is the user's own error
+            return result
+        shape.is_new = False
         if len(session.routers) != graphs:
             seconds = time.perf_counter() - began - (session.tuning.paused_seconds - paused)
             self.capture_seconds += seconds
@@ -434,7 +457,7 @@ class Root:
             fused = session.fused_since_mark()
             if fused != shape.fused:  # what was measured before is no longer so
                 shape.fused = fused
-                shape.recent.clear()
+                shape.sizes.recent.clear()
                 self._ratios.clear()
             shape.fused_at = -1 if is_disturbed else disturbances
         if not self._on_gpu:
@@ -455,7 +478,9 @@ class Root:
         """A time of 0 stands for one that is not to be compared."""
         _, shape, held_out, number, _, _ = opened
         assert shape is not None
-        self.session.steps.append((self.key, shape.text, held_out, 0 if held_out else shape.fused, number, step_us))
+        self.session.steps.append(
+            (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us)
+        )
         if step_us and self.state == "captured":
             self.roots.step_us_total += step_us
             self._compare(shape, held_out, step_us if self._call_us is None else self._call_us)
@@ -463,14 +488,15 @@ class Root:
 
     def _compare(self, shape: Shape, held_out: bool, us: float) -> None:
         """Release a root whose captured steps lose to held-out eager ones."""
+        recent = shape.sizes.recent
         if not held_out:
-            shape.recent.append(us)
+            recent.append(us)
             return
-        if len(shape.recent) >= PAIRED:
+        if len(recent) >= PAIRED:
             # Released, the module would be as fast as a held-out call without the hook.
             hook_us = HOOK_US if self._call_us is not None else 0.0
             eager_us = us if self._call_us is not None else max(us - HOOK_US, 0.0)
-            self._ratios.append(eager_us / (statistics.median(shape.recent) + hook_us))
+            self._ratios.append(eager_us / (statistics.median(recent) + hook_us))
         slower = [r for r in self._ratios if r < 1.0]
         if (
             len(self._ratios) >= PAIRS_BEFORE_RELEASE
@@ -496,6 +522,11 @@ class Root:
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
         )
+
+
+def has_fast_path(module: torch.nn.Module) -> bool:
+    """Whether torch itself runs other kernels for it in inference: padding becomes zeros there, and nowhere else."""
+    return any(isinstance(child, torch.nn.TransformerEncoder) for child in module.modules())
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

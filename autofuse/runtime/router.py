@@ -8,6 +8,7 @@ graph everything stands still: what is loaded is launched, a new plan runs eager
 
 from __future__ import annotations
 
+import functools
 import statistics
 import threading
 from collections import deque
@@ -25,6 +26,8 @@ from autofuse.runtime.program import NodeSlot, Program
 
 # Live times of this many sampled calls are kept for each node of a plan.
 KEPT_SAMPLES = 32
+# First calls of a node, each in another plan, whose inputs were checked; sizes and strides of all come from one graph.
+TRUSTED_AFTER = 4
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Catalogue(Protocol):
 
     def sample_due(self) -> bool: ...
 
-    def wrap(self, node: NodeState, fused: NodeCall, unfused: NodeCall) -> NodeCall: ...
+    def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall: ...
 
 
 @dataclass(eq=False)
@@ -94,7 +97,6 @@ class NodeState:
     form: NodeForm
     fusion_id: str
     values: tuple[int, ...]  # of the node's own symbols
-    unfused: NodeCall
     tag: str = ""  # kernel in use, "" for eager
     broken: bool = False  # failed once in this plan: eager for good
     fused_before: int = 0  # calls on a fused kernel under earlier choices
@@ -102,6 +104,11 @@ class NodeState:
     covered: bool = False  # part of a group that runs as a whole: not called at all
     idle_before: int = 0  # calls of the plan that went to such a group instead
     covered_at: int = 0  # the plan's count when that began
+
+    @functools.cached_property
+    def unfused(self) -> NodeCall:
+        """Eager's operations; made where they are needed, since most plans run kernels."""
+        return make_unfused(self.form, self.values, self.slot.device)
 
 
 class Plan:
@@ -119,13 +126,10 @@ class Plan:
         self.nodes: list[NodeState] = []
         for slot in program.slots:
             values = node_symbol_values(slot.symbols, graph_values)
-            form = slot.node.form
-            unfused = make_unfused(form, values, slot.device)
-            self.nodes.append(NodeState(slot, form, slot.node.fusion_id, values, unfused))
-        # A group without a callable runs its nodes and products one by one.
-        self.calls: tuple[NodeCall | None, ...] = tuple(
-            None if node.slot.is_group else node.unfused for node in self.nodes
-        )
+            self.nodes.append(NodeState(slot, slot.node.form, slot.node.fusion_id, values))
+        # A group without a callable runs its nodes and products one by one. Empty until the first call.
+        self.calls: tuple[NodeCall | None, ...] = ()
+        self.is_decided = False  # the catalogue knows a decision for every node that can run
         # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
         self._node_times = [deque[float](maxlen=KEPT_SAMPLES) for _ in self.nodes]
         self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
@@ -191,6 +195,9 @@ class GraphRouter:
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
         self._lock = threading.Lock()  # guards creation and change, never a call
+        # Groups first: the members of one that runs as a whole are not asked about.
+        self._order = sorted(range(len(program.slots)), key=lambda index: not program.slots[index].is_group)
+        self._checked: dict[int, int] = {}  # first calls of a node whose inputs were as promised, by its place
 
     def __call__(self, args: list[Any]) -> Any:
         if self.catalogue.sample_due() and not self._stands_still():
@@ -223,6 +230,8 @@ class GraphRouter:
                     self.pending[key] = plan
                     self.catalogue.new_plan(plan)
         if self._stands_still():
+            if not plan.calls:
+                plan.calls = tuple(map(_plain, plan.nodes))
             return plan
         if not plan.is_resolved:
             plan.is_resolved = True
@@ -236,14 +245,16 @@ class GraphRouter:
     def refresh(self, plan: Plan) -> bool:
         """Resolve the plan's nodes anew; returns whether a callable changed."""
         with self._lock:
-            calls = list(plan.calls)
-            changed = False
-            for index, node in enumerate(plan.nodes):
-                if node.broken:
+            calls: list[NodeCall | None] = list(plan.calls) or [None] * len(plan.nodes)
+            changed, plan.is_decided = not plan.calls, True
+            for index in self._order:
+                node = plan.nodes[index]
+                if node.broken or node.covered:
                     continue
                 choice = self.catalogue.choose(node.fusion_id, node.values, node.slot.device)
+                plan.is_decided &= choice.known
                 tag = choice.tag if choice.entry is not None else ""
-                if not choice.known or tag == node.tag or node.covered:
+                if not choice.known or tag == node.tag:
                     continue
                 try:
                     calls[index] = self._callable(plan, index, node, choice)
@@ -254,7 +265,7 @@ class GraphRouter:
                 self._account(plan, node, tag)
                 changed = True
             if changed:
-                plan.calls = tuple(calls)
+                plan.calls = _filled(plan, calls)
             return changed
 
     def _callable(self, plan: Plan, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
@@ -269,16 +280,19 @@ class GraphRouter:
             if self._stands_still():
                 return
             with self._lock:
+                self._checked[index] = self._checked.get(index, 0) + (problem is None)
                 calls = list(plan.calls)
-                calls[index] = self.catalogue.wrap(node, fused, node.unfused) if problem is None else _plain(node)
-                plan.calls = tuple(calls)
+                calls[index] = self.catalogue.wrap(node, fused) if problem is None else _plain(node)
                 if problem is not None:
                     node.broken = True
                     self._account(plan, node, "")
+                plan.calls = _filled(plan, calls)
             if problem is not None:
                 self.catalogue.node_failed(node, problem)
 
         fused = make_launcher(node.form, choice.entry, node.values, self.catalogue.threads, failed=failed)
+        if self._checked.get(index, 0) >= TRUSTED_AFTER:
+            return self.catalogue.wrap(node, fused)
         return make_checked(node.form, node.values, fused, node.unfused, settle, node.slot.device)
 
     @staticmethod
@@ -295,6 +309,12 @@ class GraphRouter:
 def _plain(node: NodeState) -> NodeCall | None:
     """What runs without a kernel: eager's operations; the parts of a group have callables of their own."""
     return None if node.slot.is_group else node.unfused
+
+
+def _filled(plan: Plan, calls: Sequence[NodeCall | None]) -> tuple[NodeCall | None, ...]:
+    """With eager's operations for nodes that nothing has been chosen for and that no group covers."""
+    nodes = zip(plan.nodes, calls, strict=True)
+    return tuple(_plain(node) if call is None and not node.covered else call for node, call in nodes)
 
 
 def _cover(plan: Plan, member: NodeState, covered: bool) -> None:

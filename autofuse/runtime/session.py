@@ -271,7 +271,7 @@ class Session:
         self.say_once("node_failed", f"{node.slot.node.label} runs eager in this run: {problem}")
 
     def new_plan(self, plan: Plan) -> None:
-        self.disturbances += 1
+        """Not a disturbance: where shapes vary without end, new ones are what a run consists of."""
 
     def settle_plan(self, plan: Plan) -> bool:
         return self.tuning.settle(plan)
@@ -280,10 +280,10 @@ class Session:
         self._graph_calls += 1
         return self._graph_calls % SAMPLE_EVERY == 0
 
-    def wrap(self, node: NodeState, fused: NodeCall, unfused: NodeCall) -> NodeCall:
+    def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
         if not self.settings.run.check:
             return fused
-        return check_against(node, fused, unfused, self.say_once)
+        return check_against(node, fused, node.unfused, self.say_once)
 
     # ---- the background thread ------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class TuningClient:
         """True once the plan need not be asked about again; in ``wait`` mode this is where the script pauses."""
         if self._session.mode != "wait" or not self.enabled:
             return True
-        if not self._open_nodes(plan):
+        if plan.is_decided or not self._open_nodes(plan):
             return True
         if plan.count < CALLS_BEFORE_TUNING["wait"]:
             return False
@@ -119,8 +119,8 @@ class TuningClient:
             daemon.urgent_path(self._session.settings).touch()
 
     def expects_more(self) -> bool:
-        """Whether kernels may still come in this run for what has been captured."""
-        if self._session.mode != "background" or not self.enabled:
+        """Whether kernels are still to come for what has been captured: in this run, or in the next one."""
+        if not self.enabled:
             return False
         return any(self._open_nodes(plan) for router in list(self._session.routers) for plan in router.all_plans())
 

@@ -19,15 +19,15 @@ import torch  # noqa: E402
 from autofuse.codegen.triton.interpret import load_interpreted  # noqa: E402
 from autofuse.codegen.triton.source import TritonSource  # noqa: E402
 from autofuse.ir.operation import NodeForm  # noqa: E402
-from autofuse.runtime.launch import empty_like_spec, expected_outputs, make_launcher, make_unfused  # noqa: E402
+from autofuse.runtime.launch import Composed, empty_like_spec, expected_outputs, make_launcher, make_unfused  # noqa: E402
 from autofuse.tuner.bench import Rig  # noqa: E402
 from autofuse.tuner.timing import Sampler, WallSampler  # noqa: E402
 from autofuse.tuner.verify import GuardedAllocator  # noqa: E402
 from autofuse.tuner.worker import main  # noqa: E402
 
 
-class Interpreted:
-    """An interpreted kernel, to be called like any other (`runtime.launch.Composed`)."""
+class Interpreted(Composed):
+    """An interpreted kernel, to be called like any other."""
 
     def __init__(self, source: TritonSource) -> None:
         self._run = load_interpreted(source)

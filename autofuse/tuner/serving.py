@@ -247,7 +247,8 @@ class TuningLoop:
             return StepJob(request, workshop.backend, workshop.worker, self._limits(request), self._rest).run()
         form = NodeForm.from_json(dict(request.node))
         if is_group(form):
-            return self._tune_ways(request, form, ways_of(form, request.key.device != self._cpu))
+            ways = ways_of(form, request.key.device != self._cpu)
+            return self._tune_ways(request, form, [way for way in ways if _is_large(way, request, form)])
         outcome = self._tune_kernel(request, form)
         if self._may_cut(outcome.decisions):
             ways = cuts_of(form)
@@ -475,6 +476,12 @@ class TuningLoop:
                 data={"rss_bytes": psutil.Process().memory_info().rss},
             )
         )
+
+
+def _is_large(way: Way, request: TuneRequest, form: NodeForm) -> bool:
+    """Whether sizes of the request fill more than one block, where a way has blocks."""
+    largest = dict(zip(form.symbols, (high for _, high in request.bucket.ranges), strict=True))
+    return way.rows is None or evaluate(way.rows.total, largest) > way.rows.count
 
 
 def _ways_detail(decision: Decision, outcome: Outcome, ways: Sequence[Way]) -> str:

@@ -6,6 +6,7 @@ Guarantee: outputs have exactly the sizes and strides that the form promises; in
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.launch import (
+    Composed,
     Entry,
     NodeCall,
     device_type,
@@ -33,8 +35,8 @@ from autofuse.ways.vendor import VENDORS, as_promised
 
 
 @dataclass(frozen=True)
-class LoadedWay:
-    """A way with its kernels in this process (`runtime.launch.Composed`)."""
+class LoadedWay(Composed):
+    """A way with its kernels in this process."""
 
     way: Way
     entries: tuple[Entry, ...]  # of the parts, in order
@@ -64,12 +66,18 @@ class LoadedWay:
         for kernel, entry in zip(self.way.kernels, self.entries, strict=True):
             own = [evaluate(size, values) for size in kernel.sizes]
             kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate))
-        source, namespace = render(self.way)
-        exec(compile(source, f"<autofuse way {self.way.name}>", "exec"), namespace)
         device = torch.device(device_type(self.way.form))
         symbols = [values[name] for name in self.way.form.symbols]
-        call: NodeCall = namespace["make"](*symbols, device, kernels, failed)
+        call: NodeCall = self._make(*symbols, device, kernels, failed)
         return call
+
+    @functools.cached_property
+    def _make(self) -> Callable[..., NodeCall]:
+        """The program for any sizes: its text is the same for all."""
+        source, namespace = render(self.way)
+        exec(compile(source, f"<autofuse way {self.way.name}>", "exec"), namespace)
+        make: Callable[..., NodeCall] = namespace["make"]
+        return make
 
     def _in_blocks(
         self,

@@ -74,10 +74,14 @@ def test_asked_for_at_the_first_call_nothing_is_weighed() -> None:
 
 
 def test_a_warm_store_knows_better() -> None:
-    found = advice(calls=0, operations=None, known=record(operations=80, capture_seconds=3.0))
+    known = record(operations=80, capture_seconds=3.0, calls=500)
+    assert advice(calls=0, spent_seconds=0.0, known=known).reason == "not_yet"
+    found = advice(calls=1, spent_seconds=0.05, operations=None, known=known)
     assert found.capture
     assert found.reason == "known_to_pay"
     assert found.predicted_seconds > 1.0
+    short = advice(calls=1, spent_seconds=0.05, operations=None, known=record(operations=80, calls=4))
+    assert not short.capture, "a run as long as the last one would not pay for the capture"
     failed = advice(calls=0, known=record(state="eager", reason="capture_failed", detail="no"))
     assert failed.final
     assert "no" in failed.detail

@@ -1,9 +1,12 @@
 """Calls of captured roots past Dynamo's wrappers: only whole graphs, and only where Dynamo's guards hold."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -210,3 +213,86 @@ def test_results_in_inference_mode_are_inference_tensors(session):
             assert not model(x).is_inference()
         with torch.inference_mode():
             assert model(x).is_inference() == expected(model, x).is_inference()
+
+
+def test_shapes_without_end_run_without_dynamo_once_a_graph_has_symbols(session, monkeypatch):
+    model = Flexible()
+    with torch.no_grad():
+        for rows in (4, 5, 6, 7):
+            model(torch.randn(rows, 8))
+        root = session.roots.root_of(model)
+        monkeypatch.setattr(root, "_traced", lambda *args: pytest.fail("Dynamo was asked"))
+        for rows in range(8, 80):
+            x = torch.randn(rows, 8)
+            assert torch.equal(model(x), expected(model, x))
+        model(torch.randn(9, 8))
+    written = {fields[1] for fields in session.steps}
+    assert any(text.startswith("about ") for text in written), "rare sizes are compared with others of about their size"
+    assert len(written) < 60
+    assert all(fields[5] > 0.0 for fields in session.steps[-60:]), "a new shape is no disturbance"
+
+
+def test_a_checkpointed_root_is_left_alone(session):
+    model, x = Flexible(), torch.randn(4, 8, requires_grad=True)
+    for _ in range(4):
+        model(x).sum().backward()
+    model.zero_grad()
+    for _ in range(3):
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_forward_mode_gradients_are_eagers(session):
+    model, x = Flexible(), torch.randn(4, 8)
+    for _ in range(4):
+        model(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        found = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+    wanted = (torch.ones_like(x) @ model.inner.weight.t()) * model.weight * model.factor
+    torch.testing.assert_close(found, wanted)
+
+
+def test_an_error_of_the_users_own_does_not_cost_the_capture(session, capsys):
+    model = Flexible()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(4, 9))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(x), expected(model, x))
+    assert session.roots.root_of(model).state == "captured" and "could not be captured" not in capsys.readouterr().err
+
+
+def test_torchs_own_fast_path_stays(session):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        for _ in range(4):
+            found = model(x, src_key_padding_mask=padding)
+            assert torch.equal(found, expected(model, x, src_key_padding_mask=padding))
+            assert not found[1, 3:].any(), "padding is zeros there"
+
+
+def test_a_sampled_step_may_end_inside_of_inference_mode(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))\n"
+        "for length in (5, 17, 17, 1, 33, 17, 64):\n"
+        "    x = torch.ones(2, length, 64)\n"
+        "    model.train()\n"
+        "    model(x.clone().requires_grad_()).sum().backward()\n"
+        "    model.eval()\n"
+        "    with torch.no_grad():\n"
+        "        model(x)\n"
+        "    with torch.inference_mode():\n"
+        "        model(x)\n"
+        "    torch.rand(3)\n"
+        "print('end')\n"
+    )
+    command = [sys.executable, "-m", "autofuse", "run", "--store", str(tmp_path / "store"), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout == "end\n" and "Error" not in done.stderr

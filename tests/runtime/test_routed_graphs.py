@@ -46,7 +46,7 @@ class Undecided:
     def sample_due(self):
         return False
 
-    def wrap(self, node, fused, unfused):
+    def wrap(self, node, fused):
         return fused
 
 

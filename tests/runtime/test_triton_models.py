@@ -38,9 +38,11 @@ class AllInterpreted(Undecided):
 
 
 def lowerable(form: NodeForm) -> tuple[str, str] | None:
-    """The planner splits what has no loop form."""
+    """The planner splits what has no loop form, or several, which only C prints."""
     try:
-        lower(form)
+        kernel = lower(form)
+        if kernel.rest:
+            return "several_nests", "expected one nest of loops"
     except LoweringError as error:
         return error.code, str(error)
     return None

@@ -57,7 +57,8 @@ def normalised() -> NodeForm:
 
 def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> None:
     form = linear_gelu()
-    parts, vendor = ways_of(form)
+    parts, vendor, blocks = ways_of(form)
+    assert blocks.rows is not None and blocks.rows.count > 64, "not tried at a size that one block holds"
     (kernel,) = parts.kernels
     asked = request(form, (40,), unfused_us=1000.0)
     own = request(kernel.node.form, (40,), unfused_us=1.0)
