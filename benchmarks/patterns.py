@@ -29,7 +29,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from autofuse.tuner.comparison import INTERVAL_TAIL, bounds
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
 CONTENDERS = ("eager", "compile", "compile dynamic", "autofuse")
+UNAVOIDABLE = "unavoidable"
 ROUNDS = 15
 SAMPLE_SECONDS = 0.004  # least length of a sample
 RACE_SECONDS = 2.5  # of one row and shape, all contenders
@@ -257,8 +258,16 @@ def measure(run: Benchmark, row: Row, shape: str) -> dict[str, Any]:
             run.left_out.append(f"{row.name} {shape}: {contender}: {said(error)}")
     if not row.is_random:
         found["largest_difference_to_eager"] = differences({n: p.calls[0] for n, p in prepared.items()})
+    if row.unavoidable is not None and len(sets) == 1:
+        prepared[UNAVOIDABLE] = prepare_unavoidable(row, sets[0], parameters)
     race(run, found, prepared, row.seed_figure if shape == "memory" else None)
     return found
+
+
+def prepare_unavoidable(row: Row, inputs: Tensors, parameters: Sequence[torch.Tensor]) -> Prepared:
+    """torch's kernels for what no fusion takes away, timed with the contenders."""
+    call = whole(replace(row, trains=False), row.unavoidable or row.function, (*inputs, *parameters), ())
+    return Prepared([call], 0.0, count_call(call))
 
 
 def said(error: Exception) -> str:
@@ -309,6 +318,10 @@ def race(run: Benchmark, found: dict[str, Any], prepared: dict[str, Prepared], s
         if p.state:
             entry["state"] = p.state
         found["contenders"][name] = entry
+    rest = found["contenders"].pop(UNAVOIDABLE, None)
+    least = samples.pop(UNAVOIDABLE, None)
+    if rest is not None and least is not None and "eager" in samples:
+        found["unavoidable"] = rest | {"eager_over": ratio(samples["eager"], least)}
     ours = samples.get("autofuse")
     if ours is not None:
         found["autofuse_over"] = {name: ratio(samples[name], ours) for name in samples if name != "autofuse"}
@@ -432,7 +445,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if r["autofuse_over"]["eager"]["high"] < 1.0
         ],
         "seed_figures_missed": [
-            f"{r['row']}: {r['autofuse_over']['eager']['median']:.2f} of {r['seed_figure']}"
+            f"{r['row']}: {r['autofuse_over']['eager']['median']:.2f} of {r['seed_figure']}{_limit(r)}"
             for r in timed
             if not r.get("seed_reached", True)
         ],
@@ -451,6 +464,17 @@ def bars(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         mean = math.exp(sum(map(math.log, best)) / len(best))
         found["geometric_mean_over_better_compile"] = {"ratio": round(mean, 3), "rows": len(best)}
     return found
+
+
+def _limit(row: dict[str, Any]) -> str:
+    """Why a row cannot get further, where that was measured."""
+    rest = row.get("unavoidable")
+    if rest is None:
+        return ""
+    return (
+        f"; what no fusion takes away runs alone in {rest['us']['median']:.0f} us ({rest['bytes'] / 1e6:.0f} MB, "
+        f"{rest['gb_per_s']:.1f} GB/s), {rest['eager_over']['median']:.2f}x eager's row"
+    )
 
 
 def line(row: dict[str, Any]) -> str:
