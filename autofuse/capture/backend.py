@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
 
-from autofuse.capture.direct import DirectCalls, is_plain_graph, note_plain_graph
+from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph
 from autofuse.capture.second_gradients import replayed
 
 CompileGraph = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
@@ -43,13 +43,14 @@ def compile_with(
 
     def compile_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         call = compile_graph(graph, "inference")
-        if needs_no_switch and is_plain_graph(graph, example_inputs):
+        if not needs_wrapper and is_plain_graph(graph, example_inputs):
             plain.append(call)
         return call
 
     plain: list[Callable[[list[Any]], Any]] = []
     has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
+    needs_wrapper = not needs_no_switch or has_subclasses(module, example_inputs)
     backend = aot_autograd(
         fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_inference
     )

@@ -20,6 +20,7 @@ from torch import fx
 from torch._dynamo import utils
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Run = Callable[..., Any]
 _KEPT = 64  # with more code than that Dynamo finds the right one itself
@@ -113,8 +114,9 @@ def _plain(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def is_plain_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether an inference graph that AOTAutograd is compiling leaves its wrapper nothing to do.
 
-    It does where outputs alias no input, no input is written, and neither autocast nor gradients are to be switched
-    off meanwhile. ``inputs``: of Dynamo's graph, which the wrapper passes on as they are.
+    It does where outputs alias no input, no input is written, there are no subclasses (`has_subclasses`), and neither
+    autocast nor gradients are to be switched off meanwhile. ``inputs``: of Dynamo's graph, which the wrapper passes on
+    as they are.
     """
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
@@ -131,3 +133,14 @@ def is_plain_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
         and not meta.is_rng_op_functionalized
         and not meta.num_graphsafe_rng_states
     )
+
+
+def has_subclasses(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether Dynamo's graph takes or gives tensors of a subclass: AOTAutograd's wrapper takes them apart and back.
+
+    The metadata that a compiler sees is of what is inside of them.
+    """
+    found: list[Any] = []
+    for node in module.graph.find_nodes(op="output"):
+        found += [n.meta.get("example_value") for n in node.all_input_nodes]
+    return any(isinstance(t, torch.Tensor) and is_traceable_wrapper_subclass(t) for t in (*inputs, *found))

@@ -20,9 +20,6 @@ class ModuleTable(Generic[T]):
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[torch.nn.Module], T]] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, module: torch.nn.Module) -> T | None:
         found = self._entries.get(id(module))
         return found[1] if found is not None and found[0]() is module else None

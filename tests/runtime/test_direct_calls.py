@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
+from autofuse.capture.direct import has_subclasses
 from autofuse.runtime.session import current_session, start_session
 from autofuse.settings import load
 
@@ -296,3 +297,50 @@ def test_a_sampled_step_may_end_inside_of_inference_mode(tmp_path):
     command = [sys.executable, "-m", "autofuse", "run", "--store", str(tmp_path / "store"), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout == "end\n" and "Error" not in done.stderr
+
+
+class Wrapped(torch.Tensor):
+    """A subclass around one tensor, which AOTAutograd unwraps: as many tensors as graph inputs."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, outer_size, outer_stride):
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [a.inner if isinstance(a, Wrapped) else a for a in args]
+        return Wrapped(func(*plain, **(kwargs or {})))
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return torch.relu(x * 2.0)
+
+
+def test_tensors_of_a_subclass_stay_wrapped(session):
+    model, inner = Doubles(), torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(4):
+            found = model(Wrapped(inner))
+            assert type(found) is Wrapped and torch.equal(found.inner, torch.relu(inner * 2.0))
+    assert session.roots.root_of(model).state == "captured"
+
+
+def test_graphs_of_subclasses_keep_the_wrapper_that_takes_them_apart():
+    graph, plain = torch.fx.symbolic_trace(Doubles()), torch.randn(4, 8)
+    assert has_subclasses(graph, [plain, Wrapped(plain)]) and not has_subclasses(graph, [plain, 3])
+    (result,) = next(iter(graph.graph.find_nodes(op="output"))).all_input_nodes
+    result.meta["example_value"] = plain
+    assert not has_subclasses(graph, [plain])
+    result.meta["example_value"] = Wrapped(plain)
+    assert has_subclasses(graph, [plain])
