@@ -1,8 +1,21 @@
-"""Triton, where it is installed, is imported for its interpreter: kernels for GPUs are checked on CPU tensors.
+"""What all tests share: Triton imported for its interpreter, and random numbers that are a test's own.
 
-Before torch, which imports Triton too. Compilers of Triton run in processes of their own.
+Triton comes before torch, which imports it too: kernels for GPUs are checked on CPU tensors. Compilers of Triton run
+in processes of their own.
 """
+
+import os
+import zlib
 
 from autofuse.codegen.triton.interpret import import_interpreted
 
 import_interpreted()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """A test draws the same numbers whichever tests ran before it in its process; TEST_SEED=n draws others."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + int(os.environ.get("TEST_SEED", "0")))
