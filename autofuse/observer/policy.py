@@ -14,6 +14,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from statistics import median
 
 from autofuse.errors import SettingsError
@@ -191,3 +192,40 @@ class Confirmation:
             self._times_left -= 1
         self._left -= 1
         return True
+
+
+class Held(Enum):
+    """What a call is for."""
+
+    NO = "no"  # the captured graph
+    COLD = "cold"  # the original module, not to be compared: caches and branch predictors are full of the graph's code
+    COMPARED = "compared"  # the original module
+
+
+class HeldOutCalls:
+    """Which calls of a root run the original module: a share of all, more of them while new kernels are confirmed.
+
+    Where calls are short, a single one between calls of the graph finds none of its code in the caches and is slower
+    by what a released module would never pay; so a held-out call is followed by another one, which is compared, and
+    every second occasion of the share is left out.
+    """
+
+    def __init__(self, share: float, pairs: int) -> None:
+        self._share = HeldOut(share)
+        self._confirmation = Confirmation(pairs, times=3 if share else 0)
+        self._follows = False
+        self._skips = False
+
+    def next(self, generation: int, is_new: bool, has_pair: bool, is_short: bool) -> Held:
+        """What the next call is for. ``generation`` changes with the kernels; ``is_new``: its shape has not run yet."""
+        if self._follows:
+            self._follows = False
+            return Held.COMPARED if has_pair else Held.COLD
+        is_taken = self._share.next() and (has_pair or not is_new)
+        if is_taken and is_short:
+            self._skips = not self._skips
+            is_taken = self._skips
+        if not (is_taken or self._confirmation.next(generation, has_pair)):
+            return Held.NO
+        self._follows = is_short
+        return Held.COLD if is_short else Held.COMPARED

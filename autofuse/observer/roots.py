@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.fx import _symbolic_trace
 
 from autofuse.observer import module_calls
@@ -69,12 +71,37 @@ def classify(kind_of: type) -> Kind:
 
 
 class Quiet:
-    """A module whose calls are only counted."""
+    """A module whose calls are only counted: its own ``_compiled_call_impl``, past the hook, at 0.5 us instead of 3.
 
-    __slots__ = ("calls",)
+    It is gone from copies and pickles (torch leaves the attribute out), from a module that the user compiles, and from
+    all modules when the tracker stops. With several GPUs it is not set: replicas share the attributes of a module.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self.calls = 0
+        self._module = reference = weakref.ref(module)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            module = reference()
+            assert module is not None  # whose attribute this is
+            if is_dynamo_compiling():
+                return module._call_impl(*args, **kwargs)
+            answer = thread.answer
+            if answer is not False:
+                runner = None if answer is None else answer(module)  # type: ignore[operator]
+                return (module._call_impl if runner is None else runner)(*args, **kwargs)
+            self.calls += 1
+            return _run_whole(module, *args, **kwargs)
+
+        skip_in_dynamo(run)
+        self._run = run
+        if torch.cuda.device_count() < 2:
+            module.__dict__["_compiled_call_impl"] = run
+
+    def end(self) -> None:
+        module = self._module()
+        if module is not None and module.__dict__.get("_compiled_call_impl") is self._run:
+            del module.__dict__["_compiled_call_impl"]
 
 
 class RootTracker:
@@ -88,6 +115,7 @@ class RootTracker:
         self._handler = handler
         self._kinds: dict[type, Kind] = {}
         self._quiet: ModuleTable[Quiet] = ModuleTable()
+        self._all_quiet: list[Quiet] = []
         self._installed = False
 
     def install(self) -> None:
@@ -111,6 +139,8 @@ class RootTracker:
         _current = None
         module_calls.set_root_answer(None)
         module_calls.release()
+        for quiet in self._all_quiet:
+            quiet.end()
 
     def call_original(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's own forward with its hooks, eagerly, with no root inside."""
@@ -125,8 +155,9 @@ class RootTracker:
 
     def release(self, module: torch.nn.Module) -> Quiet:
         """This module is of no interest any more: its calls skip the handler, and nothing inside is a root."""
-        quiet = Quiet()
+        quiet = Quiet(module)
         self._quiet.set(module, quiet)
+        self._all_quiet.append(quiet)
         return quiet
 
     def _answer(self, module: torch.nn.Module) -> CallRunner | None:

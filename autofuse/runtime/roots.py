@@ -23,7 +23,7 @@ from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
-from autofuse.observer.policy import Confirmation, HeldOut, advise_capture, learn_cost
+from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, learn_cost
 from autofuse.observer.roots import Quiet, RootTracker, root_key
 from autofuse.observer.signatures import call_signature, rounded, tensors_by_path
 from autofuse.runtime.backends import CPU
@@ -45,6 +45,7 @@ PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at
 # What a root's call costs beside what it runs: hook, signature, step statistics.
 HOOK_US = 6.0
 SMALL_STEP_US = 1000.0
+SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in the caches
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
@@ -131,7 +132,7 @@ class OpenStep(NamedTuple):
 
     began: float
     shape: Shape | None  # None: nothing is captured yet, or any more
-    held_out: bool
+    held: Held
     number: int  # of the call
     disturbances: int
     stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
@@ -180,8 +181,7 @@ class Root:
         self._sizes: dict[str, Sizes] = {}
         self._newest: Shape | None = None
         capture = self.session.settings.capture
-        self._held_out = HeldOut(capture.held_out_share, seed=0)
-        self._confirmation = Confirmation(PAIRS_BEFORE_RELEASE, times=3 if capture.held_out_share else 0)
+        self._held_out = HeldOutCalls(capture.held_out_share, PAIRS_BEFORE_RELEASE)
         self._is_small = False  # counting its calls costs what can be seen
         self._released: list[Quiet] = []  # modules whose calls skip the handler
         self._open: OpenStep | None = None
@@ -211,7 +211,7 @@ class Root:
         if self.state == "eager":
             if self._is_small:
                 self._released.append(self.roots.tracker.release(module))
-            self._open = OpenStep(now, None, False, self.calls, 0, None)
+            self._open = OpenStep(now, None, Held.NO, self.calls, 0, None)
         return self.roots.tracker.call_original(module, args, kwargs)
 
     def _routed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
@@ -226,12 +226,14 @@ class Root:
         stretch = self._begin_stretch() if self._on_gpu else None
         if shape is None:
             shape = self._new_shape(signature, module)
-        has_pair = len(shape.sizes.recent) >= PAIRED
-        held_out = self._held_out.next() and (has_pair or not shape.is_new)
-        held_out = held_out or self._confirmation.next(session.disturbances, has_pair)
+        recent = shape.sizes.recent
+        has_pair = len(recent) >= PAIRED
+        is_short = has_pair and recent[-1] < SHORT_CALL_US
+        held = self._held_out.next(session.disturbances, shape.is_new, has_pair, is_short)
+        held_out = held is not Held.NO
         if shape.fused_at != session.disturbances:
             session.mark_plans()
-        self._open = OpenStep(now, shape, held_out, self.calls, session.disturbances, stretch)
+        self._open = OpenStep(now, shape, held, self.calls, session.disturbances, stretch)
         if held_out:
             self.roots.held_out_calls += 1
         if has_gradients:
@@ -306,7 +308,7 @@ class Root:
         observer = self.roots.observer
         observer.before_root_call(self.key, module)
         began = time.perf_counter()
-        self._open = OpenStep(began, None, False, self.calls, self.session.disturbances, None)
+        self._open = OpenStep(began, None, Held.NO, self.calls, self.session.disturbances, None)
         stretch = self._begin_stretch()
         try:
             return self.roots.tracker.call_original(module, args, kwargs)
@@ -444,7 +446,7 @@ class Root:
 
     def _end_step(self, opened: OpenStep, now: float) -> None:
         """A step is the time from one call of the root to the next: the host's, on a GPU that of the root's stream."""
-        began, shape, held_out, _, disturbances, stretch = opened
+        began, shape, held, _, disturbances, stretch = opened
         self._open = None
         step_us = (now - began) * 1e6
         self.total_us += step_us
@@ -453,18 +455,19 @@ class Root:
             return
         session = self.session
         is_disturbed = disturbances != session.disturbances
-        if shape.fused_at != disturbances and not held_out:
+        if shape.fused_at != disturbances and held is Held.NO:
             fused = session.fused_since_mark()
             if fused != shape.fused:  # what was measured before is no longer so
                 shape.fused = fused
                 shape.sizes.recent.clear()
                 self._ratios.clear()
             shape.fused_at = -1 if is_disturbed else disturbances
+        is_left_out = is_disturbed or held is Held.COLD
         if not self._on_gpu:
-            self._add_step(opened, 0.0 if is_disturbed else step_us)
+            self._add_step(opened, 0.0 if is_left_out else step_us)
             return
         stretch = self.roots.timer.end(stretch)
-        if is_disturbed:
+        if is_left_out:
             self.late.add(None, lambda _: self._add_step(opened, 0.0))  # after those before it
         else:
             self.late.add(stretch, partial(self._add_late_step, opened))
@@ -476,8 +479,9 @@ class Root:
 
     def _add_step(self, opened: OpenStep, step_us: float) -> None:
         """A time of 0 stands for one that is not to be compared."""
-        _, shape, held_out, number, _, _ = opened
+        _, shape, held, number, _, _ = opened
         assert shape is not None
+        held_out = held is not Held.NO
         self.session.steps.append(
             (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us)
         )

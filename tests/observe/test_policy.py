@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from autofuse.errors import SettingsError
 from autofuse.ir.records import RootRecord
-from autofuse.observer.policy import Confirmation, HeldOut, advise_capture, learn_cost, predict_seconds
+from autofuse.observer.policy import (
+    Confirmation,
+    Held,
+    HeldOut,
+    HeldOutCalls,
+    advise_capture,
+    learn_cost,
+    predict_seconds,
+)
 
 
 def advice(**values: Any) -> Any:
@@ -136,7 +144,7 @@ def test_new_kernels_are_confirmed_by_a_burst_of_held_out_calls() -> None:
     confirmation = Confirmation(pairs=5, every=4, calm=8, times=2)
     first = [confirmation.next(1, True) for _ in range(200)]
     assert sum(first) == 5 and not any(first[:8]) and not any(first[-100:])
-    assert not any(a and b for a, b in itertools.pairwise(first)), "calls to compare with lie between"
+    assert not any(a and b for a, b in pairwise(first)), "calls to compare with lie between"
     assert sum(confirmation.next(2, True) for _ in range(200)) == 5
     assert not any(confirmation.next(3, True) for _ in range(200)), "often enough"
 
@@ -147,3 +155,23 @@ def test_nothing_is_confirmed_while_kernels_change_or_without_calls_to_compare_w
     assert not any(confirmation.next(1000, False) for _ in range(200))
     assert sum(confirmation.next(1000, True) for _ in range(200)) == 5, "what was not used is not lost"
     assert not any(Confirmation(times=0).next(1, True) for _ in range(200))
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_short_held_out_calls_are_compared_warm(is_short: bool) -> None:
+    """Each compared call follows one that is not; the share of calls on eager stays what was asked for."""
+    calls = HeldOutCalls(0.02, pairs=12)
+    kinds = [calls.next(1, False, True, is_short) for _ in range(20_000)]
+    first, later = Counter(kinds[:250]), Counter(kinds[250:])
+    assert 12 <= first[Held.COMPARED] <= 18 and first[Held.COLD] == (first[Held.COMPARED] if is_short else 0)
+    assert 0.018 < (later[Held.COMPARED] + later[Held.COLD]) / len(kinds[250:]) < 0.022
+    if is_short:
+        assert all((b is Held.COMPARED) == (a is Held.COLD) for a, b in pairwise(kinds))
+
+
+def test_a_new_shape_runs_before_it_is_held_out() -> None:
+    calls = HeldOutCalls(0.5, pairs=12)
+    assert {calls.next(1, True, False, False) for _ in range(100)} == {Held.NO}
+    assert Held.COMPARED in {calls.next(1, False, False, False) for _ in range(100)}
+    none = HeldOutCalls(0.0, pairs=12)
+    assert {none.next(1, False, True, True) for _ in range(1000)} == {Held.NO}

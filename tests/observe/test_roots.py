@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -297,6 +299,57 @@ def test_released_modules_skip_the_handler() -> None:
         model(X)
         Blocks()(X)
     assert watch.calls == ["Blocks", "Blocks"]
+
+
+def test_released_modules_are_counted_and_nothing_of_it_stays() -> None:
+    model = Blocks().eval()
+    with watching() as watch:
+        quiet = watch.tracker.release(model)
+        kinds = [model(X)["out"], copy.deepcopy(model)(X)["out"], pickle.loads(pickle.dumps(model))(X)["out"]]
+        assert quiet.calls == 1 and watch.calls == ["Blocks", "Blocks"], "copies are modules of their own"
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        kinds += [compiled(X)["out"] for _ in range(3)]
+        assert quiet.calls == 1
+        model.compile(backend="eager", fullgraph=True)
+        kinds.append(model(X)["out"])
+        other = Blocks()
+        watch.tracker.release(other)
+    assert all(torch.equal(kind, model._call_impl(X)["out"]) for kind in kinds)
+    assert "_compiled_call_impl" in model.__dict__, "the user's own stays"
+    assert "_compiled_call_impl" not in other.__dict__
+
+
+def test_a_released_module_does_not_live_longer() -> None:
+    model = Blocks()
+    with watching() as watch:
+        watch.tracker.release(model)
+        model(X)
+        alive = weakref.ref(model)
+        gc.disable()
+        try:
+            del model
+            assert alive() is None, "no cycle holds it"
+        finally:
+            gc.enable()
+
+
+def test_a_released_module_inside_another_root_is_watched_there() -> None:
+    seen = []
+
+    def watcher(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+
+    inner = MLP()
+    outer = nn.Sequential(inner, nn.ReLU())
+    with watching() as watch:
+        quiet = watch.tracker.release(inner)
+        module_calls.thread.answer = watcher
+        try:
+            outer(X)
+        finally:
+            module_calls.thread.answer = module_calls.OUTSIDE
+    assert "MLP" in seen and len(seen) > 3, "and what is inside it"
+    assert quiet.calls == 0
 
 
 def test_forked_children_are_not_watched() -> None:
