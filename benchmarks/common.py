@@ -38,8 +38,13 @@ def interleave(
     rounds: int,
     repeats: int,
     before: Callable[[], object] = lambda: None,
+    warm: bool = False,
 ) -> dict[str, list[float]]:
-    """Microseconds a call, one sample per round and callable; the order rotates. ``before`` is called untimed."""
+    """Microseconds a call, one sample per round and callable; the order rotates. ``before`` is called untimed.
+
+    ``warm``: so is each callable before its sample, which then finds its own code and data in the caches, not the
+    others', as in a script that calls nothing else.
+    """
     names = list(calls)
     for name in names:
         for _ in range(repeats):
@@ -50,6 +55,8 @@ def interleave(
             name = names[(position + number) % len(names)]
             call = calls[name]
             before()
+            if warm:
+                call()
             began = time.perf_counter()
             for _ in range(repeats):
                 call()

@@ -38,7 +38,7 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
-_CALL_CODE = torch.nn.Module.__call__.__code__
+CALL_CODE = torch.nn.Module.__call__.__code__
 _lock = threading.Lock()
 _users = 0
 _ask_root: Answer | None = None
@@ -72,7 +72,7 @@ class _ModuleCallHook:
             return None
         # Anyone else who reads the attribute (inspect, pickle, jit) finds None, as without us.
         frame = sys._getframe(1)
-        if frame.f_code is not _CALL_CODE:
+        if frame.f_code is not CALL_CODE:
             return None
         if answer is not False:
             return answer(module)  # type: ignore[operator]

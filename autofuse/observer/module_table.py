@@ -24,6 +24,9 @@ class ModuleTable(Generic[T]):
         found = self._entries.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
+    def values(self) -> list[T]:
+        return [value for _, value in list(self._entries.values())]
+
     def set(self, module: torch.nn.Module, value: T) -> None:
         number, entries = id(module), self._entries
 

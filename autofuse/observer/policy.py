@@ -11,7 +11,6 @@ the run, that costs at most twice what the best choice in hindsight would have c
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -27,7 +26,10 @@ _FIXED_SECONDS = 0.3
 _CALLS_TO_JUDGE_SIZE = 3
 _CALLS_TO_SETTLE_SIZE = 20
 
-_FINAL_IN_EARLIER_RUNS = ("capture_failed", "slower_than_eager")
+_NEAR = 6  # calls before a held-out one, with which it is compared
+_MANY_CALLS = 50  # free at a time where nothing is held out
+
+_FINAL_IN_EARLIER_RUNS = ("capture_failed", "slower_than_eager", "no_gain")
 
 
 @dataclass(frozen=True)
@@ -139,18 +141,30 @@ class HeldOut:
         self.period = max(2, round(1.0 / share)) if share else 0
         self._seed = seed
         self._skip_first = skip_first
-        self._calls = itertools.count()
+        self._calls = 0  # so far
         self._upcoming = -1  # the held-out call of the present stretch or of the next one
 
     def next(self) -> bool:
         """Is the next call held out? Counts the call."""
-        call = next(self._calls)
+        call = self._calls
+        self._calls += 1
         if call < self._skip_first or not self.period:
             return False
         if call % self.period == 0 or self._upcoming < 0:
             stretch = call // self.period
             self._upcoming = stretch * self.period + self._place(stretch)
         return call == self._upcoming
+
+    def free(self) -> int:
+        """Coming calls of which none is held out, as far as that is settled."""
+        if not self.period:
+            return self._skip_first + _MANY_CALLS
+        end = -(-self._calls // self.period) * self.period  # where the next stretch begins, whose place is not settled
+        return (self._upcoming if self._upcoming >= self._calls else end) - self._calls
+
+    def skip(self, calls: int) -> None:
+        """Count calls that ``free`` has promised."""
+        self._calls += calls
 
     def takes(self, call: int) -> bool:
         """Is the call with this running number (from 0) held out?"""
@@ -177,6 +191,11 @@ class Confirmation:
         self._generation: int | None = None
         self._calls = 0  # since the kernels last changed
         self._left = 0  # pairs
+
+    @property
+    def is_over(self) -> bool:
+        """No call is held out until the kernels change."""
+        return not self._left
 
     def next(self, generation: int, has_pair: bool) -> bool:
         """Is the next call held out? ``generation`` changes with the kernels; ``has_pair``: calls to compare with."""
@@ -229,3 +248,13 @@ class HeldOutCalls:
             return Held.NO
         self._follows = is_short
         return Held.COLD if is_short else Held.COMPARED
+
+    def free(self) -> int:
+        """Coming calls that `next` need not be asked about: they run the graph, and none lies near a held-out one."""
+        if self._follows or not self._confirmation.is_over:
+            return 0
+        return max(0, self._share.free() - _NEAR)
+
+    def skip(self, calls: int) -> None:
+        """Count calls that ``free`` has promised."""
+        self._share.skip(calls)

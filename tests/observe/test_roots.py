@@ -319,6 +319,46 @@ def test_released_modules_are_counted_and_nothing_of_it_stays() -> None:
     assert "_compiled_call_impl" not in other.__dict__
 
 
+class Copied(nn.Linear):
+    """Hands all of its ``__dict__`` to copies and pickles."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return dict(self.__dict__)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_copies_of_an_attached_module_run_themselves(released: bool) -> None:
+    model = Copied(8, 8)
+    with watching() as watch:
+        model(X)
+        if released:
+            watch.tracker.release(model)
+        assert "_compiled_call_impl" in model.__dict__
+        shallow = Copied.__new__(Copied)
+        shallow.__dict__ = {**model.__dict__, "_parameters": dict(Copied(8, 8)._parameters)}
+        copies = [shallow, copy.copy(shallow), copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        for twin in copies:
+            assert twin(X).abs().sum() > 0
+        assert not model(X).any()
+
+
+def test_an_attached_module_is_scripted_traced_and_exported() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with watching():
+        model(X)
+        model[0](X)
+        expected = model._call_impl(X)
+        assert torch.equal(torch.jit.script(model)(X), expected)
+        assert torch.equal(torch.jit.trace(model, X)(X), expected)
+        assert torch.equal(torch.fx.symbolic_trace(model)(X), expected)
+        assert torch.equal(torch.export.export(model, (X,)).module()(X), expected)
+        state = dict(model.named_parameters())
+        assert torch.equal(torch.func.functional_call(model, state, (X,)), expected)
+        assert torch.equal(torch.vmap(model)(X), expected)
+
+
 def test_a_released_module_does_not_live_longer() -> None:
     model = Blocks()
     with watching() as watch:
