@@ -71,7 +71,7 @@ class CaptureSettings(Group):
     max_seconds: float = declare(
         120.0, "A module whose capture is expected to take longer stays eager.", unit="s", low=0.0
     )
-    min_root_us: float = declare(500.0, "Modules faster than this per call stay eager.", unit="µs", low=0.0)
+    min_root_us: float = declare(200.0, "Modules faster than this per call stay eager.", unit="µs", low=0.0)
     min_inference_root_us: float = declare(
         100.0, "The same for calls without gradients, whose graphs cost less to call.", unit="µs", low=0.0
     )

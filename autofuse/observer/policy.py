@@ -73,7 +73,7 @@ def advise_capture(
     seconds_per_op: float,
     calls: int,
     backward: bool = True,
-    min_root_us: float = 500.0,
+    min_root_us: float = 200.0,
     max_seconds: float = 120.0,
     failures: int = 0,
     max_failures: int = 1,

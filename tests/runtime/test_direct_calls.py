@@ -66,6 +66,53 @@ def test_a_settled_call_goes_past_dynamo(session, monkeypatch):
         assert sum(plan.count for router in session.routers for plan in router.all_plans()) == before + 1
 
 
+def add_hook(model):
+    model.register_forward_hook(lambda module, args, out: out + 1)
+
+
+CHANGES = {
+    "attribute": lambda model: setattr(model, "factor", 3.0),
+    "parameter": lambda model: model.weight.data.mul_(2),
+    "module": lambda model: setattr(model, "inner", nn.Linear(8, 8, bias=False)),
+    "hook": add_hook,
+    "dtype": lambda model: model.double(),
+    "nothing": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_calls_that_are_not_timed_see_what_changes(session, change, has_gradients):
+    """Short steps of few shapes are timed a few times only; between those each call is checked all the same."""
+    model, calls = Flexible(), 0
+    root = session.roots.root_of(model)
+
+    def check(number, *args, **kwargs):
+        nonlocal calls
+        for _ in range(number):
+            found, wanted = model(*args, **kwargs), expected(model, *args, **kwargs)
+            assert torch.equal(found, wanted) and found.requires_grad == wanted.requires_grad
+            calls += 1
+
+    def x(*size):
+        return torch.randn(size, dtype=model.weight.dtype)
+
+    with torch.set_grad_enabled(has_gradients):
+        check(12, x(4, 8))
+        assert root._brief is not None and len(session.steps) < calls - 4
+        CHANGES[change](model)
+        check(3, x(4, 8))
+        with torch.set_grad_enabled(not has_gradients):
+            check(2, x(4, 8))
+        check(2, x(4, 8), flag=True)
+        check(1, x(3, 4, 8))
+        check(3, x(4, 8))
+        check(20, x(7, 8))
+        with torch.inference_mode():
+            check(2, x(7, 8))
+    assert root.all_calls == calls
+
+
 def test_what_changes_under_a_call_is_seen(session, monkeypatch):
     model, x = Flexible(), torch.randn(4, 8)
 
