@@ -198,6 +198,21 @@ def prepare_autofuse(run: Benchmark, row: Row, module: nn.Module, calls: list[Ca
     paused = run.session.tuning.paused_seconds
     captured = run.session.capture_seconds
     root = run.session.roots.root_of(module)
+    settle(run, calls)
+    routers = run.session.routers[known:]
+    # Past the hook of modules, which leaves calls under a foreign dispatch mode alone.
+    counted = whole(row, lambda *inputs: root.call(module, inputs, {}), inputs, tuple(module.parameters()))
+    count = count_call(counted, routers)
+    settle(run, calls)  # the count was a capture of its own, after which gains are confirmed anew
+    plans = [p for r in routers for p in r.all_plans() if p.count]
+    fused = f"{sum(p.fused_nodes for p in plans)} of {sum(len(p.nodes) for p in plans)} nodes fused"
+    stall = run.session.tuning.paused_seconds - paused + run.session.capture_seconds - captured
+    state = f"captured, {fused}" if root.state == "captured" else f"{root.state}: {root.reason}"
+    return Prepared(calls, stall, count, state)
+
+
+def settle(run: Benchmark, calls: Sequence[Call]) -> None:
+    """Call until nothing changes any more."""
     quiet, seconds = 0, 0.0  # calls, and the time that they took, since plans last changed
     for number in range(SETTLE_CALLS):
         before, began = run.session.disturbances, time.perf_counter()
@@ -211,14 +226,6 @@ def prepare_autofuse(run: Benchmark, row: Row, module: nn.Module, calls: list[Ca
             quiet, seconds = 0, 0.0
         if quiet >= CALM_CALLS or (quiet >= 2 * len(calls) + 4 and seconds > CALM_SECONDS):
             break
-    routers = run.session.routers[known:]
-    plans = [p for r in routers for p in r.all_plans() if p.count]
-    fused = f"{sum(p.fused_nodes for p in plans)} of {sum(len(p.nodes) for p in plans)} nodes fused"
-    stall = run.session.tuning.paused_seconds - paused + run.session.capture_seconds - captured
-    state = f"captured, {fused}" if root.state == "captured" else f"{root.state}: {root.reason}"
-    # Past the hook of modules, which leaves calls under a foreign dispatch mode alone.
-    counted = whole(row, lambda *inputs: root.call(module, inputs, {}), inputs, tuple(module.parameters()))
-    return Prepared(calls, stall, count_call(counted, routers), state)
 
 
 # ---- a row ------------------------------------------------------------------------------------------------------
