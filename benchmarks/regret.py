@@ -316,14 +316,14 @@ def consult(bench: NodeWorkshop, bucket: Bucket, values: tuple[int, ...]) -> Ora
     smallest = [case.values for case in first_cases(bench.form, bucket, values)]
     wrong: list[str] = []
     rivals: dict[str, Built] = {}
-    for built in bench.build(candidates, values, smallest):
-        if isinstance(built, CandidateProblem):
-            wrong.append(f"{built.status}: {built}")
-        else:
-            rivals.setdefault(built.digest, built)
-    binaries, left = len(rivals), list(rivals.values())
     speedups: dict[str, float] = {}
     with counted() as measured:
+        for built in bench.build(candidates, values, smallest):
+            if isinstance(built, CandidateProblem):
+                wrong.append(f"{built.status}: {built}")
+            else:
+                rivals.setdefault(built.digest, built)
+        binaries, left = len(rivals), list(rivals.values())
         for rounds, kept in STAGES:
             if rounds == STAGES[-1][0]:
                 left = [built for built in left if _is_right(bench, bucket, built, values, wrong)]
@@ -403,6 +403,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """over / under, round by round."""
     ratios = sorted(a / b for a, b in zip(over, under, strict=True))
     low, high = bounds(ratios, INTERVAL_TAIL)
+    low, high = max(low, ratios[0]), min(high, ratios[-1])  # of few rounds: their range
     return {"median": statistics.median(ratios), "low": low, "high": high, "rounds": len(ratios)}
 
 
@@ -561,6 +562,8 @@ def bars(rows: Sequence[dict[str, Any]], aa: Sequence[dict[str, Any]]) -> dict[s
             "bar": MEASUREMENTS_BAR,
             "configurations_a_bucket": statistics.median(r["configurations"] for r in rows),
             "most_configurations": max(r["configurations"] for r in rows),
+            "configurations_that_the_bar_allows": MEASUREMENTS_BAR
+            * statistics.median(r["configurations"] for r in rows),
             "of_configurations": sum(t["configurations"] for t in tuner) / sum(r["configurations"] for r in rows),
             "of_flat_samples": timed / sum(o["flat_samples"] for o in oracle),
             "of_samples_narrowed_down": timed / sum(o["samples"] for o in oracle),
@@ -578,10 +581,17 @@ def bars(rows: Sequence[dict[str, Any]], aa: Sequence[dict[str, Any]]) -> dict[s
     return found
 
 
-def save(path: Path, settings: Settings, rows: list[dict[str, Any]], aa: list[dict[str, Any]], out: list[str]) -> None:
+def save(
+    path: Path,
+    commands: Sequence[str],
+    settings: Settings,
+    rows: list[dict[str, Any]],
+    aa: list[dict[str, Any]],
+    out: list[str],
+) -> None:
     document = {
         "benchmark": "regret",
-        "command": " ".join(["python", *sys.argv]),
+        "command": "; ".join(commands),
         "machine": machine(),
         "settings": {n: getattr(settings.tuner, n) for n in ("trials", "rounds", "margin", "job_seconds")}
         | {
@@ -617,6 +627,15 @@ def _text(configuration: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in configuration.items())
 
 
+def command_line() -> str:
+    """How this run was asked for; where it writes to does not matter."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--out=")]
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="beginnings of names of nodes, or aa, separated by commas")
@@ -636,6 +655,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="autofuse-regret-"))
     out = Path(tempfile.gettempdir()) / "regret-quick.json" if options.quick else options.out
     before = json.loads(out.read_text()) if options.only and out.exists() else {"rows": [], "aa": [], "left_out": []}
+    commands = [*([before["command"]] if "command" in before else []), command_line()]
     rows = [r for r in before["rows"] if r["node"] not in asked]
     aa = [] if "aa" in asked else before["aa"]
     left_out: list[str] = [text for text in before["left_out"] if text.partition(":")[0] not in asked]
@@ -669,7 +689,7 @@ def main() -> int:
                 except (ValueError, CandidateProblem) as problem:
                     left_out.append(f"{case.name}: {label}: {problem}")
                     continue
-                save(out, settings, rows, aa, left_out)
+                save(out, commands, settings, rows, aa, left_out)
                 print(line(rows[-1]), flush=True)
         if "aa" in asked:
             node = capture(session, CASES[0])
@@ -681,7 +701,7 @@ def main() -> int:
                     f"({row['share']:.2%}, at most {row['share_at_most']:.2%}); {row['outcomes']}"
                 )
     finally:
-        save(out, settings, rows, aa, left_out)
+        save(out, commands, settings, rows, aa, left_out)
         tuner.close()
         worker.kill()
         session.finish(0)
