@@ -13,7 +13,8 @@ A node is captured from a function by the same backend that scripts use. For eac
 script that waits; races are counted where it asks the worker for them. The oracle then builds every configuration of
 the same knobs, with sizes as arguments and with sizes built in, and narrows them down in interleaved rounds. What
 counts is a last race of chosen, best and eager in one process, which neither of them was chosen by: regret is the
-chosen one's time over the best one's, round by round. The best may be eager. Cuts into two kernels, which the loop
+chosen one's time over the best one's, round by round. Where both are the same binary, the bucket counts as within, and
+its figure says what the race itself gets wrong. The best may be eager. Cuts into two kernels, which the loop
 tries for nodes that gain little, are beyond the oracle's space.
 """
 
@@ -79,7 +80,7 @@ from autofuse.tuner.cases import CheckCase, first_cases, full_cases
 from autofuse.tuner.comparison import INTERVAL_TAIL, bounds, compare
 from autofuse.tuner.job import Job, JobLimits
 from autofuse.tuner.serving import TuningLoop
-from autofuse.tuner.timing import RaceResult, RaceRules
+from autofuse.tuner.timing import Call, RaceResult, RaceRules, WallSampler
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 from autofuse.tuner.workshop import Built, NodeWorkshop, Workshop, is_specialised
 
@@ -91,7 +92,7 @@ FINAL_ROUNDS = 31
 MOST_FINALS = 4  # races of FINAL_ROUNDS, until the interval is narrow
 NARROW = 0.02
 REGRET_BAR, SHARE_BAR, MEASUREMENTS_BAR, SWITCH_BAR = 1.05, 0.95, 0.10, 0.01
-AA_TRIES, AA_SECONDS = 500, 25.0  # of each kind of A/A test, at most
+AA_TRIES, AA_SECONDS = 400, 7.0  # of each kind of A/A test, at most
 TWINS = (1, 4)  # identical candidates beside the incumbent; 4 are as many as a deciding race has
 CPU = torch.device("cpu")
 
@@ -158,15 +159,15 @@ CASES: tuple[Case, ...] = (
     Case("rotary", rotary, full(1, 8, 256, 64), angles(256), (2, 8, 128)),
     Case("casts of three sizes", casts, full(1, 1024), vectors(512 * 1024, 1000), _ROWS),
     Case("mean of squares", mean_square, full(1, 1024), tuple, _ROWS),
-    Case("softmax+scale+mask", masked_softmax, full(1, 8, 128, 128),
-         lambda: (torch.triu(torch.ones(128, 128, dtype=torch.bool), 1),), (2, 8, 128)),
-    Case("layer_norm+gelu", layer_norm_gelu, full(1, 1024), vectors(1024, 1024), _ROWS),
     Case("rms_norm", rms_norm, full(1, 1024), vectors(1024), _ROWS),
     Case("batch_norm+relu", batch_norm_relu, full(1, 64, 28, 28), vectors(64, 64), (2, 16, 320)),
     Case("cross_entropy", cross_entropy,
          lambda rows: (torch.randn(rows, 8191), torch.randint(8191, (rows,))), tuple, (4, 64, 2048)),
     Case("swiglu backward", swiglu, full(2, 1024), tuple, _ROWS, "backward"),
     Case("layer_norm+gelu backward", layer_norm_gelu, full(1, 1024), vectors(1024, 1024), _ROWS, "backward"),
+    Case("softmax+scale+mask", masked_softmax, full(1, 8, 128, 128),
+         lambda: (torch.triu(torch.ones(128, 128, dtype=torch.bool), 1),), (2, 8, 128)),
+    Case("layer_norm+gelu", layer_norm_gelu, full(1, 1024), vectors(1024, 1024), _ROWS),
 )  # fmt: skip
 
 
@@ -307,6 +308,7 @@ class Oracle:
     configurations: int
     binaries: int  # different ones among them
     wrong: list[str]
+    leaders: list[dict[str, Any]]  # of the last stage, the best first
     measured: Measured
 
 
@@ -317,6 +319,7 @@ def consult(bench: NodeWorkshop, bucket: Bucket, values: tuple[int, ...]) -> Ora
     wrong: list[str] = []
     rivals: dict[str, Built] = {}
     speedups: dict[str, float] = {}
+    ranked: list[Built] = []
     with counted() as measured:
         for built in bench.build(candidates, values, smallest):
             if isinstance(built, CandidateProblem):
@@ -331,9 +334,11 @@ def consult(bench: NodeWorkshop, bucket: Bucket, values: tuple[int, ...]) -> Ora
             for wave in (left[n::waves] for n in range(waves)):  # of equal sizes
                 samples = bench.race(wave, values, at_length(rounds)).samples
                 speedups |= {b.digest: compare(samples[0], s).speedup for b, s in zip(wave, samples[1:], strict=True)}
-            left = sorted(left, key=lambda built: -speedups[built.digest])[:kept]
+            ranked = sorted(left, key=lambda built: -speedups[built.digest])
+            left = ranked[:kept]
+    leaders = [_named(built) | {"over_eager": speedups[built.digest]} for built in ranked]
     best = left[0] if left and speedups[left[0].digest] > 1.0 else None
-    return Oracle(best, len(candidates), binaries, wrong, measured)
+    return Oracle(best, len(candidates), binaries, wrong, leaders, measured)
 
 
 def _is_right(bench: NodeWorkshop, bucket: Bucket, built: Built, values: tuple[int, ...], wrong: list[str]) -> bool:
@@ -385,6 +390,7 @@ def measure(tuner: Tuner, shop: Workshop, case: Case, node: Node, label: str, ro
         "is_same_binary": is_same,
         "tuner": measured.to_json(),
         "oracle": oracle.measured.to_json() | {"flat_samples": oracle.binaries * FINAL_ROUNDS},
+        "leaders": oracle.leaders,
         "not_timed": oracle.wrong,
     }
 
@@ -410,13 +416,44 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
 # ---- A/A ------------------------------------------------------------------------------------------------------
 
 
+class EvenSampler(WallSampler):
+    """A control: as many calls in each sample of one callable as of another, however the first calls went."""
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        super().prepare(calls)
+        self._repeats = [max(self._repeats)] * len(calls)
+
+
+class WarmSampler(EvenSampler):
+    """A control: besides, one call before each sample that is not timed."""
+
+    def round(self, order: Sequence[int]) -> list[float]:
+        found = []
+        for index in order:
+            self._calls[index]()
+            found += super().round([index])
+        return found
+
+
+CONTROLS: dict[str, Callable[[], WallSampler]] = {"even samples": EvenSampler, "even and warm samples": WarmSampler}
+
+
 class TwinRig(CpuRig):
     """Whatever is loaded is the same thing: eager's operations, or one kernel."""
 
-    def __init__(self, incumbent: Callable[..., Any] | None, twin: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        incumbent: Callable[..., Any] | None,
+        twin: Callable[..., Any] | None,
+        sampler: Callable[[], WallSampler] = WallSampler,
+    ) -> None:
         """Entries of kernels; None: eager."""
         self._incumbent = incumbent
         self._twin = twin
+        self._sampler = sampler
+
+    def sampler(self) -> WallSampler:
+        return self._sampler()
 
     def load(self, digest: str, name: str, binary: bytes) -> Any:
         return None
@@ -478,22 +515,28 @@ class TwinBench:
         return self._bench.race([item.digest for item in built], tuple(values), rules)
 
 
-def aa_tests(tuner: Tuner, session: Session, node: Node, rows: int, tries: int, seconds: float) -> list[dict[str, Any]]:
-    """Whole jobs on candidates that are identical: how many of them switch."""
-    values = node.values[rows]
-    decision, kernel, _ = tuner.decide(node, values)
-    if kernel is None:
-        raise ValueError(f"expected a kernel that wins for the A/A tests, found {decision.reason}")
-    entry = session.backends.cpu.load(kernel.key.digest, kernel.name, kernel.binary, CPU)
+def aa_tests(
+    tuner: Tuner, session: Session, node: Node, rows: Sequence[int], tries: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Whole jobs on candidates that are identical: how many of them switch. At the first size; controls at each."""
     found = []
-    for what, incumbent, twin in (("eager against eager", None, None), ("a kernel against itself", entry, entry)):
-        for twins in TWINS:
-            bench = TwinBench(node, TwinRig(incumbent, twin), twins)
-            found.append({"test": what, "candidates": twins} | _tries(tuner, bench, node, values, tries, seconds, 0))
-    # Eager loses, the kernel with built-in sizes is the generic winner itself: the exact bucket must get none.
-    bench = TwinBench(node, TwinRig(None, entry), 1)
-    what = "a kernel against itself with sizes built in"
-    found.append({"test": what, "candidates": 1} | _tries(tuner, bench, node, values, tries, seconds, 1))
+    for size in rows:
+        values = node.values[size]
+        decision, kernel, _ = tuner.decide(node, values)
+        if kernel is None:
+            raise ValueError(f"expected a kernel that wins for the A/A tests, found {decision.reason}")
+        entry = session.backends.cpu.load(kernel.key.digest, kernel.name, kernel.binary, CPU)
+        twins = (("eager against eager", None), ("a kernel against itself", entry))
+        tests = [(what, "", one, one, count, 0, WallSampler) for what, one in twins for count in TWINS]
+        # Eager loses, the kernel with built-in sizes is the generic winner itself: the exact bucket must get none.
+        tests.append(("a kernel against itself with sizes built in", "", None, entry, 1, 1, WallSampler))
+        for name, sampler in CONTROLS.items():
+            tests += [(what, name, one, one, TWINS[-1], 0, sampler) for what, one in twins]
+        for what, control, incumbent, twin, count, winners, sampler in tests:
+            bench = TwinBench(node, TwinRig(incumbent, twin, sampler), count)
+            row = {"test": what, "rows": size, "candidates": count, "control": control}
+            found.append(row | _tries(tuner, bench, node, values, tries, seconds, winners))
+            print(aa_line(found[-1]), flush=True)
     return found
 
 
@@ -508,6 +551,7 @@ def _tries(
         key, node.form.to_json(), bucket, (ObservedShape(values, CALLS),), CALLS, 100.0, estimated_speedup=1.0
     )
     done = switched = 0
+    gains: list[float] = []
     reasons: Counter[str] = Counter()
     began = time.monotonic()
     while done < tries and time.monotonic() - began < seconds:
@@ -515,6 +559,7 @@ def _tries(
         won = sum(d.reason == "won" for d in decisions)
         reasons[" and ".join(d.reason for d in decisions)] += 1
         switched += won > winners
+        gains += [d.speedup for d in decisions[winners:] if won > winners]
         done += 1
     return {
         "tries": done,
@@ -522,6 +567,7 @@ def _tries(
         "share": switched / done,
         "share_at_most": binomial_bound(switched, done),
         "outcomes": dict(reasons),
+        "gains_of_switches": [round(g, 3) for g in sorted(gains)],
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -542,7 +588,9 @@ def binomial_bound(hits: int, tries: int, tail: float = 0.05) -> float:
 def bars(rows: Sequence[dict[str, Any]], aa: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if rows:
-        within = [r for r in rows if r["regret"]["median"] <= REGRET_BAR]
+        # A kernel is no choice away from itself: what it takes in two places of one race is that race's error.
+        within = [r for r in rows if r["is_same_binary"] or r["regret"]["median"] <= REGRET_BAR]
+        itself = sorted(r["regret"]["median"] for r in rows if r["is_same_binary"])
         tuner, oracle = ([r[who] for r in rows] for who in ("tuner", "oracle"))
         timed = sum(t["samples"] for t in tuner)
         found["regret"] = {
@@ -555,7 +603,9 @@ def bars(rows: Sequence[dict[str, Any]], aa: Sequence[dict[str, Any]]) -> dict[s
                 for r in rows
                 if r not in within
             ],
-            "same_binary_as_the_best": sum(r["is_same_binary"] for r in rows),
+            "beyond_for_certain": sum(r["regret"]["low"] > REGRET_BAR for r in rows if r not in within),
+            "same_binary_as_the_best": len(itself),
+            "same_binary_against_itself": [itself[0], itself[-1]] if itself else [],
             "geometric_mean": math.exp(statistics.fmean(math.log(r["regret"]["median"]) for r in rows)),
         }
         found["measurements"] = {
@@ -571,12 +621,19 @@ def bars(rows: Sequence[dict[str, Any]], aa: Sequence[dict[str, Any]]) -> dict[s
             "tuner_seconds": sum(t["seconds"] for t in tuner),
             "oracle_seconds": sum(o["seconds"] for o in oracle),
         }
-    if aa:
+    real, controls = [r for r in aa if not r["control"]], [r for r in aa if r["control"]]
+    if real:
         found["aa"] = {
             "bar": SWITCH_BAR,
-            "worst_share": max(r["share"] for r in aa),
-            "worst_share_at_most": max(r["share_at_most"] for r in aa),
-            "tries": sum(r["tries"] for r in aa),
+            "share": sum(r["switched"] for r in real) / sum(r["tries"] for r in real),
+            "worst_share": max(r["share"] for r in real),
+            "worst_share_at_most": max(r["share_at_most"] for r in real),
+            "tries": sum(r["tries"] for r in real),
+            "share_under_controls": {
+                name: sum(r["switched"] for r in controls if r["control"] == name)
+                / sum(r["tries"] for r in controls if r["control"] == name)
+                for name in dict.fromkeys(r["control"] for r in controls)
+            },
         }
     return found
 
@@ -620,6 +677,14 @@ def line(row: dict[str, Any]) -> str:
         f"{row['tuner']['configurations']:4d} of{row['configurations']:4d}"
         f"{row['tuner']['samples']:6d} of{row['oracle']['flat_samples']:6d}  "
         f"{chosen['variant']} {_text(chosen['configuration'])}; best: {same}"
+    )
+
+
+def aa_line(row: dict[str, Any]) -> str:
+    control = f", {row['control']}" if row["control"] else ""
+    return (
+        f"A/A {row['test']}, {row['rows']} rows, {row['candidates']} candidates{control}: "
+        f"{row['switched']} of {row['tries']} switch ({row['share']:.2%}, at most {row['share_at_most']:.2%})"
     )
 
 
@@ -693,13 +758,8 @@ def main() -> int:
                 print(line(rows[-1]), flush=True)
         if "aa" in asked:
             node = capture(session, CASES[0])
-            tries, seconds = (20, 3.0) if options.quick else (AA_TRIES, AA_SECONDS)
-            aa = aa_tests(tuner, session, node, CASES[0].rows[0], tries, seconds)
-            for row in aa:
-                print(
-                    f"A/A {row['test']}, {row['candidates']} candidates: {row['switched']} of {row['tries']} switch "
-                    f"({row['share']:.2%}, at most {row['share_at_most']:.2%}); {row['outcomes']}"
-                )
+            tries, seconds = (20, 1.5) if options.quick else (AA_TRIES, AA_SECONDS)
+            aa = aa_tests(tuner, session, node, CASES[0].rows[: 1 if options.quick else 2], tries, seconds)
     finally:
         save(out, commands, settings, rows, aa, left_out)
         tuner.close()
