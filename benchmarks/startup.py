@@ -15,7 +15,8 @@ notes the clock after each step; times run from the launch of the process, so th
 the daemon at work are in them. Cold: autofuse has no store, torch.compile an empty cache directory. Warm: autofuse has
 a copy of a store whose daemon has worked off what a cold run of 200 steps had asked for, torch.compile the cache
 directory of the cold run before it. "at once" is autofuse without a store that captures at the first call, whatever
-that costs: the other choice in hindsight. Daemons are stopped when their script has ended; files are in the page cache
+that costs: the other choice in hindsight. "no tuning" is with --tune off: what captured graphs cost and gain without a
+daemon beside them. Daemons are stopped when their script has ended; files are in the page cache
 of the system from a first run that is not counted.
 
 Ratios are taken within a round, and given with their range over the rounds, which are too few for an interval. The
@@ -52,6 +53,7 @@ MARKS = (50, 200, 1000)
 STEPS = 200
 LONG_STEPS = 1000
 LONG_SECONDS = 120.0
+ONCE_SECONDS = 30.0  # a contender that takes longer is in the first round only
 SHORT_STEPS = (5, 20)
 SHORT_ROUNDS = 5
 TUNING_SECONDS = 400.0  # at most, until the daemon has worked off a cold run's requests
@@ -66,6 +68,8 @@ UNITS = (
     ("autofuse warm",),
     ("compile dynamic cold", "compile dynamic warm"),
     ("autofuse at once",),
+    ("autofuse cold, no tuning",),
+    ("autofuse warm, no tuning",),
 )
 CONTENDERS = tuple(name for unit in UNITS for name in unit)
 
@@ -160,6 +164,8 @@ def launch(run: Benchmark, part: str, number: int, contender: str, steps: int, p
         command += ["-m", "autofuse", "run", "--store", str(place / "store.sqlite3")]
         if contender == "autofuse at once":
             command += ["--set", "capture.at_once=true"]
+        if contender.endswith("no tuning"):
+            command += ["--tune", "off"]
     command += [str(SCRIPT), "--steps", str(steps), *run.script_arguments]
     with open(place / "output.txt", "w") as output:
         began = time.monotonic()
@@ -280,7 +286,7 @@ def run_steps(run: Benchmark) -> int:
 def measure(run: Benchmark, part: str, number: int, contender: str, steps: int) -> Run:
     """One process of a contender of a round."""
     place = run.folder / f"{part}-{number}-{contender.replace(' ', '-')}"
-    if contender == "autofuse warm":
+    if contender.startswith("autofuse warm"):
         copy_of(tuned_store(run), place)
     if contender.startswith("autofuse"):
         return measure_autofuse(run, part, number, contender, steps, place)
@@ -296,6 +302,9 @@ def measure(run: Benchmark, part: str, number: int, contender: str, steps: int) 
 def measure_round(run: Benchmark, part: str, contenders: Sequence[str], steps: int) -> None:
     number = run.rounds_of(part)
     for unit in [*UNITS[number % len(UNITS) :], *UNITS[: number % len(UNITS)]]:
+        if any(r.contender in unit and r.part == part and r.total_seconds > ONCE_SECONDS for r in run.runs):
+            note(run, f"{', '.join(unit)}: first round only, for a run takes more than {ONCE_SECONDS:.0f} s")
+            continue
         for contender in unit:
             if contender in contenders:
                 measure(run, part, number, contender, steps)
@@ -357,6 +366,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
                 "autofuse_cold_over": {str(m): ratios(rounds, "autofuse cold", "cold", m) for m in marks},
                 "autofuse_warm_over": {str(m): ratios(rounds, "autofuse warm", "warm", m) for m in marks},
                 "break_even_step": break_evens(rounds),
+                "ms_a_step_in_the_second_half": second_half(rounds),
                 "above_eager": [above_eager(r, name) for r in rounds for name in ("autofuse cold", "autofuse warm")
                                 if "eager" in r and name in r],
                 "over_better_of_eager_and_at_once": worst_in_hindsight(rounds),
@@ -396,6 +406,16 @@ def ratios(rounds: Sequence[dict[str, Run]], ours: str, state: str, mark: int) -
         if values:
             found[other] = spread(values)
     return found
+
+
+def second_half(rounds: Sequence[dict[str, Run]]) -> dict[str, Any]:
+    """Mean time of a step there, where all captures and compilations are over."""
+    found: dict[str, list[float]] = {}
+    for name, run in ((name, run) for r in rounds for name, run in r.items()):
+        half = run.steps // 2
+        if half in run.at:
+            found.setdefault(name, []).append((run.at[run.steps] - run.at[half]) / (run.steps - half) * 1e3)
+    return {name: spread(values) for name, values in found.items()}
 
 
 def break_evens(rounds: Sequence[dict[str, Run]]) -> dict[str, Any]:
@@ -494,7 +514,12 @@ def print_figures(found: dict[str, Any]) -> None:
             for mark, others in found[part][ours].items():
                 for name, s in others.items():
                     print(f"  {ours} {name:20s} to {mark:>4s}: {s['median']:.2f} ({s['low']:.2f} to {s['high']:.2f})")
-        for key in ("break_even_step", "above_eager", "over_better_of_eager_and_at_once"):
+        for key in (
+            "break_even_step",
+            "ms_a_step_in_the_second_half",
+            "above_eager",
+            "over_better_of_eager_and_at_once",
+        ):
             print(f"  {key}: {json.dumps(found[part][key])}")
     for steps, row in found.get("short", {}).items():
         print(f"== {steps} steps: eager {row['eager_seconds']['median']:.2f} s in total")
