@@ -78,7 +78,7 @@ from autofuse.tuner.bench import CpuRig, NodeBench
 from autofuse.tuner.buckets import bucket_of, exact_bucket
 from autofuse.tuner.cases import CheckCase, first_cases, full_cases
 from autofuse.tuner.comparison import INTERVAL_TAIL, bounds, compare
-from autofuse.tuner.job import Job, JobLimits
+from autofuse.tuner.job import WAVE, Job, JobLimits
 from autofuse.tuner.serving import TuningLoop
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, WallSampler
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
@@ -621,6 +621,12 @@ def bars(rows: Sequence[dict[str, Any]], aa: Sequence[dict[str, Any]]) -> dict[s
             "tuner_seconds": sum(t["seconds"] for t in tuner),
             "oracle_seconds": sum(o["seconds"] for o in oracle),
         }
+        allowed = found["measurements"]["configurations_that_the_bar_allows"]
+        if found["measurements"]["of_configurations"] > MEASUREMENTS_BAR and allowed < WAVE:
+            found["measurements"]["bound_by"] = (
+                f"the spaces are small: 10 % of the median {found['measurements']['configurations_a_bucket']:g} "
+                f"configurations are {allowed:.1f}; the search begins with {WAVE}, built and screened together"
+            )
     real, controls = [r for r in aa if not r["control"]], [r for r in aa if r["control"]]
     if real:
         found["aa"] = {
@@ -629,12 +635,16 @@ def bars(rows: Sequence[dict[str, Any]], aa: Sequence[dict[str, Any]]) -> dict[s
             "worst_share": max(r["share"] for r in real),
             "worst_share_at_most": max(r["share_at_most"] for r in real),
             "tries": sum(r["tries"] for r in real),
-            "share_under_controls": {
-                name: sum(r["switched"] for r in controls if r["control"] == name)
-                / sum(r["tries"] for r in controls if r["control"] == name)
-                for name in dict.fromkeys(r["control"] for r in controls)
-            },
         }
+        for name in dict.fromkeys(r["control"] for r in controls):
+            under = [r for r in controls if r["control"] == name]
+            # The same tests without the control, at the same sizes.
+            same = {(r["test"], r["rows"], r["candidates"]) for r in under}
+            plain = [r for r in real if (r["test"], r["rows"], r["candidates"]) in same]
+            found["aa"][name] = {
+                "share": sum(r["switched"] for r in under) / sum(r["tries"] for r in under),
+                "share_without": sum(r["switched"] for r in plain) / sum(r["tries"] for r in plain),
+            }
     return found
 
 
