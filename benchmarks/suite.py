@@ -1,0 +1,184 @@
+"""All benchmarks one after the other, and the page that shows their results.
+
+    python benchmarks/suite.py                  # everything: an hour and a half on two cores
+    python benchmarks/suite.py --only models    # by the beginning of their names
+    python benchmarks/suite.py --quick          # a trial of every script within 5 minutes; keeps no result
+    python benchmarks/suite.py --page           # only writes RESULTS.md from the results there are
+
+Each part is a script of its own and may be called alone. A part that fails is named at the end, and the exit status
+is 1; the others run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+
+HERE = Path(__file__).parent
+PAGE = HERE / "RESULTS.md"
+Table = Callable[[dict[str, Any]], list[str]]
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def times(entry: dict[str, float] | None) -> str:
+    """A ratio with its interval."""
+    if entry is None:
+        return "-"
+    return f"{entry['median']:.2f} ({entry['low']:.2f} to {entry['high']:.2f})"
+
+
+def patterns_table(found: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        over, ours = row.get("autofuse_over", {}), row["contenders"].get("autofuse", {})
+        kernels = [str(row["contenders"].get(n, {}).get("kernels", "-")) for n in ("eager", "compile", "autofuse")]
+        best = [over[name] for name in ("compile", "compile dynamic") if name in over]
+        better = min(best, key=lambda o: o["median"], default=None)
+        found_here = (times(over.get("eager")), times(better), ", ".join(kernels), ours.get("state", ""))
+        rows.append([row["row"], row["shape"], *found_here])
+    heads = (
+        "row",
+        "size",
+        "over eager",
+        "over torch.compile's better mode",
+        "kernels: eager, compile, autofuse",
+        "state",
+    )
+    return table(heads, rows)
+
+
+def models_table(found: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        over, ours = row.get("autofuse_over", {}), row["contenders"].get("autofuse", {})
+        others = ("eager", "eager, same settings", "compile", "compile dynamic")
+        nodes = f"{ours.get('fused_nodes')} of {ours.get('nodes')}"
+        rows.append(
+            [row["model"], *(times(over.get(name)) for name in others), nodes, "; ".join(row["left_out"])[:120]]
+        )
+    heads = (
+        "model",
+        "over eager",
+        "over eager, same settings",
+        "over compile",
+        "over compile dynamic",
+        "nodes fused",
+        "",
+    )
+    return table(heads, rows)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A script, what it asks, and how its rows are shown."""
+
+    name: str
+    question: str
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] | None = ("--quick",)  # None: so short that a trial would be the run
+    table: Table | None = None
+
+    def command(self, quick: bool, folder: Path) -> list[str]:
+        out = ("--out", str(folder / f"{self.name}.json"))
+        arguments = (*self.quick, *out) if quick and self.quick else self.arguments
+        return [sys.executable, str(HERE / f"{self.name}.py"), *arguments]
+
+
+PARTS: tuple[Part, ...] = (
+    Part(
+        "patterns", "Operators beside eager and torch.compile, three sizes each.", ("--minutes", "18"),
+        ("--quick", "--only", "affine", "--shapes", "cache"), patterns_table,
+    ),
+    Part("models", "Whole models on shapes that vary, training steps and inference.", (),
+         ("--quick", "--only", "mlp"), models_table),
+    Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm."),
+    Part("trap", "What a contender saw first against what it is then to be fast on."),
+    Part("regret", "What the tuner chose against the best of the whole search space; two identical candidates."),
+    Part("bandwidth", "Memory-bound kernels against a measured copy."),
+    Part("overhead", "What routing costs over the bare kernel, a captured tiny model over eager.", quick=None),
+    Part("background", "What the tuning daemon costs a script that runs beside it.", quick=None),
+    Part("launch", "Host time of a routed GPU launch, up to the driver.", quick=None),
+)  # fmt: skip
+
+
+def run(parts: Sequence[Part], quick: bool) -> list[str]:
+    """Names of the parts that failed."""
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="autofuse-suite-") as folder:
+        for part in parts:
+            command = part.command(quick, Path(folder))
+            print(f"\n== {part.name}: {part.question}\n$ {' '.join(['python', *command[1:]])}", flush=True)
+            began = time.monotonic()
+            code = subprocess.run(command, cwd=HERE.parent, check=False).returncode
+            print(f"== {part.name}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
+            if code:
+                failed.append(part.name)
+    return failed
+
+
+def page() -> str:
+    """RESULTS.md, of what lies in results/."""
+    lines = ["# Results", "", "Written by `python benchmarks/suite.py --page` from the JSON files in `results/`."]
+    for part in PARTS:
+        path = RESULTS / f"{part.name}.json"
+        lines += ["", f"## {part.name}", "", part.question, ""]
+        if not path.exists():
+            lines.append("Not measured yet.")
+            continue
+        found = json.loads(path.read_text())
+        machine = found["machine"]
+        lines.append(
+            f"`{found['command']}` on {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+            f"{machine['date']}."
+        )
+        lines += ["", *(f"- {name.replace('_', ' ')}: {said(value)}" for name, value in found.get("bars", {}).items())]
+        if part.table is not None:
+            lines += ["", *part.table(found)]
+    return "\n".join(lines) + "\n"
+
+
+def said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{said(v)} ({k})" if k != "ratio" else f"**{said(v)}x**" for k, v in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="beginnings of names of parts, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="tries every script; keeps no result")
+    parser.add_argument("--page", action="store_true", help="writes RESULTS.md and measures nothing")
+    options = parser.parse_args()
+    wanted = [w.strip() for w in options.only.split(",") if w.strip()]
+    unknown = [w for w in wanted if not any(part.name.startswith(w) for part in PARTS)]
+    if unknown:
+        sys.exit(f"--only: expected beginnings of {', '.join(p.name for p in PARTS)}; found {', '.join(unknown)}")
+    parts = [p for p in PARTS if not wanted or any(p.name.startswith(w) for w in wanted)]
+    if options.quick:
+        parts = [p for p in parts if p.quick is not None]
+    failed = [] if options.page else run(parts, options.quick)
+    if not options.quick:
+        PAGE.write_text(page())
+        print(f"written to {PAGE}")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
