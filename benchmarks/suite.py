@@ -144,6 +144,8 @@ def page() -> str:
             f"`{found['command']}` on {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
             f"{machine['date']}."
         )
+        if "bars" not in found:
+            lines += ["", f"Its figures are in [results/{part.name}.json](results/{part.name}.json)."]
         lines += ["", *(f"- {name.replace('_', ' ')}: {said(value)}" for name, value in found.get("bars", {}).items())]
         if part.table is not None:
             lines += ["", *part.table(found)]

@@ -3,8 +3,8 @@
 In: a module's call, or a graph from Dynamo, and a function that makes a callable of an aten graph. Out: the
 compiled callable, which runs forward, backward and inference graphs in aten operators.
 Importing this takes 2 s of Dynamo (torch 2.13), so a script in which nothing is captured never does.
-Guarantee: no decomposition is applied, so the unfused graph runs exactly the kernels that eager runs,
-dropout and all, and gradients are right by construction.
+Guarantee: no decomposition is applied, so the unfused graph runs exactly the kernels that eager runs (some
+element-wise ones twice, see ``recompute``), dropout and all, and gradients are right by construction.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
 
 from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph
+from autofuse.capture.recompute import partition
 from autofuse.capture.second_gradients import replayed
 
 CompileGraph = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
@@ -52,7 +53,10 @@ def compile_with(
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
     needs_wrapper = not needs_no_switch or has_subclasses(module, example_inputs)
     backend = aot_autograd(
-        fw_compiler=compile_forward, bw_compiler=compile_backward, inference_compiler=compile_inference
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
+        inference_compiler=compile_inference,
+        partition_fn=partition,
     )
     # A donated buffer would be lost for a second backward pass (retain_graph=True), and none of our kernels takes one.
     with torch._functorch.config.patch(donated_buffer=False), replayed(module) as replay:

@@ -1,0 +1,69 @@
+"""Element-wise values that backward computes again in the kernel that needs them, instead of reading what was kept.
+
+In: the joint graph of forward and backward that AOTAutograd has traced, before it is parted. Out: the same graph, in
+which backward has its own copy of such a value. Guarantee: nothing that draws random numbers, nothing that is not
+element-wise, and no tensor is kept for it that would not be alive anyway; the values are the same bits.
+
+Eager keeps silu(a) of ``silu(a) * b`` for backward, though backward has ``a`` as well: one write and one read of a
+tensor that a fused kernel does without. An own pass and not torch's min-cut, which moves whole chains: what is not
+fused in the end runs as eager's kernels, and should then be few more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import default_partition
+
+
+def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's default partition of a graph which computes cheap values again."""
+    recompute(joint.graph)
+    joint.recompile()
+    parted: tuple[fx.GraphModule, fx.GraphModule] = default_partition(joint, inputs, **options)
+    return parted
+
+
+def recompute(graph: fx.Graph) -> int:
+    """Give backward its own copies; returns how many."""
+    last = None
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_forward":
+            last = node
+    if last is None:
+        return 0
+    order = list(graph.nodes)
+    forward = set(order[: order.index(last) + 1])
+    output = graph.find_nodes(op="output")  # what the user gets is written anyway
+    copies = 0
+    for node in [n for n in order if n in forward]:
+        later = [user for user in node.users if user not in forward and user.op != "output"]
+        if not later or not _is_elementwise(node) or output[0] in node.users:
+            continue
+        sooner = [user for user in node.users if user in forward]
+        if not all(_is_elementwise(user) for user in (*sooner, *later)):
+            continue  # it is written for someone else's kernel; to read it then costs no more than its inputs
+        if all(_is_alive_in_backward(n, node, forward) for n in node.all_input_nodes):
+            first = min(later, key=order.index)
+            with graph.inserting_before(first):
+                copy = graph.node_copy(node)
+            copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
+            for user in later:
+                user.replace_input_with(node, copy)
+            copies += 1
+    return copies
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    tags: Sequence[Any] = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return bool(torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags)
+
+
+def _is_alive_in_backward(source: fx.Node, node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Sizes are; a tensor is where backward reads it for something else (an input may be overwritten by then)."""
+    if not isinstance(source.meta.get("val"), torch.Tensor):
+        return bool(source.op != "get_attr")
+    return any(user is not node and user not in forward for user in source.users)

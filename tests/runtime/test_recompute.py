@@ -1,0 +1,104 @@
+"""Element-wise values that backward computes again: which ones, and that gradients stay eager's to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from autofuse.capture.backend import boxed, compile_with
+
+Graphs = dict[str, list[str]]
+
+
+def captured(function: Callable[..., Any]) -> tuple[Callable[..., Any], Graphs]:
+    """The function on its captured graphs, run with eager's kernels, and what each graph calls."""
+    graphs: Graphs = {}
+
+    def compile_graph(graph: fx.GraphModule, phase: str) -> Callable[[list[Any]], Any]:
+        graphs[phase] = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        return boxed(graph.forward)
+
+    def backend(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return compile_with(module, inputs, compile_graph)
+
+    torch._dynamo.reset_code_caches()
+    return torch.compile(function, backend=backend, fullgraph=True), graphs
+
+
+def check(function: Callable[..., Any], *inputs: torch.Tensor) -> Graphs:
+    """Results and gradients equal eager's, for two sizes."""
+    run, graphs = captured(function)
+    for size in (8, 11):
+        ours, theirs = ([t[:size].detach().clone().requires_grad_() for t in inputs] for _ in range(2))
+        results = []
+        for call, leaves in ((run, ours), (function, theirs)):
+            torch.manual_seed(0)
+            out = call(*leaves)
+            parts = out if isinstance(out, tuple) else (out,)
+            gradients = torch.autograd.grad([p.sin().sum() for p in parts], leaves, allow_unused=True)
+            results.append([*parts, *gradients])
+        for found, wanted in zip(*results, strict=True):
+            assert torch.equal(found, wanted)
+    return graphs
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def test_a_gate_is_computed_again() -> None:
+    graphs = check(lambda a, b: F.silu(a) * b, randn(11, 7), randn(11, 7))
+    assert graphs["backward"].count("aten.silu.default") == 1 and graphs["forward"].count("aten.silu.default") == 1
+
+
+def test_a_normalised_value_is_computed_again() -> None:
+    def rms(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * y
+
+    graphs = check(rms, randn(11, 7), randn(11, 7))
+    assert "aten.rsqrt.default" not in graphs["backward"], "what is small is kept"
+    assert graphs["backward"].count("aten.mul.Tensor") > graphs["forward"].count("aten.mul.Tensor")
+
+
+def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    gate = F.silu(a)
+    return gate, gate * b
+
+
+KEPT: dict[str, tuple[Callable[..., Any], str]] = {
+    "what the user gets": (both, "aten.silu.default"),
+    "what a product reads": (lambda a, b: (F.silu(a) @ b.T) * a.sum(), "aten.silu.default"),
+    "random numbers": (lambda a, b: F.dropout(a, 0.5) * b * a, "aten.native_dropout.default"),
+    "what only it would need": (lambda a, b: (a + b).exp() * b, "aten.exp.default"),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_is_kept(what: str) -> None:
+    function, operation = KEPT[what]
+    graphs = check(function, randn(11, 7), randn(11, 7))
+    assert operation in graphs["forward"] and operation not in graphs["backward"]
+
+
+def test_an_input_that_is_overwritten() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        out = F.silu(state + a) * b * torch.sigmoid(state)
+        state.mul_(2)
+        return out
+
+    run, _ = captured(function)
+    found = []
+    for call in (run, function):
+        a, b = (torch.linspace(-2, 2, 12, requires_grad=True) for _ in range(2))
+        state = torch.linspace(0, 1, 12)
+        for _ in range(3):
+            found.append(torch.autograd.grad(call(a, b, state).sum(), (a, b)))
+        found.append((state,))
+    half = len(found) // 2
+    for ours, theirs in zip(found[:half], found[half:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
