@@ -33,8 +33,8 @@ def recompute(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") == "is_forward":
             last = node
-    if last is None:
-        return 0
+    if last is None or any("recompute" in node.meta for node in graph.nodes):
+        return 0  # nothing that backward could share; or the user's checkpoints say what is computed again
     order = list(graph.nodes)
     forward = set(order[: order.index(last) + 1])
     output = graph.find_nodes(op="output")  # what the user gets is written anyway

@@ -218,7 +218,7 @@ class Root:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         brief = self._brief
-        if brief is not None and brief.left:
+        if brief is not None and brief.left > 0:
             direct = brief.find(module, args, kwargs)
             if direct is not None:
                 self.calls += 1

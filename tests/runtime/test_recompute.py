@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from autofuse.capture.backend import boxed, compile_with
 
@@ -102,3 +103,12 @@ def test_an_input_that_is_overwritten() -> None:
     half = len(found) // 2
     for ours, theirs in zip(found[:half], found[half:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def test_a_checkpoint_decides_itself() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        kept: torch.Tensor = checkpoint(lambda x, y: F.silu(x) * y, a, b, use_reentrant=False)
+        return kept * a
+
+    graphs = check(function, randn(11, 7), randn(11, 7))
+    assert graphs["backward"].count("aten.silu.default") == 1, "once, for the checkpoint"
