@@ -552,7 +552,8 @@ class Root:
             # Released, the module would be as fast as a held-out call is without the hook.
             outside_us = 0.0 if self._call_us is not None else HOOK_US
             added_us = BRIEF_US if len(self._shapes) <= MAX_BRIEF else HOOK_US
-            self._ratios.append(max(us - outside_us, 0.0) / (statistics.median(recent) - outside_us + added_us))
+            captured_us = max(statistics.median(recent) - outside_us, 0.0) + added_us  # never 0
+            self._ratios.append(max(us - outside_us, 0.0) / captured_us)
         if len(self._ratios) < PAIRS_BEFORE_RELEASE:
             return
         gain = statistics.median(self._ratios)
