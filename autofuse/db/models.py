@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, Float, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint
+from sqlalchemy import JSON, Float, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 JsonList = list[Any]
@@ -379,6 +379,7 @@ class StepSampleRow(Base):
     fused_nodes: Mapped[int]
     call_index: Mapped[int]
     step_us: Mapped[float]
+    elements: Mapped[int] = mapped_column(server_default=text("0"))
 
 
 class EventRow(Base):

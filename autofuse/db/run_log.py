@@ -137,6 +137,7 @@ class RunLog(StoreBase):
                         "fused_nodes": sample.fused_nodes,
                         "call_index": sample.index,
                         "step_us": sample.step_us,
+                        "elements": sample.elements,
                     }
                     for sample in samples
                 ],
@@ -147,7 +148,13 @@ class RunLog(StoreBase):
         series, sample = models.StepSeries, models.StepSampleRow
         query = (
             select(
-                series.root, series.signature, sample.held_out, sample.fused_nodes, sample.call_index, sample.step_us
+                series.root,
+                series.signature,
+                sample.held_out,
+                sample.fused_nodes,
+                sample.call_index,
+                sample.step_us,
+                sample.elements,
             )
             .join(series, sample.series_id == series.id)
             .where(series.run_id == run_id)

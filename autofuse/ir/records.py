@@ -236,6 +236,7 @@ class StepSample:
     fused_nodes: int  # nodes on fused kernels in that call, 0 when held out
     index: int  # running number of the call
     step_us: float
+    elements: int = 0  # of the inputs together, 0 where unknown
 
 
 @dataclass(frozen=True)

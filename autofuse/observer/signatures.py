@@ -40,20 +40,24 @@ def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[An
     return tuple(key)
 
 
-def rounded(signature: Any) -> Any:
-    """The signature with each size rounded up, by at most a quarter: calls of about one size have equal ones."""
+def without_sizes(signature: Any) -> Any:
+    """The signature with -1 for each size: calls that differ in sizes only have equal ones."""
     if isinstance(signature, torch.Size):
-        return torch.Size([_round_up(size) for size in signature])
+        return torch.Size([-1] * len(signature))
     if isinstance(signature, tuple):
-        return tuple(rounded(item) for item in signature)
+        return tuple(without_sizes(item) for item in signature)
     return signature
 
 
-def _round_up(size: int) -> int:
-    if size <= 4:
-        return size
-    step = max(1, (1 << (size.bit_length() - 1)) // 4)
-    return -(-size // step) * step
+def count_elements(signature: Any) -> int:
+    """Elements of all tensors together, at least 1: how much work a call is, where nothing better is known."""
+    return max(1, _elements(signature))
+
+
+def _elements(signature: Any) -> int:
+    if isinstance(signature, torch.Size):
+        return int(signature.numel())
+    return sum(_elements(item) for item in signature) if isinstance(signature, tuple) else 0
 
 
 def _nested_signature(value: Any, depth: int) -> Any:

@@ -1,8 +1,8 @@
 """What fusion gained in a run, from its timed steps: pairs of held-out and routed steps.
 
 In: ``StepSample`` rows in the order in which they ran. Out: speedups with intervals, seconds saved, break-even.
-Guarantee: only steps of the same root and signature, close to each other in time, are compared, so that neither a mix
-of shapes nor a machine that drifts can make a gain; equal input gives equal output (the bootstrap has a fixed seed).
+Guarantee: only steps of the same root, close to each other in time and in size, are compared, so that neither a mix of
+shapes nor a machine that drifts can make a gain; equal input gives equal output (the bootstrap has a fixed seed).
 
 The definitions, which the reports state as well:
 - A **routed** step ran at least one fused kernel; a **held-out** step ran the original module. Steps that were
@@ -10,7 +10,9 @@ The definitions, which the reports state as well:
   root and signature and the first held-out step of each root are warm-up and dropped. (Not the first held-out step of
   each signature: it has run routed before, so its shapes are warm, and 1 % of the calls spread over many lengths would
   leave nothing to compare.)
-- A **pair** is a held-out step over the median of the up to 6 nearest routed steps within 64 calls.
+- A **pair** is a held-out step over the median of the up to 6 nearest routed steps within 64 calls. They have the same
+  signature; where a root has too many for that, their inputs have up to a quarter more or fewer elements, and their
+  times are taken in proportion.
 - **Hot** are the signatures that together make up the first 80 % of the routed time.
 - The **speedup** is the median over the pairs of all hot signatures; its 95 % interval is bootstrapped.
 """
@@ -25,9 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autofuse.ir.records import StepSample
+from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
 
-PAIR_WINDOW = 64  # calls between a held-out step and the routed ones that it is compared with
-PAIR_STEPS = 6
 HOT_SHARE = 0.8
 MIN_PAIRS_FOR_INTERVAL = 5  # fewer span no 95 % interval, whatever a bootstrap of them says
 _RESAMPLES = 2000
@@ -124,9 +125,11 @@ def pair_ratios(routed: Sequence[StepSample], held_out: Iterable[StepSample]) ->
     for step in held_out:
         left = bisect.bisect_left(indices, step.index - PAIR_WINDOW)
         right = bisect.bisect_right(indices, step.index + PAIR_WINDOW)
-        near = sorted(ordered[left:right], key=lambda other: (abs(other.index - step.index), other.index))
+        close = [other for other in ordered[left:right] if is_close(other.elements, step.elements)]
+        near = sorted(close, key=lambda other: (abs(other.index - step.index), other.index))[:PAIR_STEPS]
         if near:
-            ratios.append(step.step_us / statistics.median(other.step_us for other in near[:PAIR_STEPS]))
+            near_us = [at_size(other.step_us, other.elements, step.elements) for other in near]
+            ratios.append(step.step_us / statistics.median(near_us))
     return ratios
 
 

@@ -14,11 +14,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autofuse.ir.steps import PAIR_WINDOW
 from autofuse.report import words
 from autofuse.report.data import NodeLine, Report
 from autofuse.report.find import cut
 from autofuse.report.metrics import graph_table
-from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, PAIR_WINDOW, StepRow
+from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, StepRow
 from autofuse.report.table import PlainTable, plain_table, say
 
 MAX_NODES = 15  # rows of the table of nodes; the JSON report has all

@@ -214,20 +214,20 @@ def plural(count: int, one: str, many: str = "") -> str:
 
 # ---- names --------------------------------------------------------------------------------------------
 
-_SIZES = re.compile(r"torch\.Size\(\[([\d, ]*)\]\)")
+_SIZES = re.compile(r"torch\.Size\(\[([\d, -]*)\]\)")
 _FLAGS = re.compile(r"(True|False), (True|False)\)$")
 
 
 def signature(text: str) -> str:
     """The shapes of a call's arguments, ``4×128 4×128``, with what is not plain training said behind them.
 
-    "about" says that each size stands for those up to a quarter below it.
+    ``4×*`` stands for all sizes that the row does not tell apart.
     """
-    shapes = [sizes.replace(" ", "").replace(",", "×") or "scalar" for sizes in _SIZES.findall(text)]
+    shapes = [sizes.replace(" ", "").replace(",", "×").replace("-1", "*") or "scalar" for sizes in _SIZES.findall(text)]
     flags = _FLAGS.search(text)
     if not shapes:
         return text
-    shown = ("about " if text.startswith("about ") else "") + " ".join(shapes[:4])
+    shown = " ".join(shapes[:4])
     shown += f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
     if flags is None:
         return shown

@@ -7,6 +7,7 @@ what the user's own code raises, the user gets.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
@@ -19,13 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from autofuse.ir.records import RootRecord
+from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
 from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, learn_cost
 from autofuse.observer.roots import Attached, RootTracker, root_key
-from autofuse.observer.signatures import call_signature, rounded, tensors_by_path
+from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path, without_sizes
 from autofuse.runtime.backends import CPU
 from autofuse.runtime.devices import event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
@@ -52,8 +54,8 @@ SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in t
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
-# Signatures that are compared only with themselves; with more of them each is rare, and is compared by rounded sizes.
-MAX_EXACT = 32
+# Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
+MAX_EXACT = 16
 
 
 class Roots:
@@ -161,23 +163,30 @@ class OpenStep(NamedTuple):
 
 
 class Sizes:
-    """Signatures whose steps are compared with each other: one, or where there are very many all of about one size."""
+    """Signatures whose steps are compared with each other: one, or where there are many all that have its ranks."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, is_one: bool) -> None:
         self.text = text
-        self.recent = deque[float](maxlen=6)  # us of captured steps, or calls
+        self.recent = deque[tuple[int, float]](maxlen=PAIR_STEPS if is_one else PAIR_WINDOW)  # elements, us if captured
+
+    def near(self, elements: int) -> list[float]:
+        """The last captured steps, or calls, of nearly so many elements: us, as if they had had exactly so many."""
+        close = (at_size(us, n, elements) for n, us in reversed(self.recent) if is_close(n, elements))
+        return list(itertools.islice(close, PAIR_STEPS))
 
 
 class Shape:
     """One signature of a captured root: shapes of its arguments, training mode, gradients."""
 
-    def __init__(self, sizes: Sizes, direct: tuple[DirectCall, ...], is_eager: bool) -> None:
+    def __init__(self, sizes: Sizes, elements: int, direct: tuple[DirectCall, ...], is_eager: bool) -> None:
         self.sizes = sizes
+        self.elements = elements
         self.direct = direct
         self.is_eager = is_eager  # torch has a path of its own for it
         self.is_new = True
         self.learnt = 0  # times that Dynamo was asked
         self.fused = 0  # nodes on fused kernels in a step
+        self.is_counted = False
         self.fused_at = -1  # the session's disturbances when they were counted
 
 
@@ -257,9 +266,9 @@ class Root:
         stretch = self._begin_stretch() if self._on_gpu else None
         if shape is None:
             shape = self._new_shape(signature, module)
-        recent = shape.sizes.recent
-        has_pair = len(recent) >= PAIRED
-        is_short = has_pair and recent[-1] < SHORT_CALL_US
+        near = shape.sizes.near(shape.elements)
+        has_pair = len(near) >= PAIRED
+        is_short = has_pair and near[0] < SHORT_CALL_US
         held = self._held_out.next(session.disturbances, shape.is_new, has_pair, is_short)
         held_out = held is not Held.NO
         if shape.fused_at != session.disturbances:
@@ -320,13 +329,13 @@ class Root:
         self._brief = None
 
     def _new_shape(self, signature: Any, module: torch.nn.Module) -> Shape:
-        exact = len(self._sizes) < MAX_EXACT
-        text = str(signature) if exact else f"about {rounded(signature)}"
-        sizes = self._sizes.setdefault(text, Sizes(text))
+        is_one = len(self._sizes) < MAX_EXACT
+        text = str(signature) if is_one else str(without_sizes(signature))
+        sizes = self._sizes.setdefault(text, Sizes(text, is_one))
         # What the last new one ran may fit this one too: a graph with symbolic sizes does.
         direct = self._newest.direct if self._newest is not None else ()
         is_eager = not module.training and not torch.is_grad_enabled() and has_fast_path(module)
-        shape = self._shapes[signature] = self._newest = Shape(sizes, direct, is_eager)
+        shape = self._shapes[signature] = self._newest = Shape(sizes, count_elements(signature), direct, is_eager)
         return shape
 
     def _learn(
@@ -509,10 +518,11 @@ class Root:
         is_disturbed = disturbances != session.disturbances
         if shape.fused_at != disturbances and held is Held.NO:
             fused = session.fused_since_mark()
-            if fused != shape.fused:  # what was measured before is no longer so
-                shape.fused = fused
-                shape.sizes.recent.clear()
-                self._ratios.clear()
+            if fused != shape.fused:
+                if shape.is_counted:  # what was measured before is no longer so
+                    shape.sizes.recent.clear()
+                    self._ratios.clear()
+                shape.fused, shape.is_counted = fused, True
             shape.fused_at = -1 if is_disturbed else disturbances
         is_left_out = is_disturbed or held is Held.COLD
         if not self._on_gpu:
@@ -535,7 +545,7 @@ class Root:
         assert shape is not None
         held_out = held is not Held.NO
         self.session.steps.append(
-            (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us)
+            (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
         )
         if step_us and self.state == "captured":
             self.roots.step_us_total += step_us
@@ -544,15 +554,15 @@ class Root:
 
     def _compare(self, shape: Shape, held_out: bool, us: float) -> None:
         """Release a root whose captured steps lose to held-out eager ones."""
-        recent = shape.sizes.recent
         if not held_out:
-            recent.append(us)
+            shape.sizes.recent.append((shape.elements, us))
             return
-        if len(recent) >= PAIRED:
+        near = shape.sizes.near(shape.elements)
+        if len(near) >= PAIRED:
             # Released, the module would be as fast as a held-out call is without the hook.
             outside_us = 0.0 if self._call_us is not None else HOOK_US
             added_us = BRIEF_US if len(self._shapes) <= MAX_BRIEF else HOOK_US
-            captured_us = max(statistics.median(recent) - outside_us, 0.0) + added_us  # never 0
+            captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
             self._ratios.append(max(us - outside_us, 0.0) / captured_us)
         if len(self._ratios) < PAIRS_BEFORE_RELEASE:
             return

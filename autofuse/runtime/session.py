@@ -81,7 +81,7 @@ class Session:
         self._written_refusals = 0
         self.estimates: dict[str, float] = {}  # fusion_id -> estimated speedup
         self.sources: dict[str, str] = {}  # fusion_id -> first source line
-        self.steps: list[tuple[str, str, bool, int, int, float]] = []  # fields of step samples, until they are written
+        self.steps: list[tuple[str, str, bool, int, int, float, int]] = []  # of step samples, until they are written
         self._graph_calls = 0
         self._said: Counter[str] = Counter()
         self._fuel = settings.run.fuel

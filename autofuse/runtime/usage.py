@@ -55,6 +55,8 @@ def node_uses(session: Session) -> list[NodeUse]:
 
 def _record(session: Session, total: _Sum, run_us: float) -> NodeUse:
     node = total.node.slot.node
+    # Of shapes that come once none is sampled: they take what the sampled ones of their bucket take.
+    live_us = total.total_us / total.sampled if total.sampled else 0.0
     return NodeUse(
         fusion_id=total.node.fusion_id,
         node=total.node.form.to_json(),
@@ -63,8 +65,8 @@ def _record(session: Session, total: _Sum, run_us: float) -> NodeUse:
         bucket=total.bucket,
         calls=total.calls,
         fused_calls=total.fused_calls,
-        live_us=total.total_us / total.sampled if total.sampled else 0.0,
-        time_share=min(1.0, total.total_us / run_us) if session.roots.step_us_total else 0.0,
+        live_us=live_us,
+        time_share=min(1.0, live_us * total.calls / run_us) if session.roots.step_us_total else 0.0,
         shapes=tuple(ObservedShape(values, calls) for values, calls in total.shapes.most_common(MAX_SHAPES)),
         source=session.sources.get(total.node.fusion_id, ""),
     )

@@ -1,0 +1,23 @@
+"""Which steps of a root are compared with each other: both the running script and the report ask this.
+
+In: how many elements the inputs of two steps had. Out: whether they are close, and one's time at the other's size.
+Guarantee: steps of equal sizes are compared as they were timed.
+"""
+
+from __future__ import annotations
+
+PAIR_WINDOW = 64  # calls between a held-out step and the routed ones that it is compared with
+PAIR_STEPS = 6
+# Time grows with size neither quite linearly nor by the same law in every model: over a quarter more of it that hardly
+# matters, and as many neighbours are smaller as are larger.
+MAX_SIZE_RATIO = 1.25
+
+
+def is_close(elements: int, other: int) -> bool:
+    """Whether inputs with so many elements cost about as much; 0 stands for sizes that nobody noted."""
+    return max(elements, other) <= MAX_SIZE_RATIO * min(elements, other)
+
+
+def at_size(step_us: float, elements: int, wanted: int) -> float:
+    """The time of a step if its inputs had had ``wanted`` elements, for close sizes."""
+    return step_us if elements == wanted else step_us * wanted / elements
