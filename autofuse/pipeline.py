@@ -57,7 +57,14 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session) -> tuple[FusionGrap
     session.refusals.extend(imported.refusals)
     for device in dict.fromkeys(imported.devices.values()):
         session.use_device(device)
-    graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)
+    graph = FusionGraph(
+        imported.operations,
+        imported.inputs,
+        imported.outputs,
+        imported.hints,
+        imported.parameters,
+        {ref: str(device) for ref, device in imported.devices.items()},
+    )
     nodes = session.plan_nodes(graph)
     groups = session.plan_groups(graph, nodes, imported.derived)
     try:

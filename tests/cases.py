@@ -373,6 +373,8 @@ _MEMORY: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("split_with_sizes", lambda x: torch.cat((x.exp().split([2, 6, 8], 1)[2], x.exp().split([2, 6, 8], 1)[1]), 1), (_t(5, 16),), ()),
     ("unbind", lambda x: sum(x.exp().unbind(0)) + 1, (_t(6, 5, 7),), ()),
     ("lift_fresh_copy", lambda x: aten.lift_fresh_copy.default(x) + 1, (_X,), ()),
+    ("moves_of_sizes", lambda a, b, c, d: (aten.clone.default(a.t(), memory_format=torch.contiguous_format), aten._to_copy.default(b, dtype=torch.bfloat16), aten.full_like.default(c, 3), torch.cat((d, d), 1)), (_t(5, 7), _t(11), _t(3, 4, 9), _t(13, 17)), ((5, 7, 11, 3, 4, 9, 13, 17), (1, 1, 1, 1, 1, 1, 1, 1), (33, 67, 0, 2, 3, 0, 1, 5), (0, 3, 1030, 1, 31, 7, 2, 0), (101, 2, 0, 0, 1, 1, 0, 3))),
+    ("moves_of_parts", lambda w, x, y, z: (aten.clone.default(w), F.pad(x, (1, 2), value=0.5), aten.clone.default(y[1:]), z.flip(0), x.repeat(2, 1)), (_t(), _t(5, 7), _t(11, 3), _t(13)), ((5, 7, 11, 3, 13), (1, 1, 2, 1, 1), (3, 67, 2, 5, 257), (0, 7, 1, 0, 0))),
 )  # fmt: skip
 
 LOOSE_SPECIALS = frozenset(

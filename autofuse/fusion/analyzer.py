@@ -157,6 +157,9 @@ class FusionCandidateAnalyzer:
         size = len(first.operations) + len(second.operations)
         if size > self.config.max_fusion_size and not (first.seeded or second.seeded):
             return "size_limit", f"{size} operations are more than max_fusion_size={self.config.max_fusion_size}"
+        devices = {graph.device(ref) for op in (*first.operations, *second.operations) for ref in _touched(op)}
+        if len(devices) > 1:
+            return "mixed_devices", f"a kernel reaches one device, these live on {' and '.join(sorted(devices))}"
         if not apart and join_extents([*first.extents, *second.extents]) is None:
             return "loops_differ", "the operations do not share one loop nest"
         if _part_leaves(graph, first, second):
@@ -212,12 +215,7 @@ class FusionCandidateAnalyzer:
             own = home.get(op.name)
             if own is None or not all(is_move(o.target) for o in own.operations):
                 last = None
-            elif last is None or last is own:
-                last = own
-            elif any(spec.device != "cpu" for spec in op.outputs):
-                self._refuse("several_nests", [op], "copies of several sizes share a kernel on CPUs only")
-                last = own
-            elif not self._join(graph, home, clusters, last, own, apart=True):
+            elif last is None or last is own or not self._join(graph, home, clusters, last, own, apart=True):
                 last = own
 
     # ---- from cluster to node ----------------------------------------------------------------------
@@ -332,6 +330,11 @@ def _closed_graph(ops: Sequence[Operation]) -> FusionGraph:
     read = {ref for op in ops for ref in op.inputs}
     outputs = [ValueRef(op.name, i) for op in ops for i in range(len(op.outputs)) if ValueRef(op.name, i) not in read]
     return FusionGraph(ops, inputs, outputs)
+
+
+def _touched(op: Operation) -> list[ValueRef]:
+    """All values that an operation reads or makes."""
+    return [*op.inputs, *(ValueRef(op.name, n) for n in range(len(op.outputs)))]
 
 
 def _is_transpose(graph: FusionGraph, op: Operation) -> bool:

@@ -27,15 +27,17 @@ class FusionGraph:
         outputs: Iterable[ValueRef] = (),
         hints: Mapping[str, int] | None = None,
         parameters: Iterable[str] = (),
+        devices: Mapping[ValueRef, str] | None = None,
     ) -> None:
         """``inputs``: tensors from outside by name; ``outputs``: values that must exist afterwards;
         ``hints``: a likely value of each symbol, for cost estimates only; ``parameters``: which inputs are
-        parameters or buffers of modules."""
+        parameters or buffers of modules; ``devices``: where values live, with the index that their specs lack."""
         self.operations = tuple(operations)
         self.inputs = dict(inputs or {})
         self.outputs = tuple(outputs)
         self.hints = dict(hints or {})
         self.parameters = frozenset(parameters)
+        self.devices = dict(devices or {})
         self.by_name: dict[str, Operation] = {}
         for op in self.operations:
             if op.name in self.by_name or op.name in self.inputs:
@@ -71,6 +73,10 @@ class FusionGraph:
         if ref.name in self.inputs:
             return self.inputs[ref.name]
         return self.by_name[ref.name].outputs[ref.index]
+
+    def device(self, ref: ValueRef) -> str:
+        """Where a value lives: ``cuda:1`` where the graph knows the index, else the type."""
+        return self.devices.get(ref) or self.spec(ref).device
 
     def base(self, ref: ValueRef) -> ValueRef:
         """The value that a chain of views looks at."""

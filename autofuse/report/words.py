@@ -63,7 +63,7 @@ REFUSALS = {
     "cycle": "fusing would make a cycle",
     "no_rule": "no rule fuses these operators",
     "loops_differ": "the operations share no loop nest",
-    "several_nests": "the operations have loops of their own, which share a kernel only where all are copies on a CPU",
+    "several_nests": "the operations have loops of their own, which share a kernel only where all are copies",
     "needs_whole_reduction": "a value is needed before it is complete",
     "part_leaves": "a part of the result is also needed by itself",
     "pattern_loops_differ": "the pattern's operations share no loop nest",

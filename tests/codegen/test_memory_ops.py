@@ -6,7 +6,6 @@ The cases tagged ``memory`` in `tests/cases.py` go through C and Triton with the
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused
-from autofuse.codegen.triton.printer import print_triton
 from autofuse.errors import LoweringError
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import FusionGraph
@@ -312,13 +310,3 @@ def test_arithmetic_of_different_sizes_stays_apart() -> None:
     form = trace(lambda a, b: (a.exp(), b.exp()), [torch.zeros(5, 7), torch.zeros(3)])
     assert all(len(node.kernels) == 1 for node in plan(form)[0])
     assert _refusal(form) is not None and _refusal(form)[0] == "disjoint"  # type: ignore[index]
-
-
-def test_copies_of_several_sizes_are_refused_on_a_gpu() -> None:
-    form = trace(lambda a, b: (a.half(), b.half()), [torch.zeros(5, 7), torch.zeros(3)])
-    with pytest.raises(LoweringError, match="expected one nest"):
-        print_triton(lower(form), ())
-    there = NodeForm.from_json(json.loads(json.dumps(form.to_json()).replace('"cpu"', '"cuda"')))
-    assert _refusal(there) == ("several_nests", _refusal(there)[1])  # type: ignore[index]
-    nodes, engine = plan(there)
-    assert nodes == [] and "several_nests" in {refusal.code for refusal in engine.refusals}

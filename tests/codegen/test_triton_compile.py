@@ -30,6 +30,7 @@ from autofuse.codegen.triton.targets import (
     total_resources,
 )
 from autofuse.errors import CompilerError
+from autofuse.ir.records import make_config
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import CandidateProblem
 from tests.cases import CASES
@@ -122,6 +123,22 @@ def test_what_the_printer_writes_compiles(compiler: TritonCompiler, name: str) -
         artifact = compiler.compile(source, target, [natural])
         assert len(artifact.images_for(natural)) == len(source.passes)
         assert prune_reason(artifact, limits_of(target)) is None
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("is_specialised", [False, True])
+def test_several_nests_compile(compiler: TritonCompiler, is_specialised: bool, bits: int) -> None:
+    """With sizes as arguments or built in, and positions of 32 or 64 bits."""
+    form = CASES["moves_of_parts"].form(torch.bfloat16)
+    kernel = lower(form)
+    values = dict(zip(form.symbols, (64, 1000, 31, 3, 5000), strict=True))
+    config = make_config({**dict(default_triton_config(kernel, values, values)), "index_bits": bits, "TILE": 4096})
+    source = print_triton(kernel, config, values if is_specialised else None)
+    assert source.symbols == (() if is_specialised else form.symbols)
+    for target in TARGETS:
+        artifact = compiler.compile(source, target, [NOTHING_ASSUMED])
+        (image,) = artifact.images
+        assert image.function == source.name and image.shared_bytes == image.resources.spill_bytes == 0
 
 
 # ---- keys -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Launching on a GPU up to the driver, which is a fake in C: packing, alternatives by alignment, contexts, errors."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,6 +268,30 @@ def test_what_the_printer_makes_is_launched_as_it_says(driver, launch_with):
         scalars = [w for a, w in zip(item.arguments, seen.params, strict=False) if a.kind in ("symbol", "programs")]
         assert tuple(scalars) == planned.scalars
     assert out.shape == (16,)
+
+
+def test_copies_of_several_sizes_are_one_launch(driver, launch_with):
+    """One kernel for the sizes of all calls: the grid is each call's own, and an empty copy has no part in it."""
+    narrow = [TensorSpec(SymbolicShape(dims), "float16", SymbolicShape([1]), "cuda") for dims in (["s0"], ["s1"])]
+    wide = [replace(spec, dtype="float32") for spec in narrow]
+    casts = [
+        Operation(f"v{k}", "aten._to_copy.default", (ValueRef(f"i{k}"),), (("dtype", "float16"),), (narrow[k],))
+        for k in (0, 1)
+    ]
+    inputs = tuple(NodeInput(f"i{k}", wide[k]) for k in (0, 1))
+    form = NodeForm(inputs, tuple(casts), (ValueRef("v0"), ValueRef("v1")), ("s0", "s1"))
+    kernel, values = lower(form), {"s0": 5000, "s1": 70}
+    source = print_triton(kernel, default_triton_config(kernel, values, values))
+    loaded = load_artifact(Artifact.unpack(artifact_of(source).pack()), 0, driver=driver.driver)
+    for sizes, grid in (((5000, 70), 6), ((1, 100_000), 783), ((0, 129), 2), ((2048, 0), 2)):
+        a, b = (torch.zeros(n) for n in sizes)
+        found = launcher_of(form, loaded, sizes, launch_with)(a, b)
+        (seen,) = driver.launches
+        driver.forget()
+        assert seen.grid == (grid, 1, 1)
+        assert seen.params == (a.data_ptr(), b.data_ptr(), *(t.data_ptr() for t in found), *sizes, 0, 0)
+    launcher_of(form, loaded, (0, 0), launch_with)(torch.zeros(0), torch.zeros(0))
+    assert not driver.launches
 
 
 def test_a_missing_driver_is_named():

@@ -88,7 +88,9 @@ def first(outcome: Outcome) -> Decision:
 # ---- whole jobs, in the interpreter ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["add_bias_gelu", "softmax", "layer_norm_backward", "cross_entropy", "bias_gradient"])
+@pytest.mark.parametrize(
+    "name", ["add_bias_gelu", "softmax", "layer_norm_backward", "cross_entropy", "bias_gradient", "moves_of_sizes"]
+)
 def test_a_job_checks_triton_kernels_and_keeps_the_winner(interpreter: Workshop, name: str) -> None:
     form = CASES[name].form()
     outcome = tune(interpreter, form, tuple(5 + n for n in range(len(form.symbols))))

@@ -260,11 +260,10 @@ def _independent(form: NodeForm) -> list[NodeForm]:
 
 def _side_by_side(form: NodeForm, parts: Sequence[NodeForm]) -> LoopKernel:
     """One kernel of several nests, each over the loops of its part."""
-    devices = {spec.device for op in form.operations for spec in op.outputs}
     nests = [_lower(part) for part in parts]
-    if devices != {"cpu"} or any(nest.kind != "pointwise" for nest in nests):
+    if any(nest.kind != "pointwise" for nest in nests):
         raise LoweringError(
-            "several_nests", f"expected one nest of loops, found {len(parts)}: only copies on a CPU share a kernel so"
+            "several_nests", f"expected one nest of loops, found {len(parts)}: only copies share a kernel so"
         )
     specs = {ValueRef(op.name, n): spec for op in form.operations for n, spec in enumerate(op.outputs)}
     params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]

@@ -55,9 +55,13 @@ class Piece:
 class Body:
     """Prints one loop kernel with one configuration."""
 
-    def __init__(self, kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> None:
+    def __init__(
+        self, kernel: LoopKernel, config: Config, constants: Mapping[str, int], is_called: bool = False
+    ) -> None:
+        """``is_called``: by a kernel that finds the program's number and has it as the first argument."""
         knobs = dict(config)
         self.kernel = kernel
+        self.is_called = is_called
         self.constants = constants
         self.block_rows = int(knobs.get("BLOCK_ROWS", 1)) if kernel.rows else 1
         self.is_persistent = bool(knobs.get("persistent", True))
@@ -340,7 +344,7 @@ class Body:
 
     def _single(self) -> list[str]:
         """One tile a program."""
-        lines = [f"pid = {self._pid()}"]
+        lines = [] if self.is_called else [f"pid = {self._pid()}"]
         row_tile, first_col, first_row = "pid", "", ""
         if self.has_column_tiles:
             if self.kernel.rows:
@@ -580,7 +584,7 @@ class Body:
         body = "\n".join(f"    {line}" for line in lines)
         used = [a for a in (*arguments, *self._random()) if _occurs(a.name, body)]
         constants = tuple((k, v) for k, v in self._blocks().items() if _occurs(k, body))
-        head = [a.name for a in used] + [f"{k}: tl.constexpr" for k, _ in constants]
+        head = ["pid"] * self.is_called + [a.name for a in used] + [f"{k}: tl.constexpr" for k, _ in constants]
         text = f"@triton.jit\ndef {name}({', '.join(head)}):\n{body}\n"
         return Piece(text, Pass(name, tuple(used), constants, tiles, shared))
 

@@ -50,11 +50,14 @@ class _Space:
         self.rows = evaluate(_of(kernel, kernel.rows), values)
         self.cols = evaluate(_of(kernel, kernel.cols), values)
         self.most_cols = max(self.cols, evaluate(_of(kernel, kernel.cols), high))
-        self.is_crossed = _is_crossed(kernel)
+        self.is_crossed = is_crossed(kernel)
+        self.beside = tuple(_Space(nest, values, high) for nest in kernel.rest)
         self.needs_64 = any(evaluate(e, s) > INDEX_BOUND for e in extents(kernel) for s in (values, high))
+        self.needs_64 |= any(space.needs_64 for space in self.beside)
 
     def knobs(self) -> tuple[Knob, ...]:
         find = self._rows_in_registers if self.row_reduce else self._sums if self.col_reduce else self._plain
+        find = self._nests if self.beside else find
         knobs = find()
         if any(v.op in FAST and v.dtype == "float32" for v in self.kernel.values):
             knobs.append(
@@ -83,6 +86,16 @@ class _Space:
         knobs.append(_warps(size // 256))
         if self.single:
             knobs += [_programs(self.rows * self.cols // max(size, 1)), _stages()]
+        return knobs
+
+    def _nests(self) -> list[Knob]:
+        """Nests side by side: a tile has as many elements in each, in a shape of its own."""
+        spaces = (self, *self.beside)
+        tiles = _powers(256, min(4096, max(_power(space.rows * space.cols) for space in spaces)))
+        knobs = [Knob("TILE", tiles, min(tiles[-1], 1024), "elements of a tile"), _warps(min(tiles[-1], 1024) // 256)]
+        for k, space in enumerate(spaces):
+            width = min(_power(space.cols), tiles[-1])
+            knobs.append(Knob(f"WIDTH_{k}", (width,), width, "columns that a tile of this nest may have"))
         return knobs
 
     # ---- row reductions
@@ -143,7 +156,7 @@ class _Space:
         ]
 
 
-def _is_crossed(kernel: LoopKernel) -> bool:
+def is_crossed(kernel: LoopKernel) -> bool:
     """Whether some tensor has its neighbours in memory along rows, as a transposed operand has."""
     accesses = [v.attr for v in kernel.values if isinstance(v.attr, Access)] + [s.access for s in kernel.stores]
     return any(

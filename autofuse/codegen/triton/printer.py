@@ -13,18 +13,16 @@ from collections.abc import Mapping
 
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.triton.body import Body
+from autofuse.codegen.triton.nests import NestsBody
 from autofuse.codegen.triton.scalar import HELPERS
 from autofuse.codegen.triton.source import TritonSource
-from autofuse.errors import LoweringError
 from autofuse.ir.records import Config
 
 
 def print_triton(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None = None) -> TritonSource:
     """The Triton module of a kernel. Raises LoweringError where a size or an operation has no exact form."""
-    if kernel.rest:
-        raise LoweringError("several_nests", f"expected one nest of loops, found {1 + len(kernel.rest)}")
     known = dict(constants or {})
-    body = Body(kernel, config, known)
+    body = (NestsBody if kernel.rest else Body)(kernel, config, known)
     second = body.second()
     pieces = [body.first(), *([second] if second is not None else [])]
     text = "\n\n".join(piece.text for piece in pieces)

@@ -40,6 +40,7 @@ class Pass:
     constants: tuple[tuple[str, int], ...]  # tl.constexpr parameters, which follow the arguments
     tiles: tuple[tuple[Dim, int], ...]  # (extent, block): the product of ceil(extent / block) is the number of tiles
     shared: int = 0  # so many leading tiles are shared by at most ``TritonSource.programs`` programs, in a loop
+    beside: tuple[tuple[tuple[Dim, int], ...], ...] = ()  # tiles of further nests, whose programs follow in order
 
     @property
     def is_shared(self) -> bool:
@@ -77,8 +78,9 @@ class TritonSource:
                     "function": p.function,
                     "arguments": [[a.name, a.kind, a.type, a.index] for a in p.arguments],
                     "constants": [list(c) for c in p.constants],
-                    "tiles": [[_encode(extent), block] for extent, block in p.tiles],
+                    "tiles": _encode_tiles(p.tiles),
                     "shared": p.shared,
+                    "beside": [_encode_tiles(tiles) for tiles in p.beside],
                 }
                 for p in self.passes
             ],
@@ -100,8 +102,9 @@ class TritonSource:
                     p["function"],
                     tuple(Argument(*a) for a in p["arguments"]),
                     tuple((name, value) for name, value in p["constants"]),
-                    tuple((_decode(extent), block) for extent, block in p["tiles"]),
+                    _decode_tiles(p["tiles"]),
                     p["shared"],
+                    tuple(_decode_tiles(tiles) for tiles in p["beside"]),
                 )
                 for p in data["passes"]
             ),
@@ -120,6 +123,14 @@ def _encode(dim: Dim) -> int | str:
 
 def _decode(data: int | str) -> Dim:
     return data if isinstance(data, int) else parse_dim(data)
+
+
+def _encode_tiles(tiles: Sequence[tuple[Dim, int]]) -> list[list[int | str]]:
+    return [[_encode(extent), block] for extent, block in tiles]
+
+
+def _decode_tiles(data: Sequence[Sequence[Any]]) -> tuple[tuple[Dim, int], ...]:
+    return tuple((_decode(extent), block) for extent, block in data)
 
 
 # ---- one call -------------------------------------------------------------------------------------------
@@ -156,7 +167,7 @@ def resolve(source: TritonSource, values: Mapping[str, int], state: RandomState 
     programs = max((_shares(source, p, values) for p in source.passes if p.shared), default=1)
     launches = []
     for number, item in enumerate(source.passes):
-        grid = _tiles(item.tiles[item.shared :], values) * (programs if item.shared else 1)
+        grid = _grid(item, programs, values)
         if grid > MAX_GRID:
             raise ShapeError(f"expected at most {MAX_GRID} programs for {item.function}, found {grid}")
         scalars = tuple(
@@ -183,17 +194,23 @@ def random_numbers(state: RandomState) -> tuple[int, ...]:
     return tuple(n - 2**64 if n >= 2**63 else n for n in numbers)  # a seed has 64 bits without a sign
 
 
+def _grid(item: Pass, programs: int, values: Mapping[str, int]) -> int:
+    if item.shared:
+        return max(1, _tiles(item.tiles[item.shared :], values)) * programs
+    return max(1, sum(_tiles(tiles, values) for tiles in (item.tiles, *item.beside)))
+
+
 def _shares(source: TritonSource, item: Pass, values: Mapping[str, int]) -> int:
     """Programs that share the leading tiles, for each of the others."""
-    others = _tiles(item.tiles[item.shared :], values)
-    return min(max(1, source.programs // others), _tiles(item.tiles[: item.shared], values))
+    others, shared = (max(1, _tiles(t, values)) for t in (item.tiles[item.shared :], item.tiles[: item.shared]))
+    return min(max(1, source.programs // others), shared)
 
 
 def _tiles(tiles: Sequence[tuple[Dim, int]], values: Mapping[str, int]) -> int:
     total = 1
     for extent, block in tiles:
         total *= -(-evaluate(extent, values) // block)
-    return max(1, total)
+    return total
 
 
 # ---- what a binary may assume -----------------------------------------------------------------------------

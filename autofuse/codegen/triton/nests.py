@@ -1,0 +1,67 @@
+"""Several nests of loops in one Triton kernel: one launch for copies, casts, fills and the like of different sizes.
+
+In: a loop kernel with further nests beside it (``LoopKernel.rest``) and a configuration. Out: its text, and one launch
+whose grid is the sum of the nests' tiles.
+Each nest is a function with the masks and strides that it would have alone; the kernel finds by the program's number
+which nest a program works on, and on which of its tiles. A tile has ``TILE`` elements in all nests, in the shape that
+suits the nest; a nest without elements has no tiles.
+Guarantee: no nest reads what another one writes, since `lowering.lower` makes nests of independent parts only; so no
+program waits for another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.triton.body import Body, Piece
+from autofuse.codegen.triton.knobs import is_crossed
+from autofuse.ir.records import Config, make_config
+from autofuse.ir.shape import Dim
+
+
+class NestsBody(Body):
+    """Prints a loop kernel of several nests; the body itself has the signature of the kernel that calls them."""
+
+    def __init__(self, kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> None:
+        nests = (dataclasses.replace(kernel, rest=()), *kernel.rest)
+        self.nests = [
+            Body(dataclasses.replace(nest, name=f"{kernel.name}_{k}"), _with_tile(config, nest, k), constants, True)
+            for k, nest in enumerate(nests)
+        ]
+        super().__init__(kernel, _with_tile(config, kernel, 0), constants)
+
+    def limits(self) -> tuple[tuple[Dim, int], ...]:
+        return tuple(dict.fromkeys(limit for nest in self.nests for limit in nest.limits()))
+
+    def _blocks(self) -> dict[str, int]:
+        return {}  # sides of tiles are constants of the nests
+
+    def first(self) -> Piece:
+        parts = [nest.first() for nest in self.nests]
+        last = len(parts) - 1
+        lines, branches = [f"pid = {self._pid()}"], []
+        for k, part in enumerate(parts):
+            launch = part.launch
+            if k < last:
+                tiles = " * ".join(f"tl.cdiv({self.size(extent)}, {block})" for extent, block in launch.tiles)
+                lines.append(f"start_{k + 1} = " + (f"start_{k} + " if k else "") + tiles)
+            names = [f"pid - start_{k}" if k else "pid", *(a.name for a in launch.arguments)]
+            names += [f"{name}={block}" for name, block in launch.constants]
+            branches.append("else:" if k == last else f"{'elif' if k else 'if'} pid < start_{k + 1}:")
+            branches.append(f"    {launch.function}({', '.join(names)})")
+        arguments = [*self._parameters(), *self._symbols()]
+        kernel = self._piece(self.kernel.name, arguments, [*lines, *branches], parts[0].launch.tiles, 0)
+        beside = tuple(part.launch.tiles for part in parts[1:])
+        text = "\n\n".join([*(part.text for part in parts), kernel.text])
+        return Piece(text, dataclasses.replace(kernel.launch, beside=beside))
+
+
+def _with_tile(config: Config, nest: LoopKernel, number: int) -> Config:
+    """The configuration with the sides of a nest's tile: columns first, but square where rows are neighbours too."""
+    knobs = dict(config)
+    tile = int(knobs["TILE"])
+    side = 1 << tile.bit_length() // 2 if is_crossed(nest) else tile
+    cols = min(side, int(knobs.get(f"WIDTH_{number}", tile)))
+    return make_config({**knobs, "BLOCK_COLS": cols, "BLOCK_ROWS": tile // cols})
