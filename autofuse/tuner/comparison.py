@@ -3,7 +3,9 @@
 In: samples of eager and of a candidate from the same interleaved rounds. Out: a `Comparison` and a verdict.
 Guarantee: intervals are of order statistics, exact for any noise whose rounds are independent (a median's rank is
 binomial), so no shape of the noise is assumed. A switch needs the margin in the median and a strong bound above 1,
-on samples that did not choose the candidate: an A/A test switches in fewer than 1 of 100 tries.
+on samples that did not choose the candidate, and a second race that shows the same unless the first is clear: rounds
+of one race share the memory that its callables were given, and whatever else lasts as long. Simulated A/A tests switch
+in fewer than 1 of 100 tries.
 Torch-free; the same rules run in the worker, to stop a race early, and in the daemon, to decide.
 """
 
@@ -17,13 +19,14 @@ from math import comb, inf
 from typing import Literal
 
 INTERVAL_TAIL = 0.025  # each side of the 95 % interval that people see
-# Each side of the bound that decides. Looks at growing numbers of rounds (up to four) and several finalists multiply
+# Each side of the bound that decides. Looks at growing numbers of rounds (up to six) and several finalists multiply
 # it, but they see the same samples, and the margin comes on top: simulated A/A tests switch in 0.7 % of tries at most.
 STRONG_TAIL = 0.001
 
 # Twice as slow together as in their quietest rounds: usual noise on a quiet machine is 1.1.
 DISTURBED = 2.0
 LEAST_PAIRS = 10  # fewer give no strong bound
+CLEAR = 1.25  # the strong bound from which a gain is larger than anything that favours one callable for a whole race
 
 Verdict = Literal["won", "lost", "open"]
 
@@ -109,6 +112,16 @@ def verdict(comparison: Comparison, margin: float) -> Verdict:
 def wins(comparison: Comparison, margin: float) -> bool:
     """Whether to switch from eager. Eager wins ties and whatever is open at the end."""
     return verdict(comparison, margin) == "won"
+
+
+def is_clear(comparison: Comparison) -> bool:
+    """Whether a win needs no second race."""
+    return comparison.strong_low >= CLEAR
+
+
+def confirms(comparison: Comparison, margin: float) -> bool:
+    """Whether a second race bears a win out: the first has ruled out the noise of rounds, the usual bound will do."""
+    return comparison.speedup >= 1.0 + margin and comparison.low > 1.0
 
 
 def keeps_device_slower(on_device: Comparison, margin: float) -> bool:

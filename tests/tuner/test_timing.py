@@ -1,16 +1,15 @@
-"""Noise does not switch; real gains are found; races are fair and end."""
+"""Bounds are as good as they say; races are fair and end. Whole jobs under noise: `test_switches`."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from autofuse.tuner.comparison import bounds, compare, quiet_pairs, verdict, wins
-from autofuse.tuner.job import CLOSE, FINALISTS, LONGER, SCREEN_ROUNDS
-from autofuse.tuner.timing import RaceRules, race
+from autofuse.tuner.timing import PROBES, RaceRules, WallSampler, race
 
 MARGIN = 0.03
 
@@ -35,39 +34,42 @@ class Machine:
         return pass_time
 
 
-def tune(machine: Machine, eager_us: float, candidates_us: list[float], rounds: int) -> bool:
-    """What a job does: screen all, race the finalists anew, switch or not."""
-    calls = [machine.call(us) for us in (eager_us, *candidates_us)]
-    screen = race(calls, RaceRules(SCREEN_ROUNDS, SCREEN_ROUNDS, 1e9, MARGIN), machine.clock)
-    found = {i: compare(screen.samples[0], screen.samples[i]).speedup for i in range(1, len(calls))}
-    best = max(found.values())
-    finalists = sorted((i for i in found if found[i] >= best * (1 - CLOSE)), key=lambda i: -found[i])[:FINALISTS]
-    rules = RaceRules(rounds, LONGER * rounds, 1e9, MARGIN)
-    final = race([calls[0], *(calls[i] for i in finalists)], rules, machine.clock)
-    winner = max((compare(final.samples[0], s) for s in final.samples[1:]), key=lambda c: c.speedup)
-    return wins(winner, MARGIN)
+def test_repeats_are_equal_however_the_first_calls_went() -> None:
+    """A callable of 3 us whose first call in a sample is slow: with other repeats it would seem to be faster."""
+    for seed in range(50):
+        machine = Machine(seed, 0.3, 0.2, 0.0)
+        turns: list[int] = []
+
+        def call(index: int, step: Callable[[], None], turns: list[int] = turns) -> Callable[[], None]:
+            return lambda: (turns.append(index), step())[1]  # type: ignore[func-returns-value]
+
+        race(
+            [call(i, machine.call(3.0)) for i in range(4)], RaceRules(6, 6, 1e9, MARGIN, drop_factor=1e9), machine.clock
+        )
+        assert len({turns.count(i) for i in range(4)}) == 1
 
 
-NOISES = [(0.01, 0.01, 0.0), (0.05, 0.05, 0.01), (0.2, 0.1, 0.02), (0.5, 0.2, 0.05)]
+def test_a_slow_one_does_not_make_samples_long() -> None:
+    machine = Machine(1, 0.0, 0.0, 0.0)
+    count = itertools.count()
+    slow = machine.call(5e3)
+    race([lambda: (next(count), slow())[1], machine.call(5.0)], RaceRules(5, 5, 1e9, MARGIN), machine.clock)  # type: ignore[func-returns-value]
+    assert next(count) == 1 + PROBES + 5 * 2
 
 
-@pytest.mark.parametrize("noise", NOISES, ids=["quiet", "usual", "loud", "hopeless"])
-@pytest.mark.parametrize("candidates", [1, 4])
-def test_equal_candidates_switch_in_less_than_1_of_100_tries(
-    noise: tuple[float, float, float], candidates: int
-) -> None:
-    tries = 1000
-    switched = sum(tune(Machine(s, *noise), 150.0, [150.0] * candidates, 10) for s in range(tries))
-    assert switched < 0.01 * tries
+def test_of_two_each_has_been_first_equally_often() -> None:
+    firsts: list[int] = []
+    before: dict[tuple[int, int], int] = {}
 
+    class Orders(WallSampler):
+        def round(self, order: Sequence[int]) -> list[float]:
+            firsts.append(order[0])
+            for pair in itertools.combinations(order, 2):
+                before[pair] = before.get(pair, 0) + 1
+            return [1.0] * len(order)
 
-def test_real_gains_are_found() -> None:
-    found = [tune(Machine(seed, 0.05, 0.05, 0.01), 150.0, [180.0, 150.0 / 1.1, 300.0], 15) for seed in range(100)]
-    assert sum(found) >= 97
-
-
-def test_a_gain_below_the_margin_is_none() -> None:
-    assert not any(tune(Machine(seed, 0.01, 0.0, 0.0), 150.0, [150.0 / 1.01], 15) for seed in range(100))
+    race([lambda: None] * 4, RaceRules(20, 20, 1e9, MARGIN), lambda: 0.0, Orders())
+    assert set(before.values()) == {10} and len(set(firsts)) == 4
 
 
 @pytest.mark.parametrize("count", [6, 9, 15, 40])
@@ -106,7 +108,7 @@ def test_everyone_takes_turns_and_losers_leave() -> None:
     calls = [call(i, us) for i, us in enumerate([200.0, 100.0, 500.0])]
     result = race(calls, RaceRules(12, 12, 1e9, MARGIN), machine.clock)
     assert [len(s) for s in result.samples] == [12, 12, 3] and result.dropped == [False, False, True]
-    rounds = [order[i : i + 3] for i in range(6, 15, 3)]  # behind two calls each to warm up
+    rounds = [order[i : i + 3] for i in range(3 * (1 + PROBES), 3 * (1 + PROBES) + 9, 3)]  # behind the calls to warm up
     assert all(sorted(r) == [0, 1, 2] for r in rounds) and len({tuple(r) for r in rounds}) > 1
 
 
@@ -115,7 +117,7 @@ def test_short_calls_are_repeated_within_a_sample() -> None:
     count = itertools.count()
     step = machine.call(2.0)
     result = race([lambda: (next(count), step())[1]], RaceRules(5, 5, 1e9, MARGIN), machine.clock)  # type: ignore[func-returns-value]
-    assert next(count) == 2 + 5 * 50 and result.samples[0] == pytest.approx([2e-6] * 5)
+    assert next(count) == 1 + PROBES + 5 * 50 and result.samples[0] == pytest.approx([2e-6] * 5)
 
 
 def test_a_spent_budget_ends_a_race_after_three_rounds() -> None:
