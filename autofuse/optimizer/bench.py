@@ -1,6 +1,6 @@
 """A step on the worker's bench: checked against float64, then raced against what the script asked torch for.
 
-In: a `StepForm`, kernels as bytes. Out: what became of each candidate.
+In: a `StepForm`, kernels as bytes, the worker's rig. Out: what became of each candidate.
 Guarantee: the criterion is that of any other kernel (`tuner.verify`); each callable has tensors of its own.
 """
 
@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from autofuse.codegen.c.load import load_kernel
+from autofuse.ir.records import EAGER
+from autofuse.optimizer.calls import StepCall, VendorCall, make_call
 from autofuse.optimizer.form import StepForm
-from autofuse.optimizer.tensors import Table, copied, make_arguments, torch_function, with_variant, written
-from autofuse.tuner.timing import RaceRules, WallSampler, race
+from autofuse.optimizer.tensors import copied, make_arguments, torch_function, with_variant, written
+from autofuse.tuner.bench import Rig
+from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.verify import Wrong, answer, output_error
 
 KINDS = ("normal", "special", "large", "zeros")
@@ -23,38 +25,39 @@ LEAST_STEPS = (0, 1000)  # done before: the corrections of Adam are largest at t
 
 
 def prepared(
-    form: StepForm, candidate: Mapping[str, Any], arguments: dict[str, Any], threads: int
+    form: StepForm, candidate: Mapping[str, Any], arguments: dict[str, Any], threads: int, rig: Rig
 ) -> Callable[[], None]:
-    """A candidate as a call on these arguments. Raises ValueError where a kernel may not have them."""
+    """A candidate as a call on these arguments. Raises ValueError where it may not have them."""
     function = torch_function(form.algorithm)
-    if candidate["variant"] == "eager":
+    if candidate["variant"] == EAGER:
         asked = with_variant(form, arguments, form.asked) if form.asked else arguments
         return lambda: function(**asked)
-    if not candidate["binary"]:
-        vendor = with_variant(form, arguments, candidate["variant"])
-        return lambda: function(**vendor)
-    entry = load_kernel(base64.b64decode(candidate["binary"]), candidate["name"]).entry
-    table = Table(form)
+    call: StepCall
+    if candidate["binary"]:
+        binary = base64.b64decode(candidate["binary"])
+        call = make_call(form, rig.load(candidate["digest"], candidate["name"], binary), rig.device)
+    else:
+        call = VendorCall(form, function, candidate["variant"], rig.device)
 
     def run() -> None:
-        problem = table.pack(arguments, threads)
+        problem = call.pack(arguments, threads)
         if problem is not None:
             raise ValueError(problem)
-        entry(*table.addresses)
+        call.run()
 
     return run
 
 
-def check(form: StepForm, candidate: Mapping[str, Any], threads: int) -> float:
+def check(form: StepForm, candidate: Mapping[str, Any], threads: int, rig: Rig) -> float:
     """The worst error over eager's own. Raises `Wrong`."""
     worst = 0.0
     for number, kind in enumerate(KINDS):
-        start = make_arguments(form, number, kind, LEAST_STEPS[number % 2])
+        start = make_arguments(form, number, kind, LEAST_STEPS[number % 2], rig.device)
         eager, exact, found = copied(start), copied(start, torch.float64), copied(start)
         with torch.no_grad():
-            prepared(form, {"variant": "eager"}, eager, threads)()
+            prepared(form, {"variant": EAGER}, eager, threads, rig)()
             torch_function(form.algorithm)(**with_variant(form, exact, ""))
-            prepared(form, candidate, found, threads)()
+            prepared(form, candidate, found, threads, rig)()
         triples = zip(written(form, eager), written(form, exact), written(form, found), strict=True)
         for index, (e, x, f) in enumerate(triples):
             try:
@@ -68,11 +71,12 @@ def check(form: StepForm, candidate: Mapping[str, Any], threads: int) -> float:
 
 
 def race_steps(
-    form: StepForm, candidates: Sequence[Mapping[str, Any]], threads: int, rules: RaceRules
-) -> list[list[float]]:
+    form: StepForm, candidates: Sequence[Mapping[str, Any]], threads: int, rules: RaceRules, rig: Rig
+) -> RaceResult:
     """Seconds a step: of what the script asked for, then of each candidate."""
     calls = [
-        prepared(form, candidate, make_arguments(form, 1), threads) for candidate in ({"variant": "eager"}, *candidates)
+        prepared(form, candidate, make_arguments(form, 1, device=rig.device), threads, rig)
+        for candidate in ({"variant": EAGER}, *candidates)
     ]
     with torch.no_grad():
-        return race(calls, rules, sampler=WallSampler()).samples
+        return race(calls, rules, sampler=rig.sampler())

@@ -63,6 +63,8 @@ class StepForm:
     dtype: str  # of parameters, gradients and states
     sizes: tuple[int, ...]  # elements of each parameter
     asked: str = ""  # the variant that the script asked for: "foreach", "fused", or torch's own choice
+    device: str = "cpu"  # type of device of all tensors but the counters
+    counters: str = "host"  # where the step counters are; "device" where the script asks a GPU for ``fused``
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -71,11 +73,14 @@ class StepForm:
             "dtype": self.dtype,
             "sizes": list(self.sizes),
             "asked": self.asked,
+            "device": self.device,
+            "counters": self.counters,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepForm:
-        return cls(data["algorithm"], tuple(data["flags"]), data["dtype"], tuple(data["sizes"]), data["asked"])
+        data = dict(data)
+        return cls(data.pop("algorithm"), tuple(data.pop("flags")), data.pop("dtype"), tuple(data.pop("sizes")), **data)
 
     @property
     def rule(self) -> Algorithm:
@@ -85,6 +90,14 @@ class StepForm:
     def states(self) -> tuple[str, ...]:
         """Arguments with the states in use."""
         return tuple(name for name, flag in self.rule.states if not flag or flag in self.flags)
+
+    @property
+    def vendors(self) -> tuple[str, ...]:
+        """Torch's own variants that may compete with the one that the script asked for."""
+        if self.counters == "device":
+            return ()  # all but ``fused`` wait for the device to tell the host each counter
+        usual = self.asked or ("" if self.device == "cpu" else "foreach")  # torch's own choice on a GPU
+        return tuple(name for name in self.rule.vendors if name != usual)
 
     @property
     def fusion_id(self) -> str:
@@ -107,7 +120,7 @@ class StepForm:
     def node(self) -> dict[str, Any]:
         """The step as a node of one operation on all elements, for whoever lists nodes; the step itself beside it."""
         shape = SymbolicShape([sum(self.sizes)])
-        spec = TensorSpec(shape, self.dtype, SymbolicShape([1]))
+        spec = TensorSpec(shape, self.dtype, SymbolicShape([1]), self.device)
         inputs = tuple(NodeInput(f"i{n}", spec) for n in range(2 + len(self.states)))
         refs = tuple(ValueRef(item.name) for item in inputs)
         outputs = tuple([spec] * (1 + len(self.states)))

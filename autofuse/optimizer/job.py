@@ -1,8 +1,7 @@
 """Tuning one optimizer step: torch's own variants and generated kernels against what the script asked for.
 
 In: a request whose node holds a step, the backend of its device, a worker. Out: an `Outcome`, as of any other job.
-Guarantee: a candidate is timed only after it gave right results; a switch needs the margin, in a second race too unless
-the first is clear; eager wins ties.
+Guarantee: a candidate is timed only after it gave right results; a switch needs the margin; eager wins ties.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from autofuse.optimizer.printer import KNOBS, print_step
 from autofuse.optimizer.triton_printer import KNOBS as TRITON_KNOBS
 from autofuse.optimizer.triton_printer import print_triton_step
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
-from autofuse.tuner.comparison import Comparison, compare, confirms, is_clear, keeps_device_slower, wins
+from autofuse.tuner.comparison import Comparison, compare, keeps_device_slower, wins
 from autofuse.tuner.job import JobLimits, Outcome
 from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
@@ -68,11 +67,7 @@ class StepJob:
             return self._decide(None, Candidate(EAGER), None, "no_candidates", found.message if found else "", began)
         comparisons = self._race(entrants)
         best, (candidate, kernel) = max(zip(comparisons, entrants, strict=True), key=lambda item: item[0].speedup)
-        won = wins(best, self._limits.margin)
-        if won and not is_clear(best):
-            (best,) = self._race([(candidate, kernel)])
-            won = confirms(best, self._limits.margin)
-        if not won:
+        if not wins(best, self._limits.margin):
             words = f"the best is {candidate.variant} with {best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f})"
             return self._decide(best, Candidate(EAGER), None, "below_margin", words, began)
         if kernel is not None:

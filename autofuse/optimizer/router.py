@@ -2,8 +2,9 @@
 
 In: the calls that ``Optimizer.step`` makes, one for each parameter group. Out: the same update, by the winner.
 Guarantee: states are torch's own, so ``state_dict`` is what it always was; what a kernel may not have (sparse, complex,
-tensor learning rates, gradient scalers, tensors laid out unlike each other) goes to torch as the script called it, and
-so does everything after a failure; version counters move as torch moves them.
+tensor learning rates, gradient scalers, tensors laid out unlike each other or on several devices) goes to torch as the
+script called it, and so does everything after a failure; version counters move as torch moves them. While a CUDA graph
+is recorded, torch's own functions are.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, Event, NodeUse, ObservedShape, TuneRequest
+from autofuse.optimizer.calls import StepCall, VendorCall, make_call
 from autofuse.optimizer.form import ALGORITHMS, DTYPES, StepForm, flags_of
-from autofuse.optimizer.tensors import NOT_MADE, Table, with_variant, written
+from autofuse.optimizer.tensors import NOT_MADE, written
 from autofuse.runtime.backends import CPU
-from autofuse.runtime.launch import Entry
+from autofuse.runtime.gpu.capturing import is_capturing
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
 STATIC = Bucket(())
+DEVICES = ("cpu", "cuda")
 STEPS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}  # of a group: the first makes its states
 # Arguments that torch treats apart from plain steps.
 UNUSUAL = ("has_complex", "has_sparse_grad", "capturable", "differentiable", "grad_scale", "found_inf")
@@ -35,16 +38,16 @@ UNUSUAL = ("has_complex", "has_sparse_grad", "capturable", "differentiable", "gr
 class Group:
     """One parameter group, as far as its steps are alike."""
 
-    def __init__(self, form: StepForm) -> None:
+    def __init__(self, form: StepForm, device: torch.device) -> None:
         self.form = form
+        self.device = device
         self.steps = 0
         self.fused_steps = 0
         self.is_broken = False
         self.is_posted = False
         self.is_settled = False  # in ``wait`` mode: the script need not pause for it again
         self.decision: Decision | None = None
-        self.entry: Entry | None = None
-        self.table = Table(form)
+        self.call: StepCall | None = None
 
 
 class OptimizerRouter:
@@ -103,14 +106,22 @@ class OptimizerRouter:
         key = (algorithm, flags, asked, len(params), ends, threading.get_ident())
         group = self._groups.get(key)
         if group is None:
-            if params[0].device.type != "cpu":
+            device = params[0].device
+            if device.type not in DEVICES:
                 return None
             dtype = str(params[0].dtype).removeprefix("torch.")
             if dtype not in DTYPES:
                 return None
-            form = StepForm(algorithm, flags, dtype, tuple(p.numel() for p in params), asked)
-            known = next((g for g in self._groups.values() if g.form == form), None)
-            group = self._groups[key] = Group(form)
+            steps = arguments.get("state_steps") or ()
+            counters = "device" if any(t.device.type != "cpu" for t in steps) else "host"
+            sizes = tuple(p.numel() for p in params)
+            form = StepForm(algorithm, flags, dtype, sizes, asked, device.type, counters)
+            if device != CPU:
+                self._session.use_device(device)
+            known = next((g for g in self._groups.values() if g.form == form and g.device == device), None)
+            group = self._groups[key] = Group(form, device)
+            if any(p.device != device for p in params):
+                self._leave(group, f"expected all parameters on {device}, found some elsewhere")
             if known is not None:
                 group.is_posted, group.is_settled = known.is_posted, known.is_settled
         return group
@@ -120,50 +131,57 @@ class OptimizerRouter:
         group.steps += 1
         if group.is_broken:
             return False
+        if group.device != CPU and is_capturing():
+            return False
         try:
             if group.decision is None:
-                self._look_up(group)
-            decision = group.decision
-            if decision is None or decision.candidate.variant == EAGER:
+                self._look_up(group, original)
+            call = group.call
+            if call is None:
                 return False
-            problem = group.table.pack(arguments, self._session.threads)
+            problem = call.pack(arguments, self._session.threads)
             if problem is not None:
                 if problem != NOT_MADE:
-                    group.is_broken = True
-                    event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
-                    self._session.backstage.post_event(event)  # no trouble: such a step is torch's to begin with
+                    self._leave(group, problem)
                 return False
-            if decision.compile_key is not None and not callable(group.entry):
-                return False
+            if not isinstance(call, VendorCall):
+                call.run()  # what it raises, it raises before it has written anything
         except Exception as error:
             group.is_broken = True
             self._session.report_fallback("optimizer_failed", f"{group.form.label} stays torch's own", error)
             return False
-        # From here on nothing may go on in eager: what has begun would be done twice.
-        if decision.compile_key is None:
-            original(**with_variant(group.form, arguments, decision.candidate.variant))
-        else:
-            group.entry(*group.table.addresses)  # type: ignore[operator,misc]
+        if isinstance(call, VendorCall):
+            call.run()  # what torch's own function raises, and what it has written by then, is torch's as ever
         # torch's own fused kernels on a CPU move no version counters either (2.13).
         torch.autograd.graph.increment_version(written(group.form, arguments))
         group.fused_steps += 1
         return True
 
-    def _look_up(self, group: Group) -> None:
-        session = self._session
-        place = session.backends.place(CPU)
+    def _leave(self, group: Group, problem: str) -> None:
+        """To torch, for good: no trouble, such a step is torch's to begin with."""
+        group.is_broken = True
+        event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
+        self._session.backstage.post_event(event)
+
+    def _look_up(self, group: Group, original: Callable[..., None]) -> None:
+        session, form = self._session, group.form
+        place = session.backends.place(group.device)
         if place is None:
             return
-        decision = session.table.find(group.form.fusion_id, (), place)
+        decision = session.table.find(form.fusion_id, (), place)
         if decision is None:
             self._wait(group)
-            decision = session.table.find(group.form.fusion_id, (), place)
+            decision = session.table.find(form.fusion_id, (), place)
         if decision is None:
             return
+        variant = decision.candidate.variant
         if decision.compile_key is not None:
-            group.entry = session.shelf.entry(decision.compile_key, CPU)
-            if group.entry is None:
+            entry = session.shelf.entry(decision.compile_key, group.device)
+            if entry is None:
                 return  # not read yet
+            group.call = make_call(form, entry, group.device)
+        elif variant != EAGER:
+            group.call = VendorCall(form, original, variant, group.device)
         group.decision = decision
 
     def _wait(self, group: Group) -> None:
@@ -177,13 +195,13 @@ class OptimizerRouter:
     def requests(self) -> list[TuneRequest]:
         """Steps that nobody has decided on and nobody has asked about, as far as they are hot."""
         session = self._session
-        place = session.tunable(CPU)
-        if place is None:
-            return []
         found: dict[str, TuneRequest] = {}
         for group in list(self._groups.values()):
+            place = session.tunable(group.device)
             hot = group.steps >= STEPS_BEFORE_TUNING.get(session.mode, 1)
-            if group.is_posted or not hot or session.table.find(group.form.fusion_id, (), place) is not None:
+            if place is None or group.is_broken or group.is_posted or not hot:
+                continue
+            if session.table.find(group.form.fusion_id, (), place) is not None:
                 continue
             group.is_posted = True
             form = group.form

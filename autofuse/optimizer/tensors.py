@@ -1,8 +1,9 @@
-"""The tensors of a step: packed for a kernel, made up for tests and timing, handed to torch's own functions.
+"""The tensors of a step: looked at before a kernel may have them, or made up for checks and timing.
 
-In: the arguments of a functional optimizer. Out: the table that a kernel reads; or calls of torch with another variant.
-Guarantee: what `Table.pack` accepts, a kernel may write: plain dense CPU tensors of one dtype, parameter, gradient and
-states laid out alike, none of those that are written sharing memory with another. A table keeps no tensor alive.
+In: the arguments of a functional optimizer. Out: their addresses, or what is in the way.
+Guarantee: what `StepTensors.take` accepts, a kernel may write: plain dense tensors of one dtype on one device,
+parameter, gradient and states laid out alike, none of those that are written sharing memory with another. No tensor is
+kept alive.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import importlib
 import itertools
 import operator
 import weakref
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from autofuse.optimizer.form import StepForm
-from autofuse.optimizer.printer import COLUMNS, MOST_STATES
 
 Arguments = Mapping[str, Any]
 VENDOR_SWITCHES = ("foreach", "fused")
+CPU = torch.device("cpu")
 NOT_MADE = "a state is not made yet"  # SGD makes its buffers in the first step
 
 
@@ -38,24 +38,24 @@ def with_variant(form: StepForm, arguments: Arguments, variant: str) -> dict[str
     return {**arguments, **switches}
 
 
-class Table:
-    """Addresses of all tensors of a group, as a kernel reads them."""
+class StepTensors:
+    """The tensors of a group, looked at before each step."""
 
-    def __init__(self, form: StepForm) -> None:
+    def __init__(self, form: StepForm, device: torch.device) -> None:
+        """``device``: where parameters, gradients and states must be."""
         self._form = form
+        self._device = device
         self._dtype: torch.dtype = getattr(torch, form.dtype)
-        self._rows = array("q", [0] * (COLUMNS * len(form.sizes)))
-        self._scalars = array("d", [0.0] * len(form.rule.scalars))
-        self._sizes = array("q", [len(form.sizes), 1])
         # Parameters, states, counters as they were checked: a model that the script drops must go.
         self._kept: list[list[weakref.ref[Tensor]]] = []
-        self._pointers: list[list[int]] = []
         self._strides: list[tuple[int, ...]] = []
-        self._numels: list[int] = []
         self._plain: tuple[Any, ...] = ()
-        self.addresses = tuple(a.buffer_info()[0] for a in (self._sizes, self._rows, self._scalars))
+        self.pointers: list[list[int]] = []  # of parameters, of each state, of counters where there are any
+        self.generation = 0  # grows whenever pointers change
+        self.grads: list[int] = []
+        self.scalars: list[float] = []
 
-    def pack(self, arguments: Arguments, threads: int) -> str | None:
+    def take(self, arguments: Arguments) -> str | None:
         """Take the arguments of one step; what is in the way, None where nothing is.
 
         Parameters and states that are the same objects as before at the same addresses are not looked at again: of a
@@ -71,17 +71,15 @@ class Table:
             problem = self._look_at(kept)
             if problem is not None:
                 return problem
-        if [g.stride() for g in grads] != self._strides or [g.numel() for g in grads] != self._numels:
+        if [g.stride() for g in grads] != self._strides or [g.numel() for g in grads] != list(form.sizes):
             return "a gradient is laid out unlike its parameter"
-        if {(type(g), g.dtype, g.layout, g.device.type, g.is_neg()) for g in grads} - {self._plain}:
-            return f"a gradient is no plain {form.dtype} tensor of the CPU"
-        self._rows[2::COLUMNS] = array("q", [g.data_ptr() for g in grads])
-        for n, name in enumerate(form.rule.scalars):
-            value = arguments[name]
+        if {(type(g), g.dtype, g.layout, g.device, g.is_neg()) for g in grads} - {self._plain}:
+            return f"a gradient is no plain {form.dtype} tensor of {self._device}"
+        self.grads = [g.data_ptr() for g in grads]
+        self.scalars = [arguments[name] for name in form.rule.scalars]
+        for name, value in zip(form.rule.scalars, self.scalars, strict=True):
             if not isinstance(value, int | float):
                 return f"{name} is no plain number"
-            self._scalars[n] = value
-        self._sizes[1] = threads
         return None
 
     def _is_known(self, kept: list[list[Tensor]]) -> bool:
@@ -89,53 +87,47 @@ class Table:
             all(map(operator.is_, now, [ref() for ref in before])) for now, before in zip(kept, self._kept, strict=True)
         ):
             return False
-        same = [[t.data_ptr() for t in listed] for listed in kept] == self._pointers
-        return same and [p.numel() for p in kept[0]] == self._numels
+        same = [[t.data_ptr() for t in listed] for listed in kept] == self.pointers
+        return same and [p.numel() for p in kept[0]] == list(self._form.sizes)
 
     def _look_at(self, kept: list[list[Tensor]]) -> str | None:
         """Check parameters, states and counters, and note where they lie."""
-        form, rows = self._form, self._rows
+        form = self._form
         self._kept = []
         params = kept[0]
         for param, numel in zip(params, form.sizes, strict=True):
-            problem = _problem(param, numel, self._dtype)
+            problem = self._problem(param, numel)
             if problem:
                 return problem
-        steps = kept[-1] if form.rule.has_steps else []
-        for step in steps:
-            if step.dtype is not torch.float32 or step.device.type != "cpu" or step.numel() != 1:
-                return "a step counter is no float32 number of the CPU"
-        states = kept[1 : 1 + len(form.states)]
-        for listed in states:
+        counters = self._device if form.counters == "device" else CPU
+        for step in kept[-1] if form.rule.has_steps else ():
+            if step.dtype is not torch.float32 or step.device != counters or step.numel() != 1:
+                return f"a step counter is no float32 number on {counters}"
+        for listed in kept[1 : 1 + len(form.states)]:
             for param, state in zip(params, listed, strict=True):
                 if state is None:
                     return NOT_MADE
                 if type(state) is not Tensor or state.dtype is not self._dtype or state.shape != param.shape:
                     return "a state is no plain tensor like its parameter"
-                if state.stride() != param.stride() or state.device.type != "cpu" or state.is_neg():
+                if state.stride() != param.stride() or state.device != self._device or state.is_neg():
                     return "a state is laid out unlike its parameter"
         if _share_memory([t for listed in kept for t in listed]):
             return "tensors of the step share memory"
-        self._strides, self._numels = [p.stride() for p in params], [p.numel() for p in params]
-        self._plain = (Tensor, self._dtype, torch.strided, "cpu", False)
-        self._pointers = [[t.data_ptr() for t in listed] for listed in kept]
-        rows[0::COLUMNS] = array("q", self._numels)
-        for column, listed in zip((1, *range(3, 3 + len(states))), self._pointers, strict=False):
-            rows[column::COLUMNS] = array("q", listed)
-        if form.rule.has_steps:
-            rows[3 + MOST_STATES :: COLUMNS] = array("q", self._pointers[-1])
+        self._strides = [p.stride() for p in params]
+        self._plain = (Tensor, self._dtype, torch.strided, self._device, False)
+        self.pointers = [[t.data_ptr() for t in listed] for listed in kept]
+        self.generation += 1
         self._kept = [[weakref.ref(t) for t in listed] for listed in kept]
         return None
 
-
-def _problem(param: Tensor, numel: int, dtype: torch.dtype) -> str | None:
-    if param.numel() != numel or param.dtype is not dtype or param.device.type != "cpu":
-        return "a parameter has changed its size, dtype or device"
-    if type(param) not in (Tensor, torch.nn.Parameter) or param.layout is not torch.strided or param.is_neg():
-        return "a parameter is no plain strided tensor"
-    if not param.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(param):
-        return "the elements of a parameter do not lie side by side"
-    return None
+    def _problem(self, param: Tensor, numel: int) -> str | None:
+        if param.numel() != numel or param.dtype is not self._dtype or param.device != self._device:
+            return f"a parameter is not {numel} elements of {self._form.dtype} on {self._device}"
+        if type(param) not in (Tensor, torch.nn.Parameter) or param.layout is not torch.strided or param.is_neg():
+            return "a parameter is no plain strided tensor"
+        if not param.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(param):
+            return "the elements of a parameter do not lie side by side"
+        return None
 
 
 def _share_memory(tensors: Sequence[Tensor]) -> bool:
@@ -158,7 +150,9 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def make_arguments(form: StepForm, seed: int, kind: str = "normal", steps: int = 3) -> dict[str, Any]:
+def make_arguments(
+    form: StepForm, seed: int, kind: str = "normal", steps: int = 3, device: torch.device = CPU
+) -> dict[str, Any]:
     """Arguments of a step with random tensors; ``kind`` as in `codegen.inputs`; ``steps`` were done before."""
     generator = torch.Generator().manual_seed(seed)
     dtype: torch.dtype = getattr(torch, form.dtype)
@@ -174,7 +168,7 @@ def make_arguments(form: StepForm, seed: int, kind: str = "normal", steps: int =
                 value *= 1e4
             if values == "special" and size:
                 value[0], value[size // 2] = float("nan"), float("inf")
-            made.append(value.to(dtype))
+            made.append(value.to(dtype).to(device))
         return made
 
     lists = {"params": tensors(1.0), form.rule.grads: tensors(0.1, values=kind)}
@@ -184,7 +178,8 @@ def make_arguments(form: StepForm, seed: int, kind: str = "normal", steps: int =
         # Above the square of grad_avgs, as a mean of squares is.
         lists[name] = tensors(0.01 if not is_square else 1.0, is_square) if known else []
     if form.rule.has_steps:
-        lists["state_steps"] = [torch.tensor(float(steps)) for _ in form.sizes]
+        where = device if form.counters == "device" else CPU
+        lists["state_steps"] = [torch.tensor(float(steps), device=where) for _ in form.sizes]
     return {**lists, **_numbers(form)}
 
 

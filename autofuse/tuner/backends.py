@@ -168,7 +168,10 @@ class TritonBackend(_TritonText):
         self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
         source = self.text(loop, config, constants)
-        assumptions = _assumptions(source, sizes, is_final)
+        return self.recipe_of(source, _assumptions(source, sizes, is_final))
+
+    def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
+        """A text that is printed already."""
         key = triton_key(source, self._target, assumptions)
 
         def make() -> KernelRecord:
@@ -197,7 +200,10 @@ class InterpreterBackend(_TritonText):
     def recipe(
         self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
-        source = self.text(loop, config, constants)
+        return self.recipe_of(self.text(loop, config, constants), ())
+
+    def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
+        """A text that is printed already, which makes no difference of what it may assume."""
         data = json.dumps(source.to_json(), sort_keys=True).encode()
         key = CompileKey(hashlib.sha256(data).hexdigest(), "triton interpreter", "", "interpreter")
         return Recipe(key, lambda: KernelRecord(key, source.name, source.text, data))

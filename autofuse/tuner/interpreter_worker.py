@@ -30,7 +30,12 @@ class Interpreted(Composed):
     """An interpreted kernel, to be called like any other."""
 
     def __init__(self, source: TritonSource) -> None:
+        self.source = source
         self._run = load_interpreted(source)
+
+    def on_tensors(self, *tensors: torch.Tensor) -> None:
+        """A module without symbols, on these tensors."""
+        self._run({}, tensors)
 
     def make_call(
         self,

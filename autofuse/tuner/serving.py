@@ -243,7 +243,6 @@ class TuningLoop:
         self._workshop(request.key.device).worker.start()  # imports torch while the first kernels compile
         if OPTIMIZER in request.node:
             workshop = self._workshop(request.key.device)
-            assert isinstance(workshop.backend, CBackend)
             return StepJob(request, workshop.backend, workshop.worker, self._limits(request), self._rest).run()
         form = NodeForm.from_json(dict(request.node))
         if is_group(form):

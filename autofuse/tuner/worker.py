@@ -95,11 +95,11 @@ class Benches:
     def do_check_step(self, request: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's step instead of a node."""
         form = StepForm.from_json(request["step"])
-        return {"error_ratio": optimizer.check(form, request["candidate"], request["threads"])}
+        return {"error_ratio": optimizer.check(form, request["candidate"], request["threads"], self._rig)}
 
     def do_race_steps(self, request: dict[str, Any]) -> dict[str, Any]:
         form, rules = StepForm.from_json(request["step"]), RaceRules(**request["rules"])
-        return {"samples": optimizer.race_steps(form, request["candidates"], request["threads"], rules)}
+        return asdict(optimizer.race_steps(form, request["candidates"], request["threads"], rules, self._rig))
 
     @property
     def _bench(self) -> NodeBench:

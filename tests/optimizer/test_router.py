@@ -15,28 +15,40 @@ from torch import Tensor, nn
 
 from autofuse.codegen.c.build import compile_source, find_toolchain, flags_for
 from autofuse.codegen.c.load import load_kernel
+from autofuse.codegen.triton.source import TritonSource
+from autofuse.ir.operation import NodeForm
+from autofuse.optimizer import router
+from autofuse.optimizer.form import StepForm
 from autofuse.optimizer.printer import print_step
 from autofuse.optimizer.router import OptimizerRouter
+from autofuse.optimizer.triton_printer import print_triton_step
+from autofuse.runtime.backends import Place
+from autofuse.tuner.interpreter_worker import Interpreted
 
 
 class Calls:
     """A session in which the kernel, or a variant of torch's own, has won every race."""
 
     def __init__(self, variant: str) -> None:
+        self.variant = variant
         self.kernels = 0
+        self.fails = False
+        self.used: list[torch.device] = []
         self.said: list[str] = []
         self.events: list[str] = []
         self.backstage = SimpleNamespace(post_event=lambda event: self.events.append(event.message))
         self.mode, self.threads = "background", 2
         self.backends = SimpleNamespace(place=lambda _: "cpu")
         candidate = SimpleNamespace(variant=variant)
-        decision = SimpleNamespace(candidate=candidate, compile_key="key" if variant == "c_multi" else None)
+        decision = SimpleNamespace(candidate=candidate, compile_key="key" if variant.endswith("_multi") else None)
         self.table = SimpleNamespace(find=lambda *_: decision)
         self.shelf = SimpleNamespace(entry=lambda *_: self._entry())
         self.router = OptimizerRouter(self)  # type: ignore[arg-type]
 
-    def _entry(self) -> Callable[..., Any]:
-        form = next(g.form for g in self.router._groups.values() if g.entry is None)
+    def _entry(self) -> Any:
+        form = next(g.form for g in self.router._groups.values() if g.call is None)
+        if self.variant == "triton_multi":
+            return Counted(self, print_triton_step(form, ()))
         source, toolchain = print_step(form, ()), find_toolchain()
         kernel = load_kernel(compile_source(source.text, toolchain, flags_for(toolchain)), source.name)
 
@@ -46,11 +58,28 @@ class Calls:
 
         return run
 
+    def use_device(self, device: torch.device) -> None:
+        self.used.append(device)
+
     def say_once(self, code: str, text: str) -> None:
         self.said.append(text)
 
     def report_fallback(self, code: str, text: str, error: Exception) -> None:
         self.said.append(f"{text}: {error}")
+
+
+class Counted(Interpreted):
+    """A Triton kernel in the interpreter."""
+
+    def __init__(self, calls: Calls, source: TritonSource) -> None:
+        super().__init__(source)
+        self._calls = calls
+
+    def on_tensors(self, *tensors: Tensor) -> None:
+        self._calls.kernels += 1
+        if self._calls.fails:
+            raise RuntimeError("expected the driver to take launch 0, found CUDA_ERROR_OTHER (999)")
+        super().on_tensors(*tensors)
 
 
 @pytest.fixture
@@ -88,6 +117,10 @@ def both(calls: Calls, name: str, make: Callable[[], list[Tensor]], **options: A
     return ours
 
 
+KERNELS = pytest.mark.parametrize("calls", ["c_multi", "triton_multi"], indirect=True)
+
+
+@KERNELS
 @pytest.mark.parametrize(("name", "options", "first"), [
     ("AdamW", {}, 0), ("Adam", {"amsgrad": True}, 0), ("RMSprop", {"momentum": 0.5}, 0),
     ("Adagrad", {"lr_decay": 0.1}, 0), ("SGD", {"lr": 0.1}, 0),
@@ -104,6 +137,26 @@ def test_a_vendors_variant_is_called_with_its_switch(calls: Calls) -> None:
     both(calls, "AdamW", lambda: parameters(5, 7))
     assert calls.kernels == 0 and not calls.said
     assert [use.fused_calls for use in calls.router.uses()] == [4]
+
+
+@pytest.mark.parametrize("calls", ["triton_multi"], indirect=True)
+def test_a_launch_that_fails_is_torchs_step_and_one_line(calls: Calls) -> None:
+    calls.fails = True
+    both(calls, "Adam", lambda: parameters(5, 700))
+    assert calls.kernels == 1 and len(calls.said) == 1 and "CUDA_ERROR_OTHER" in calls.said[0]
+
+
+@KERNELS
+def test_versions_move_as_torch_moves_them(calls: Calls) -> None:
+    def versions() -> list[bool]:
+        params = parameters(5, 700)
+        optimizer = trained("Adam", params)
+        seen = [*params, *(t for p in params for t in optimizer.state[p].values())]
+        before = [t._version for t in seen]
+        optimizer.step()
+        return [t._version > v for t, v in zip(seen, before, strict=True)]
+
+    assert versions() == [True] * 8 and calls.kernels == 5
 
 
 def test_a_parameter_listed_twice_is_torchs_own(calls: Calls) -> None:
@@ -142,6 +195,7 @@ def test_gradients_laid_out_otherwise_are_torchs_own(calls: Calls, change: str) 
     assert calls.kernels == 0 and torch.equal(param, -torch.ones_like(param))
 
 
+@KERNELS
 def test_a_dropped_model_is_freed(calls: Calls) -> None:
     params = parameters(9, 11)
     optimizer = trained("AdamW", params)
@@ -152,6 +206,7 @@ def test_a_dropped_model_is_freed(calls: Calls) -> None:
     assert [ref() for ref in held] == [None] * 8
 
 
+@KERNELS
 def test_new_gradients_states_and_rates_are_seen(calls: Calls) -> None:
     def run() -> list[Tensor]:
         params = parameters(8, 3)
@@ -187,4 +242,66 @@ def test_threads_have_tables_of_their_own(calls: Calls) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert calls.kernels == 8 and len({id(g.table) for g in calls.router._groups.values()}) == 2
+    assert calls.kernels == 8 and len({id(g.call) for g in calls.router._groups.values()}) == 2
+
+
+# ---- other devices: tensors of "meta", which have a device and no memory, stand for those of a GPU ----------------
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def on_gpu(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """``calls`` with a GPU; whether a graph is recorded there."""
+    recording = [False]
+    monkeypatch.setattr(router, "DEVICES", ("cpu", "meta"))
+    monkeypatch.setattr(router, "is_capturing", lambda: recording[0])
+    place = Place(META, "cuda:GPU:1:sm_90:1GiB", 0)
+    calls.backends = SimpleNamespace(place=lambda device: place if device == META else None)
+    calls.tunable = calls.backends.place  # type: ignore[attr-defined]
+    calls.table = SimpleNamespace(find=lambda *_: None)
+    calls.versions = "torch 2.13"  # type: ignore[attr-defined]
+    calls.backstage = SimpleNamespace(post_event=lambda event: calls.events.append(event.message), run_id=1)
+    return recording
+
+
+def meta_parameters(*sizes: int) -> list[Tensor]:
+    return [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+
+
+@pytest.mark.parametrize("asked", ["", "foreach"])
+def test_a_groups_request_names_its_device(calls: Calls, on_gpu: list[bool], asked: str) -> None:
+    trained("Adam", meta_parameters(4, 900), **({asked: True} if asked else {}))
+    assert calls.used == [META] and not calls.said
+    (request,) = calls.router.requests()
+    assert (request.key.device, request.key.threads) == ("cuda:GPU:1:sm_90:1GiB", 0)
+    step = StepForm.from_json(request.node["optimizer"])
+    assert (step.device, step.counters, step.asked) == ("meta", "host", asked)
+    assert {item.spec.device for item in NodeForm.from_json(dict(request.node)).inputs} == {"meta"}
+    assert calls.router.requests() == []  # asked once
+
+
+def test_where_the_counters_are_is_part_of_a_step(calls: Calls, on_gpu: list[bool]) -> None:
+    """Torch's ``fused`` has them on the device."""
+    arguments = {"params": meta_parameters(3), "fused": True, "state_steps": [torch.zeros((), device="meta")]}
+    group = calls.router._group("adam", arguments)
+    assert group is not None and (group.form.counters, group.form.asked) == ("device", "fused")
+
+
+def test_parameters_on_several_devices_are_torchs_own(calls: Calls, on_gpu: list[bool]) -> None:
+    params = [*meta_parameters(4), *parameters(3)]
+    trained("SGD", params, lr=0.1, foreach=False)
+    assert calls.router.requests() == [] and not calls.said
+    assert len(calls.events) == 1 and "expected all parameters on meta" in calls.events[0]
+
+
+def test_a_recorded_graph_has_torchs_own_step(calls: Calls, on_gpu: list[bool]) -> None:
+    looked: list[Any] = []
+    calls.table = SimpleNamespace(find=lambda *found: looked.append(found))
+    on_gpu[0] = True
+    params = meta_parameters(4)
+    trained("SGD", params, lr=0.1)
+    assert not looked
+    on_gpu[0] = False
+    trained("SGD", params, lr=0.1)
+    assert looked

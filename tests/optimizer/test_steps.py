@@ -12,6 +12,7 @@ from autofuse.codegen.c.build import compile_source, find_toolchain, flags_for
 from autofuse.optimizer.bench import check
 from autofuse.optimizer.form import DTYPES, StepForm
 from autofuse.optimizer.printer import print_step
+from autofuse.tuner.bench import CpuRig
 from autofuse.tuner.verify import Wrong
 
 SIZES = (1, 7, 0, 64, 4097, 20011)
@@ -33,7 +34,7 @@ def built(form: StepForm, **config: Any) -> dict[str, str]:
     source = print_step(form, tuple(sorted(config.items())))
     toolchain = find_toolchain()
     binary = compile_source(source.text, toolchain, flags_for(toolchain))
-    return {"variant": "c_multi", "name": source.name, "binary": base64.b64encode(binary).decode()}
+    return {"variant": "c_multi", "name": source.name, "digest": "", "binary": base64.b64encode(binary).decode()}
 
 
 # Torch 2.13: foreach adds the momentum to the gradients themselves. (Its fused AMSGrad may lose a NaN, too.)
@@ -43,20 +44,20 @@ WRONG_VENDORS = {("sgd", "foreach", ("momentum", "nesterov"))}
 @pytest.mark.parametrize(("algorithm", "flags"), CASES, ids=[f"{a}-{'-'.join(f) or 'plain'}" for a, f in CASES])
 def test_a_step_is_torchs_step(algorithm: str, flags: tuple[str, ...]) -> None:
     form = StepForm(algorithm, flags, "float32", SIZES)
-    assert check(form, built(form), 2) < 4.0
+    assert check(form, built(form), 2, CpuRig()) < 4.0
     for vendor in form.rule.vendors:
         candidate = {"variant": vendor, "binary": "", "name": ""}
         if (algorithm, vendor, flags) in WRONG_VENDORS:
             with pytest.raises(Wrong):
-                check(form, candidate, 2)
+                check(form, candidate, 2, CpuRig())
         elif ("amsgrad" not in flags) or vendor != "fused":
-            check(form, candidate, 2)
+            check(form, candidate, 2, CpuRig())
 
 
 @pytest.mark.parametrize(("algorithm", "dtype"), list(itertools.product(FLAGS, DTYPES)))
 def test_a_step_in_any_dtype(algorithm: str, dtype: str) -> None:
     form = StepForm(algorithm, FLAGS[algorithm][-1], dtype, SIZES)
-    assert check(form, built(form, chunk=4096), 2) < 16.0
+    assert check(form, built(form, chunk=4096), 2, CpuRig()) < 16.0
 
 
 def test_equal_steps_have_one_name_and_survive_the_store() -> None:
