@@ -1,7 +1,8 @@
 """Tuning one optimizer step: torch's own variants and generated kernels against what the script asked for.
 
-In: a request whose node holds a step, the backend of its device, a worker. Out: an `Outcome`, as of any other job.
-Guarantee: a candidate is timed only after it gave right results; a switch needs the margin; eager wins ties.
+In: a request whose node holds a step, a C compiler, a worker. Out: an `Outcome`, as of any other job.
+Guarantee: a candidate is timed only after it gave right results; a switch needs the margin, in a second race too unless
+the first is clear; eager wins ties.
 """
 
 from __future__ import annotations
@@ -13,21 +14,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from autofuse.codegen.triton.source import Assumptions
 from autofuse.errors import CompilerError
-from autofuse.ir.records import EAGER, Candidate, Config, Decision, KernelRecord, Measurement, TuneRequest, make_config
+from autofuse.ir.records import EAGER, Candidate, Decision, KernelRecord, Measurement, TuneRequest, make_config
 from autofuse.optimizer.form import OPTIMIZER, StepForm
 from autofuse.optimizer.printer import KNOBS, print_step
-from autofuse.optimizer.triton_printer import KNOBS as TRITON_KNOBS
-from autofuse.optimizer.triton_printer import print_triton_step
-from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
-from autofuse.tuner.comparison import Comparison, compare, keeps_device_slower, wins
+from autofuse.tuner.backends import CBackend
+from autofuse.tuner.comparison import Comparison, compare, confirms, is_clear, wins
 from autofuse.tuner.job import JobLimits, Outcome
 from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 
-C_MULTI, TRITON_MULTI = "c_multi", "triton_multi"  # one call for all tensors
-_ALIGNED = (Assumptions(is_aligned=True),)  # what a kernel is given are tables of ours
+C_MULTI = "c_multi"  # one call for all tensors
 MOST_COPIES = 8  # of all tensors of a step, that checking holds at a time
 
 
@@ -37,7 +34,7 @@ class StepJob:
     def __init__(
         self,
         request: TuneRequest,
-        backend: Backend,
+        backend: CBackend,
         worker: WorkerProcess,
         limits: JobLimits,
         rest: Callable[[], None] = lambda: None,
@@ -67,7 +64,11 @@ class StepJob:
             return self._decide(None, Candidate(EAGER), None, "no_candidates", found.message if found else "", began)
         comparisons = self._race(entrants)
         best, (candidate, kernel) = max(zip(comparisons, entrants, strict=True), key=lambda item: item[0].speedup)
-        if not wins(best, self._limits.margin):
+        won = wins(best, self._limits.margin)
+        if won and not is_clear(best):
+            (best,) = self._race([(candidate, kernel)])
+            won = confirms(best, self._limits.margin)
+        if not won:
             words = f"the best is {candidate.variant} with {best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f})"
             return self._decide(best, Candidate(EAGER), None, "below_margin", words, began)
         if kernel is not None:
@@ -76,26 +77,18 @@ class StepJob:
         return self._decide(best, candidate, kernel, "won", words, began)
 
     def _candidates(self) -> list[tuple[Candidate, KernelRecord | None]]:
-        found: list[tuple[Candidate, KernelRecord | None]] = [(Candidate(name), None) for name in self._form.vendors]
-        variant, knobs = (C_MULTI, KNOBS) if isinstance(self._backend, CBackend) else (TRITON_MULTI, TRITON_KNOBS)
-        for choices in itertools.product(*(knob.choices for knob in knobs)):
-            config = make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
+        found: list[tuple[Candidate, KernelRecord | None]] = [
+            (Candidate(name), None) for name in self._form.rule.vendors if name != self._form.asked
+        ]
+        for choices in itertools.product(*(knob.choices for knob in KNOBS)):
+            config = make_config({knob.name: choice for knob, choice in zip(KNOBS, choices, strict=True)})
             self._rest()
-            candidate = Candidate(variant, config)
+            candidate = Candidate(C_MULTI, config)
             try:
-                found.append((candidate, self._compiled(config)))
+                found.append((candidate, self._backend.compile(print_step(self._form, config), config)))
             except CompilerError as error:
                 self._outcome.measurements.append(Measurement(candidate, "compile_error", message=str(error)[:500]))
-            except CandidateProblem as problem:
-                self._outcome.measurements.append(Measurement(candidate, problem.status, message=str(problem)[:500]))
         return found
-
-    def _compiled(self, config: Config) -> KernelRecord:
-        """Raises CompilerError and CandidateProblem."""
-        if isinstance(self._backend, CBackend):
-            return self._backend.compile(print_step(self._form, config), config)
-        assert isinstance(self._backend, TritonBackend | InterpreterBackend)
-        return self._backend.recipe_of(print_triton_step(self._form, config), _ALIGNED).make()
 
     def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         self._rest()
@@ -115,12 +108,8 @@ class StepJob:
         rounds = max(15, self._limits.rounds)
         rules = RaceRules(rounds, 4 * rounds, self._limits.job_seconds, self._limits.margin, 15)
         reply = self._ask("race_steps", candidates=[_as_json(*e) for e in entrants], rules=asdict(rules))
-        samples, device = reply["samples"], reply["device"]
+        samples = reply["samples"]
         comparisons = [compare(samples[0], own) for own in samples[1:]]
-        for n, own in enumerate(device[1:]):
-            on_device = compare(device[0], own)
-            if keeps_device_slower(on_device, self._limits.margin):
-                comparisons[n] = on_device  # saves the host's time at the cost of the device's: no gain
         for c, (candidate, kernel) in zip(comparisons, entrants, strict=True):
             self._outcome.measurements.append(
                 Measurement(
@@ -163,5 +152,4 @@ class StepJob:
 
 def _as_json(candidate: Candidate, kernel: KernelRecord | None) -> dict[str, str]:
     binary = base64.b64encode(kernel.binary).decode() if kernel else ""
-    name, digest = (kernel.name, kernel.key.digest) if kernel else ("", "")
-    return {"variant": candidate.variant, "binary": binary, "name": name, "digest": digest}
+    return {"variant": candidate.variant, "binary": binary, "name": kernel.name if kernel else ""}
