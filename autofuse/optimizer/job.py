@@ -1,6 +1,6 @@
 """Tuning one optimizer step: torch's own variants and generated kernels against what the script asked for.
 
-In: a request whose node holds a step, a C compiler, a worker. Out: an `Outcome`, as of any other job.
+In: a request whose node holds a step, the backend of its device, a worker. Out: an `Outcome`, as of any other job.
 Guarantee: a candidate is timed only after it gave right results; a switch needs the margin, in a second race too unless
 the first is clear; eager wins ties.
 """
@@ -14,17 +14,21 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from autofuse.codegen.triton.source import Assumptions
 from autofuse.errors import CompilerError
-from autofuse.ir.records import EAGER, Candidate, Decision, KernelRecord, Measurement, TuneRequest, make_config
+from autofuse.ir.records import EAGER, Candidate, Config, Decision, KernelRecord, Measurement, TuneRequest, make_config
 from autofuse.optimizer.form import OPTIMIZER, StepForm
 from autofuse.optimizer.printer import KNOBS, print_step
-from autofuse.tuner.backends import CBackend
-from autofuse.tuner.comparison import Comparison, compare, confirms, is_clear, wins
+from autofuse.optimizer.triton_printer import KNOBS as TRITON_KNOBS
+from autofuse.optimizer.triton_printer import print_triton_step
+from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
+from autofuse.tuner.comparison import Comparison, compare, confirms, is_clear, keeps_device_slower, wins
 from autofuse.tuner.job import JobLimits, Outcome
 from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 
-C_MULTI = "c_multi"  # one call for all tensors
+C_MULTI, TRITON_MULTI = "c_multi", "triton_multi"  # one call for all tensors
+_ALIGNED = (Assumptions(is_aligned=True),)  # what a kernel is given are tables of ours
 MOST_COPIES = 8  # of all tensors of a step, that checking holds at a time
 
 
@@ -34,7 +38,7 @@ class StepJob:
     def __init__(
         self,
         request: TuneRequest,
-        backend: CBackend,
+        backend: Backend,
         worker: WorkerProcess,
         limits: JobLimits,
         rest: Callable[[], None] = lambda: None,
@@ -77,18 +81,26 @@ class StepJob:
         return self._decide(best, candidate, kernel, "won", words, began)
 
     def _candidates(self) -> list[tuple[Candidate, KernelRecord | None]]:
-        found: list[tuple[Candidate, KernelRecord | None]] = [
-            (Candidate(name), None) for name in self._form.rule.vendors if name != self._form.asked
-        ]
-        for choices in itertools.product(*(knob.choices for knob in KNOBS)):
-            config = make_config({knob.name: choice for knob, choice in zip(KNOBS, choices, strict=True)})
+        found: list[tuple[Candidate, KernelRecord | None]] = [(Candidate(name), None) for name in self._form.vendors]
+        variant, knobs = (C_MULTI, KNOBS) if isinstance(self._backend, CBackend) else (TRITON_MULTI, TRITON_KNOBS)
+        for choices in itertools.product(*(knob.choices for knob in knobs)):
+            config = make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
             self._rest()
-            candidate = Candidate(C_MULTI, config)
+            candidate = Candidate(variant, config)
             try:
-                found.append((candidate, self._backend.compile(print_step(self._form, config), config)))
+                found.append((candidate, self._compiled(config)))
             except CompilerError as error:
                 self._outcome.measurements.append(Measurement(candidate, "compile_error", message=str(error)[:500]))
+            except CandidateProblem as problem:
+                self._outcome.measurements.append(Measurement(candidate, problem.status, message=str(problem)[:500]))
         return found
+
+    def _compiled(self, config: Config) -> KernelRecord:
+        """Raises CompilerError and CandidateProblem."""
+        if isinstance(self._backend, CBackend):
+            return self._backend.compile(print_step(self._form, config), config)
+        assert isinstance(self._backend, TritonBackend | InterpreterBackend)
+        return self._backend.recipe_of(print_triton_step(self._form, config), _ALIGNED).make()
 
     def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         self._rest()
@@ -108,8 +120,12 @@ class StepJob:
         rounds = max(15, self._limits.rounds)
         rules = RaceRules(rounds, 4 * rounds, self._limits.job_seconds, self._limits.margin, 15)
         reply = self._ask("race_steps", candidates=[_as_json(*e) for e in entrants], rules=asdict(rules))
-        samples = reply["samples"]
+        samples, device = reply["samples"], reply["device"]
         comparisons = [compare(samples[0], own) for own in samples[1:]]
+        for n, own in enumerate(device[1:]):
+            on_device = compare(device[0], own)
+            if keeps_device_slower(on_device, self._limits.margin):
+                comparisons[n] = on_device  # saves the host's time at the cost of the device's: no gain
         for c, (candidate, kernel) in zip(comparisons, entrants, strict=True):
             self._outcome.measurements.append(
                 Measurement(
@@ -152,4 +168,5 @@ class StepJob:
 
 def _as_json(candidate: Candidate, kernel: KernelRecord | None) -> dict[str, str]:
     binary = base64.b64encode(kernel.binary).decode() if kernel else ""
-    return {"variant": candidate.variant, "binary": binary, "name": kernel.name if kernel else ""}
+    name, digest = (kernel.name, kernel.key.digest) if kernel else ("", "")
+    return {"variant": candidate.variant, "binary": binary, "name": name, "digest": digest}
