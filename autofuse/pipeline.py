@@ -25,13 +25,16 @@ from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
 
 
-def route_graph(module: fx.GraphModule, phase: str, session: Session) -> Callable[[list[Any]], Any]:
-    """One aten graph of AOTAutograd as a routed call. Any failure of ours leaves the graph as it is."""
+def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int = 1) -> Callable[[list[Any]], Any]:
+    """One aten graph of AOTAutograd as a routed call; ``times`` it is called in a step.
+
+    Any failure of ours leaves the graph as it is.
+    """
     try:
         if split_dropout(module):
             session.prepare_generator()
         graph, nodes, program = _plan(module, session)
-        router = GraphRouter(program, session, phase, perf_counter, session.make_timer)
+        router = GraphRouter(program, session, phase, perf_counter, session.make_timer, times)
         session.add_router(router, graph, nodes)
         return router
     except Exception as error:
@@ -84,4 +87,9 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> C
     if session is None:
         forward: Callable[..., Any] = module.forward
         return forward  # switched off: the captured graph, as it is
-    return compile_with(module, example_inputs, lambda graph, phase: route_graph(graph, phase, session))
+    return compile_with(
+        module,
+        example_inputs,
+        lambda graph, phase, times: route_graph(graph, phase, session, times),
+        session.settings.capture.min_blocks,
+    )

@@ -87,6 +87,12 @@ class CaptureSettings(Group):
     held_out_share: float = declare(
         0.02, "Share of calls that keep running the original module, so that gain is measured.", low=0.0, high=0.5
     )
+    min_blocks: int = declare(
+        4,
+        "From so many equal blocks in a row on one is captured for all, several times sooner; 0: never.",
+        unit="blocks",
+        low=0,
+    )
     recompile_limit: int = declare(
         8, "Graphs kept for one module before further shapes run eager.", unit="graphs", low=1
     )

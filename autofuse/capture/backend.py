@@ -22,28 +22,47 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
 
-from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph
+from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph, plain_call
 from autofuse.capture.recompute import partition
+from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
 
-CompileGraph = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
+CompileGraph = Callable[[fx.GraphModule, str, int], Callable[[list[Any]], Any]]
 
 
 def compile_with(
-    module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], compile_graph: CompileGraph
+    module: fx.GraphModule,
+    example_inputs: Sequence[torch.Tensor],
+    compile_graph: CompileGraph,
+    min_blocks: int = 0,
 ) -> Callable[..., Any]:
-    """``compile_graph(aten graph, phase)`` gets "forward", "backward" or "inference"."""
+    """``compile_graph(aten graph, phase, times)`` gets "forward", "backward" or "inference".
 
+    ``times``: how often the graph is called for one call of the whole; from ``min_blocks`` equal blocks in a row on (0:
+    never) one of them is compiled for all.
+    """
+    if min_blocks and not has_subclasses(module, example_inputs):
+        pieces = take_apart(module, example_inputs, min_blocks)
+        if pieces is not None:
+            return pieces.compile(
+                lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times))
+            )
+    return _compile_whole(module, example_inputs, compile_graph, 1)
+
+
+def _compile_whole(
+    module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], compile_graph: CompileGraph, times: int
+) -> Callable[..., Any]:
     def compile_forward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if replay is not None:
             replay.note_graph(graph)
-        return compile_graph(graph, "forward")
+        return compile_graph(graph, "forward", times)
 
     def compile_backward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(graph, "backward")
+        return compile_graph(graph, "backward", times)
 
     def compile_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        call = compile_graph(graph, "inference")
+        call = compile_graph(graph, "inference", times)
         if not needs_wrapper and is_plain_graph(graph, example_inputs):
             plain.append(call)
         return call

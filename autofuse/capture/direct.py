@@ -67,8 +67,7 @@ def _whole_call(code: Any, function: FunctionType) -> Run | None:
     names = dict(function.__globals__)
     if _UTILITIES in names:
         names[_UTILITIES] = _Unrecorded()
-    # Dynamo keeps itself out of what it calls; nobody asks it in here.
-    names[graphs[0]] = _plain(getattr(names[graphs[0]], "_torchdynamo_orig_callable", names[graphs[0]]))
+    names[graphs[0]] = plain_call(names[graphs[0]])
     return FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
 
 
@@ -100,7 +99,9 @@ def note_plain_graph(compiled: Callable[..., Any], graph: Callable[[list[Any]], 
     vars(compiled)[_PLAIN] = graph
 
 
-def _plain(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def plain_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What AOTAutograd has compiled, without what keeps Dynamo out: where this is called nobody asks it in."""
+    compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     graph = vars(compiled).get(_PLAIN) if hasattr(compiled, "__dict__") else None
     if graph is None:
         return compiled

@@ -52,6 +52,7 @@ class GraphLine:
     calls: int
     before: Size
     after: Size
+    times: int = 1  # calls in a step: a block that repeats is captured once
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,17 @@ def graph_lines(events: Iterable[EventRow]) -> list[GraphLine]:
         data = row.event.data
         try:
             key = (str(data["phase"]), str(data["operators"]))
+            times = int(data.get("times", 1))
             calls = int(data["calls"])
             before, after = Size.from_json(data["before"]), Size.from_json(data["after"])
         except (KeyError, TypeError, ValueError):
             continue
         known = lines.get(key)
         if known is None:
-            lines[key], most[key] = GraphLine(key[0], str(data.get("source", "")), 1, calls, before, after), calls
+            lines[key], most[key] = (
+                GraphLine(key[0], str(data.get("source", "")), 1, calls, before, after, times),
+                calls,
+            )
             continue
         lines[key] = replace(known, captures=known.captures + 1, calls=known.calls + calls)
         if calls > most[key]:
@@ -88,22 +93,24 @@ def graph_lines(events: Iterable[EventRow]) -> list[GraphLine]:
 
 
 def sum_graphs(lines: Sequence[GraphLine]) -> GraphSum | None:
-    """The sum of all graphs; None where there are none. A step is a call of the most frequent forward graph."""
+    """The sum of all graphs; None where there are none. A step is a call of the most frequent whole in forward."""
     if not lines:
         return None
-    steps = max((line.calls for line in lines if line.phase != "backward"), default=0)
-    weights = [line.calls / steps if steps else 1.0 for line in lines]
-    return GraphSum(steps, _add([line.before for line in lines], weights), _add([ln.after for ln in lines], weights))
+    steps = max((line.calls // line.times for line in lines if line.phase != "backward"), default=0)
+    weights = [line.calls / steps if steps else float(line.times) for line in lines]
+    times = [float(line.times) for line in lines]
+    before, after = ([getattr(line, name) for line in lines] for name in ("before", "after"))
+    return GraphSum(steps, _add(before, weights, times), _add(after, weights, times))
 
 
-def _add(sizes: Sequence[Size], weights: Sequence[float]) -> Size:
-    def weighted(name: str) -> float:
-        return float(sum(getattr(size, name) * weight for size, weight in zip(sizes, weights, strict=True)))
+def _add(sizes: Sequence[Size], weights: Sequence[float], times: Sequence[float]) -> Size:
+    def weighted(name: str, by: Sequence[float] = weights) -> float:
+        return float(sum(getattr(size, name) * weight for size, weight in zip(sizes, by, strict=True)))
 
     return Size(
-        nodes=sum(size.nodes for size in sizes),
-        edges=sum(size.edges for size in sizes),
-        depth=sum(size.depth for size in sizes),
+        nodes=weighted("nodes", times),
+        edges=weighted("edges", times),
+        depth=weighted("depth", times),
         kernels=weighted("kernels"),
         flops=weighted("flops"),
         nbytes=weighted("nbytes"),
@@ -123,6 +130,7 @@ def graphs_to_json(lines: Sequence[GraphLine]) -> dict[str, Any]:
                 "source": line.source,
                 "captures": line.captures,
                 "calls": line.calls,
+                "times": line.times,
                 "before": line.before.to_json(),
                 "after": line.after.to_json(),
             }
@@ -144,7 +152,8 @@ def graph_table(lines: Sequence[GraphLine]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for line in lines[:MAX_GRAPHS]:
         name = Text(line.phase)
-        name.append(f"\n{words.plural(line.calls, 'call')}", "dim")
+        of_each = f", {line.times} in each step" if line.times > 1 else ""
+        name.append(f"\n{words.plural(line.calls, 'call')}{of_each}", "dim")
         if line.source:
             name.append(f"\n{line.source.split(' ', 1)[0]}", "dim")
         table.add_row(name, *_cells(line.before, line.after))

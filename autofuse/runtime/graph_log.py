@@ -38,6 +38,7 @@ class GraphLog:
         operators = " ".join(op.target for op in graph.operations if has_kernel(op))
         data = {
             "phase": router.phase,
+            "times": router.times,  # calls in a step
             "operators": hashlib.sha256(operators.encode()).hexdigest()[:16],
             # Not a line of ours: a torch container has no other.
             "source": next((op.source for op in graph.operations if op.source and op.source[0] != "<"), ""),

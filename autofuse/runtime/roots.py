@@ -115,7 +115,7 @@ class Roots:
         """Calls of the root that took the most time; of routed graphs where no root was called."""
         if self.groups:
             return max(self.groups.values(), key=lambda root: root.total_us).all_calls
-        counts = [sum(p.count for p in r.all_plans()) for r in self.session.routers if r.phase != "backward"]
+        counts = [sum(p.count for p in r.all_plans()) // r.times for r in self.session.routers if r.phase != "backward"]
         return max(counts, default=0)
 
     def changed_records(self, final: bool) -> Iterator[RootRecord]:

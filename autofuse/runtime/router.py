@@ -183,11 +183,14 @@ class GraphRouter:
         phase: str,
         clock: Callable[[], float],
         make_timer: Callable[[torch.device], Timer] = Untimed,
+        times: int = 1,
     ) -> None:
-        """``make_timer(device)``: of a node that runs on a GPU, where the clock would tell the time to launch it."""
+        """``make_timer(device)``: of a node that runs on a GPU, where the clock would tell the time to launch it;
+        ``times``: calls for one call of what was captured."""
         self.program = program
         self.catalogue = catalogue
         self.phase = phase  # "forward", "backward" or "inference"
+        self.times = times
         self.on_gpu = any(slot.device.type != "cpu" for slot in program.slots)
         self.plans: dict[tuple[int, ...], Plan] = {}  # settled: found without asking
         self.pending: dict[tuple[int, ...], Plan] = {}

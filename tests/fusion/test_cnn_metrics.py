@@ -94,7 +94,7 @@ def planned(model, shape):
     """Metrics before and after fusion of the graph that ``model`` has without gradients."""
     found = []
 
-    def keep(module, phase):
+    def keep(module, phase, times):
         imported = import_graph(module)
         graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)
         engine = FusionEngine(lowerable=lowerable)

@@ -20,7 +20,7 @@ def captured(function: Callable[..., Any]) -> tuple[Callable[..., Any], Graphs]:
     """The function on its captured graphs, run with eager's kernels, and what each graph calls."""
     graphs: Graphs = {}
 
-    def compile_graph(graph: fx.GraphModule, phase: str) -> Callable[[list[Any]], Any]:
+    def compile_graph(graph: fx.GraphModule, phase: str, times: int) -> Callable[[list[Any]], Any]:
         graphs[phase] = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         return boxed(graph.forward)
 

@@ -55,7 +55,7 @@ def routed(target, catalogue, timed=False, lowerable=None):
     if timed:
         catalogue.sample_due = lambda: True
 
-    def compile_graph(module, phase):
+    def compile_graph(module, phase, times):
         split_dropout(module)
         imported = import_graph(module)
         graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)

@@ -12,7 +12,8 @@ from autofuse.capture.backend import boxed, compile_with
 def captured(module):
     torch._dynamo.reset()
     return torch.compile(
-        module, backend=lambda graph, inputs: compile_with(graph, inputs, lambda aten, phase: boxed(aten.forward))
+        module,
+        backend=lambda graph, inputs: compile_with(graph, inputs, lambda aten, phase, times: boxed(aten.forward)),
     )
 
 
