@@ -20,15 +20,12 @@ add up to the kernel's: they take turns instead of overlapping). Rows for which 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
 import resource
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, interleave, machine, summary
+from common import arguments, chosen, interleave, parse, print_end, ratio, save, summary
+from nodes import CPU, Case, Node, Tuner, angles, capture, full, tuning_session, vectors
 from patterns_count import tensor_bytes
 from patterns_rows import Tensors, add_relu, affine_relu, layer_norm_gelu, masked_softmax, rms_norm, rotary, swiglu
-from regret import CPU, Case, Node, Tuner, angles, capture, command_line, full, ratio, vectors
 from torch.nn import functional as F
 
 from autofuse.codegen.c.build import compile_source, find_toolchain
@@ -51,8 +48,7 @@ from autofuse.db.store import Store
 from autofuse.ir.records import Config, Decision, KernelRecord, make_config
 from autofuse.process_settings import apply_malloc
 from autofuse.runtime.launch import make_launcher, make_unfused
-from autofuse.runtime.session import Session, start_session
-from autofuse.settings import load
+from autofuse.runtime.session import Session
 from autofuse.tuner.backends import CBackend
 
 BAR = 0.85
@@ -392,20 +388,9 @@ def bars(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def save(path: Path, malloc: str, rows: list[dict[str, Any]], left_out: list[str]) -> None:
-    document = {
-        "benchmark": "bandwidth",
-        "command": command_line(),
-        "machine": machine(),
-        "malloc": "freed memory is kept (thresholds of process.malloc=on)" if malloc == "on" else "as glibc has it",
-        "bars": bars(rows),
-        "rows": rows,
-        "left_out": left_out,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(path)
+def keep(path: Path, malloc: str, rows: list[dict[str, Any]], left_out: list[str]) -> None:
+    words = "freed memory is kept (thresholds of process.malloc=on)" if malloc == "on" else "as glibc has it"
+    save(path, "bandwidth", malloc=words, bars=bars(rows), rows=rows, left_out=left_out)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -421,60 +406,36 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="beginnings of names of rows, separated by commas")
-    parser.add_argument("--malloc", choices=("on", "off"), default="on", help="keep freed memory, for all contenders")
-    parser.add_argument("--quick", action="store_true", help="two rows, few rounds; proves nothing about speed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bandwidth.json")
-    return parser.parse_args()
-
-
 def main() -> int:
-    options = parse()
-    wanted = [w.strip() for w in options.only.split(",") if w.strip()] or (["affine", "layer_norm"] * options.quick)
-    unknown = [w for w in wanted if not any(case.name.startswith(w) for case in ROWS)]
-    if unknown:
-        sys.exit(f"--only: expected beginnings of {', '.join(c.name for c in ROWS)}; found {', '.join(unknown)}")
-    cases = [c for c in ROWS if not wanted or any(c.name.startswith(w) for w in wanted)]
-    out = Path(tempfile.gettempdir()) / "bandwidth-quick.json" if options.quick else options.out
-    names = {c.name for c in cases}
+    options = parse(
+        arguments(
+            __doc__, "bandwidth", quick="two rows, few rounds; proves nothing about speed", only="rows", malloc=True
+        )
+    )
+    names = chosen(options.only, [case.name for case in ROWS], "affine,layer_norm" if options.quick else "")
     rows: list[dict[str, Any]] = []
-    if options.only and out.exists():
-        rows = [r for r in json.loads(out.read_text())["rows"] if r["row"] not in names]
+    if options.only and options.out.exists():
+        rows = [r for r in json.loads(options.out.read_text())["rows"] if r["row"] not in names]
     left_out: list[str] = []
     if options.malloc == "on":
         apply_malloc()
-    folder = Path(tempfile.mkdtemp(prefix="autofuse-bandwidth-"))
-    values = {
-        "run.store": folder / "store.sqlite3", "run.tune": "off", "run.quiet": True, "tuner.budget_seconds": 3600.0,
-        "tuner.memory_bytes": 8 << 30,  # tensors of this size are checked in float64, in several copies
-    }  # fmt: skip
-    settings = load(cli=values, environ={}, cwd=folder)
-    session = start_session(settings, "benchmarks/bandwidth.py")
-    tuner = Tuner(settings, session)
-    run = Bench(session, tuner, CBackend(find_toolchain()), 5 if options.quick else ROUNDS)
     began = time.monotonic()
     print("GB/s of copy, streams, eager, kernel, kernel in caches; share of copy, of streams")
-    try:
-        for case in cases:
-            try:
-                rows.append(measure(run, case))
-            except ValueError as problem:
-                left_out.append(f"{case.name}: {problem}")
-                continue
-            save(out, options.malloc, rows, left_out)
-            print(line(rows[-1]), flush=True)
-    finally:
-        tuner.close()
-        session.finish(0)
-        shutil.rmtree(folder, ignore_errors=True)
-        save(out, options.malloc, rows, left_out)
-    for what, result in bars(rows).items():
-        print(f"{what}: {result}")
-    for text in left_out:
-        print(f"left out: {text}")
-    print(f"written to {out} after {time.monotonic() - began:.0f} s")
+    # Tensors of this size are checked in float64, in several copies.
+    with tuning_session("bandwidth", memory_bytes=8 << 30) as (session, tuner):
+        run = Bench(session, tuner, CBackend(find_toolchain()), 5 if options.quick else ROUNDS)
+        try:
+            for case in (case for case in ROWS if case.name in names):
+                try:
+                    rows.append(measure(run, case))
+                except ValueError as problem:
+                    left_out.append(f"{case.name}: {problem}")
+                    continue
+                keep(options.out, options.malloc, rows, left_out)
+                print(line(rows[-1]), flush=True)
+        finally:
+            keep(options.out, options.malloc, rows, left_out)
+    print_end(bars(rows), left_out, options.out, began)
     return 0
 
 

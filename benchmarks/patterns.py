@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import resource
@@ -38,7 +37,7 @@ from typing import Any
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="autofuse-patterns-")
 
 import torch
-from common import RESULTS, interleave, machine, summary
+from common import arguments, chosen, interleave, parse, print_end, ratio, save, summary
 from patterns_count import Count, count_call, inductor_counters
 from patterns_rows import ADAMW, ADAMW_SIZES, ROWS, SHAPES, Row, Tensors, with_gradients
 from torch import nn
@@ -48,7 +47,6 @@ from autofuse.process_settings import apply_malloc
 from autofuse.runtime.session import Session, start_session
 from autofuse.settings import load
 from autofuse.tuner import daemon
-from autofuse.tuner.comparison import INTERVAL_TAIL, bounds
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
 CONTENDERS = ("eager", "compile", "compile dynamic", "autofuse")
@@ -92,21 +90,16 @@ class Benchmark:
         return self.began + self.minutes * 60 - time.monotonic()
 
     def save(self) -> None:
-        document = {
-            "benchmark": "patterns",
-            "command": " ".join(["python", *sys.argv]),
-            "machine": machine(),
-            "malloc": self.malloc,
-            "seconds": round(time.monotonic() - self.began, 1),
-            "copy_gb_per_s": round(self.copy_gbs, 2),
-            "bars": bars(self.rows),
-            "rows": self.rows,
-            "left_out": self.left_out,
-        }
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.out.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(self.out)
+        save(
+            self.out,
+            "patterns",
+            malloc=self.malloc,
+            seconds=round(time.monotonic() - self.began, 1),
+            copy_gb_per_s=round(self.copy_gbs, 2),
+            bars=bars(self.rows),
+            rows=self.rows,
+            left_out=self.left_out,
+        )
 
 
 # ---- contenders -----------------------------------------------------------------------------------------------
@@ -351,13 +344,6 @@ def page_faults(call: Call, times: int) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
 
 
-def ratio(other: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """How many times as fast autofuse is, round by round."""
-    ratios = sorted(a / b for a, b in zip(other, ours, strict=True))
-    low, high = bounds(ratios, INTERVAL_TAIL)
-    return {"median": statistics.median(ratios), "low": max(low, ratios[0]), "high": min(high, ratios[-1])}
-
-
 # ---- AdamW over 100 parameters ------------------------------------------------------------------------------------
 
 
@@ -507,26 +493,15 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / statistics.median(samples) / 1e3
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="beginnings of names of rows, separated by commas")
+def asked() -> argparse.Namespace:
+    parser = arguments(
+        __doc__, "patterns", quick="short tuning, few rounds; proves nothing about speed", only="rows", malloc=True
+    )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of cache, memory, ragged")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--quick", action="store_true", help="short tuning, few rounds; proves nothing about speed")
     parser.add_argument("--minutes", type=float, default=9.5, help="torch.compile is left out of rows after this time")
-    parser.add_argument("--malloc", choices=("on", "off"), default="on", help="keep freed memory, for all contenders")
     parser.add_argument("--store", type=Path, help="a store to keep; a temporary one by default")
-    parser.add_argument("--out", type=Path, default=RESULTS / "patterns.json")
-    return parser.parse_args()
-
-
-def chosen(text: str) -> list[str]:
-    names = [*(row.name for row in ROWS), ADAMW]
-    wanted = [w.strip() for w in text.split(",") if w.strip()]
-    unknown = [w for w in wanted if not any(n.startswith(w) for n in names)]
-    if unknown:
-        sys.exit(f"--only: expected beginnings of {', '.join(names)}; found {', '.join(unknown)}")
-    return [n for n in names if not wanted or any(n.startswith(w) for w in wanted)]
+    return parse(parser)
 
 
 def settings_for(options: argparse.Namespace) -> Any:
@@ -544,8 +519,8 @@ def settings_for(options: argparse.Namespace) -> Any:
 
 
 def main() -> int:
-    options = parse()
-    names = chosen(options.only)
+    options = asked()
+    names = chosen(options.only, [*(row.name for row in ROWS), ADAMW])
     if options.malloc == "on":
         apply_malloc()
     settings = settings_for(options)
@@ -576,11 +551,7 @@ def main() -> int:
         daemon.stop(settings)
         run.save()
         shutil.rmtree(_FOLDER, ignore_errors=True)
-    for what, result in bars(run.rows).items():
-        print(f"{what}: {result}")
-    for what in run.left_out:
-        print(f"left out: {what}")
-    print(f"written to {run.out} after {time.monotonic() - run.began:.0f} s")
+    print_end(bars(run.rows), run.left_out, run.out, run.began)
     return 0
 
 

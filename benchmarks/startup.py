@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, machine
+from common import arguments, commit, encode_json, parse, print_end, save
 
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon
@@ -104,11 +104,11 @@ class Benchmark:
     left_out: list[str] = field(default_factory=list)
 
     def save(self) -> None:
-        document = {
-            "benchmark": "startup",
-            "command": " ".join(["python", *sys.argv]),
-            "machine": machine(),
-            "settings": {
+        save(
+            self.out,
+            "startup",
+            encode=lambda document: re.sub(r"\{[^{}]{0,6000}\}", on_one_line, encode_json(document)),
+            settings={
                 "autofuse": "default; --tune background, --store in a temporary folder",
                 "compile": "torch.compile(model), fullgraph off",
                 "dynamic flags": {"compile": None, "compile dynamic": True},
@@ -117,16 +117,12 @@ class Benchmark:
                 "malloc": "as glibc has it",
                 "script": " ".join(["train_varying.py", *self.script_arguments]),
             },
-            "shapes": self.shapes,
-            "figures": figures(self.runs),
-            "tuning_between_cold_and_warm": self.tuning,
-            "left_out": self.left_out,
-            "runs": [asdict(run) for run in self.runs],
-        }
-        text = re.sub(r"\{[^{}]{0,6000}\}", on_one_line, json.dumps(document, indent=1))
-        partial = self.out.with_suffix(".partial")
-        partial.write_text(text + "\n")
-        partial.replace(self.out)
+            shapes=self.shapes,
+            figures=figures(self.runs),
+            tuning_between_cold_and_warm=self.tuning,
+            left_out=self.left_out,
+            runs=[asdict(run) for run in self.runs],
+        )
 
     def take_up(self) -> None:
         """What the result file holds, to be added to."""
@@ -533,41 +529,29 @@ def print_figures(found: dict[str, Any]) -> None:
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def asked() -> argparse.Namespace:
+    parser = arguments(__doc__, "startup", quick="a tiny model, few steps; proves nothing about speed")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of 200 steps")
     parser.add_argument("--short-rounds", type=int, default=SHORT_ROUNDS)
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
+    known = "; ".join(CONTENDERS)
+    parser.add_argument("--contenders", default=known, help=f"separated by ;, of {known}")
     parser.add_argument("--append", action="store_true", help="add to the result file instead of writing it anew")
     parser.add_argument("--keep", type=Path, help="folder of the tuned store of the warm runs, made where it is not")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few steps; proves nothing about speed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "startup.json")
-    return parser.parse_args()
-
-
-def commit() -> str:
-    """Of the code that is measured."""
-    place = Path(__file__).resolve().parent
-    try:
-        answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=place)
-    except OSError:
-        return "unknown"
-    return answer.stdout.strip() or "unknown"
+    return parse(parser)
 
 
 def main() -> int:
-    options = parse()
+    options = asked()
     began = time.monotonic()
-    parts, contenders = options.parts.split(","), options.contenders.split(",")
+    parts, contenders = options.parts.split(","), [name.strip() for name in options.contenders.split(";")]
     for found, known in ((parts, PARTS), (contenders, CONTENDERS)):
         if set(found) - set(known):
-            sys.exit(f"expected some of {', '.join(known)}; found {', '.join(sorted(set(found) - set(known)))}")
+            sys.exit(f"expected some of {'; '.join(known)}; found {'; '.join(sorted(set(found) - set(known)))}")
     folder = Path(tempfile.mkdtemp(prefix="autofuse-startup-"))
     tiny = ("--layers", "1", "--width", "32") if options.quick else ()
-    out = folder.with_suffix(".json") if options.quick else options.out
-    run = Benchmark(out, folder, tiny, commit(), options.keep.resolve() if options.keep else None)
-    if options.append and out.exists():
+    run = Benchmark(options.out, folder, tiny, commit(), options.keep.resolve() if options.keep else None)
+    if options.append and options.out.exists():
         run.take_up()
     try:
         launch(run, "warm-up", 0, "eager", 3, folder / "warm-up")
@@ -588,9 +572,7 @@ def main() -> int:
             daemon.stop(settings_of(place))
         shutil.rmtree(folder, ignore_errors=True)
     print_figures(figures(run.runs))
-    for what in run.left_out:
-        print(f"left out: {what}")
-    print(f"written to {run.out} after {time.monotonic() - began:.0f} s")
+    print_end({}, run.left_out, run.out, began)
     return 0
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS
+from common import RESULTS, chosen
 
 HERE = Path(__file__).parent
 PAGE = HERE / "RESULTS.md"
@@ -106,7 +106,8 @@ PARTS: tuple[Part, ...] = (
          ("--quick", "--only", "mlp"), models_table),
     Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm."),
     Part("trap", "What a contender saw first against what it is then to be fast on."),
-    Part("regret", "What the tuner chose against the best of the whole search space; two identical candidates."),
+    Part("regret", "What the tuner chose against the best of the whole search space."),
+    Part("aa", "Two identical candidates in the tuner's own jobs: how many leave eager."),
     Part("bandwidth", "Memory-bound kernels against a measured copy."),
     Part("overhead", "What routing costs over the bare kernel, a captured tiny model over eager.", quick=None),
     Part("background", "What the tuning daemon costs a script that runs beside it.", quick=None),
@@ -166,11 +167,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tries every script; keeps no result")
     parser.add_argument("--page", action="store_true", help="writes RESULTS.md and measures nothing")
     options = parser.parse_args()
-    wanted = [w.strip() for w in options.only.split(",") if w.strip()]
-    unknown = [w for w in wanted if not any(part.name.startswith(w) for part in PARTS)]
-    if unknown:
-        sys.exit(f"--only: expected beginnings of {', '.join(p.name for p in PARTS)}; found {', '.join(unknown)}")
-    parts = [p for p in PARTS if not wanted or any(p.name.startswith(w) for w in wanted)]
+    names = chosen(options.only, [part.name for part in PARTS])
+    parts = [p for p in PARTS if p.name in names]
     if options.quick:
         parts = [p for p in parts if p.quick is not None]
     failed = [] if options.page else run(parts, options.quick)

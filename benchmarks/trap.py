@@ -30,7 +30,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +43,7 @@ from typing import Any
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="autofuse-trap-")
 
 import torch
-from common import RESULTS, interleave, machine, summary
+from common import arguments, chosen, commit, interleave, parse, print_end, ratio, save, summary
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,7 +51,6 @@ from autofuse.process_settings import apply_malloc
 from autofuse.runtime.session import Session, start_session
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon
-from autofuse.tuner.comparison import INTERVAL_TAIL, bounds
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
 CONTENDERS = ("eager", "compile", "compile dynamic", "autofuse")
@@ -143,11 +141,10 @@ class Benchmark:
     modules: int = 0
 
     def save(self) -> None:
-        document = {
-            "benchmark": "trap",
-            "command": " ".join(["python", *sys.argv]),
-            "machine": machine(),
-            "settings": {
+        save(
+            self.out,
+            "trap",
+            settings={
                 "malloc": self.malloc,
                 "recompile_limit": torch._dynamo.config.recompile_limit,
                 "automatic_dynamic_shapes": torch._dynamo.config.automatic_dynamic_shapes,
@@ -157,14 +154,10 @@ class Benchmark:
                 "shapes": SHAPES,
                 "calls_on_the_first_shape": 20 if self.is_quick else PAST_CALLS,
             },
-            "bars": bars(self.rows),
-            "rows": self.rows,
-            "left_out": self.left_out,
-        }
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.out.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(self.out)
+            bars=bars(self.rows),
+            rows=self.rows,
+            left_out=self.left_out,
+        )
 
     def module_of(self, function: Callable[..., Any]) -> nn.Module:
         """A module whose class and code are its own: Dynamo keeps what it learnt of sizes by a code's file, line and
@@ -340,13 +333,6 @@ def tensors_of(found: Any) -> Tensors:
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
-def ratio(left: Sequence[float], right: Sequence[float]) -> dict[str, float]:
-    """left / right, round by round."""
-    ratios = sorted(a / b for a, b in zip(left, right, strict=True))
-    low, high = bounds(ratios, INTERVAL_TAIL)
-    return {"median": statistics.median(ratios), "low": max(low, ratios[0]), "high": min(high, ratios[-1])}
-
-
 # ---- what it shows --------------------------------------------------------------------------------------------------
 
 
@@ -396,24 +382,14 @@ def show(row: dict[str, Any]) -> None:
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="beginnings of names of cases, separated by commas")
+def asked() -> argparse.Namespace:
+    parser = arguments(
+        __doc__, "trap", quick="one case, short tuning; proves nothing about speed", only="cases", malloc=True
+    )
     parser.add_argument("--timed", default=",".join(PASTS), help=f"of {', '.join(PASTS)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--append", action="store_true", help="keep what the result file has of other cases")
-    parser.add_argument("--quick", action="store_true", help="one case, short tuning; proves nothing about speed")
-    parser.add_argument("--malloc", choices=("on", "off"), default="on", help="keep freed memory, for all contenders")
-    parser.add_argument("--out", type=Path, default=RESULTS / "trap.json")
-    return parser.parse_args()
-
-
-def chosen(text: str) -> list[str]:
-    wanted = [w.strip() for w in text.split(",") if w.strip()]
-    unknown = [w for w in wanted if not any(name.startswith(w) for name in CASES)]
-    if unknown:
-        sys.exit(f"--only: expected beginnings of {', '.join(CASES)}; found {', '.join(unknown)}")
-    return [name for name in CASES if not wanted or any(name.startswith(w) for w in wanted)]
+    return parse(parser)
 
 
 def settings_for(options: argparse.Namespace) -> Settings:
@@ -429,25 +405,14 @@ def settings_for(options: argparse.Namespace) -> Settings:
     return load(cli=values, environ={}, cwd=_FOLDER)
 
 
-def commit() -> str:
-    """Of the code that is measured."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent)
-    except OSError:
-        return "unknown"
-    return answer.stdout.strip() or "unknown"
-
-
 def main() -> int:
-    options = parse()
-    names, shapes = chosen(options.only), options.timed.split(",")
+    options = asked()
+    names, shapes = chosen(options.only, list(CASES)), options.timed.split(",")
     if options.malloc == "on":
         apply_malloc()
     out: Path = options.out
     if options.quick:
         names, shapes = names[:1], shapes[:1]
-        out = Path(tempfile.gettempdir()) / "trap.json"
     contenders = tuple(c for c in CONTENDERS if c in options.contenders.split(","))
     run = Benchmark(out, options.quick, options.malloc, contenders, settings_for(options), commit())
     if options.append and out.exists():
@@ -467,9 +432,7 @@ def main() -> int:
     for key, found in bars(run.rows).items():
         for contender, entry in found.items():
             print(f"{key:20s}{contender:16s}{json.dumps(entry)}")
-    for text in run.left_out:
-        print(f"left out: {text}")
-    print(f"written to {run.out} after {time.monotonic() - run.began:.0f} s")
+    print_end({}, run.left_out, run.out, run.began)
     return 0
 
 
