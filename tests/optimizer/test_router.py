@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -213,7 +214,7 @@ def test_new_gradients_states_and_rates_are_seen(calls: Calls) -> None:
         optimizer = trained("AdamW", params, lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         other = torch.optim.AdamW(params, lr=0.1)
-        other.load_state_dict(optimizer.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step(lambda: torch.zeros(()))

@@ -184,15 +184,20 @@ def test_one_launch_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = fake_driver()
     fake.forget()
     loaded = load_artifact(Artifact.unpack(artifact_of(source).pack()), 0, driver=fake.driver)
-    current = [1]
-    monkeypatch.setattr(calls, "torch_calls", lambda: cpu_calls(current))
+    current, launched_on = [1], []
+
+    def stream(index: int) -> int:
+        launched_on.append(current[0])
+        return 0x5000 + index
+
+    monkeypatch.setattr(calls, "torch_calls", lambda: replace(cpu_calls(current), raw_stream=stream))
     call = make_call(form, loaded, CPU)
     assert isinstance(call, TritonCall)
     arguments = make_arguments(form, 1, steps=4)
     assert call.pack(arguments, 1) is None
     call.run()
     (seen,) = fake.launches
-    assert seen.grid == (1 + 2 + 1 + 3, 1, 1) and seen.stream == 0x5000 and current == [1]
+    assert seen.grid == (1 + 2 + 1 + 3, 1, 1) and seen.stream == 0x5000 and (launched_on, current) == ([0], [1])
     assert seen.params == (call._table.data_ptr(), call._blocks.data_ptr(), 0, 0)
     assert call._blocks.tolist() == [0, 1, 1, 2, 3, 3, 3]
     names, rows = columns(form), call._table.view(len(form.sizes), -1)
