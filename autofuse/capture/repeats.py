@@ -100,7 +100,7 @@ class Pieces:
 def find_repeats(graph: fx.Graph, min_blocks: int) -> Repeats | None:
     """The blocks that most of the graph consists of, None where there are none that can be called one after another."""
     nodes = _computing(graph)
-    if len(nodes) < 2 * min_blocks or not all(_may_be_moved(node) for node in nodes):
+    if len(nodes) < 2 * min_blocks or not all(_may_be_apart(node) for node in nodes):
         return None
     labels = [_label(node) for node in nodes]
     best: Repeats | None = None
@@ -120,17 +120,32 @@ def _saved(repeats: Repeats) -> int:
     return (repeats.count - 1) * repeats.length
 
 
-def _may_be_moved(node: fx.Node) -> bool:
-    """Neither a graph of its own, nor a switch for those after it, nor a write that another piece could see."""
+def _may_be_apart(node: fx.Node) -> bool:
+    """Neither a graph of its own nor a write, which another piece could see."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     of_python = getattr(node.target, "__module__", "") == "_operator"  # where and_ is no write, but iadd is
     is_write = name in _WRITES if of_python else name.endswith("_") and not name.endswith("__")
-    is_write = is_write or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
-    return not (is_write or "set_grad" in name or "autocast" in name or name in _CONVOLUTIONS)
+    return not (is_write or node.kwargs.get("inplace") or "out" in node.kwargs or "autocast" in name)
 
 
+def _may_be_shared(node: fx.Node) -> bool:
+    """Nothing that is kept for one block only, and no switch."""
+    return _name(node) not in _CONVOLUTIONS and node.target is not _SWITCH
+
+
+def _leaves_gradients_as_they_are(nodes: Sequence[fx.Node]) -> bool:
+    """Whether gradients are on behind the nodes if they are on before them, as they are or are not for all pieces."""
+    switches = [node.args[0] for node in nodes if node.target is _SWITCH]
+    return not switches or switches[-1] is torch.is_grad_enabled()
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+_SWITCH = torch._C._set_grad_enabled
 _WRITES = {name for name in vars(operator) if name.startswith("i") and f"__{name}__" in vars(operator)} | {"setitem"}
 
 
@@ -214,6 +229,8 @@ def _linked(nodes: list[fx.Node], start: int, count: int, length: int, min_block
     """As many blocks as take their inputs alike, in a row from ``start`` on."""
     blocks = [nodes[start + n * length : start + (n + 1) * length] for n in range(count)]
     place = {node: index for index, node in enumerate(blocks[0])}
+    if not all(_may_be_shared(node) for node in blocks[0]) or not _leaves_gradients_as_they_are(nodes[:start]):
+        return None
     inputs: list[tuple[fx.Node, ...]] = []
     for block in blocks:
         outside = _outside(blocks[0], block, place)

@@ -64,6 +64,7 @@ class _Unit:
     outputs: list[fx.Node] = field(default_factory=list)
     position: int = 0
     inner: list[_Unit] = field(default_factory=list)  # of a group: what runs one by one
+    size: sympy.Expr | None = None  # what the line computes, where that is a size
     arity: int | None = None  # inputs that are arguments of its callable, the first ones; all if None
 
 
@@ -91,6 +92,7 @@ class _Builder:
             for g in groups
         ]
         self.slots = tuple(slots)
+        self.sources = self._sources()
         self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, "floor": math.floor}
 
     def _device_of(self, node: FusionNode) -> torch.device:
@@ -102,11 +104,11 @@ class _Builder:
         return found.pop()
 
     def build(self) -> Program:
-        leaving = next(n for n in self.fx_nodes if n.op == "output").all_input_nodes
-        units = self._live(self._order(self._units()), leaving)
-        symbols, binding = self._bind_symbols()
         placeholders = [n for n in self.fx_nodes if n.op == "placeholder"]
         output = next(n for n in self.fx_nodes if n.op == "output")
+        units = self._live(self._order(self._units()), output.all_input_nodes)
+        _check_made(units, placeholders, output)
+        symbols, binding = self._bind_symbols(units)
         head = [f"    ({''.join(f'{n.name}, ' for n in placeholders)}) = args", "    args.clear()"]
         if not placeholders:
             head = []
@@ -144,7 +146,7 @@ class _Builder:
                 # As late as its last operation: the inputs of a node exist by then.
                 groups[index].position = self.position[fx_node]
             else:
-                units.append(_Unit([fx_node], None, list(fx_node.all_input_nodes), [fx_node], self.position[fx_node]))
+                units.append(self._unit(fx_node))
         for index, unit in groups.items():
             node = self.slots[index].node
             unit.inputs = [self._node_of(name) for name in node.input_names]
@@ -152,6 +154,15 @@ class _Builder:
         for index in range(self.first_group, len(self.slots)):
             units = self._grouped(units, index)
         return units
+
+    def _unit(self, node: fx.Node) -> _Unit:
+        """A line of its own. Sizes are computed from the inputs' sizes, so that no tensor has to be there for them."""
+        size = self.imported.dims.get(node)
+        if node.op == "call_function" and isinstance(size, sympy.Expr):
+            known = all(str(s) in self.sources for s in free_symbols(size))
+            if known and size.is_polynomial(*size.free_symbols):
+                return _Unit([node], None, [], [node], self.position[node], size=size)
+        return _Unit([node], None, list(node.all_input_nodes), [node], self.position[node])
 
     def _grouped(self, units: list[_Unit], index: int) -> list[_Unit]:
         """The units with those of a group as one. Views between them run inside too; others keep their own copy."""
@@ -230,9 +241,8 @@ class _Builder:
 
     # ---- symbols -------------------------------------------------------------------------------------
 
-    def _bind_symbols(self) -> tuple[tuple[str, ...], list[str]]:
-        """The free symbols of all slots and the lines that read them off the inputs."""
-        wanted = dict.fromkeys(str(s) for slot in self.slots for s in slot.symbols)
+    def _sources(self) -> dict[str, str]:
+        """Where the graph's inputs hold the value of each symbol."""
         sources: dict[str, str] = {}
         for n in self.fx_nodes:
             if n.op != "placeholder":
@@ -247,16 +257,22 @@ class _Builder:
             for axis, size in enumerate(self.imported.inputs[ref.name].shape):
                 if isinstance(size, sympy.Symbol):
                     sources.setdefault(str(size), f"{n.name}.size({axis})")
+        return sources
+
+    def _bind_symbols(self, units: Sequence[_Unit]) -> tuple[tuple[str, ...], list[str]]:
+        """The free symbols of all slots and the lines that read them, and those of sizes, off the inputs."""
+        sources = self.sources
+        wanted = dict.fromkeys(str(s) for slot in self.slots for s in slot.symbols)
         derived = {name: expr for name, expr in self.imported.derived.items() if name in wanted}
         needed = dict.fromkeys([s for s in wanted if s not in derived])
         needed |= dict.fromkeys(s for expr in derived.values() for s in free_symbols(expr))
+        needed |= dict.fromkeys(s for u in units if u.size is not None for s in map(str, free_symbols(u.size)))
         missing = [s for s in needed if s not in sources]
         if missing:
             raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")
         lines = [f"af_{s} = {sources[s]}" for s in needed]
         for name, expr in derived.items():
-            text = expr.xreplace({s: sympy.Symbol(f"af_{s}") for s in expr.free_symbols})
-            lines.append(f"af_{name} = {text}")
+            lines.append(f"af_{name} = {_in_code(expr)}")
         return tuple(wanted), lines
 
     # ---- text ----------------------------------------------------------------------------------------
@@ -317,6 +333,8 @@ class _Builder:
             inputs = ", ".join(n.name for n in unit.inputs[: unit.arity])
             return f"{', '.join(n.name for n in unit.outputs)} = af_n{unit.slot}({inputs})"
         node = unit.nodes[0]
+        if unit.size is not None:
+            return f"{node.name} = {_in_code(unit.size)}"
         args = [self._arg(a) for a in node.args]
         kwargs = {k: self._arg(v) for k, v in node.kwargs.items()}
         if node.op == "get_attr":
@@ -353,6 +371,26 @@ class _Builder:
 
 def _indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
+
+
+def _in_code(size: sympy.Expr) -> str:
+    """A size in the names that the code has for symbols."""
+    return str(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}))
+
+
+def _check_made(units: Sequence[_Unit], placeholders: Sequence[fx.Node], output: fx.Node) -> None:
+    """Raise ShapeError where a line reads what no line before it makes: a group that holds too much."""
+    made = set(placeholders)
+    for unit in units:
+        absent = [n.name for n in unit.inputs if n not in made]
+        if absent:
+            raise ShapeError(
+                f"expected {', '.join(absent)} before {unit.nodes[0].name}, found them in no node's outputs"
+            )
+        made.update(unit.outputs)
+    absent = [n.name for n in output.all_input_nodes if n not in made]
+    if absent:
+        raise ShapeError(f"expected {', '.join(absent)} among what the nodes make, found no such outputs")
 
 
 def _ref_of(name: str) -> ValueRef:

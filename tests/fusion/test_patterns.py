@@ -57,7 +57,7 @@ def planned(session, model, *inputs):
     """Forward graph of ``model``, its nodes and its groups, as sets of operators' names."""
     found = []
 
-    def keep(module, phase):
+    def keep(module, phase, times):
         split_dropout(module)
         imported = import_graph(module)
         g = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)

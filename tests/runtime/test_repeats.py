@@ -15,7 +15,10 @@ from torch.nn import functional as F
 
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.repeats import find_repeats
+from autofuse.pipeline import route_graph
 from autofuse.report.metrics import GraphLine, Size, sum_graphs
+from autofuse.runtime.session import Session
+from autofuse.settings import load
 
 WIDTH = 16
 
@@ -222,3 +225,34 @@ def test_a_block_counts_as_often_as_a_step_calls_it() -> None:
     total = sum_graphs(lines)
     assert total is not None and total.steps == 20
     assert total.before == Size(130, 156, 52, 78, 1300.0, 13000.0)
+
+
+class Head(nn.Module):
+    """What follows the blocks of an encoder; its last product asks for sizes that a group has inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm, self.decoder = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(F.gelu(self.dense(x)))
+        return self.decoder(y.view(y.size(0) * y.size(1), WIDTH)).view(*y.shape[:2], 11)
+
+
+def test_sizes_are_known_where_the_tensors_that_have_them_are_inside_a_group(tmp_path: Any) -> None:
+    environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
+    session = Session(load(environ=environment), "test")
+    head = Head().eval()
+    torch._dynamo.reset()
+    call = torch.compile(
+        head, backend=lambda g, i: compile_with(g, i, lambda a, phase, n: route_graph(a, phase, session, n))
+    )
+    with torch.no_grad():
+        for size in ((2, 5), (3, 7)):
+            x = torch.randn(*size, WIDTH)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+            assert torch.equal(call(x), head(x))
+    (router,) = session.routers
+    assert any(slot.is_group for slot in router.program.slots), "nothing is shown where nothing is grouped"
+    assert "sym_size" not in router.program.source

@@ -50,7 +50,7 @@ def plan(
     """The graphs of a function; ``dynamic``: (number of an input, dim) that are symbols."""
     found: list[Planned] = []
 
-    def compile_graph(module: fx.GraphModule, phase: str) -> Callable[[list[Any]], Any]:
+    def compile_graph(module: fx.GraphModule, phase: str, times: int) -> Callable[[list[Any]], Any]:
         found.append(Planned(module, phase, config or FusionConfig()))
         module.recompile()
         return boxed(module.forward)
