@@ -141,6 +141,20 @@ def test_several_nests_compile(compiler: TritonCompiler, is_specialised: bool, b
         assert image.function == source.name and image.shared_bytes == image.resources.spill_bytes == 0
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_column_sums_of_long_rows_compile(compiler: TritonCompiler, stages: int) -> None:
+    """They grow in scratch memory; the threads of a program wait for each other before they read it again."""
+    form = CASES["layer_norm_backward"].form(torch.bfloat16)
+    kernel = lower(form)
+    values = dict(zip(form.symbols, (64, 8, 32_768), strict=True))
+    config = make_config({**dict(default_triton_config(kernel, values, values)), "num_stages": stages})
+    source = print_triton(kernel, config)
+    assert source.text.count("tl.debug_barrier()") == 2 and len(source.passes) == 2
+    natural = natural_assumptions(source.symbols, values)
+    for target in TARGETS:
+        assert prune_reason(compiler.compile(source, target, [natural]), limits_of(target)) is None
+
+
 # ---- keys -------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ block, on columns a [1, C] block, on both an [R, C] block; broadcasting does the
 - one tile a program (no reduction over rows): element-wise work, and row reductions whose row fits the tile;
 - looped columns (``persistent=False``): a pass over the columns for each row reduction that the next one needs;
 - shared tiles (reductions over rows): programs loop over tiles, keep accumulators, and hand their results to a second
-  kernel through scratch memory, or finish by themselves where the configuration gives the work to one program.
+  kernel through scratch memory, or finish by themselves where the configuration gives the work to one program. Beside
+  looped columns no register can hold a column's sum until the next row: it grows in scratch memory.
 
 Names in the text: ``r`` and ``c`` positions of rows and columns, ``r0`` .. ``c1`` those along single dims, ``x*``
 values, ``a*`` accumulators, ``t*`` partial results in scratch memory.
@@ -36,7 +37,6 @@ from autofuse.codegen.triton.scalar import (
     store_text,
 )
 from autofuse.codegen.triton.source import RANDOM, Argument, Pass, Scratch
-from autofuse.errors import LoweringError
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim, as_dim, product
 
@@ -84,9 +84,9 @@ class Body:
         self.one_sinks = [n for n in self.sinks if n not in self.col_sinks]
         self.has_column_tiles = not self.row_reduces  # else a program sees whole rows
         self._places = {id(s): store_region(kernel, s, self.regions) for s in kernel.stores}
-        self.is_alone = bool(self.sinks) and self.programs == 1 and not (self.col_sinks and self.one_sinks)
-        if self.is_looped and self.col_sinks:
-            raise LoweringError("columns", "expected rows that fit a tile beside column sums, found looped rows")
+        self.grown = self.col_sinks if self.is_looped else []  # in scratch memory from the first row on
+        needs_second = bool(self.grown) or bool(self.col_sinks and self.one_sinks)
+        self.is_alone = bool(self.sinks) and self.programs == 1 and not needs_second
 
     # ---- facts
 
@@ -110,6 +110,7 @@ class Body:
             found.append((self.ncols, self.block_cols))
         if not self.wide:
             found += [(extent, INDEX_BOUND) for extent in self._extents()]
+            found += [(as_dim(self.ncols * self.programs), INDEX_BOUND)] * bool(self.grown)
         return tuple((size, bound) for size, bound in found if not (isinstance(size, int) and size <= bound))
 
     def _extents(self) -> tuple[Dim, ...]:
@@ -314,11 +315,44 @@ class Body:
         lines = [f"a{n} = {r.start(self._accumulator_shape(n))}" for n, r in reducers.items()]
         lines.append(f"for start in tl.range(0, ncols, BLOCK_COLS, num_stages={self.stages}):")
         inner = [*self._col_positions("start"), *self._values(phase.values)]
-        inner += [self._accumulate(n) for n in (*phase.reductions, *phase.sinks)]
+        inner += [self._accumulate(n) for n in (*phase.reductions, *phase.sinks) if n not in self.grown]
+        grown = [n for n in phase.sinks if n in self.grown]
+        inner += [line for n in grown for line in self._grow(n)]
         inner += [self._store(s) for s in phase.stores]
         lines += [f"    {t}" for t in inner]
+        lines += ["tl.debug_barrier()"] * bool(grown)  # other threads read the sums for the next rows
         lines += [f"x{n} = {r.finished(r.reduced(f'a{n}', 1))}" for n, r in reducers.items()]
         return [indent + t for t in lines]
+
+    def _share_of(self, number: int) -> str:
+        """Where a program keeps its part of a column's result."""
+        share = "share" if self.has_column_tiles else "pid"
+        return f"t{self.sinks.index(number)} + {share} * ncols + c"
+
+    def _grow(self, number: int) -> list[str]:
+        """Add the rows of a tile to what scratch memory holds of its columns."""
+        reducer, name = self._reducer(number), f"a{number}"
+        mask = self._tail_mask()
+        before = f"tl.load({self._share_of(number)}{mask}{f', other={reducer.neutral}' if mask else ''})"
+        element = self._element(number, reducer, True, True)
+        if not self._region(self.kernel.values[number].args[0]).rows:  # each row adds it all the same
+            element = f"tl.broadcast_to({element}, [BLOCK_ROWS, BLOCK_COLS])"
+        return [
+            f"{name} = {element}",
+            f"{name} = {reducer.reduced(name, 0)}",
+            f"{name} = {reducer.merged(name, before)}",
+            f"tl.store({self._share_of(number)}, {name}{mask})",
+        ]
+
+    def _begin_growing(self) -> list[str]:
+        """Neutral elements in scratch memory: a share of no rows has results too."""
+        if not self.grown:
+            return []
+        inner = self._col_positions("start")
+        for n in self.grown:
+            start = self._reducer(n).start("[1, BLOCK_COLS]")
+            inner.append(f"tl.store({self._share_of(n)}, {start}{self._tail_mask()})")
+        return ["for start in tl.range(0, ncols, BLOCK_COLS):", *(f"    {t}" for t in inner), "tl.debug_barrier()"]
 
     # ---- the first kernel
 
@@ -415,7 +449,9 @@ class Body:
             in_loop.append("col_tile = tile")
             count, start, row_tile = "tl.cdiv(ncols, BLOCK_COLS)", "pid", "tile"
         lines += self._values(n for n in self.live if n in hoisted)
-        lines += [f"a{n} = {self._reducer(n).start(self._accumulator_shape(n))}" for n in self.sinks]
+        kept = [n for n in self.sinks if n not in self.grown]
+        lines += [f"a{n} = {self._reducer(n).start(self._accumulator_shape(n))}" for n in kept]
+        lines += self._begin_growing()
         stages = 1 if self.is_looped else self.stages
         lines.append(f"for tile in tl.range({start}, {count}, programs, num_stages={stages}):")
         in_loop += self._row_positions(row_tile)
@@ -442,9 +478,10 @@ class Body:
         for k, n in enumerate(self.sinks):
             reducer = self._reducer(n)
             part = reducer.reduced(f"a{n}", 0)
+            if n in self.grown:
+                continue  # is there already
             if n in self.col_sinks:
-                share = "share" if self.has_column_tiles else "pid"
-                lines.append(f"tl.store(t{k} + {share} * ncols + c, {part}{self._tail_mask()})")
+                lines.append(f"tl.store({self._share_of(n)}, {part}{self._tail_mask()})")
             else:
                 lines.append(f"a{n} = {part}")
                 whole = reducer.reduced(f"a{n}", 1)

@@ -15,7 +15,6 @@ from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import Access, LoopKernel
 from autofuse.codegen.triton.body import INDEX_BOUND, extents
 from autofuse.codegen.triton.scalar import FAST
-from autofuse.errors import LoweringError
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, evaluate, product
 
@@ -24,12 +23,13 @@ Sizes = Mapping[str, int]
 MAX_ROW = 65536  # columns of a row that may live in registers: 64 floats a thread at 32 warps; what spills is pruned
 USUAL_ROW = 16384  # up to here a row is tried in registers first
 MAX_ROW_BESIDE_SUMS = 16384  # of kernels that hold column sums in registers too
+MOST_PARTIALS = 1 << 26  # of a column sum that grows in scratch memory, all programs together: 256 MiB of float32
 MAX_TILE = 32768  # elements of a tile
 WARPS = (1, 2, 4, 8, 16)
 
 
 def triton_knobs(kernel: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-    """The knobs of a kernel. Raises LoweringError for column sums of rows that fit no tile."""
+    """The knobs of a kernel."""
     return _Space(kernel, values, high).knobs()
 
 
@@ -102,12 +102,7 @@ class _Space:
 
     def _rows_in_registers(self) -> list[Knob]:
         whole = _power(self.most_cols)
-        if whole > MAX_ROW_BESIDE_SUMS and self.col_reduce:
-            limit = MAX_ROW_BESIDE_SUMS
-            raise LoweringError(
-                "columns", f"expected rows of at most {limit} columns beside column sums, found {self.most_cols}"
-            )
-        if whole > MAX_ROW:
+        if whole > (MAX_ROW_BESIDE_SUMS if self.col_reduce else MAX_ROW):
             return self._looped((False,))
         if whole > (256 if self.is_crossed else 1024) and not self.col_reduce:
             return [*self._looped((True, False)), Knob("ROW_BLOCK", (whole,), whole, "columns of a persistent tile")]
@@ -125,12 +120,16 @@ class _Space:
         """Rows longer than a tile of 1024: in registers, or in loops over columns."""
         if self.is_crossed:
             knobs = [_blocks("BLOCK_COLS", (16, 32, 64, 128), 64), _blocks("BLOCK_ROWS", (8, 16, 32, 64), 32)]
+        elif self.col_reduce:  # several rows for each time that the sums are read and written
+            knobs = [_blocks("BLOCK_COLS", (256, 512, 1024, 2048), 1024), _blocks("BLOCK_ROWS", (1, 2, 4, 8), 4)]
         else:
             knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
         knobs += [_warps(min(8, self.most_cols // 256), 32 if self.most_cols > 8192 else 8), _stages()]
         first = persistent[0] and not self.is_crossed and self.most_cols <= USUAL_ROW
         knobs.append(Knob("persistent", persistent, first, "a whole row in registers, or loops over columns"))
-        if self.single:
+        if self.col_reduce:
+            knobs.append(_programs(self.rows, MOST_PARTIALS // self.most_cols))
+        elif self.single:
             knobs.append(_programs(self.rows))
         return knobs
 
@@ -193,6 +192,8 @@ def _stages() -> Knob:
     return Knob("num_stages", (1, 2, 3), 1, "loads in flight ahead of a loop's work")
 
 
-def _programs(tiles: int) -> Knob:
+def _programs(tiles: int, most: int = 1024) -> Knob:
     """How many programs share the tiles; one finishes by itself, more need a second launch."""
-    return Knob("PROGRAMS", (1, 64, 256, 1024), 1 if tiles <= 8 else 256, "programs that share a reduction over rows")
+    choices = tuple(n for n in (1, 64, 256, 1024) if n <= max(1, most))
+    usual = 1 if tiles <= 8 else min(256, choices[-1])
+    return Knob("PROGRAMS", choices, usual, "programs that share a reduction over rows")
