@@ -8,9 +8,10 @@ Guarantee: as long as ``run`` raises, nothing has been written; what ``pack`` re
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,7 +21,7 @@ from autofuse.codegen.triton.source import TritonSource
 from autofuse.optimizer.form import StepForm
 from autofuse.optimizer.printer import COLUMNS, MOST_STATES
 from autofuse.optimizer.tensors import Arguments, StepTensors, with_variant
-from autofuse.optimizer.triton_printer import block_counts, columns
+from autofuse.optimizer.triton_printer import block_counts, columns, grid_values
 from autofuse.optimizer.update import constants, host_constants
 from autofuse.runtime.gpu.calls import torch_calls
 from autofuse.runtime.gpu.launcher import launch_of
@@ -44,15 +45,16 @@ class OnTensors(Protocol):
 
     source: TritonSource
 
-    def on_tensors(self, *tensors: Tensor) -> None: ...
+    def on_tensors(self, values: Mapping[str, int], *tensors: Tensor) -> None: ...
 
 
 def make_call(form: StepForm, entry: Any, device: torch.device) -> StepCall:
     """A kernel as it was loaded: a C entry, an artifact on a device, or what runs on tensors."""
     if isinstance(entry, LoadedArtifact):
-        return TritonCall(form, entry.artifact.source, _launch(entry), device)
+        return TritonCall(form, entry.artifact.source, functools.partial(_launch, entry), device)
     if isinstance(entry, OnTensors):
-        return TritonCall(form, entry.source, entry.on_tensors, device)
+        on_tensors = entry.on_tensors
+        return TritonCall(form, entry.source, lambda values: functools.partial(on_tensors, values), device)
     return CCall(form, entry)
 
 
@@ -124,10 +126,14 @@ class TritonCall:
     """
 
     def __init__(
-        self, form: StepForm, source: TritonSource, launch: Callable[[Tensor, Tensor], None], device: torch.device
+        self,
+        form: StepForm,
+        source: TritonSource,
+        launch: Callable[[Mapping[str, int]], Callable[[Tensor, Tensor], None]],
+        device: torch.device,
     ) -> None:
+        """``launch``: from the values of the source's symbols to a function of the table and the blocks."""
         self._form = form
-        self._launch = launch
         self._tensors = StepTensors(form, device)
         self._counters = HostCounters() if form.rule.has_steps and form.counters == "host" else None
         self._generation = 0
@@ -139,6 +145,7 @@ class TritonCall:
         self._rows = array("q", [0] * (self._width * len(form.sizes)))
         self._doubles = memoryview(self._rows).cast("B").cast("d")  # the same memory
         blocks = block_counts(form.sizes, dict(source.passes[-1].constants)["BLOCK"])
+        self._launch = launch(grid_values(blocks))
         self._fill("elements", form.sizes)
         self._fill("first", list(itertools.accumulate(blocks, initial=0))[:-1])
         self._table = torch.empty(len(self._rows), dtype=torch.int64, device=device)
@@ -192,9 +199,9 @@ def upload(words: array[int] | array[float], target: Tensor) -> None:
     target.copy_(staged, non_blocking=True)
 
 
-def _launch(loaded: LoadedArtifact) -> Callable[[Tensor, Tensor], None]:
+def _launch(loaded: LoadedArtifact, values: Mapping[str, int]) -> Callable[[Tensor, Tensor], None]:
     """A launch on a device's current stream."""
-    record = make_record(loaded, {}, 2)
+    record = make_record(loaded, values, 2)
     launch, calls, index = launch_of(record), torch_calls(), loaded.device_index
 
     def run(table: Tensor, blocks: Tensor) -> None:

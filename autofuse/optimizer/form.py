@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
@@ -98,6 +98,17 @@ class StepForm:
             return ()  # all but ``fused`` wait for the device to tell the host each counter
         usual = self.asked or ("" if self.device == "cpu" else "foreach")  # torch's own choice on a GPU
         return tuple(name for name in self.rule.vendors if name != usual)
+
+    def cut_to(self, most: int) -> StepForm:
+        """The same step on tensors of ``most`` elements together, or some fewer: the largest lose what is too much."""
+        left, cap = most, max(self.sizes, default=0)
+        for number, size in enumerate(sorted(self.sizes)):
+            share = left // (len(self.sizes) - number)
+            if size > share:
+                cap = share
+                break
+            left -= size
+        return replace(self, sizes=tuple(min(size, cap) for size in self.sizes))
 
     @property
     def fusion_id(self) -> str:

@@ -29,7 +29,8 @@ from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 
 C_MULTI, TRITON_MULTI = "c_multi", "triton_multi"  # one call for all tensors
 _ALIGNED = (Assumptions(is_aligned=True),)  # what a kernel is given are tables of ours
-MOST_COPIES = 8  # of all tensors of a step, that checking holds at a time
+MOST_COPIES = 12  # of all tensors of a step, that a check or a race holds at a time
+LEAST_ELEMENTS = 1 << 14  # of a tensor, as far as it has so many: below, a step is all overhead
 
 
 class StepJob:
@@ -46,6 +47,7 @@ class StepJob:
         """``rest`` is called before each piece of work, to yield the machine."""
         self._request = request
         self._form = StepForm.from_json(request.node[OPTIMIZER])
+        self._tried = self._form  # what is checked and timed: cut, where the whole would take too much memory
         self._backend = backend
         self._worker = worker
         self._limits = limits
@@ -56,10 +58,12 @@ class StepJob:
         """Tune. Raises only what stops the daemon itself."""
         began = time.monotonic()
         width = 8 if self._form.dtype == "float64" else 4
-        if sum(self._form.sizes) * width * (2 + len(self._form.states)) * MOST_COPIES > self._limits.memory_bytes:
+        most = self._limits.memory_bytes // (width * (2 + len(self._form.states)) * MOST_COPIES)
+        if most < sum(min(size, LEAST_ELEMENTS) for size in self._form.sizes):
             return self._decide(
                 None, Candidate(EAGER), None, "out_of_memory", "checking it needs too much memory", began
             )
+        self._tried = self._form.cut_to(most)
         entrants = [
             (candidate, kernel) for candidate, kernel in self._candidates() if self._is_right(candidate, kernel)
         ]
@@ -78,6 +82,8 @@ class StepJob:
         if kernel is not None:
             self._outcome.kernels.append(kernel)
         words = f"the fastest of {len(entrants)}, {best.rounds} paired rounds"
+        if self._tried != self._form:
+            words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"
         return self._decide(best, candidate, kernel, "won", words, began)
 
     def _candidates(self) -> list[tuple[Candidate, KernelRecord | None]]:
@@ -106,7 +112,7 @@ class StepJob:
         self._rest()
         if self._worker.pid is None:
             self._worker.start()
-        return self._worker.ask(do, step=self._form.to_json(), threads=self._request.key.threads, **arguments)
+        return self._worker.ask(do, step=self._tried.to_json(), threads=self._request.key.threads, **arguments)
 
     def _is_right(self, candidate: Candidate, kernel: KernelRecord | None) -> bool:
         try:

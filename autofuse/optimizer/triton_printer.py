@@ -4,7 +4,7 @@ In: a `StepForm` and a configuration. Out: `TritonSource` with the parameters ``
 of int64 for each tensor, whose columns `columns` names; ``blocks`` is int32, the tensor of each program.
 Where the counters are on the host, so are the constants made. Where they are on the device, a first pass makes the
 constants from them, so that no other program computes powers in float64, and the program of a tensor's first block
-counts the step.
+counts the step. Sizes are data, so one binary is good for all; `grid_values` says what the launches depend on.
 Guarantee: a block whose tensors all begin at multiples of 16 bytes and that reaches no end is read and written in
 vectors; each program finds out by itself. 16-bit tensors are computed in float32 and rounded once.
 """
@@ -17,6 +17,7 @@ from autofuse.codegen.knobs import Knob
 from autofuse.codegen.triton.scalar import TYPES, store_text
 from autofuse.codegen.triton.source import Argument, Pass, TritonSource
 from autofuse.ir.records import Config
+from autofuse.ir.shape import symbol
 from autofuse.optimizer.form import StepForm
 from autofuse.optimizer.update import constants, statements
 
@@ -27,6 +28,7 @@ KNOBS = (
 _PREPARED = 128  # tensors of a program of the first pass
 
 _ARGUMENTS = (Argument("table", "param", "*i64", 0), Argument("blocks", "param", "*i32", 1))
+_TENSORS = Argument("tensors", "symbol", "i32")
 
 _FUNCTIONS = """@triton.jit
 def lerp(a, b, w):
@@ -67,18 +69,23 @@ def block_counts(sizes: Sequence[int], block: int) -> list[int]:
     return [max(1, -(-size // block)) for size in sizes]
 
 
+def grid_values(block_counts: Sequence[int]) -> dict[str, int]:
+    """Values of the module's symbols."""
+    return {"tensors": len(block_counts), "programs": sum(block_counts)}
+
+
 def print_triton_step(form: StepForm, config: Config) -> TritonSource:
     """The Triton module of a step."""
     knobs = {knob.name: int(knob.default) for knob in KNOBS} | {name: int(str(value)) for name, value in config}
     at = {name: n for n, name in enumerate(columns(form))}
-    block, count = knobs["block"], len(form.sizes)
-    main = Pass(form.label, _ARGUMENTS, (("BLOCK", block),), ((sum(block_counts(form.sizes, block)), 1),))
+    main = Pass(form.label, _ARGUMENTS, (("BLOCK", knobs["block"]),), ((symbol("programs"), 1),))
     compute = "float64" if form.dtype == "float64" else "float32"
     texts = [_head(form, knobs), _FUNCTIONS.format(**_ROUNDED[compute]), _update(form, at, compute), _step(form, at)]
     passes: tuple[Pass, ...] = (main,)
     if form.counters == "device":
         texts.append(_prepare(form, at))
-        passes = (Pass(f"{form.label}_constants", _ARGUMENTS[:1], (), ((count, _PREPARED),)), main)
+        first = (_ARGUMENTS[0], _TENSORS)
+        passes = (Pass(f"{form.label}_constants", first, (), ((symbol("tensors"), _PREPARED),)), main)
     return TritonSource(form.label, "\n\n\n".join(texts), passes, (), (), knobs["num_warps"], 1)
 
 
@@ -145,7 +152,7 @@ def _prepare(form: StepForm, at: dict[str, int]) -> str:
     """The constants of all tensors, into the table."""
     lines = [
         f"tensor = tl.program_id(0) * {_PREPARED} + tl.arange(0, {_PREPARED})",
-        f"mask = tensor < {len(form.sizes)}",
+        "mask = tensor < tensors",
         f"row = table + tensor.to(tl.int64) * {len(at)}",
         f"counter = tl.load(row + {at['counter']}, mask, other=0).to(tl.pointer_type(tl.float32))",
         "step = (tl.load(counter, mask, other=0) + 1).to(tl.float64)",
@@ -157,4 +164,4 @@ def _prepare(form: StepForm, at: dict[str, int]) -> str:
         lines.append(f"{name} = {text}")
         lines.append(f"tl.store(row + {at[name]}, {name}.to(tl.int64, bitcast=True), mask)")
     body = "\n".join(f"    {line}" for line in lines)
-    return f"@triton.jit\ndef {form.label}_constants(table):\n{body}"
+    return f"@triton.jit\ndef {form.label}_constants(table, tensors):\n{body}"

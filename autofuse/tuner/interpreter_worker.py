@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autofuse.codegen.triton.interpret import import_interpreted
@@ -33,9 +33,9 @@ class Interpreted(Composed):
         self.source = source
         self._run = load_interpreted(source)
 
-    def on_tensors(self, *tensors: torch.Tensor) -> None:
-        """A module without symbols, on these tensors."""
-        self._run({}, tensors)
+    def on_tensors(self, values: Mapping[str, int], *tensors: torch.Tensor) -> None:
+        """For these values of the module's symbols."""
+        self._run(values, tensors)
 
     def make_call(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,40 @@ def test_a_daemon_decides_on_a_step_of_another_device(tmp_path: Path, monkeypatc
         assert [(r.status, r.message) for r in store.requests()] == [("done", "")]
         (decision,) = [d for _, d in store.decisions("interpreter:test", versions())]
     assert decision.candidate.variant != TRITON_MULTI  # the interpreter is slower than anything
+
+
+def test_what_is_large_is_tried_on_the_parts_that_fit(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The binary does not depend on sizes, so the one that was checked on fewer elements is the one that is kept."""
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    monkeypatch.setattr(job_module, "LEAST_ELEMENTS", 100)
+    form = StepForm("adam", (), "float32", (600, 7, 90_000))
+    asked: list[StepForm] = []
+
+    class Watched(Timed):
+        def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+            asked.append(self._tried)
+            return super()._ask(do, **arguments)
+
+    fits = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 1000)
+    outcome = Watched(request(form, "interpreter:test"), InterpreterBackend(), worker, fits).run()
+    (decision,) = outcome.decisions
+    assert {tried.sizes for tried in asked} == {(496, 7, 496)}
+    assert decision.reason == "won" and decision.detail.endswith("on 999 of 90607 elements")
+    assert decision.key.fusion_id == form.fusion_id and outcome.kernels[0].name == form.label
+    small = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 200)
+    outcome = Timed(request(form, "interpreter:test"), InterpreterBackend(), worker, small).run()
+    assert outcome.decisions[0].reason == "out_of_memory"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "cut"),
+    [
+        ((5, 3), 8, (5, 3)),
+        ((5, 3), 7, (4, 3)),
+        ((9, 0, 1, 9), 9, (4, 0, 1, 4)),
+        ((7, 7, 7), 3, (1, 1, 1)),
+        ((), 4, ()),
+    ],
+)
+def test_the_largest_tensors_are_cut(sizes: tuple[int, ...], most: int, cut: tuple[int, ...]) -> None:
+    assert StepForm("sgd", (), "float32", sizes).cut_to(most).sizes == cut

@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,11 +76,11 @@ class Counted(Interpreted):
         super().__init__(source)
         self._calls = calls
 
-    def on_tensors(self, *tensors: Tensor) -> None:
+    def on_tensors(self, values: Mapping[str, int], *tensors: Tensor) -> None:
         self._calls.kernels += 1
         if self._calls.fails:
             raise RuntimeError("expected the driver to take launch 0, found CUDA_ERROR_OTHER (999)")
-        super().on_tensors(*tensors)
+        super().on_tensors(values, *tensors)
 
 
 @pytest.fixture

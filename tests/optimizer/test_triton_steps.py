@@ -235,12 +235,19 @@ def test_the_fused_variant_counts_on_the_host() -> None:
         assert torch.equal(found, expected)
 
 
+def test_sizes_are_data() -> None:
+    """What was checked on some sizes is the binary for all."""
+    few, many = (StepForm("adam", (), "float32", sizes, "fused", counters="device") for sizes in ((3, 700), (9,) * 200))
+    texts = [print_triton_step(form, ()).text.partition('"""\n\nimport')[2] for form in (few, many)]
+    assert texts[0].replace(few.label, many.label) == texts[1] and "import" in texts[0]
+
+
 def test_knobs_change_the_binary_and_nothing_else() -> None:
     form = StepForm("adagrad", ("weight_decay",), "float32", (3000, 17))
     expected = None
     for block in KNOBS[0].choices:
         source = print_triton_step(form, (("block", block), ("num_warps", 8)))
-        assert source.num_warps == 8 and source.passes[0].tiles == ((-(-3000 // int(block)) + 1, 1),)
+        assert source.num_warps == 8 and dict(source.passes[0].constants) == {"BLOCK": block}
         found = stepped(form, make_arguments(form, 4), block=int(block))
         expected = expected or found
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
