@@ -35,7 +35,7 @@ from autofuse.tuner.timing import RaceResult, RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost
 from autofuse.tuner.workshop import Bench, Built
 
-WAVE = 4  # configurations that are built and screened together
+WAVE = 4  # configurations that are built and screened together: the default and the likeliest changes to it
 # Of the best configuration over the best of the first wave, a bold guess: over 30 nodes of a GPT the median was 0 %.
 USUAL_GAIN = 0.05
 CALLS_PER_TRIAL = 1000  # trials that a profile grants say how long a kernel is meant to be used

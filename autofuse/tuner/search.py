@@ -1,16 +1,16 @@
 """The search over configurations: Optuna proposes, measurements answer.
 
 In: knobs, seeds (the default and neighbours' winners), a budget of trials. Out: configurations, none twice.
-Guarantee: the study lives in memory and has a fixed seed, so equal answers give equal searches; seeds come first; a
-space that fits the budget is tried in full. In a larger one the sampler (TPE) and single steps from the best take
-turns, until neither finds better: on recorded bowls of 1024 points TPE alone needs three times the trials.
+Guarantee: equal answers give equal searches; seeds come first, and none is given twice. In a space that fits the budget
+single steps from the best follow, until none is left: each knob is tried by itself at least, a single knob in full. In
+a larger one the sampler (TPE, in memory, with a fixed seed) and single steps take turns, until neither finds better: on
+recorded bowls of 1024 points TPE alone needs three times the trials.
 The only importer of Optuna.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import optuna
@@ -24,6 +24,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 PATIENCE = 8  # answers without a better one after which a sampled search ends
 BETTER = 0.01  # the share by which an answer must be better to count as such: below is noise
+STEP = 0.02  # the share by which steps start from a new place: a search that follows noise tries everything
 _ATTEMPTS = 8  # proposals for each new one: the sampler repeats itself in small spaces
 
 
@@ -31,57 +32,50 @@ class ConfigSearch:
     """Proposes configurations of one variant; every one that ``ask`` gives wants a ``tell``."""
 
     def __init__(self, knobs: Sequence[Knob], seeds: Iterable[Config], trials: int, seed: int = 0) -> None:
-        """``trials``: configurations at most; ``seed``: of the sampler. Seeds outside of the space are left out."""
+        """``knobs``: the likeliest to gain first; ``seeds``: the first is where to start, the others change it by what
+        they say of these knobs; ``trials``: configurations at most; ``seed``: of the sampler."""
         self._knobs = tuple(knobs)
         self._choices = {knob.name: knob.choices for knob in knobs}
         self.cardinality = prod(len(knob.choices) for knob in knobs)
-        self.is_exhaustive = self.cardinality <= trials
+        self.is_small = self.cardinality <= trials
         self._trials = min(trials, self.cardinality)
-        startup = max(4, self._trials // 4)
-        sampler = TPESampler(seed=seed, multivariate=True, n_startup_trials=startup)
-        self._study = optuna.create_study(sampler=sampler, direction="minimize")
-        self._open: dict[Config, Trial] = {}
+        self._study = None if self.is_small else _study(seed, max(4, self._trials // 4))
+        self._open: dict[Config, Trial | None] = {}
         self._told: dict[Config, float | None] = {}
         self._best: float | None = None
         self._since_better = 0
-        first = [config for config in seeds if self.fits(config)]
-        if self.is_exhaustive:
-            # Nearest to the first seed first: should the search be cut short, each knob has been tried alone.
-            near = dict(first[0]) if first else {knob.name: knob.default for knob in knobs}
-            first += sorted(self._whole_space(), key=lambda c: sum(near[name] != value for name, value in c))
-        for config in list(dict.fromkeys(first))[: self._trials]:
-            self._enqueue(config)
+        default = make_config({knob.name: knob.default for knob in knobs})
+        first, *others = [*seeds] or [default]
+        self._base = self._moved(default, first)  # where steps start from
+        self._base_cost: float | None = None
+        self._seeds = list(dict.fromkeys([self._base, *(self._moved(self._base, config) for config in others)]))
 
-    def fits(self, config: Config) -> bool:
-        """Whether a configuration, perhaps from another version or machine, lies in this space."""
-        values = dict(config)
-        return set(values) == set(self._choices) and all(values[name] in self._choices[name] for name in values)
-
-    def _whole_space(self) -> list[Config]:
-        names = list(self._choices)
-        return [make_config(dict(zip(names, values, strict=True))) for values in product(*self._choices.values())]
-
-    def _enqueue(self, config: Config) -> None:
-        self._study.enqueue_trial({name: _encode(self._choices[name], value) for name, value in config})
+    def _moved(self, start: Config, config: Config) -> Config:
+        """A start with what a configuration, perhaps of other sizes or from another version, says of these knobs."""
+        known: Mapping[str, Choice] = {n: value for n, value in config if value in self._choices.get(n, ())}
+        return make_config({**dict(start), **known})
 
     def _steps(self) -> list[Config]:
-        """Untried configurations that differ from the best in one knob, by one step where it has an order."""
-        best = self.best()
-        if best is None or self.is_exhaustive:
-            return []
+        """Untried configurations that differ from the base in one knob, by one step where it has an order.
+
+        In a small space the steps from those that failed follow: what failed must not stand in the way.
+        """
+        failed = [config for config, cost in self._told.items() if cost is None] if self.is_small else []
         steps = [
-            make_config({**dict(best[0]), name: choices[index]})
+            make_config({**dict(start), name: choices[index]})
+            for start in (self._base, *failed)
             for name, choices in self._choices.items()
-            for index in _next_to(choices, dict(best[0])[name])
+            for index in _next_to(choices, dict(start)[name])
         ]
-        return [config for config in steps if config not in self._told and config not in self._open]
+        return [config for config in dict.fromkeys(steps) if config not in self._told and config not in self._open]
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to try, or further trials are unlikely to pay."""
         if len(self._told) + len(self._open) >= self._trials:
             return True
-        return not self.is_exhaustive and self._since_better >= PATIENCE and not self._steps()
+        is_stuck = self.is_small or self._since_better >= PATIENCE
+        return is_stuck and not self._seeds and not self._steps()
 
     def ask(self, count: int) -> list[Config]:
         """Up to ``count`` new configurations; none when the search is over."""
@@ -89,19 +83,26 @@ class ConfigSearch:
         for _ in range(_ATTEMPTS * count):
             if len(found) == count or self.is_over:
                 break
-            steps = self._steps()
-            if steps and len(found) % 2 == 0:
-                self._enqueue(steps[0])
-            trial = self._study.ask()
-            config = make_config({knob.name: _suggest(trial, knob) for knob in self._knobs})
-            if config in self._told:
-                self._finish(trial, self._told[config])  # the known answer moves the sampler on
-            elif config in self._open:
-                self._study.tell(trial, state=TrialState.FAIL)
-            else:
+            config, trial = self._proposal(len(found) % 2 == 0)
+            if config not in self._told and config not in self._open:
                 self._open[config] = trial
                 found.append(config)
+            elif trial is not None:
+                self._finish(trial, self._told.get(config))  # the known answer moves the sampler on
         return found
+
+    def _proposal(self, may_step: bool) -> tuple[Config, Trial | None]:
+        """A seed, else a step from the base where it is its turn, else what the sampler says."""
+        wanted = self._seeds.pop(0) if self._seeds else None
+        if wanted is None and (may_step or self._study is None):
+            wanted = next(iter(self._steps()), None)
+        if self._study is None:
+            assert wanted is not None  # else the search is over
+            return wanted, None
+        if wanted is not None:
+            self._study.enqueue_trial({name: _encode(self._choices[name], value) for name, value in wanted})
+        trial = self._study.ask()
+        return make_config({knob.name: _suggest(trial, knob) for knob in self._knobs}), trial
 
     def tell(self, config: Config, cost: float | None) -> None:
         """What a configuration costs, as a time or relative to eager; None for one that failed."""
@@ -115,8 +116,11 @@ class ConfigSearch:
             self._since_better += 1
         if cost is not None:
             self._best = cost if self._best is None else min(self._best, cost)
+            if self._base_cost is None or cost < self._base_cost * (1.0 - STEP):
+                self._base, self._base_cost = config, cost
 
     def _finish(self, trial: Trial, cost: float | None) -> None:
+        assert self._study is not None
         if cost is None:
             self._study.tell(trial, state=TrialState.FAIL)
         else:
@@ -130,6 +134,11 @@ class ConfigSearch:
         """The cheapest so far."""
         answered = [(config, cost) for config, cost in self._told.items() if cost is not None]
         return min(answered, key=lambda item: item[1], default=None)
+
+
+def _study(seed: int, startup: int) -> optuna.Study:
+    sampler = TPESampler(seed=seed, multivariate=True, n_startup_trials=startup)
+    return optuna.create_study(sampler=sampler, direction="minimize")
 
 
 def _suggest(trial: Trial, knob: Knob) -> Choice:
