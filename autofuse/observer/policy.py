@@ -21,8 +21,8 @@ from autofuse.ir.records import RootRecord
 
 # Tracing forward alone leaves out autograd's joint graph, about half of AOT's share (design, 2026-11).
 _FORWARD_ONLY_SHARE = 0.6
-# What the first capture of a process pays whatever the graph: importing Dynamo and AOTAutograd, first-call caches.
-_FIXED_SECONDS = 0.3
+_FIXED_SECONDS = 0.3  # what a capture pays whatever the graph
+_IMPORT_SECONDS = 1.0  # what the first one of a process pays beside: Dynamo and AOTAutograd (torch 2.13)
 _CALLS_TO_JUDGE_SIZE = 3
 _CALLS_TO_SETTLE_SIZE = 20
 
@@ -56,9 +56,10 @@ def learn_cost(records: Sequence[RootRecord], default: float) -> float:
     return max(median(seen), 1e-4) if seen else default
 
 
-def predict_seconds(operations: int, seconds_per_op: float, backward: bool = True) -> float:
+def predict_seconds(operations: int, seconds_per_op: float, backward: bool = True, is_first: bool = False) -> float:
     """Expected stall of capturing a root with this many aten calls in its forward."""
-    return _FIXED_SECONDS + operations * seconds_per_op * (1.0 if backward else _FORWARD_ONLY_SHARE)
+    fixed = _FIXED_SECONDS + (_IMPORT_SECONDS if is_first else 0.0)
+    return fixed + operations * seconds_per_op * (1.0 if backward else _FORWARD_ONLY_SHARE)
 
 
 def should_capture(spent_seconds: float, predicted_seconds: float) -> bool:
@@ -73,6 +74,7 @@ def advise_capture(
     seconds_per_op: float,
     calls: int,
     backward: bool = True,
+    is_first: bool = False,
     min_root_us: float = 200.0,
     max_seconds: float = 120.0,
     failures: int = 0,
@@ -86,10 +88,10 @@ def advise_capture(
     """Should this root be captured before its next call?
 
     ``spent_seconds``: eager time in the root so far, backward included; ``operations``: aten calls in one forward, None
-    while unknown; ``calls``: finished calls; ``at_once``: someone waits for the capture (``--tune wait``), so do not
-    rent, but see ``min_calls`` calls for what their shapes tell; ``at_first_call``: the graph itself is asked for,
-    whatever it costs; ``call_us``: typical time of a call where known, otherwise the mean; ``known``: what earlier runs
-    found out about this root.
+    while unknown; ``is_first``: Dynamo is not imported yet; ``calls``: finished calls; ``at_once``: someone waits for
+    the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for what their shapes tell;
+    ``at_first_call``: the graph itself is asked for, whatever it costs; ``call_us``: typical time of a call where
+    known, otherwise the mean; ``known``: what earlier runs found out about this root.
     """
     if failures >= max_failures:
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
@@ -97,7 +99,7 @@ def advise_capture(
         return CaptureAdvice(True, "first_call", "capture.at_once is set")
     if operations is None and known is not None and known.operations:
         operations = known.operations
-    predicted = 0.0 if operations is None else predict_seconds(operations, seconds_per_op, backward)
+    predicted = 0.0 if operations is None else predict_seconds(operations, seconds_per_op, backward, is_first)
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)

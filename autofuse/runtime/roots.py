@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -457,6 +458,7 @@ class Root:
             spent_seconds=self.eager_seconds,
             operations=observer.ops_in_forward(self.key),
             backward=torch.is_grad_enabled(),
+            is_first="torch._dynamo" not in sys.modules,
             seconds_per_op=self.roots.seconds_per_op(),
             calls=self.calls - 1,
             min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
@@ -482,10 +484,12 @@ class Root:
     def capture(self) -> None:
         """From the next call on, run the captured graph."""
         self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
-        # Here, because it brings Dynamo: 2 s that a script without a root worth capturing never pays.
+        # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
+        began = time.perf_counter()
         from autofuse.capture import backend as dynamo
         from autofuse.pipeline import backend
 
+        self.session.capture_seconds += time.perf_counter() - began
         self._dynamo = dynamo
         self._captured = dynamo.compile_root(self.name, backend)
         self.state = "captured"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
-from autofuse.report.progress import TuningProgress
 from autofuse.runtime.backends import Place
 from autofuse.runtime.router import NodeState, Plan
 from autofuse.tuner import daemon
@@ -82,6 +81,8 @@ class TuningClient:
             self.paused_seconds += time.perf_counter() - began
 
     def _wait_for_daemon(self, total: int, deadline: float) -> None:
+        from autofuse.report.progress import TuningProgress  # 0.1 s of rich, for scripts that wait
+
         session = self._session
         restarts, began = 0, time.perf_counter()
         self._touch()

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 from filelock import FileLock, Timeout
@@ -30,8 +31,10 @@ from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, DaemonError, StoreError
 from autofuse.settings import Settings
 from autofuse.tuner.manners import is_alive, lower_priority
-from autofuse.tuner.serving import TuningLoop
 from autofuse.tuner.worker_process import python_module
+
+if TYPE_CHECKING:
+    from autofuse.tuner.serving import TuningLoop
 
 log = logging.getLogger("autofuse.daemon")
 
@@ -181,6 +184,8 @@ def serve(settings: Settings) -> None:
     lower_priority(settings.tuner.nice)
     try:
         with _lock(settings):
+            from autofuse.tuner.serving import TuningLoop  # not for scripts, which only start daemons
+
             loop = TuningLoop(settings, is_urgent=lambda: _someone_waits(settings), nice=settings.tuner.nice)
             with _announced(settings, loop):
                 loop.serve()
@@ -201,6 +206,8 @@ def drain(settings: Settings, on_progress: Callable[[int, int], None] = lambda d
     stop(settings)
     try:
         with _lock(settings), open(log_path(settings), "ab") as output:
+            from autofuse.tuner.serving import TuningLoop
+
             loop = TuningLoop(settings, is_urgent=lambda: True, nice=0, worker_log=output)
             with _announced(settings, loop):
                 return loop.drain(on_progress)

@@ -36,15 +36,19 @@ def record(**values: Any) -> RootRecord:
     return RootRecord(**{**defaults, **values})
 
 
-@given(st.floats(0.001, 1.0), st.integers(1, 2000), st.integers(1, 20_000))
-def test_ski_rental_costs_at_most_twice_the_best_choice(step: float, operations: int, steps: int) -> None:
+@given(st.floats(0.001, 1.0), st.integers(1, 2000), st.integers(1, 20_000), st.booleans())
+def test_ski_rental_costs_at_most_twice_the_best_choice(
+    step: float, operations: int, steps: int, is_first: bool
+) -> None:
     """Whatever the length of the run, and even if a captured step cost nothing."""
-    price = predict_seconds(operations, 0.02)
+    price = predict_seconds(operations, 0.02, is_first=is_first)
+    assert not is_first or price > predict_seconds(operations, 0.02)
     spent = paid = 0.0
     for call in range(min(steps, 500)):
         found = advice(
-            spent_seconds=spent, operations=operations, calls=call, min_root_us=0.0, max_seconds=float("inf")
-        )
+            spent_seconds=spent, operations=operations, calls=call, is_first=is_first,
+            min_root_us=0.0, max_seconds=float("inf"),
+        )  # fmt: skip
         if found.capture:
             paid = spent + price
             break
