@@ -191,7 +191,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)  # sizes that differ become symbols of their own
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     chosen=st.lists(
         st.tuples(st.sampled_from(sorted(MOVES)), st.integers(1, 3), st.sampled_from(DTYPES)), min_size=2, max_size=5
