@@ -1,11 +1,12 @@
 """Correctness and speed of routed kernels on a GPU, beside eager and torch.compile.
 
     python benchmarks/gpu.py                      # all of it, within 8 minutes
-    python benchmarks/gpu.py --only softmax,trap  # sections (check, table, trap, host, lm) or cases, or both
+    python benchmarks/gpu.py --only softmax,trap  # sections (check, table, steps, ...) or cases, or both
     python benchmarks/gpu.py --device cpu --quick # a trial of the benchmark itself, without a GPU
 
 check  every case of tests/cases.py in float32, bfloat16 and float16 against float64, by the tuner's rule
 table  memory-bound cases, all variants side by side: time, bytes a second, share of what a copy reaches
+steps  optimizers' steps beside torch's foreach and fused ones
 trap   the first call on a small shape, then a large one: who is slow because of the first
 host   host time of a routed launch (benchmarks/launch.py)
 lm     examples/train_lm.py end to end, each variant in a process of its own
@@ -40,6 +41,7 @@ from gpu_cases import CASES, QUICK_SIZES, SIZES, SMALL_FIRST, TRAPS, SpeedCase
 from gpu_lm import VARIANTS, run_variant
 from gpu_measure import MODES, QUICK_MODES, ROUNDS, Benchmark, Clock, measure
 from gpu_rig import CpuRig, GpuRig, Rig, copy_bandwidth
+from gpu_steps import steps
 
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.triton.targets import target_of
@@ -49,7 +51,7 @@ from autofuse.runtime.session import start_session
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon
 
-SHARES = {"check": 0.15, "table": 0.45, "trap": 0.09, "host": 0.04, "lm": 0.27}  # of the time
+SHARES = {"check": 0.15, "table": 0.37, "steps": 0.08, "trap": 0.09, "host": 0.04, "lm": 0.27}  # of the time
 QUICK_CHECKS = ("unary_exp", "add_bias_gelu", "softmax", "layer_norm_backward")
 
 
@@ -204,6 +206,7 @@ def lm(run: Benchmark) -> None:
 SECTIONS: dict[str, Callable[[Benchmark], None]] = {
     "check": check,
     "table": table,
+    "steps": steps,
     "trap": trap,
     "host": host,
     "lm": lm,

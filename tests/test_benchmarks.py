@@ -32,7 +32,7 @@ def test_names_that_nobody_knows() -> None:
 
 def test_a_quick_run_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    done = run("--device", "cpu", "--quick", "--only", "check,bias_gelu_backward", "--minutes", 3, "--out", out)
+    done = run("--device", "cpu", "--quick", "--only", "check,steps,bias_gelu_backward", "--minutes", 3, "--out", out)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
     assert found["machine"]["torch"] and found["machine"]["gpu"].startswith("none") and not found["left_out"]
@@ -44,4 +44,8 @@ def test_a_quick_run_on_the_cpu(tmp_path: Path) -> None:
         assert not row["errors"] and set(row["modes"]) == {"eager", "autofuse"}
         assert row["largest_difference_to_eager"]["autofuse"] < 1e-5
         assert row["modes"]["autofuse"]["nodes_fused"].split()[-1] != "0", "forward and backward were planned"
+    for row in found["sections"]["steps"]["rows"]:
+        assert set(row["modes"]) == {"eager", "fused", "autofuse"}
+        assert max(row["largest_difference_to_eager"].values()) < 1e-5
+    assert len(found["sections"]["steps"]["rows"]) == 1
     assert found["sections"]["notes"] == []
