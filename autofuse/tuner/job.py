@@ -269,7 +269,8 @@ class Job:
         """The winner and its decision; None where eager stays."""
         for _ in range(TAKES):
             ran = (e for e in entrants if e.comparison is not None and not e.trades(self.limits.margin))
-            ranked = sorted(ran, key=lambda e: -e.speedup)
+            # Who left a race early was slower than the leader, whatever eager took in those few rounds.
+            ranked = sorted(ran, key=lambda e: (e.dropped, -e.speedup))
             if not ranked:
                 break
             best = self._final(ranked, values)
@@ -308,11 +309,13 @@ class Job:
         assert first.comparison is not None
         if first.comparison.high < 1.0:
             return first
-        close = [e for e in ranked if e.speedup >= first.speedup * (1.0 - CLOSE)]
+        close = [e for e in ranked if e.dropped == first.dropped and e.speedup >= first.speedup * (1.0 - CLOSE)]
         finalists = sorted(close, key=lambda e: -e.device_speedup)[:FINALISTS]
         self._race(finalists, values, self._at_length())
-        top = max(e.speedup for e in finalists)
-        alike = [e for e in finalists if e.comparison is not None and e.speedup * (1.0 + self.limits.margin) >= top]
+        ran = [e for e in finalists if e.comparison is not None]
+        stayed = [e for e in ran if not e.dropped] or ran  # all left where eager leads
+        top = max((e.speedup for e in stayed), default=0.0)
+        alike = [e for e in stayed if e.speedup * (1.0 + self.limits.margin) >= top]
         return max(alike, key=lambda e: e.device_speedup, default=None)
 
     def _at_length(self) -> RaceRules:

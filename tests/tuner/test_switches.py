@@ -145,6 +145,37 @@ def test_sizes_built_in_win_where_they_gain() -> None:
     assert sum(len(outcome.decisions) > 1 for outcome in found) >= 18
 
 
+class SlowStart(NoisySampler):
+    """Eager is slow in the first rounds of each race; the second candidate equals the first in one race."""
+
+    races = 0
+
+    def __init__(self, times_us: Sequence[float], noise: Noise, chance: random.Random) -> None:
+        super().__init__(times_us, noise, chance)
+        SlowStart.races += 1
+        self._is_first, self._rounds = SlowStart.races == 1, 0
+
+    def round(self, order: Sequence[int]) -> list[float]:
+        self._rounds += 1
+        eager, first, second = 300e-6 if self._rounds > 3 else 600e-6, 100e-6, 105e-6 if self._is_first else 150e-6
+        return [(eager, first, second)[index] for index in order]
+
+
+def test_who_left_a_race_early_does_not_decide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.NoisySampler", SlowStart)
+    monkeypatch.setattr(SlowStart, "races", 0)
+    decision = tune([100.0, 105.0], 1e9, Noise(), 0).decisions[0]
+    assert decision.reason == "won" and dict(decision.candidate.config) == {"number": 0}
+
+
+def test_eager_stays_where_it_leads_and_says_so() -> None:
+    assert tune([300.0, 310.0], 1e9, Noise(), 0).decisions[0].reason == "no_gain"
+    assert tune([EAGER_US * 1.02, EAGER_US * 1.25], 1e9, Noise(0.05), 0).decisions[0].reason in (
+        "no_gain",
+        "below_margin",
+    )
+
+
 if __name__ == "__main__":  # as a table, of more tries: one candidate, four, sizes built in; a gain of a tenth
     for name in NOISES:
         gain = [EAGER_US * 1.3, EAGER_US / 1.1, EAGER_US]
