@@ -66,15 +66,16 @@ def models_table(found: dict[str, Any]) -> list[str]:
         over, ours = row.get("autofuse_over", {}), row["contenders"].get("autofuse", {})
         others = ("eager", "eager, same settings", "compile", "compile dynamic")
         nodes = f"{ours.get('fused_nodes')} of {ours.get('nodes')}"
-        rows.append(
-            [row["model"], *(times(over.get(name)) for name in others), nodes, "; ".join(row["left_out"])[:120]]
-        )
+        limit = f"{row['limit_over_eager']:.2f}" if "limit_over_eager" in row else "-"
+        ratios = (times(over.get(name)) for name in others)
+        rows.append([row["model"], *ratios, limit, nodes, "; ".join(row["left_out"])[:120]])
     heads = (
         "model",
         "over eager",
         "over eager, same settings",
         "over compile",
         "over compile dynamic",
+        "at most, over eager",
         "nodes fused",
         "",
     )
