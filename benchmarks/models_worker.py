@@ -39,14 +39,14 @@ def main() -> int:
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     session = None
     if contender == "autofuse":
-        session = _session(store)
+        session = session_of(store)
     elif contender == "eager, same settings":
         from autofuse.process_settings import apply_malloc
 
         apply_malloc()
     began = time.perf_counter()
-    workload = build(case, fixed, contender == "eager, same settings", _wrapper(contender))
-    state = _prepare(workload, session)
+    workload = build(case, fixed, contender == "eager, same settings", wrapper(contender))
+    state = prepare(workload, session)
     print(
         json.dumps({"prepare_seconds": time.perf_counter() - began, "shapes": workload.shapes, **state}), file=answers
     )
@@ -61,14 +61,14 @@ def main() -> int:
     return 0
 
 
-def _wrapper(contender: str) -> Callable[[nn.Module], nn.Module]:
+def wrapper(contender: str) -> Callable[[nn.Module], nn.Module]:
     if contender not in COMPILED:
         return lambda model: model
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     return lambda model: torch.compile(model, **COMPILED[contender])
 
 
-def _session(store: Path) -> Any:
+def session_of(store: Path, **settings: Any) -> Any:
     """As `autofuse run --tune wait --set process.malloc=on` would begin."""
     from autofuse.process_settings import apply_malloc
     from autofuse.runtime.session import start_session
@@ -77,7 +77,7 @@ def _session(store: Path) -> Any:
     apply_malloc()
     values = {
         "run.store": store, "run.tune": "wait", "run.quiet": True, "tuner.budget_seconds": 3600.0,
-        "tuner.job_seconds": float(os.environ.get("JOB_SECONDS", "4")), "tuner.idle_exit_seconds": 60.0,
+        "tuner.job_seconds": float(os.environ.get("JOB_SECONDS", "4")), "tuner.idle_exit_seconds": 60.0, **settings,
     }  # fmt: skip
     return start_session(load(cli=values, environ={}, cwd=store.parent), "benchmarks/models.py")
 
@@ -89,7 +89,7 @@ def _run_deck(workload: Workload) -> float:
     return time.perf_counter() - began
 
 
-def _prepare(workload: Workload, session: Any) -> dict[str, Any]:
+def prepare(workload: Workload, session: Any) -> dict[str, Any]:
     """Passes over the deck until nothing changes any more."""
     began = time.perf_counter()
     first = _run_deck(workload)

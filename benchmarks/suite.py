@@ -105,6 +105,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("models", "Whole models on shapes that vary, training steps and inference.", (),
          ("--quick", "--only", "mlp"), models_table),
+    Part("memory", "Peak memory of a step beside eager's.", (), ("--quick",)),
     Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm."),
     Part("capture", "What capturing a 12-layer GPT-2 costs beside torch.compile's tracing back end."),
     Part("trap", "What a contender saw first against what it is then to be fast on."),

@@ -19,13 +19,15 @@ import torch
 import torch._dynamo
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
 
 from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph, plain_call
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
+
+log = logging.getLogger(__name__)
 
 CompileGraph = Callable[[fx.GraphModule, str, int], Callable[[list[Any]], Any]]
 
@@ -44,9 +46,14 @@ def compile_with(
     if min_blocks and not has_subclasses(module, example_inputs):
         pieces = take_apart(module, example_inputs, min_blocks)
         if pieces is not None:
-            return pieces.compile(
-                lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times))
-            )
+            try:
+                return pieces.compile(
+                    lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times))
+                )
+            except RestartAnalysis:  # Dynamo traces once more
+                raise
+            except Exception as error:
+                log.debug("equal blocks are captured one by one: %s", error)
     return _compile_whole(module, example_inputs, compile_graph, 1)
 
 

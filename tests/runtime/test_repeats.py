@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autofuse.capture.backend import boxed, compile_with
-from autofuse.capture.repeats import find_repeats
+from autofuse.capture.repeats import Pieces, find_repeats
 from autofuse.pipeline import route_graph
 from autofuse.report.metrics import GraphLine, Size, sum_graphs
 from autofuse.runtime.session import Session
@@ -225,6 +225,17 @@ def test_a_block_counts_as_often_as_a_step_calls_it() -> None:
     total = sum_graphs(lines)
     assert total is not None and total.steps == 20
     assert total.before == Size(130, 156, 52, 78, 1300.0, 13000.0)
+
+
+def test_blocks_are_captured_one_by_one_where_a_piece_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Pieces, compile_piece: Any) -> Any:
+        raise RuntimeError("no such piece")
+
+    monkeypatch.setattr(Pieces, "compile", fail)
+    model = Stack([Block() for _ in range(4)])
+    captured = Captured(model)
+    check(model, captured, [(2, 5)])
+    assert captured.graphs == {"forward": 1, "backward": 1}
 
 
 class Head(nn.Module):
