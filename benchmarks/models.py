@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, machine, summary
+from common import RESULTS, commit, machine, summary
 from models_cases import CASES, Case
 from models_worker import COMPILED, RECOMPILE_LIMIT
 
@@ -77,7 +77,7 @@ class Contender:
 
 def measure(case: Case, names: Sequence[str], folder: Path, fixed: bool, rounds: int) -> dict[str, Any]:
     contenders: dict[str, Contender] = {}
-    found: dict[str, Any] = {"model": case.name, "bar": case.bar, "contenders": {}, "left_out": []}
+    found: dict[str, Any] = {"model": case.name, "commit": commit(), "bar": case.bar, "contenders": {}, "left_out": []}
     store = folder / "store.sqlite3"
     if AUTOFUSE in names:
         Contender(AUTOFUSE, case, store, fixed).close()  # fills the store
@@ -182,6 +182,7 @@ def main() -> int:
     parser.add_argument("--contenders", default=";".join(CONTENDERS), help=f"separated by ;, of {EAGER}; {SAME}; ...")
     parser.add_argument("--fixed", action="store_true", help="all batches of one shape")
     parser.add_argument("--quick", action="store_true", help="three rounds; proves nothing about speed")
+    parser.add_argument("--append", action="store_true", help="keep the rows of other models in the result file")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     wanted = [w.strip() for w in options.only.split(",") if w.strip()]
@@ -199,6 +200,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="autofuse-models-") as folder:
         default = Path(folder) if options.quick else RESULTS
         out = options.out or default / ("models_fixed.json" if options.fixed else "models.json")
+        if options.append and out.exists():
+            measured = [case.name for case in CASES if not wanted or any(case.name.startswith(w) for w in wanted)]
+            rows += [row for row in json.loads(out.read_text())["rows"] if row["model"] not in measured]
         for case in CASES:
             if wanted and not any(case.name.startswith(w) for w in wanted):
                 continue
