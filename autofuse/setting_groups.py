@@ -88,7 +88,7 @@ class CaptureSettings(Group):
         0.02, "Share of calls that keep running the original module, so that gain is measured.", low=0.0, high=0.5
     )
     min_blocks: int = declare(
-        4,
+        6,
         "From so many equal blocks in a row on one is captured for all, several times sooner; 0: never.",
         unit="blocks",
         low=0,

@@ -36,6 +36,7 @@ from models_worker import COMPILED, RECOMPILE_LIMIT
 from autofuse.tuner.comparison import INTERVAL_TAIL, bounds
 
 EAGER, SAME, AUTOFUSE = "eager", "eager, same settings", "autofuse"
+WHOLE = "autofuse, whole"  # equal layers captured one by one, where asked for
 CONTENDERS = (EAGER, SAME, "compile", "compile dynamic", AUTOFUSE)
 ROUNDS = 13
 ROUND_SECONDS = 60.0  # of one model, all contenders
@@ -78,11 +79,11 @@ class Contender:
 def measure(case: Case, names: Sequence[str], folder: Path, fixed: bool, rounds: int) -> dict[str, Any]:
     contenders: dict[str, Contender] = {}
     found: dict[str, Any] = {"model": case.name, "commit": commit(), "bar": case.bar, "contenders": {}, "left_out": []}
-    store = folder / "store.sqlite3"
-    if AUTOFUSE in names:
-        Contender(AUTOFUSE, case, store, fixed).close()  # fills the store
     for name in names:
+        store = folder / f"{name.replace(', ', '-')}.sqlite3"
         try:
+            if name in (AUTOFUSE, WHOLE):
+                Contender(name, case, store, fixed).close()  # fills the store
             contenders[name] = Contender(name, case, store, fixed)
         except RuntimeError as error:
             found["left_out"].append(f"{name}: {error}")
@@ -190,11 +191,10 @@ def main() -> int:
     if unknown:
         sys.exit(f"--only: expected beginnings of {', '.join(c.name for c in CASES)}; found {', '.join(unknown)}")
     names = [n.strip() for n in options.contenders.split(";")]
-    strange = [n for n in names if n not in (*CONTENDERS, *COMPILED)]
+    strange = [n for n in names if n not in (*CONTENDERS, *COMPILED, WHOLE)]
     if strange:
-        sys.exit(
-            f"--contenders: expected some of {'; '.join([*CONTENDERS, 'max-autotune'])}; found {'; '.join(strange)}"
-        )
+        known = "; ".join([*CONTENDERS, "max-autotune", WHOLE])
+        sys.exit(f"--contenders: expected some of {known}; found {'; '.join(strange)}")
     began, rows = time.monotonic(), list[dict[str, Any]]()
     print("ms a deck of " + ", ".join(names) + "; autofuse over each of the others")
     with tempfile.TemporaryDirectory(prefix="autofuse-models-") as folder:

@@ -40,6 +40,8 @@ def main() -> int:
     session = None
     if contender == "autofuse":
         session = session_of(store)
+    elif contender == "autofuse, whole":
+        session = session_of(store, **{"capture.min_blocks": 0})
     elif contender == "eager, same settings":
         from autofuse.process_settings import apply_malloc
 

@@ -4,10 +4,10 @@ In: Dynamo's graph, before AOTAutograd sees it. Out: what lies before the blocks
 graph that calls these; None where nothing repeats. Guarantee: every block does the same with the same kinds of tensors,
 node by node; the order of all nodes, so that of random numbers too, is kept.
 
-Tracing a layer of a transformer forward and backward takes AOTAutograd 10 to 30 times as long as Dynamo's share of it
-that remains, and so the twelfth layer costs as much as the first (torch 2.13). The price is one call of AOTAutograd's
-wrapper a block, and a block's last kernels do not fuse with the first of the next: therefore a block begins where a
-matrix product does, wherever that is possible, which no element-wise chain crosses.
+Traced one by one, the twelfth layer of a transformer costs as much as the first, most of it in AOTAutograd (torch
+2.13). The price is a call of AOTAutograd's wrapper a block, and a block's last kernels do not fuse with the first of
+the next: 3 to 4 % of a step of GPT-2 or Llama with 4 layers 256 wide, wherever the blocks begin. They begin where the
+fewest values cross from one to the next.
 """
 
 from __future__ import annotations
@@ -21,32 +21,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 MIN_SHARE = 0.5  # of the graph's nodes, that would be captured again
 _CANDIDATES = 6  # lengths of a block that are tried
 
-_PRODUCTS = {
-    F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum,
-    F.scaled_dot_product_attention,
-    torch._C._nn.linear, torch._C._nn.scaled_dot_product_attention,
-}  # fmt: skip
-_PRODUCT_METHODS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__"}
-# What neither reads nor writes a tensor's elements.
-_VIEW_METHODS = {
-    "view",
-    "reshape",
-    "transpose",
-    "permute",
-    "size",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "t",
-    "chunk",
-    "split",
-}
-_VIEWS = {operator.getitem, getattr, torch.unsqueeze, torch.squeeze, torch.transpose, torch.permute, torch.split}
 # Their folded weights are kept for one module (see ways.vendor).
 _CONVOLUTIONS = {
     "conv1d",
@@ -203,26 +181,15 @@ def _runs(labels: Sequence[int], length: int, min_blocks: int) -> Iterator[tuple
 
 
 def _blocks(nodes: list[fx.Node], start: int, stop: int, length: int, min_blocks: int) -> Repeats | None:
-    """Blocks of a stretch, from the best place to begin."""
-    whole = [offset for offset in range(start, min(start + length, stop)) if (stop - offset) // length >= min_blocks]
-    at_product = [offset for offset in whole if _is_before_product(nodes, offset)]
-    for offset in (*at_product, *whole[:1]):
-        found = _linked(nodes, offset, (stop - offset) // length, length, min_blocks)
-        if found is not None:
-            return found
-    return None
-
-
-def _is_before_product(nodes: Sequence[fx.Node], offset: int) -> bool:
-    """Whether the node here begins what leads to a matrix product: itself, or views of its input."""
-    if offset > 0 and _is_view(nodes[offset - 1]):
-        return False  # the first of several such places will do
-    node = next((node for node in nodes[offset:] if not _is_view(node)), None)
-    return node is not None and (node.target in _PRODUCTS or node.target in _PRODUCT_METHODS)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.target in _VIEW_METHODS if node.op == "call_method" else node.target in _VIEWS
+    """Blocks of a stretch, as many as fit, from where the fewest values cross from one to the next."""
+    count = (stop - start) // length
+    offsets = range(start, stop - count * length + 1)
+    found = (_linked(nodes, offset, count, length, min_blocks) for offset in offsets)
+    return min(
+        (repeats for repeats in found if repeats is not None),
+        key=lambda repeats: (-repeats.count, len(repeats.outputs[0]), repeats.start),
+        default=None,
+    )
 
 
 def _linked(nodes: list[fx.Node], start: int, count: int, length: int, min_blocks: int) -> Repeats | None:

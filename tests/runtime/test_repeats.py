@@ -100,7 +100,7 @@ def test_equal_blocks_are_captured_once(is_training: bool) -> None:
     model = Stack([Block() for _ in range(6)]).train(is_training)
     captured = Captured(model)
     check(model, captured)
-    # What lies ahead of the first matrix product, the block, what lies after.
+    # The embedding, the block, what lies after.
     assert captured.graphs == {"forward": 3, "backward": 3} and captured.times == {1, 6}
     with torch.no_grad():
         check(model, captured)
@@ -176,7 +176,7 @@ class Wired(nn.Module):
 LAYER = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from(["add", "gate", "tail"]))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(LAYER, min_size=1, max_size=2),
     st.integers(3, 6),
@@ -186,34 +186,35 @@ LAYER = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from(["add", 
 def test_whatever_the_wiring_results_are_eagers(
     block: list[Any], count: int, ahead: list[Any], after: list[Any]
 ) -> None:
-    model = Wired([*ahead, *block * count, *after])
+    model = Wired([*ahead, *block * count, *after]).double()
     twin = copy.deepcopy(model)
     captured = Captured(model, 3)
     for batch in (3, 5):
-        x = torch.randn(batch, WIDTH)
+        x = torch.randn(batch, WIDTH, dtype=torch.float64)
         torch._dynamo.maybe_mark_dynamic(x, 0)
         found, expected = captured.call(x), twin(x)
         found.backward(), expected.backward()
         assert torch.equal(found, expected)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None) and (q.grad is None or torch.equal(p.grad, q.grad))
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None and q.grad is not None:  # of a value that several blocks read, summed in another order
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_a_block_begins_at_a_product() -> None:
-    found = []
+def test_a_block_begins_where_the_fewest_values_cross() -> None:
+    found: list[Any] = []
     model = Stack([Block() for _ in range(4)])
 
     def look(graph: Any, inputs: Any) -> Any:
         found.append(find_repeats(graph.graph, 4))
-        nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-        found.append(nodes[found[0].start].target)
         return graph.forward
 
     torch._dynamo.reset()
     torch.compile(model, backend=look)(torch.randint(0, 11, (2, 5)))
-    repeats, target = found
-    assert repeats.count == 4 and target is torch._C._nn.linear
-    assert len(repeats.outputs[0]) == 2  # the sum, and the next block's norm of it
+    (repeats,) = found
+    # Behind the norm, where the last stretch of equal nodes could begin too, the sum and its norm would cross.
+    assert repeats.count == 4 and len(repeats.outputs[0]) == 1
+    assert repeats.outputs[0][0] in repeats.inputs[1]
 
 
 def test_a_block_counts_as_often_as_a_step_calls_it() -> None:
