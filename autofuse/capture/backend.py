@@ -44,16 +44,16 @@ def compile_with(
     never) one of them is compiled for all.
     """
     if min_blocks and not has_subclasses(module, example_inputs):
-        pieces = take_apart(module, example_inputs, min_blocks)
-        if pieces is not None:
-            try:
+        try:
+            pieces = take_apart(module, example_inputs, min_blocks)
+            if pieces is not None:
                 return pieces.compile(
                     lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times))
                 )
-            except RestartAnalysis:  # Dynamo traces once more
-                raise
-            except Exception as error:
-                log.debug("equal blocks are captured one by one: %s", error)
+        except RestartAnalysis:  # Dynamo traces once more
+            raise
+        except Exception as error:
+            log.debug("equal blocks are captured one by one: %s", error)
     return _compile_whole(module, example_inputs, compile_graph, 1)
 
 

@@ -12,6 +12,7 @@ fewest values cross from one to the next.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 from collections import Counter
@@ -35,7 +36,6 @@ _CONVOLUTIONS = {
     "conv_transpose3d",
     "convolution",
 }
-
 
 Call = Callable[..., Any]
 
@@ -81,10 +81,11 @@ def find_repeats(graph: fx.Graph, min_blocks: int) -> Repeats | None:
     if len(nodes) < 2 * min_blocks or not all(_may_be_apart(node) for node in nodes):
         return None
     labels = [_label(node) for node in nodes]
+    unreached = _unreached(nodes)
     best: Repeats | None = None
     for length in _lengths(labels, min_blocks):
         for start, stop in _runs(labels, length, min_blocks):
-            found = _blocks(nodes, start, stop, length, min_blocks)
+            found = _blocks(nodes, unreached, start, stop, length, min_blocks)
             if found is not None and (best is None or _saved(found) > _saved(best)):
                 best = found
     return best if best is not None and _saved(best) >= MIN_SHARE * len(nodes) else None
@@ -98,6 +99,27 @@ def _saved(repeats: Repeats) -> int:
     return (repeats.count - 1) * repeats.length
 
 
+def _unreached(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Values with gradients that no gradient will reach, since they lead to no output, or only where gradients end.
+
+    A piece that hands out such a value beside another gets zeros for it, and its parameters then have gradients of
+    zeros where eager's have none.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if _has_gradient(_value(node)):
+            onward = (user.op == "output" or (_has_gradient(_value(user)) and user not in found) for user in node.users)
+            if not any(onward):
+                found.add(node)
+    return found
+
+
+def _has_gradient(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_gradient, value))
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _may_be_apart(node: fx.Node) -> bool:
     """Neither a graph of its own nor a write, which another piece could see."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -105,7 +127,20 @@ def _may_be_apart(node: fx.Node) -> bool:
     name = _name(node)
     of_python = getattr(node.target, "__module__", "") == "_operator"  # where and_ is no write, but iadd is
     is_write = name in _WRITES if of_python else name.endswith("_") and not name.endswith("__")
-    return not (is_write or node.kwargs.get("inplace") or "out" in node.kwargs or "autocast" in name)
+    if isinstance(node.target, torch._ops.OpOverload):
+        is_write = node.target._schema.is_mutable
+    return not (is_write or _is_in_place(node) or "out" in node.kwargs or "autocast" in name)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether ``inplace`` is set, by name or, as ``nn.Dropout`` does, by its place."""
+    if node.op != "call_function" or "inplace" in node.kwargs:
+        return bool(node.kwargs.get("inplace"))
+    try:
+        names = list(inspect.signature(node.target).parameters)
+    except (TypeError, ValueError):  # a builtin, which has no such argument
+        return False
+    return "inplace" in names and bool(dict(zip(names, node.args, strict=False)).get("inplace"))
 
 
 def _may_be_shared(node: fx.Node) -> bool:
@@ -180,11 +215,13 @@ def _runs(labels: Sequence[int], length: int, min_blocks: int) -> Iterator[tuple
             start = index - length + 1
 
 
-def _blocks(nodes: list[fx.Node], start: int, stop: int, length: int, min_blocks: int) -> Repeats | None:
+def _blocks(
+    nodes: list[fx.Node], unreached: set[fx.Node], start: int, stop: int, length: int, min_blocks: int
+) -> Repeats | None:
     """Blocks of a stretch, as many as fit, from where the fewest values cross from one to the next."""
     count = (stop - start) // length
     offsets = range(start, stop - count * length + 1)
-    found = (_linked(nodes, offset, count, length, min_blocks) for offset in offsets)
+    found = (_linked(nodes, unreached, offset, count, length, min_blocks) for offset in offsets)
     return min(
         (repeats for repeats in found if repeats is not None),
         key=lambda repeats: (-repeats.count, len(repeats.outputs[0]), repeats.start),
@@ -192,7 +229,9 @@ def _blocks(nodes: list[fx.Node], start: int, stop: int, length: int, min_blocks
     )
 
 
-def _linked(nodes: list[fx.Node], start: int, count: int, length: int, min_blocks: int) -> Repeats | None:
+def _linked(
+    nodes: list[fx.Node], unreached: set[fx.Node], start: int, count: int, length: int, min_blocks: int
+) -> Repeats | None:
     """As many blocks as take their inputs alike, in a row from ``start`` on."""
     blocks = [nodes[start + n * length : start + (n + 1) * length] for n in range(count)]
     place = {node: index for index, node in enumerate(blocks[0])}
@@ -215,7 +254,8 @@ def _linked(nodes: list[fx.Node], start: int, count: int, length: int, min_block
     end = start + repeats.count * length
     output = nodes[0].graph.find_nodes(op="output")[0]
     later = _taken(nodes[:start], nodes[end:]) + _taken(nodes[:start] + nodes[end:], [output])
-    return repeats if all(_may_cross(node) for node in later) else None
+    crossing = {*itertools.chain(*outputs), *_taken(nodes[:start], [*nodes[start:], output])}
+    return repeats if all(_may_cross(node) for node in later) and not crossing & unreached else None
 
 
 def _outside(

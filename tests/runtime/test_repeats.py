@@ -42,6 +42,14 @@ class Block(nn.Module):
         return x + self.drop(self.down(y))
 
 
+class Overwriting(Block):
+    """Its dropout writes to what the product made; ``nn.Dropout`` says so by an argument without a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1, inplace=True)
+
+
 class Stack(nn.Module):
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
@@ -128,8 +136,9 @@ def test_one_block_called_again_and_again() -> None:
         [Block(scale=0.1 * n) for n in range(1, 5)],
         [Block(drop=0.1 * n) for n in range(4)],
         [Block(inplace=True) for _ in range(4)],
+        [Overwriting() for _ in range(4)],
     ],
-    ids=["constants", "probabilities", "writes"],
+    ids=["constants", "probabilities", "writes", "in place by position"],
 )
 def test_blocks_that_only_look_alike_are_captured_as_they_are(blocks: list[nn.Module]) -> None:
     model = Stack(blocks)
@@ -154,6 +163,33 @@ def test_second_gradients_pass_through_the_blocks() -> None:
     for expected, found in zip(penalty(twin, twin), penalty(model, captured.call), strict=True):
         torch.testing.assert_close(found, expected)
     assert captured.graphs["forward"] == 3
+
+
+class Forked(nn.Module):
+    """Every layer hands on two values, of which the second comes to nothing, or to something without gradients."""
+
+    def __init__(self, ends: str) -> None:
+        super().__init__()
+        self.ends = ends
+        self.one = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.other = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for one, other in zip(self.one, self.other, strict=True):
+            x, y = one(x).tanh(), other(y).tanh()
+        return {"nowhere": x, "detached": x + y.detach(), "both": x + y}[self.ends].square().mean()
+
+
+@pytest.mark.parametrize("ends", ["nowhere", "detached", "both"])
+def test_what_no_gradient_reaches_has_none(ends: str) -> None:
+    model = Forked(ends)
+    twin = copy.deepcopy(model)
+    captured = Captured(model)
+    x = torch.randn(3, WIDTH)
+    captured.call(x).backward(), twin(x).backward()
+    assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in twin.parameters()]
+    assert (captured.graphs["forward"] > 1) is (ends == "both")
 
 
 class Wired(nn.Module):
