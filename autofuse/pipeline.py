@@ -7,6 +7,7 @@ through the store, a new plan between two calls) reaches the same routed graph t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from torch import fx
 
 from autofuse.capture.backend import boxed, compile_with
-from autofuse.capture.graph_import import import_graph
+from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
 from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import Refusal
+from autofuse.runtime.halves import Half
 from autofuse.runtime.program import Program, build_program
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
@@ -33,9 +35,12 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
     try:
         if split_dropout(module):
             session.prepare_generator()
-        graph, nodes, program = _plan(module, session)
-        router = GraphRouter(program, session, phase, perf_counter, session.make_timer, times)
-        session.add_router(router, graph, nodes)
+        planned = _plan(module, session, phase)
+        router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
+        session.add_router(router, planned.graph, planned.nodes, planned.halves)
+        if phase == "backward":
+            for half in planned.halves:
+                half.pair.is_ready = True
         return router
     except Exception as error:
         session.report_fallback("graph_not_planned", f"a {phase} graph runs on eager's kernels", error)
@@ -43,19 +48,27 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
         return boxed(module.forward)
 
 
-def _plan(module: fx.GraphModule, session: Session) -> tuple[FusionGraph, list[FusionNode], Program]:
+@dataclass(frozen=True)
+class _Planned:
+    graph: FusionGraph
+    nodes: list[FusionNode]  # those of groups too
+    halves: list[Half]
+    program: Program
+
+
+def _plan(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
     drawn = regenerate_dropout(module, session.draws_as_eager)
     try:
-        return _plan_as_it_is(module, session)
+        return _plan_as_it_is(module, session, phase)
     except ShapeError:
         if not drawn:
             raise
     # Draws that would not keep their order inside of nodes: eager's own dropout then.
     restore_dropout(module)
-    return _plan_as_it_is(module, session)
+    return _plan_as_it_is(module, session, phase)
 
 
-def _plan_as_it_is(module: fx.GraphModule, session: Session) -> tuple[FusionGraph, list[FusionNode], Program]:
+def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
     imported = import_graph(module)
     session.refusals.extend(imported.refusals)
     for device in dict.fromkeys(imported.devices.values()):
@@ -68,17 +81,31 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session) -> tuple[FusionGrap
         imported.parameters,
         {ref: str(device) for ref, device in imported.devices.items()},
     )
-    nodes = session.plan_nodes(graph)
-    groups = session.plan_groups(graph, nodes, imported.derived)
+    halves = session.plan_halves(imported, phase)
+    if halves:
+        try:
+            return _plan_nodes(imported, graph, halves, session, phase)
+        except ShapeError as error:
+            session.refusals.append(Refusal("attention", False, f"{len(halves)} attentions", str(error)))
+    return _plan_nodes(imported, graph, [], session, phase)
+
+
+def _plan_nodes(
+    imported: ImportedGraph, graph: FusionGraph, halves: list[Half], session: Session, phase: str
+) -> _Planned:
+    """Raises ShapeError where no program can be made."""
+    nodes = session.plan_nodes(graph, [half.names for half in halves])
+    groups = session.plan_groups(graph, nodes, imported.derived, halves)
+    is_backward = phase == "backward"
     try:
-        program = build_program(imported, nodes, groups)
+        program = build_program(imported, nodes, groups, halves, is_backward)
     except ShapeError as error:  # draws or writes whose order no group may disturb
         if not groups:
             raise
         session.refusals.append(Refusal("groups_in_a_circle", False, f"{len(groups)} groups", str(error)))
         groups = []
-        program = build_program(imported, nodes)
-    return graph, [*nodes, *(group.node for group in groups)], program
+        program = build_program(imported, nodes, groups, halves, is_backward)
+    return _Planned(graph, [*nodes, *(group.node for group in groups)], halves, program)
 
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:

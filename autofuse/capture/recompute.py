@@ -18,12 +18,15 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import default_partition
 
+from autofuse.capture.passes import note_backward
+
 
 def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's default partition of a graph which computes cheap values again."""
+    """AOTAutograd's default partition of a graph which computes cheap values again; forward knows its backward."""
     recompute(joint.graph)
     joint.recompile()
     parted: tuple[fx.GraphModule, fx.GraphModule] = default_partition(joint, inputs, **options)
+    note_backward(*parted, options["num_fwd_outputs"])
     return parted
 
 

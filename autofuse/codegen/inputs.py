@@ -31,7 +31,7 @@ def make_inputs(
     """Inputs for a node, on a device (the CPU if None); equal arguments give equal values."""
     if not isinstance(symbol_values, Mapping):
         symbol_values = dict(zip(form.symbols, symbol_values, strict=True))
-    roles = _roles(form)
+    roles = _roles(form) | (_masks(form) if kind == "normal" else {})
     made = []
     for number, item in enumerate(form.inputs):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{number}".encode()))
@@ -163,6 +163,27 @@ def _roles(form: NodeForm) -> dict[str, Role]:
         if op.short_name == "log_sigmoid_backward":
             note(op.args[2], _unit)
     return roles
+
+
+def _masks(form: NodeForm) -> dict[str, Role]:
+    """Masks of scores that have a row for each key: in all likelihood causal, which kernels may make use of."""
+    sources = _view_sources(form)
+    scores = {form.spec(op.args[0]).shape for op in form.operations if op.short_name == "_softmax"}
+    found: dict[str, Role] = {}
+    for op in form.operations:
+        if op.target in ("aten.masked_fill.Scalar", "aten.add.Tensor") and isinstance(op.args[1], ValueRef):
+            dims = form.spec(op.args[1]).shape.dims
+            is_square = len(dims) > 1 and dims[-1] == dims[-2] and set(dims[:-2]) <= {1}
+            if is_square and op.outputs[0].shape in scores:
+                found[sources.get(op.args[1].name, op.args[1].name)] = _causal
+    return found
+
+
+def _causal(
+    form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+) -> torch.Tensor:
+    hidden = torch.ones(sizes, dtype=torch.bool).triu(1)
+    return hidden if spec.dtype == "bool" else torch.zeros(sizes).masked_fill(hidden, float("-inf"))
 
 
 def _view_sources(form: NodeForm) -> dict[str, str]:

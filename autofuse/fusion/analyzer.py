@@ -11,7 +11,7 @@ same tensors. Views are free: a node takes the views between its members, the gr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
@@ -49,15 +49,21 @@ class FusionCandidateAnalyzer:
     config: FusionConfig = field(default_factory=FusionConfig)
     lowerable: Callable[[NodeForm], tuple[str, str] | None] | None = None
     refusals: list[Refusal] = field(default_factory=list)
+    _island: dict[str, int] = field(default_factory=dict)
 
     # ---- the seed's questions ----------------------------------------------------------------------
 
     def find_fusible_operations(
-        self, ops: Sequence[Operation] | FusionGraph, seeds: Iterable[Sequence[str]] = ()
+        self,
+        ops: Sequence[Operation] | FusionGraph,
+        seeds: Iterable[Sequence[str]] = (),
+        apart: Iterable[Collection[str]] = (),
     ) -> list[FusionNode]:
-        """Nodes in program order. ``seeds``: names of operations to start clusters from (custom patterns)."""
+        """Nodes in program order. ``seeds``: names of operations to start clusters from (custom patterns);
+        ``apart``: names that share no node with others (what may run in another way as a whole)."""
         graph = ops if isinstance(ops, FusionGraph) else _closed_graph(ops)
         self.refusals = []
+        self._island = {name: number for number, names in enumerate(apart) for name in names}
         if not self.config.enabled:
             return []
         nodes = [node for cluster in self._clusters(graph, seeds) for node in self._finish(graph, cluster)]
@@ -84,6 +90,11 @@ class FusionCandidateAnalyzer:
         for names in seeds:
             members = [graph.by_name[n] for n in names]
             extents = [self._extent(graph, op) for op in members]
+            if len({self._island.get(n) for n in names}) > 1:
+                self._refuse(
+                    "kept_apart", members, "part of the pattern belongs to an attention that may run as a whole"
+                )
+                continue
             if None in extents or join_extents([e for e in extents if e]) is None or any(n in home for n in names):
                 self._refuse("pattern_loops_differ", members, "the pattern's operations do not share one loop nest")
                 continue
@@ -154,6 +165,8 @@ class FusionCandidateAnalyzer:
     def _why_not(
         self, graph: FusionGraph, home: dict[str, _Cluster], first: _Cluster, second: _Cluster, apart: bool = False
     ) -> tuple[str, str] | None:
+        if self._island.get(first.operations[0].name) != self._island.get(second.operations[0].name):
+            return "kept_apart", "one side is part of an attention that may run as a whole"
         size = len(first.operations) + len(second.operations)
         if size > self.config.max_fusion_size and not (first.seeded or second.seeded):
             return "size_limit", f"{size} operations are more than max_fusion_size={self.config.max_fusion_size}"

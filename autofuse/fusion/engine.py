@@ -76,14 +76,17 @@ class FusionEngine:
         """Try ``pattern`` before the rules. Raises FusionError for a second pattern of the same name."""
         add_pattern(self._own_patterns, pattern, priority)
 
-    def fuse(self, operations: Sequence[Operation] | FusionGraph) -> list[FusionNode]:
-        """The nodes of a graph, in program order; empty when fusion is off."""
+    def fuse(
+        self, operations: Sequence[Operation] | FusionGraph, apart: Sequence[Collection[str]] = ()
+    ) -> list[FusionNode]:
+        """The nodes of a graph, in program order; empty when fusion is off. No node holds operations of a set of
+        ``apart`` beside others."""
         if not self.enabled:
             return []
         analyzer = FusionCandidateAnalyzer(self.config, self._lowerable)
         graph = operations if isinstance(operations, FusionGraph) else None
         seeds = self._seeds(graph) if graph is not None else []
-        nodes = analyzer.find_fusible_operations(operations, seeds)
+        nodes = analyzer.find_fusible_operations(operations, seeds, apart)
         listed = operations.operations if isinstance(operations, FusionGraph) else operations
         self._count(listed, nodes, analyzer)
         return nodes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from autofuse.fusion.graph import FusionGraph
@@ -27,10 +27,18 @@ class GraphLog:
     def __init__(self) -> None:
         self._graphs: list[tuple[GraphRouter, dict[str, Any]]] = []
 
-    def add(self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode]) -> None:
-        """Measure a graph as it is and as it is planned."""
+    def add(
+        self,
+        router: GraphRouter,
+        graph: FusionGraph,
+        nodes: Sequence[FusionNode],
+        wholes: Sequence[Collection[str]] = (),
+    ) -> None:
+        """Measure a graph as it is and as it is planned; ``wholes``: names that a vendor's kernel each may take in."""
         try:
-            before, after = graph.metrics(), graph.metrics(planned_kernels(nodes))
+            kernels = {op.name for op in graph.operations if has_kernel(op)}
+            taken = [kernels.intersection(names) for names in wholes]
+            before, after = graph.metrics(), graph.metrics(planned_kernels(nodes, taken))
         except Exception as error:
             log.debug("a %s graph has no metrics: %s", router.phase, error)
             return

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -27,8 +27,10 @@ from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
+from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, free_symbols, symbol
 from autofuse.runtime.eager_calls import render_call
+from autofuse.runtime.halves import Half, backward_call
 from autofuse.ways.groups import Group
 
 
@@ -41,6 +43,8 @@ class NodeSlot:
     device: torch.device  # where all of its tensors live
     members: tuple[int, ...] = ()  # of a group: the slots that run where it has no callable of its own
     is_group: bool = False
+    half: Half | None = None  # of an attention in training, whose node holds both passes
+    half_number: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Program:
     call: Callable[..., Any]  # call(plans, miss, args): plans by key, miss(key) -> plan where there is none
     timed_call: Callable[..., Any]  # timed_call(plans, miss, args, times): times[i] += seconds of CPU node i
     source: str
+    # Of each half of an attention: the slots that do not run in calls that the plan counts as skipped for it.
+    skips: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -66,16 +72,32 @@ class _Unit:
     inner: list[_Unit] = field(default_factory=list)  # of a group: what runs one by one
     size: sympy.Expr | None = None  # what the line computes, where that is a size
     arity: int | None = None  # inputs that are arguments of its callable, the first ones; all if None
+    half: int | None = None  # half of an attention: its number
 
 
-def build_program(imported: ImportedGraph, nodes: Sequence[FusionNode], groups: Sequence[Group] = ()) -> Program:
-    """Generate the flat call. Raises ShapeError where a symbol is not among the inputs, or units need each other."""
-    builder = _Builder(imported, nodes, groups)
-    return builder.build()
+def build_program(
+    imported: ImportedGraph,
+    nodes: Sequence[FusionNode],
+    groups: Sequence[Group] = (),
+    halves: Sequence[Half] = (),
+    is_backward: bool = False,
+) -> Program:
+    """Generate the flat call. Raises ShapeError where a symbol is not among the inputs, or units need each other.
+
+    ``halves``: of attentions in training; those of a backward graph run as wholes where forward kept what they read.
+    """
+    return _Builder(imported, nodes, groups, halves, is_backward).build()
 
 
 class _Builder:
-    def __init__(self, imported: ImportedGraph, nodes: Sequence[FusionNode], groups: Sequence[Group]) -> None:
+    def __init__(
+        self,
+        imported: ImportedGraph,
+        nodes: Sequence[FusionNode],
+        groups: Sequence[Group],
+        halves: Sequence[Half],
+        is_backward: bool,
+    ) -> None:
         self.imported = imported
         self.fx_nodes: list[fx.Node] = list(imported.module.graph.nodes)
         self.position = {n: i for i, n in enumerate(self.fx_nodes)}
@@ -91,7 +113,18 @@ class _Builder:
             NodeSlot(g.node, tuple(symbol(s) for s in g.node.symbols), self._device_of(g.node), g.members, True)
             for g in groups
         ]
+        self.by_name = {n.name: n for n in self.fx_nodes}
+        self.first_half = len(slots)
+        self.halves = list(halves)
+        self.skips = tuple(self._members(half, slots) for half in halves)
+        if not is_backward:  # the forward half decides: it alone has a callable that may be there or not
+            slots += [
+                NodeSlot(h.pair.node, tuple(map(symbol, h.pair.node.symbols)), torch.device("cpu"), (), True, h, number)
+                for number, h in enumerate(halves)
+            ]
         self.slots = tuple(slots)
+        # What a forward half keeps has not the sizes of the probabilities.
+        self.unsized = {name for half in halves for name in half.kept_inputs} if is_backward else set()
         self.sources = self._sources()
         self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, "floor": math.floor}
 
@@ -102,6 +135,18 @@ class _Builder:
         if len(found) != 1:
             raise ShapeError(f"expected {node.label} on one device, found {sorted(map(str, found))}; report this")
         return found.pop()
+
+    @staticmethod
+    def _members(half: Half, slots: Sequence[NodeSlot]) -> tuple[int, ...]:
+        """The slots inside of a half. Raises ShapeError where one is only partly inside."""
+        found = []
+        for index, slot in enumerate(slots):
+            names = {op.name for op in slot.node.kernels}
+            if names <= half.names:
+                found.append(index)
+            elif names & half.names:
+                raise ShapeError(f"expected {slot.node.label} inside of an attention or outside, found it across")
+        return tuple(found)
 
     def build(self) -> Program:
         placeholders = [n for n in self.fx_nodes if n.op == "placeholder"]
@@ -123,7 +168,7 @@ class _Builder:
         lines += [*head, *timed]
         source = "\n".join(lines)
         exec(compile(source, "<autofuse graph>", "exec"), self.namespace)
-        return Program(self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source)
+        return Program(self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source, self.skips)
 
     # ---- units ---------------------------------------------------------------------------------------
 
@@ -151,9 +196,36 @@ class _Builder:
             node = self.slots[index].node
             unit.inputs = [self._node_of(name) for name in node.input_names]
             unit.outputs = [self.by_ref[ref] for ref in node.outputs]
-        for index in range(self.first_group, len(self.slots)):
+        for index in range(self.first_group, self.first_half):
             units = self._grouped(units, index)
+        for number, half in enumerate(self.halves):
+            place = self.first_half + number if self.first_half < len(self.slots) else None
+            if place is None:
+                self.namespace[f"af_half{number}"] = backward_call(half.pair)
+            units = self._halved(units, half, _Unit([], place, half=number))
         return units
+
+    def _halved(self, units: list[_Unit], half: Half, whole: _Unit) -> list[_Unit]:
+        """The units with those of a half as one. Views of what comes from outside stay there as well."""
+        inner = [u for u in units if any(self._operation_of(n) in half.names for n in u.nodes)]
+        made = {n for u in inner for n in u.nodes}
+        outer = [u for u in inner if u.slot is None and not made.intersection(u.inputs)]
+        outer = [u for u in outer if all(_kind_of(n) is OpKind.VIEW for n in u.nodes)]
+        rest = [u for u in units if not any(u is i for i in inner) or any(u is o for o in outer)]
+        whole.nodes = [n for u in inner for n in u.nodes]
+        whole.position = max(u.position for u in inner)
+        whole.outputs = [self.by_name[name] for name in half.outputs]
+        whole.inner = self._live(self._order([replace(u) for u in inner]), whole.outputs)
+        whole.inputs = [self.by_name[name] for name in half.inputs]
+        whole.arity = len(whole.inputs)
+        made = {n for u in whole.inner for n in u.nodes}
+        outside = [n for u in whole.inner for n in u.inputs if n not in made]
+        whole.inputs += [n for n in dict.fromkeys(outside) if n not in whole.inputs]
+        return [*rest, whole]
+
+    def _operation_of(self, node: fx.Node) -> str:
+        ref = self.imported.refs.get(node)
+        return ref.name if ref is not None else ""
 
     def _unit(self, node: fx.Node) -> _Unit:
         """A line of its own. Sizes are computed from the inputs' sizes, so that no tensor has to be there for them."""
@@ -170,13 +242,9 @@ class _Builder:
         names = {op.name for op in node.operations}
         kernels = {op.name for op in node.kernels}
 
-        def name_of(n: fx.Node) -> str:
-            ref = self.imported.refs.get(n)
-            return ref.name if ref is not None else ""
-
-        inner = [u for u in units if any(name_of(n) in kernels for n in u.nodes)]
+        inner = [u for u in units if any(self._operation_of(n) in kernels for n in u.nodes)]
         rest = [u for u in units if not any(u is i for i in inner)]
-        views = [u for u in rest if u.slot is None and name_of(u.nodes[0]) in names]
+        views = [u for u in rest if u.slot is None and self._operation_of(u.nodes[0]) in names]
         group = _Unit([n for u in inner for n in u.nodes], index, position=max(u.position for u in inner))
         copies = [_Unit(list(u.nodes), None, list(u.inputs), list(u.outputs), u.position) for u in views]
         group.outputs = [self.by_ref[ref] for ref in node.outputs]
@@ -252,7 +320,7 @@ class _Builder:
                 sources.setdefault(str(dim), n.name)
         for n in self.fx_nodes:
             ref = self.imported.refs.get(n)
-            if n.op != "placeholder" or ref is None:
+            if n.op != "placeholder" or ref is None or n.name in self.unsized:
                 continue
             for axis, size in enumerate(self.imported.inputs[ref.name].shape):
                 if isinstance(size, sympy.Symbol):
@@ -267,6 +335,8 @@ class _Builder:
         needed = dict.fromkeys([s for s in wanted if s not in derived])
         needed |= dict.fromkeys(s for expr in derived.values() for s in free_symbols(expr))
         needed |= dict.fromkeys(s for u in units if u.size is not None for s in map(str, free_symbols(u.size)))
+        leads = [dim for half in self.halves for dim in half.pair.lead]
+        needed |= dict.fromkeys(s for dim in leads for s in map(str, free_symbols(dim)))
         missing = [s for s in needed if s not in sources]
         if missing:
             raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")
@@ -310,7 +380,6 @@ class _Builder:
 
     def _branch(self, unit: _Unit) -> tuple[list[str], list[str]]:
         """A group: its own callable, or what it is made of; without and with measuring."""
-        assert unit.slot is not None
         kept = {*unit.outputs, *unit.inputs}
         last: dict[fx.Node, int] = {}
         for index, part in enumerate(unit.inner):
@@ -326,7 +395,23 @@ class _Builder:
             timed += [*self._measured(part, lines), *clean]
         head = [f"    if af_n{unit.slot} is None:"]
         tail = ["    else:", f"        {self._line(unit)}"]
+        if unit.half is not None:
+            head, tail = self._half_branch(unit, unit.half)
         return [*head, *_indented(plain), *tail], [*head, *_indented(timed), *tail]
+
+    def _half_branch(self, unit: _Unit, number: int) -> tuple[list[str], list[str]]:
+        """A half of an attention: the lines before and behind its operations one by one."""
+        inputs = [n.name for n in unit.inputs[: unit.arity]]
+        outputs = ", ".join(n.name for n in unit.outputs)
+        count = f"        af_plan.skipped[{number}] += 1"
+        if unit.slot is None:  # what forward kept tells which half it ran
+            lead = "".join(f"{_in_code(sympy.sympify(dim))}, " for dim in self.halves[number].pair.lead)
+            call = f"af_half{number}(({lead}), {', '.join(inputs)})"
+            return [f"    if {inputs[0]}.dim() != 1:"], ["    else:", f"        {outputs} = {call}", count]
+        whole = f"af_whole{number}"
+        asked = f"    {whole} = None if af_n{unit.slot} is None else af_n{unit.slot}({', '.join(inputs)})"
+        taken = ["    else:", f"        {outputs} = {whole}", f"        del {whole}", count]
+        return [asked, f"    if {whole} is None:"], taken
 
     def _line(self, unit: _Unit) -> str:
         if unit.slot is not None:
@@ -391,6 +476,11 @@ def _check_made(units: Sequence[_Unit], placeholders: Sequence[fx.Node], output:
     absent = [n.name for n in output.all_input_nodes if n not in made]
     if absent:
         raise ShapeError(f"expected {', '.join(absent)} among what the nodes make, found no such outputs")
+
+
+def _kind_of(node: fx.Node) -> OpKind:
+    """What kind of operator an FX node calls."""
+    return info(_target_name(node)).kind if node.op == "call_function" else OpKind.OPAQUE
 
 
 def _ref_of(name: str) -> ValueRef:

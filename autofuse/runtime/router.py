@@ -21,8 +21,10 @@ import torch
 from autofuse.errors import DeviceError, ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.gpu import capturing
+from autofuse.runtime.halves import forward_call
 from autofuse.runtime.launch import Entry, NodeCall, make_checked, make_launcher, make_unfused, node_symbol_values
 from autofuse.runtime.program import NodeSlot, Program
+from autofuse.ways.training import SDPA_TRAINING
 
 # Live times of this many sampled calls are kept for each node of a plan.
 KEPT_SAMPLES = 32
@@ -104,6 +106,7 @@ class NodeState:
     covered: bool = False  # part of a group that runs as a whole: not called at all
     idle_before: int = 0  # calls of the plan that went to such a group instead
     covered_at: int = 0  # the plan's count when that began
+    skipped_by: int | None = None  # the half of an attention that may run in its place
 
     @functools.cached_property
     def unfused(self) -> NodeCall:
@@ -120,6 +123,7 @@ class Plan:
         self.count = 0  # calls; the generated code counts
         self.seen = 0  # calls that the step statistics have taken note of
         self.fused_nodes = 0
+        self.skipped = [0] * len(router.program.skips)  # calls in which half of an attention ran as a whole
         self.is_resolved = False  # the catalogue has been asked about its nodes
         program = router.program
         graph_values = dict(zip(program.symbols, key, strict=True))
@@ -127,6 +131,9 @@ class Plan:
         for slot in program.slots:
             values = node_symbol_values(slot.symbols, graph_values)
             self.nodes.append(NodeState(slot, slot.node.form, slot.node.fusion_id, values))
+        for number, members in enumerate(program.skips):
+            for index in members:
+                self.nodes[index].skipped_by = number
         # A group without a callable runs its nodes and products one by one. Empty until the first call.
         self.calls: tuple[NodeCall | None, ...] = ()
         self.is_decided = False  # the catalogue knows a decision for every node that can run
@@ -138,11 +145,15 @@ class Plan:
 
     def fused_calls(self, node: NodeState) -> int:
         """Calls of the node that ran a fused kernel so far."""
-        return node.fused_before + (self.count - node.since if node.tag and not node.covered else 0)
+        if node.slot.half is not None:
+            return self.skipped[node.slot.half_number]
+        done = node.fused_before + (self.count - node.since if node.tag and not node.covered else 0)
+        return min(done, self.calls_of(node))
 
     def calls_of(self, node: NodeState) -> int:
         """Calls of the plan in which the node was called by itself."""
-        return self.count - node.idle_before - (self.count - node.covered_at if node.covered else 0)
+        skipped = self.skipped[node.skipped_by] if node.skipped_by is not None else 0
+        return self.count - skipped - node.idle_before - (self.count - node.covered_at if node.covered else 0)
 
     def start_sample(self) -> None:
         """Before a timed call: what earlier ones measured on GPUs has come in by now."""
@@ -254,7 +265,7 @@ class GraphRouter:
                 node = plan.nodes[index]
                 if node.broken or node.covered:
                     continue
-                choice = self.catalogue.choose(node.fusion_id, node.values, node.slot.device)
+                choice = _usable(node, self.catalogue.choose(node.fusion_id, node.values, node.slot.device))
                 plan.is_decided &= choice.known
                 tag = choice.tag if choice.entry is not None else ""
                 if not choice.known or tag == node.tag:
@@ -293,6 +304,9 @@ class GraphRouter:
             if problem is not None:
                 self.catalogue.node_failed(node, problem)
 
+        if node.slot.half is not None:
+            sizes = {str(s): value for s, value in zip(node.slot.symbols, node.values, strict=True)}
+            return forward_call(node.slot.half.pair, sizes, lambda error: settle(f"{type(error).__name__}: {error}"))
         fused = make_launcher(node.form, choice.entry, node.values, self.catalogue.threads, failed=failed)
         if self._checked.get(index, 0) >= TRUSTED_AFTER:
             return self.catalogue.wrap(node, fused)
@@ -307,6 +321,14 @@ class GraphRouter:
         for index in node.slot.members:
             _cover(plan, plan.nodes[index], bool(tag))
         plan.fused_nodes = sum(1 for n in plan.nodes if n.tag and not n.covered)
+
+
+def _usable(node: NodeState, choice: Choice) -> Choice:
+    """Half of an attention runs only as torch's own: other programs for both passes are no programs for one."""
+    way = getattr(choice.entry, "way", None)
+    if node.slot.half is None or choice.entry is None or (way is not None and way.name == SDPA_TRAINING):
+        return choice
+    return Choice(known=True)
 
 
 def _plain(node: NodeState) -> NodeCall | None:

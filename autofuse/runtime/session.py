@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autofuse.capture.graph_import import ImportedGraph
+from autofuse.capture.passes import backward_of
 from autofuse.capture.random_ops import use_generator
 from autofuse.codegen.c.bernoulli import make_bernoulli
 from autofuse.codegen.c.build import Toolchain
@@ -43,6 +45,7 @@ from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
 from autofuse.runtime.gpu import launcher, philox
 from autofuse.runtime.graph_log import GraphLog
+from autofuse.runtime.halves import Half, find_halves, halves_of
 from autofuse.runtime.launch import NodeCall
 from autofuse.runtime.node_timer import NodeTimer
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
@@ -147,22 +150,43 @@ class Session:
         except AutofuseError as error:
             self.say_once("patterns_unusable", str(error))
 
-    def plan_nodes(self, graph: FusionGraph) -> list[FusionNode]:
-        """Nodes of a graph."""
+    def plan_nodes(self, graph: FusionGraph, apart: Sequence[Collection[str]] = ()) -> list[FusionNode]:
+        """Nodes of a graph; those of ``apart`` hold nothing else."""
         before = len(self.engine.refusals)
-        nodes = self.engine.fuse(graph)
+        nodes = self.engine.fuse(graph, apart)
         self.refusals.extend(self.engine.refusals[before:])
         return nodes
 
+    def plan_halves(self, imported: ImportedGraph, phase: str) -> list[Half]:
+        """Attentions of training in a graph (`find_halves`): found with the forward graph, for its backward graph too.
+
+        None where each call is checked against eager: half of one has no counterpart there.
+        """
+        if not self.engine.enabled or not self.engine.config.enable_attention or self.settings.run.check:
+            return []
+        if phase == "backward":
+            return halves_of(imported.module)
+        counterpart = backward_of(imported.module)
+        if phase != "forward" or counterpart is None:
+            return []
+        found = find_halves(imported, counterpart)
+        self.refusals.extend(found.refusals)
+        return found.forward
+
     def plan_groups(
-        self, graph: FusionGraph, nodes: Sequence[FusionNode], derived: Mapping[str, sympy.Expr]
+        self,
+        graph: FusionGraph,
+        nodes: Sequence[FusionNode],
+        derived: Mapping[str, sympy.Expr],
+        halves: Sequence[Half] = (),
     ) -> list[Group]:
         """Groups of a graph: products and convolutions with the nodes around them (`find_groups`)."""
         if not self.engine.enabled:
             return []
-        groups, refusals = find_groups(graph, nodes, self.engine.config, derived)
+        taken = [half.names for half in halves]
+        groups, refusals = find_groups(graph, nodes, self.engine.config, derived, taken)
         self.refusals.extend(refusals)
-        self.refusals.extend(self.engine.cover([group.operations for group in groups]))
+        self.refusals.extend(self.engine.cover([*(group.operations for group in groups), *taken]))
         return groups
 
     def _lowerable(self, form: NodeForm) -> tuple[str, str] | None:
@@ -175,13 +199,15 @@ class Session:
                 self._lowered[text] = (error.code, str(error))
         return self._lowered[text]
 
-    def add_router(self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode]) -> None:
-        for node in nodes:
+    def add_router(
+        self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode], halves: Sequence[Half] = ()
+    ) -> None:
+        for node in [*nodes, *(half.pair.node for half in halves)]:
             if node.fusion_id not in self.estimates:
                 self.estimates[node.fusion_id] = self.engine.benefit(node, graph).estimated_speedup
                 self.sources[node.fusion_id] = next((op.source for op in node.kernels if op.source), "")
         self.routers.append(router)
-        self.graphs.add(router, graph, nodes)
+        self.graphs.add(router, graph, nodes, [half.names for half in halves])
         self.disturbances += 1
         if self.settings.run.debug >= 3:
             for node in nodes:

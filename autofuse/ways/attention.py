@@ -7,7 +7,7 @@ probabilities must not be needed by anybody else, and no dropout may lie between
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
@@ -15,8 +15,23 @@ from autofuse.ir.shape import Dim
 from autofuse.ways.chains import is_free, next_link, number, replaced
 from autofuse.ways.record import graph_of
 
+DROPOUT_INSIDE = "dropout inside keeps eager's random numbers; the vendor's attention would draw others"
 LEAST_FILL = -1e30  # a fill at or below this leaves exactly nothing of a score after the softmax
 PRODUCTS = ("bmm", "baddbmm")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a softmax is taken of: a product, scaled and masked."""
+
+    chain: tuple[Operation, ...]  # from the product to what the softmax reads
+    query: ValueRef  # [B, H, T, D] or [B*H, T, D]
+    key: ValueRef  # transposed: [B, H, D, S] or [B*H, D, S]
+    lead: tuple[Dim, ...]  # B, H
+    scale: float
+    bias: ValueRef | None  # added to the scores
+    masked: ValueRef | None  # True where a score counts for nothing
+    fill: float  # in place of such a score
 
 
 @dataclass(frozen=True)
@@ -24,13 +39,8 @@ class Attention:
     """One attention in a graph."""
 
     chain: tuple[Operation, ...]  # from the first product to the last operation that is replaced
-    query: ValueRef  # [B, H, T, D] or [B*H, T, D]
-    key: ValueRef  # transposed: [B, H, D, S] or [B*H, D, S]
+    scores: Scores
     value: ValueRef  # [B, H, S, D] or [B*H, S, D]
-    lead: tuple[Dim, ...]  # B, H
-    scale: float
-    bias: ValueRef | None  # added to the scores
-    masked: ValueRef | None  # True where a score counts for nothing
     heads_last: bool  # the result is wanted as [B, T, H, D]
 
 
@@ -42,9 +52,10 @@ def attention_rewrites(form: NodeForm) -> NodeForm | None:
         found = find_attention(graph, graph.by_name[name]) if name in graph.by_name else "gone"
         if isinstance(found, str):
             continue
-        last = found.chain[-1]
+        last, scores = found.chain[-1], found.scores
         args = (
-            found.query, found.key, found.value, found.lead, found.scale, found.bias, found.masked, found.heads_last,
+            scores.query, scores.key, found.value, scores.lead, scores.scale, scores.bias, scores.masked,
+            found.heads_last, scores.fill,
         )  # fmt: skip
         made = Operation(last.name, "vendor.sdpa.default", args, (), (last.outputs[0],), last.source)
         current, count = replaced(current, found.chain, [made]), count + 1
@@ -63,17 +74,17 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
         is_attention = any(graph.by_name[name].short_name in PRODUCTS for name in readers)
         return "the probabilities are needed again, for the backward pass or by the script" if is_attention else ""
     if below.operation.short_name == "dropout_scale":
-        return "dropout inside keeps eager's random numbers; the vendor's attention would draw others"
+        return DROPOUT_INSIDE
     if below.operation.short_name != "bmm" or below.operand != 0:
         return ""
-    above = _scores(graph, softmax)
-    if above is None:
+    scores = find_scores(graph, softmax)
+    if scores is None:
         return ""
-    product, middle, scale, bias, masked = above
     second = below.operation
-    lead = tuple(shape.dims[: rank - 2])
-    query, key, value = (_before_copy(graph, ref, lead) for ref in (product.args[0], product.args[1], second.args[1]))
-    chain = [product, *middle, softmax, *below.views, second]
+    lead = scores.lead
+    query, key, value = (_before_copy(graph, ref, lead) for ref in (scores.query, scores.key, second.args[1]))
+    scores = replace(scores, query=query, key=key)
+    chain = [*scores.chain, softmax, *below.views, second]
     after = next_link(graph, second)
     heads_last = False
     if (
@@ -84,22 +95,21 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
     ):
         chain += [*after.views, after.operation]
         heads_last = True
-    return Attention(tuple(chain), query, key, value, lead, scale, bias, masked, heads_last)
+    return Attention(tuple(chain), scores, value, heads_last)
 
 
-def _scores(
-    graph: FusionGraph, softmax: Operation
-) -> tuple[Operation, list[Operation], float, ValueRef | None, ValueRef | None] | None:
-    """From the softmax up to the first product: what scales and what masks."""
+def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
+    """From the softmax up to the first product: what scales and what masks; None where anything else lies between."""
     middle: list[Operation] = []
-    scale, bias, masked = 1.0, None, None
+    scale, bias, masked, least = 1.0, None, None, float("-inf")
     current = softmax.args[0]
     while True:
         op = graph.by_name.get(current.name)
         if op is None or len(graph.consumers[op.name]) != 1 or op.name in {r.name for r in graph.outputs}:
             return None
         if op.short_name == "bmm":
-            return op, middle[::-1], scale, bias, masked
+            lead = tuple(softmax.outputs[0].shape.dims[:-2])
+            return Scores((op, *middle[::-1]), op.args[0], op.args[1], lead, scale, bias, masked, least)
         middle.append(op)
         if op.target in ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"):
             factor = number(op.args[1])
@@ -114,7 +124,7 @@ def _scores(
             fill = number(op.args[2])
             if masked is not None or bias is not None or fill is None or fill > LEAST_FILL:
                 return None
-            masked = op.args[1]
+            masked, least = op.args[1], fill
         elif op.short_name not in ("view", "_unsafe_view", "expand") and not is_free(graph, op):
             return None
         if not isinstance(op.args[0], ValueRef):

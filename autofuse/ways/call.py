@@ -183,8 +183,12 @@ def _part_line(way: Way, index: int) -> tuple[str, set[str]]:
 
 
 def _vendor_line(op: Operation, form: NodeForm) -> str:
-    arguments = ", ".join(render_arg(arg, form) for arg in op.args)
-    return f"{op.name} = as_promised(f_{op.name}({arguments}), {_layout(op.outputs[0])})"
+    call = f"f_{op.name}({', '.join(render_arg(arg, form) for arg in op.args)})"
+    if len(op.outputs) == 1:
+        return f"{op.name} = as_promised({call}, {_layout(op.outputs[0])})"
+    names = [f"{op.name}_{i}" for i in range(len(op.outputs))]
+    promised = [f"as_promised({n}, {_layout(spec)})" for n, spec in zip(names, op.outputs, strict=True)]
+    return f"{', '.join(names)} = {call}; {op.name} = ({', '.join(promised)}); del {', '.join(names)}"
 
 
 def _layout(spec: TensorSpec) -> str:

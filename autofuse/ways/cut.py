@@ -20,6 +20,7 @@ from autofuse.ir.optable import OpKind, info
 from autofuse.ways.blocks import block_of
 from autofuse.ways.record import ATTENTION, MATMUL, Part, Way, graph_of
 from autofuse.ways.rewrites import rewrites
+from autofuse.ways.training import passes_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
@@ -83,7 +84,7 @@ def is_group(form: NodeForm) -> bool:
 
 def _parts(form: NodeForm) -> tuple[Part, ...]:
     analyzer = FusionCandidateAnalyzer(FusionConfig(), _refusal)
-    nodes = analyzer.find_fusible_operations(graph_of(form))
+    nodes = analyzer.find_fusible_operations(graph_of(form), apart=passes_of(form) or ())
     return tuple(Part(tuple(op.name for op in node.kernels)) for node in nodes)
 
 

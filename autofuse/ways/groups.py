@@ -7,7 +7,7 @@ until a way of it has won, its nodes and products run on their own, as if there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -49,6 +49,7 @@ class _Finder:
     nodes: Sequence[FusionNode]
     config: FusionConfig
     derived: Mapping[str, sympy.Expr]
+    taken: frozenset[str]  # operations of attentions in training
     groups: list[Group] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     home: dict[str, int] = field(default_factory=dict)  # operation -> its node
@@ -75,7 +76,7 @@ class _Finder:
     def _attentions(self) -> Iterator[set[str]]:
         for node in self.nodes:
             softmax = next((op for op in node.kernels if op.short_name == "_softmax"), None)
-            if softmax is None:
+            if softmax is None or softmax.name in self.taken:
                 continue
             found = find_attention(self.graph, self.graph.by_name[softmax.name])
             if found == "":
@@ -117,7 +118,7 @@ class _Finder:
     # ---- acceptance
 
     def _try(self, names: set[str], kind: str) -> None:
-        if not names or any(names & group.operations for group in self.groups):
+        if not names or names & self.taken or any(names & group.operations for group in self.groups):
             return
         operations = sorted((self.graph.by_name[n] for n in names), key=lambda op: self.graph.position[op.name])
         if not self._is_sound(operations) or not self._is_convex(names):
@@ -183,12 +184,14 @@ def find_groups(
     nodes: Sequence[FusionNode],
     config: FusionConfig,
     derived: Mapping[str, sympy.Expr] | None = None,
+    taken: Iterable[Collection[str]] = (),
 ) -> tuple[list[Group], list[Refusal]]:
     """The groups of a planned graph, in program order, and why attentions were left alone.
 
-    ``derived``: symbols of the graph that stand for rounded quotients of others.
+    ``derived``: symbols of the graph that stand for rounded quotients of others; ``taken``: operations that have other
+    ways to run already.
     """
-    finder = _Finder(graph, nodes, config, derived or {})
+    finder = _Finder(graph, nodes, config, derived or {}, frozenset().union(*taken))
     if config.enabled:
         finder.run()
     position = graph.position

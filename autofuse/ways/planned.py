@@ -16,8 +16,12 @@ from autofuse.ways.record import graph_of
 from autofuse.ways.rewrites import rewrites
 
 
-def planned_kernels(nodes: Iterable[FusionNode]) -> list[set[str]]:
-    """Names of the operations of each kernel, lone ones that eager runs left out."""
+def planned_kernels(nodes: Iterable[FusionNode], wholes: Iterable[set[str]] = ()) -> list[set[str]]:
+    """Names of the operations of each kernel, lone ones that eager runs left out.
+
+    ``wholes``: names that one vendor's kernel each takes in, whatever nodes they are in.
+    """
+    taken = list(wholes)
     plain: list[set[str]] = []
     groups: list[FusionNode] = []
     for node in nodes:
@@ -30,7 +34,8 @@ def planned_kernels(nodes: Iterable[FusionNode]) -> list[set[str]]:
         members = [names for names in plain if names & inside]
         best = min((_kernels(group, taken, members) for taken in _vendor_kernels(group)), key=len, default=members)
         plain = [names for names in plain if not names & inside] + best
-    return [names for names in plain if names]
+    plain = [names.difference(*taken) for names in plain]
+    return [names for names in [*plain, *taken] if names]
 
 
 def _kernels(group: FusionNode, taken: Sequence[set[str]], members: Sequence[set[str]]) -> list[set[str]]:

@@ -15,6 +15,7 @@ from autofuse.ir.shape import SymbolicShape, contiguous_strides
 from autofuse.ways.attention import attention_rewrites
 from autofuse.ways.chains import Link, as_shape, is_contiguous, next_link, number, replaced, result_of
 from autofuse.ways.record import graph_of
+from autofuse.ways.training import SDPA_TRAINING, training_rewrite
 
 LINEARS = ("addmm", "mm")
 
@@ -241,6 +242,9 @@ def _attentions(form: NodeForm) -> Iterator[Rewrite]:
     found = attention_rewrites(form)
     if found is not None:
         yield Rewrite("sdpa", found, "scaled_dot_product_attention instead of product, softmax, product")
+    found = training_rewrite(form) if _device(form) == "cpu" else None
+    if found is not None:
+        yield Rewrite(SDPA_TRAINING, found, "scaled_dot_product_attention forward and backward, no probabilities kept")
 
 
 def _device(source: NodeForm | FusionGraph) -> str:

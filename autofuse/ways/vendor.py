@@ -1,7 +1,7 @@
 """What the vendors' fused kernels are called with: oneDNN, cuBLASLt, cuDNN, torch's attention.
 
-In: the arguments that a rewrite wrote. Out: a tensor. A row of the table makes the callable; one that keeps folded
-weights makes a new one for each place of use.
+In: the arguments that a rewrite wrote. Out: a tensor, or several. A row of the table makes the callable; one that keeps
+folded weights makes a new one for each place of use.
 Guarantee: nothing that was folded is ever stale: on a CPU the parameters are compared, byte by byte, with those that
 were folded, at each call (a version counter would miss what is written through ``.data``); on a GPU, where a
 comparison would wait for the device, the weights are folded at each call.
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from autofuse.ways.attention_calls import both_passes, sdpa
+from autofuse.ways.training import TRAINING
 
 # oneDNN's form of these gives a number where the product is NaN (torch 2.13); eager's gives NaN.
 _LOSES_NAN: dict[str, Callable[..., Tensor]] = {"relu": F.relu_, "hardtanh": F.hardtanh_}
@@ -183,70 +186,12 @@ def _convolution() -> Callable[..., Tensor]:
     return run
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lead: Sequence[int],
-    scale: float,
-    bias: Tensor | None,
-    masked: Tensor | None,
-    heads_last: bool,
-) -> Tensor:
-    """Attention of [B, H, T, D]; the result is [B, T, H, D], or [B*H, T, D]."""
-    batches, heads = lead if len(lead) == 2 else (1, lead[0])
-    q, k, v = (t if t.dim() == 4 else t.unflatten(0, (batches, heads)) for t in (query, key.transpose(-1, -2), value))
-    if len(lead) == 1:
-        bias, masked = (t.unsqueeze(0) if t is not None and t.dim() == 3 else t for t in (bias, masked))
-    if q.device.type == "cpu" and not _stays_finite(q, k, v, scale, bias):
-        scores = q @ k.transpose(-1, -2) * scale
-        scores = scores if bias is None else scores + bias
-        scores = scores if masked is None else scores.masked_fill(masked, float("-inf"))
-        out = torch.softmax(scores, -1) @ v
-    else:
-        out = _torch_attention(q, k, v, scale, bias, masked)
-    return out.transpose(1, 2) if heads_last else out.reshape(-1, *out.shape[2:])
-
-
-def _torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, masked: Tensor | None
-) -> Tensor:
-    mask = bias
-    if masked is not None:
-        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(masked, float("-inf"))
-        mask = mask if bias is None else mask + bias
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    if mask is None:
-        return out
-    empty = (mask == float("-inf")).all(-1, keepdim=True)
-    if empty.device.type != "cpu" or bool(empty.any()):
-        out = out.masked_fill(empty, float("nan"))  # where torch's attention gives 0, a softmax does not
-    return out
-
-
-LARGEST_SCORE = 1e37  # far from where a sum of float32 products overflows
-
-
-def _stays_finite(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> bool:
-    """Whether no score can be NaN or infinite: torch's CPU kernel has an exponential that loses NaN (torch 2.13).
-
-    A pass over q, k and v, which is little beside one over all scores.
-    """
-    bound = abs(scale) * q.shape[-1]
-    for t in (q, k):
-        low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()), t.new_zeros(()))
-        bound *= max(-float(low), float(high)) if float(low) == float(low) else math.inf
-    sides = torch.aminmax(v) if v.numel() else ()
-    if mask is not None and mask.numel() and not float(mask.amax()) < LARGEST_SCORE:
-        return False
-    return bound < LARGEST_SCORE and all(math.isfinite(float(side)) for side in sides)
-
-
-VENDORS: dict[str, Callable[[], Callable[..., Tensor]]] = {
+VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
     "vendor.linear.default": lambda: _linear,
     "vendor.addmm_activation.default": lambda: _addmm_activation,
     "vendor.convolution.default": _convolution,
-    "vendor.sdpa.default": lambda: _sdpa,
+    "vendor.sdpa.default": lambda: sdpa,
+    TRAINING: lambda: both_passes,
 }
 
 

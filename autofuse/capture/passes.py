@@ -1,0 +1,75 @@
+"""The forward and the backward graph of one capture, seen as one.
+
+In: what AOTAutograd's partition made, then both graphs as imported. Out: one graph of all operations, in which backward
+reads what forward made, and of each value the name under which each FX graph holds it.
+Guarantee: nothing is changed in either graph; the pairing is by the names that the partition keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autofuse.capture.graph_import import ImportedGraph
+from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.operation import Operation, ValueRef, map_arg
+
+_NOTE = "autofuse_backward"
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """The backward graph of a forward graph."""
+
+    backward: fx.GraphModule
+    results: int  # the first outputs of forward are its caller's, the others are kept for backward
+
+
+@dataclass(frozen=True)
+class BothPasses:
+    """One graph of two."""
+
+    graph: FusionGraph
+    kept: dict[str, ValueRef]  # FX names of what forward keeps for backward, the values behind them
+    names: dict[ValueRef, str]  # FX names of all values, the same in both graphs
+
+
+def note_backward(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Remember on the forward graph which backward graph belongs to it."""
+    forward.meta[_NOTE] = Counterpart(backward, results)
+
+
+def backward_of(forward: fx.GraphModule) -> Counterpart | None:
+    found = forward.meta.get(_NOTE)
+    return found if isinstance(found, Counterpart) else None
+
+
+def join(forward: ImportedGraph, backward: ImportedGraph, results: int) -> BothPasses:
+    """Raises FusionError where the names of the two do not go together."""
+    values = {node.name: ref for node, ref in forward.refs.items()}
+    inputs = {**forward.inputs, **{name: spec for name, spec in backward.inputs.items() if name not in values}}
+    operations = [*forward.operations, *(_reading(op, values, backward) for op in backward.operations)]
+    (output,) = forward.module.graph.find_nodes(op="output")
+    flat = list(output.args[0])
+    leaving = [forward.refs[node] for node in flat[:results] if node in forward.refs]
+    graph = FusionGraph(
+        operations, inputs, [*leaving, *(values.get(r.name, r) for r in backward.outputs)], forward.hints
+    )
+    held = {node.name for node in backward.module.graph.find_nodes(op="placeholder")}
+    kept = {node.name: forward.refs[node] for node in flat[results:] if node in forward.refs and node.name in held}
+    names = {ref: node.name for node, ref in (*backward.refs.items(), *forward.refs.items())}
+    return BothPasses(graph, kept, names)
+
+
+def _reading(op: Operation, values: dict[str, ValueRef], backward: ImportedGraph) -> Operation:
+    """An operation of the backward graph that reads forward's values where it read their names."""
+
+    def renamed(ref: ValueRef) -> ValueRef:
+        return values[ref.name] if ref.name in backward.inputs and ref.name in values else ref
+
+    return replace(
+        op,
+        args=map_arg(op.args, renamed, lambda dim: dim),
+        kwargs=tuple((k, map_arg(v, renamed, lambda dim: dim)) for k, v in op.kwargs),
+    )

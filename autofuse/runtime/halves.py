@@ -1,0 +1,191 @@
+"""Attention in training as two halves: each graph has one, and either both run torch's own attention or neither does.
+
+In: the forward and the backward graph of one capture. Out: for each attention a `Half` in either graph, which both
+refer to one `Pair`; and callables of the halves.
+Guarantee: the forward half decides, call by call, and what it keeps in place of the probabilities tells the backward
+half. It does so only once the backward graph is known to understand it (`Pair.is_ready`). Where it declines or fails,
+its graph's own operations run as if there were no half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse.capture.graph_import import ImportedGraph, import_graph
+from autofuse.capture.passes import BothPasses, Counterpart, join
+from autofuse.errors import FusionError
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.records import Refusal
+from autofuse.ir.shape import Dim, evaluate, free_symbols
+from autofuse.ways.attention_calls import Rule, backward, forward
+from autofuse.ways.chains import is_contiguous
+from autofuse.ways.training import SOFTMAX_BACKWARD, TrainingAttention, find_training_attention
+
+_NOTE = "autofuse_halves"
+
+
+@dataclass(eq=False)
+class Pair:
+    """An attention in both graphs."""
+
+    node: FusionNode  # both passes: what is tuned
+    attention: TrainingAttention
+    kept_shapes: tuple[tuple[Dim, ...], ...]  # of the values that forward keeps: probabilities under several sizes
+    is_ready: bool = False  # the backward graph has its half
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
+        """Itself: AOTAutograd copies the backward graph, and what is noted there, before it is compiled."""
+        return self
+
+    @property
+    def lead(self) -> tuple[Dim, ...]:
+        return self.attention.scores.lead
+
+    def rule(self, lead: Sequence[int]) -> Rule:
+        return Rule(tuple(lead), self.attention.scores.scale, self.attention.scores.fill)
+
+
+@dataclass(frozen=True)
+class Half:
+    """One pass of an attention, by the names that its FX graph has."""
+
+    pair: Pair
+    names: frozenset[str]  # operations that do not run where the half runs as a whole
+    inputs: tuple[str, ...]  # of a backward half: first what forward kept
+    outputs: tuple[str, ...]
+
+    @property
+    def kept_inputs(self) -> tuple[str, ...]:
+        """Of a backward half: what forward kept."""
+        return self.inputs[: len(self.pair.kept_shapes)]
+
+
+@dataclass
+class Halves:
+    """The halves of a forward graph, those of its backward graph, and why attentions were left alone."""
+
+    forward: list[Half] = field(default_factory=list)
+    backward: list[Half] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def find_halves(imported: ImportedGraph, counterpart: Counterpart) -> Halves:
+    """The attentions of a forward graph; those of the backward graph are noted there, see `halves_of`."""
+    found = Halves()
+    softmaxes = [op for op in imported.operations if op.short_name == "_softmax"]
+    backward_nodes = counterpart.backward.graph.nodes
+    if not softmaxes or not any(SOFTMAX_BACKWARD in str(node.target) for node in backward_nodes):
+        return found
+    other = import_graph(counterpart.backward)
+    try:
+        both = join(imported, other, counterpart.results)
+    except FusionError as error:
+        found.refusals.append(Refusal("attention", False, "_softmax", str(error)))
+        return found
+    for softmax in softmaxes:
+        attention = find_training_attention(both.graph, softmax, len(imported.operations))
+        if attention == "":
+            continue
+        halves = (
+            attention if isinstance(attention, str) else _halves(both, attention, {*imported.derived, *other.derived})
+        )
+        if isinstance(halves, str):
+            found.refusals.append(Refusal("attention", False, "_softmax", halves, source=softmax.source or ""))
+            continue
+        found.forward.append(halves[0])
+        found.backward.append(halves[1])
+    counterpart.backward.meta[_NOTE] = found.backward
+    return found
+
+
+def halves_of(backward_graph: torch.fx.GraphModule) -> list[Half]:
+    """The halves that were found when the forward graph was planned."""
+    found: list[Half] = backward_graph.meta.get(_NOTE, [])
+    return found
+
+
+def _halves(both: BothPasses, attention: TrainingAttention, derived: set[str]) -> tuple[Half, Half] | str:
+    graph, scores = both.graph, attention.scores
+    node = attention.node(graph)
+    if any(spec.device != "cpu" for spec in node.inputs.values()):
+        return "in training only on a CPU so far"
+    specs = [*node.inputs.values(), *(spec for op in node.operations for spec in op.outputs)]
+    if derived & {s for spec in specs for dim in (*spec.shape, *spec.strides) for s in free_symbols(dim)}:
+        return "its sizes are rounded quotients of others"
+    kept = {name: ref for name, ref in both.kept.items() if ref.name in attention.probabilities}
+    if not kept or not all(is_contiguous(graph.spec(ref)) for ref in kept.values()):
+        return "the probabilities are kept for the backward pass in another order"
+    if scores.bias is not None and len(kept) < 2:
+        return "there is no place to keep the mask for the backward pass"
+    pair = Pair(node, attention, tuple(graph.spec(ref).shape.dims for ref in kept.values()))
+    masked = [scores.masked] if scores.masked is not None else []
+    operands = [scores.query, scores.key, attention.value]
+    bias = [scores.bias] if scores.bias is not None else []
+    first = Half(
+        pair,
+        frozenset(op.name for op in attention.forward),
+        tuple(both.names[ref] for ref in (*operands, *bias, *masked)),
+        (both.names[attention.results[0]], *kept),
+    )
+    second = Half(
+        pair,
+        frozenset(op.name for op in attention.backward),
+        (*kept, *(both.names[ref] for ref in (attention.gradient, *operands, *masked))),
+        tuple(both.names[ref] for ref in attention.results[1:]),
+    )
+    return first, second
+
+
+# ---- callables ---------------------------------------------------------------------------------------------------
+
+
+def forward_call(
+    pair: Pair, symbol_values: Mapping[str, int], failed: Callable[[Exception], None]
+) -> Callable[..., tuple[Tensor, ...] | None]:
+    """The forward half for one shape: ``call(query, key, value, [bias], [masked])`` gives the result and what to keep,
+    under each name that the probabilities are kept; None where the operations are to be run one by one.
+
+    ``failed`` is told what went wrong.
+    """
+    rule = pair.rule([evaluate(dim, symbol_values) for dim in pair.lead])
+    places = len(pair.kept_shapes)
+    has_bias, has_mask = pair.attention.scores.bias is not None, pair.attention.scores.masked is not None
+
+    def call(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> tuple[Tensor, ...] | None:
+        if not pair.is_ready:
+            return None
+        bias = masks[0] if has_bias else None
+        try:
+            found = forward(query, key, value, bias, masks[-1] if has_mask else None, rule)
+            if found is None:
+                return None
+            # The mask is a copy: what the script writes to its own afterwards is not seen.
+            return *found, *([found[1] if bias is None else bias.clone()] * (places - 1))
+        except Exception as error:
+            failed(error)
+            return None
+
+    return call
+
+
+def backward_call(pair: Pair) -> Callable[..., tuple[Tensor, ...]]:
+    """The backward half: ``call(lead, *kept, gradient, query, key, value, [masked])`` gives the three gradients."""
+    places, has_bias = len(pair.kept_shapes), pair.attention.scores.bias is not None
+    has_mask = pair.attention.scores.masked is not None
+    rules: dict[tuple[int, ...], Rule] = {}
+
+    def call(lead: tuple[int, ...], *inputs: Any) -> tuple[Tensor, ...]:
+        rule = rules.get(lead)
+        if rule is None:
+            rule = rules[lead] = pair.rule(lead)
+        gradient, query, key, value = inputs[places : places + 4]
+        bias = inputs[1] if has_bias else None
+        masked = inputs[-1] if has_mask else None
+        return backward(inputs[0], gradient, query, key, value, bias, masked, rule)
+
+    return call

@@ -1,0 +1,255 @@
+"""torch's own attention: what the rewrites of hand-written attention call.
+
+In: query [N, T, D], key [N, D, S] (transposed, as a product takes it), value [N, S, D], where N are the heads of all
+batches side by side, or two dims; a scale, masks. Out: the result; in training also what to keep for the backward
+pass, and from that the three gradients (on a CPU).
+Guarantee: NaN and infinities are where eager's are. Where torch's kernel would lose them, or could overflow, the
+products are run one by one.
+
+What is kept takes the place of the probabilities among the saved tensors of a graph. `is_kept` tells the two apart:
+instead of N*T*S probabilities one dim of bytes, the logarithms of the rows' sums and the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autofuse.ways.attention import LEAST_FILL
+
+LARGEST_SCORE = 1e37  # far from where a sum of float32 products overflows
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lead: Sequence[int],
+    scale: float,
+    bias: Tensor | None,
+    masked: Tensor | None,
+    heads_last: bool,
+    fill: float = -math.inf,
+) -> Tensor:
+    """Attention of [B, H, T, D]; the result is [B, T, H, D], or [B*H, T, D]."""
+    batches, heads = lead if len(lead) == 2 else (1, lead[0])
+    q, k, v = (t if t.dim() == 4 else t.unflatten(0, (batches, heads)) for t in (query, key.transpose(-1, -2), value))
+    if len(lead) == 1:
+        bias, masked = (t.unsqueeze(0) if t is not None and t.dim() == 3 else t for t in (bias, masked))
+    if q.device.type == "cpu" and not stays_finite(q, k, v, scale, bias):
+        scores = q @ k.transpose(-1, -2) * scale
+        scores = scores if bias is None else scores + bias
+        scores = scores if masked is None else scores.masked_fill(masked, fill)
+        out = torch.softmax(scores, -1) @ v
+    elif is_causal(bias, masked):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        out = _torch_attention(q, k, v, scale, additive_mask(q.dtype, q.device, bias, masked, fill))
+    return out.transpose(1, 2) if heads_last else out.reshape(-1, *out.shape[2:])
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if mask is not None and (mask.device.type != "cpu" or has_empty_rows(mask)):
+        empty = _is_empty(mask)
+        out = out.masked_fill(empty, float("nan"))  # where torch's attention gives 0, a softmax does not
+    return out
+
+
+# ---- masks -----------------------------------------------------------------------------------------
+
+
+def additive_mask(
+    dtype: torch.dtype, device: torch.device, bias: Tensor | None, masked: Tensor | None, fill: float
+) -> Tensor | None:
+    """What is added to scores for both kinds of mask. A fill below all scores does the same when it is added to one."""
+    if masked is None:
+        return bias
+    mask = torch.zeros((), dtype=dtype, device=device).masked_fill(masked, fill)
+    return mask if bias is None else mask + bias
+
+
+def _is_empty(mask: Tensor) -> Tensor:
+    return (mask == float("-inf")).all(-1, keepdim=True)
+
+
+def has_empty_rows(mask: Tensor) -> bool:
+    """Whether some row has no key left, of which a softmax makes NaN. Waits for a GPU."""
+    return bool(_is_empty(mask).any())
+
+
+def is_square(mask: Tensor | None) -> bool:
+    """Whether a mask is one for all heads, and has a row for each key: in all likelihood a causal one."""
+    return mask is not None and mask.dim() >= 2 and mask.numel() == mask.shape[-1] ** 2 == mask.shape[-2] ** 2
+
+
+def is_causal(bias: Tensor | None, masked: Tensor | None) -> bool:
+    """Whether what masks, on a CPU, hides from each query exactly the keys behind it.
+
+    To look costs a pass over the mask; to know it saves half of the scores, of every head.
+    """
+    mask = bias if masked is None else masked
+    if mask is None or not is_square(mask) or (bias is not None and masked is not None) or mask.device.type != "cpu":
+        return False
+    size = mask.shape[-1]
+    hidden = _behind(size)
+    if mask.dtype is torch.bool:
+        return bool(torch.equal(mask.view(size, size), hidden))
+    fill = float(mask.view(-1)[size - 1])
+    wanted = torch.zeros((), dtype=mask.dtype).masked_fill(hidden, fill)
+    return fill <= LEAST_FILL and bool(torch.equal(mask.view(size, size), wanted))
+
+
+@functools.lru_cache(maxsize=2)  # of the sizes of the last calls
+def _behind(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).triu_(1)
+
+
+def stays_finite(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> bool:
+    """Whether no score can be NaN or infinite: torch's CPU kernel has an exponential that loses NaN (torch 2.13).
+
+    A pass over q, k and v, which is little beside one over all scores.
+    """
+    bound = abs(scale) * q.shape[-1]
+    for t in (q, k):
+        low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()), t.new_zeros(()))
+        bound *= max(-float(low), float(high)) if float(low) == float(low) else math.inf
+    sides = torch.aminmax(v) if v.numel() else ()
+    if mask is not None and mask.numel() and not float(mask.amax()) < LARGEST_SCORE:
+        return False
+    return bool(bound < LARGEST_SCORE) and all(math.isfinite(float(side)) for side in sides)
+
+
+# ---- training --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an attention does beside its products."""
+
+    lead: tuple[int, ...]  # batches and heads, or both in one
+    scale: float
+    fill: float  # of masked scores
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Whether a tensor in the place of the probabilities is what `forward` keeps."""
+    return bool(tensor.dim() == 1)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor] | None:
+    """The result and what to keep; None where the products should be run.
+
+    That is where torch's kernel could lose NaN, and where a mask that might be causal is not: with one it does all
+    the work, and is slower than the products.
+    """
+    if not query.numel() or not value.numel() or not stays_finite(query, key, value, rule.scale, bias):
+        return None
+    q, k, v, mask, is_causal = _operands(query, key, value, bias, masked, rule)
+    if mask is not None and (is_square(mask) or has_empty_rows(mask)):
+        return None
+    out, sums = _forward(q, k, v, is_causal=is_causal, attn_mask=mask, scale=rule.scale)
+    return out.reshape(*query.shape[:-1], value.shape[-1]), _pack(sums, out)
+
+
+def by_products(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """The result and the probabilities, as eager computes them."""
+    probabilities = _probabilities(query, key, bias, masked, rule)
+    return probabilities.flatten(0, -3) @ value, probabilities
+
+
+def backward(
+    kept: Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    masked: Tensor | None,
+    rule: Rule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key (transposed as the key is) and value from that of the result."""
+    if is_kept(kept):
+        if stays_finite(gradient, value, value, 1.0, None):
+            q, k, v, mask, is_causal = _operands(query, key, value, bias, masked, rule)
+            sums, out = _unpack(kept, q, v)
+            grad = gradient.reshape(out.shape)
+            found = _backward(grad, q, k, v, out, sums, 0.0, is_causal, attn_mask=mask, scale=rule.scale)
+            # Contiguous, as products are; the key's is transposed.
+            dq, dk, dv = (t.flatten(0, 1).contiguous() for t in found)
+            return dq, dk.mT.contiguous(), dv
+        kept = _probabilities(query, key, bias, masked, rule)
+    grads = (gradient @ value.mT).view(kept.shape)
+    scores = torch._softmax_backward_data(grads, kept, -1, kept.dtype)
+    if masked is not None:
+        scores = scores.masked_fill(masked, 0.0)
+    scores = (scores * rule.scale).flatten(0, -3)
+    return scores @ key.mT, query.mT @ scores, kept.flatten(0, -3).mT @ gradient
+
+
+def _probabilities(query: Tensor, key: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule) -> Tensor:
+    scores = (query @ key).unflatten(0, rule.lead) * rule.scale
+    if bias is not None:
+        scores = scores + bias
+    if masked is not None:
+        scores = scores.masked_fill(masked, rule.fill)
+    return torch.softmax(scores, -1)
+
+
+def _operands(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """As torch's kernel takes them, and whether it is to mask causally. A head is a batch of its own where the mask
+    allows it, so that no result of the kernel, which has heads last, must be copied."""
+    lead: Sequence[int] = (query.shape[0], 1)
+    causal = is_causal(bias, masked)
+    mask = None if causal else additive_mask(query.dtype, query.device, bias, masked, rule.fill)
+    if mask is not None:
+        mask = mask.view(*[1] * (len(rule.lead) + 2 - mask.dim()), *mask.shape)
+        if len(rule.lead) == 1:
+            mask = mask.unsqueeze(1)
+        elif mask.shape[:2] != (1, 1):
+            lead = rule.lead
+    q, k, v = (t.unflatten(0, lead) for t in (query, key.mT.contiguous(), value))
+    return q, k, v, mask, causal
+
+
+def _pack(sums: Tensor, out: Tensor) -> Tensor:
+    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in (sums, out)])
+
+
+def _unpack(kept: Tensor, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    at = query.numel() // query.shape[-1] * dtype.itemsize
+    sums = kept[:at].view(dtype).view(query.shape[:-1])
+    return sums, kept[at:].view(query.dtype).view(*query.shape[:-1], value.shape[-1])
+
+
+def both_passes(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lead: Sequence[int],
+    scale: float,
+    bias: Tensor | None,
+    masked: Tensor | None,
+    fill: float,
+) -> tuple[Tensor, ...]:
+    """The result and the three gradients, as a race of both passes wants them."""
+    rule = Rule(tuple(lead), scale, fill)
+    out, kept = forward(query, key, value, bias, masked, rule) or by_products(query, key, value, bias, masked, rule)
+    return out, *backward(kept, gradient, query, key, value, bias, masked, rule)
