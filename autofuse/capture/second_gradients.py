@@ -163,6 +163,8 @@ def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
 
 
 def _teach(function: Any, replay: Replay, metadata: Any) -> None:
+    # No buffer is donated. AOTAutograd leaves None, which its check of retain_graph=True takes for some (torch 2.13).
+    metadata.bw_donated_idxs = []
     forward, backward = function._fwd_fn, function._bwd_fn
 
     def forward_and_keep(ctx: Any, inputs: tuple[Any, ...], *rest: Any) -> Any:

@@ -70,6 +70,7 @@ REFUSALS = {
     "pattern_has_no_kernel": "the pattern has no kernel",
     "grouped": "has several ways to run, to be measured",
     "groups_in_a_circle": "groups that would wait for each other",
+    "kept_apart": "one side is part of an attention, which may run as a whole",
     "attention": "attention that no fused kernel computes",
     "mixed_devices": "tensors on several devices",
     "dtype": "a dtype that kernels do not compute with",
@@ -119,6 +120,7 @@ WAYS = {
     "cudnn_conv": "cuDNN's convolution with what follows inside",
     "cublas_epilogue": "cuBLASLt's product with what follows inside",
     "sdpa": "scaled_dot_product_attention",
+    "sdpa_training": "scaled_dot_product_attention, forward and backward",
     "tiled": "a tiled product with what follows inside",
 }
 _CUT = re.compile(r"cut_(\d+)_(.+)")

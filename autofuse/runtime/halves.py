@@ -27,6 +27,7 @@ from autofuse.ways.chains import is_contiguous
 from autofuse.ways.training import SOFTMAX_BACKWARD, TrainingAttention, find_training_attention
 
 _NOTE = "autofuse_halves"
+LONGEST_PAUSE = 255  # calls
 
 
 @dataclass(eq=False)
@@ -150,20 +151,28 @@ def forward_call(
     """The forward half for one shape: ``call(query, key, value, [bias], [masked])`` gives the result and what to keep,
     under each name that the probabilities are kept; None where the operations are to be run one by one.
 
-    ``failed`` is told what went wrong.
+    ``failed`` is told what went wrong. What declined is asked again later and later: asking may cost a pass.
     """
     rule = pair.rule([evaluate(dim, symbol_values) for dim in pair.lead])
     places = len(pair.kept_shapes)
     has_bias, has_mask = pair.attention.scores.bias is not None, pair.attention.scores.masked is not None
 
+    pause, left = 0, 0  # calls to leave alone after the last decline, and those still to come
+
     def call(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> tuple[Tensor, ...] | None:
+        nonlocal pause, left
         if not pair.is_ready:
+            return None
+        if left:
+            left -= 1
             return None
         bias = masks[0] if has_bias else None
         try:
             found = forward(query, key, value, bias, masks[-1] if has_mask else None, rule)
             if found is None:
+                pause = left = min(2 * pause + 1, LONGEST_PAUSE)
                 return None
+            pause = 0
             # The mask is a copy: what the script writes to its own afterwards is not seen.
             return *found, *([found[1] if bias is None else bias.clone()] * (places - 1))
         except Exception as error:

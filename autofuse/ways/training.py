@@ -101,10 +101,12 @@ def find_training_attention(
     readers = _readers(graph, probabilities)
     backward = next((op for op in readers if op.short_name == SOFTMAX_BACKWARD), None)
     products = [op for op in readers if op.short_name == "bmm"]
-    if backward is None or not products:
+    if backward is None:
         return ""
     if any(op.short_name in _DROPOUTS for op in readers):
         return DROPOUT_INSIDE
+    if not products:
+        return ""
     if len(readers) != 3 or len(products) != 2 or any(ref.name in probabilities for ref in graph.outputs):
         return "the probabilities are needed by somebody else"
     scores = find_scores(graph, softmax)

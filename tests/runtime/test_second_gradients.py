@@ -102,6 +102,23 @@ def test_a_graph_kept_for_a_second_backward_pass():
         loss.backward()
 
 
+def test_a_graph_kept_after_one_that_was_not():
+    """AOTAutograd compiles the backward graph for the first pass, which frees what it reads."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
+    call = captured(model)
+    call(torch.randn(4, 8)).sum().backward()
+    model.zero_grad()
+    x = torch.randn(4, 8)
+    loss = call(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, 2 * parameter.grad)
+
+
 def test_a_weight_changed_in_between_raises_as_in_eager():
     model = MODELS["perceptron"]()
     x = torch.randn(3, 8, requires_grad=True)
