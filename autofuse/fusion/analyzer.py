@@ -210,10 +210,10 @@ class FusionCandidateAnalyzer:
         self._join(graph, home, clusters, merged, own)
 
     def _join_siblings(self, graph: FusionGraph, home: dict[str, _Cluster], clusters: list[_Cluster]) -> None:
-        """Join clusters that read the same large tensor: it is then read once."""
-        for op in graph.operations:
-            readers = [home[r.name] for r in graph.readers[op.name] if r.name in home]
-            if graph.nbytes(op.outputs[0]) < MIN_SHARED_BYTES:
+        """Join clusters that read the same large tensor, made here or an input: it is then read once."""
+        for ref, names in graph.value_readers.items():
+            readers = [home[name] for name in names if name in home]
+            if graph.nbytes(graph.spec(ref)) < MIN_SHARED_BYTES:
                 continue
             for first, second in itertools.pairwise(readers):
                 if first in clusters and second in clusters and first is not second:

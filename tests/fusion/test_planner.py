@@ -117,6 +117,18 @@ def test_siblings_that_read_one_large_tensor_are_joined():
     assert names(nodes) == ["gelu + exp"]
 
 
+def test_siblings_that_read_one_large_input_are_joined():
+    """The two gradients of silu(a) * b, of which each needs that of the product."""
+    ops = [
+        op("silu", "aten.silu.default", ["a"], A),
+        op("first", "aten.mul.Tensor", ["g", "silu"], A),
+        op("inner", "aten.mul.Tensor", ["g", "b"], A),
+        op("second", "aten.silu_backward.default", ["inner", "a"], A),
+    ]
+    nodes, _ = plan(graph(ops, {"g": A, "a": A, "b": A}, ["first", "second"]))
+    assert names(nodes) == ["silu + mul + mul + silu_backward"]
+
+
 def test_refusals_are_data():
     ops = [op("add", "aten.add.Tensor", ["x", "x"], A), op("mm", "aten.mm.default", ["add", "x"], A)]
     nodes, analyzer = plan(graph(ops, {"x": A}, ["mm"]))
