@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim
-from autofuse.ways.chains import is_free, next_link, number, replaced
+from autofuse.ways.chains import is_free, keeps_order, next_link, number, replaced
 from autofuse.ways.record import graph_of
 
 DROPOUT_INSIDE = "dropout inside keeps eager's random numbers; the vendor's attention would draw others"
@@ -81,6 +81,9 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
     if scores is None:
         return ""
     second = below.operation
+    in_order = all(keeps_order(graph, view) for view in below.views)
+    if not in_order or graph.spec(second.args[0]).shape.dims[-2:] != shape.dims[-2:]:
+        return ""
     lead = scores.lead
     query, key, value = (_before_copy(graph, ref, lead) for ref in (scores.query, scores.key, second.args[1]))
     scores = replace(scores, query=query, key=key)
@@ -99,7 +102,11 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
 
 
 def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
-    """From the softmax up to the first product: what scales and what masks; None where anything else lies between."""
+    """From the softmax up to the first product: what scales and what masks; None where anything else lies between.
+
+    Scale and masks must fit [B, H, T, S], whose elements are those of the product, row by row.
+    """
+    shape = softmax.outputs[0].shape
     middle: list[Operation] = []
     scale, bias, masked, least = 1.0, None, None, float("-inf")
     current = softmax.args[0]
@@ -108,24 +115,28 @@ def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
         if op is None or len(graph.consumers[op.name]) != 1 or op.name in {r.name for r in graph.outputs}:
             return None
         if op.short_name == "bmm":
-            lead = tuple(softmax.outputs[0].shape.dims[:-2])
+            if op.outputs[0].shape.dims[-2:] != shape.dims[-2:]:
+                return None
+            lead = tuple(shape.dims[:-2])
             return Scores((op, *middle[::-1]), op.args[0], op.args[1], lead, scale, bias, masked, least)
         middle.append(op)
         if op.target in ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"):
             factor = number(op.args[1])
-            if factor is None or factor == 0:
+            if factor is None or factor <= 0:  # torch's CPU kernel masks before it scales: -inf would become inf
                 return None
             scale *= factor if op.short_name == "mul" else 1.0 / factor
         elif op.target == "aten.add.Tensor" and isinstance(op.args[1], ValueRef) and scale == 1.0 and not op.kwargs:
-            if bias is not None or graph.spec(op.args[1]).dtype != op.outputs[0].dtype:
+            if bias is not None or graph.spec(op.args[1]).dtype != op.outputs[0].dtype or op.outputs[0].shape != shape:
                 return None
             bias = op.args[1]
         elif op.target == "aten.masked_fill.Scalar" and scale == 1.0:
             fill = number(op.args[2])
             if masked is not None or bias is not None or fill is None or fill > LEAST_FILL:
                 return None
+            if op.outputs[0].shape != shape:
+                return None
             masked, least = op.args[1], fill
-        elif op.short_name not in ("view", "_unsafe_view", "expand") and not is_free(graph, op):
+        elif not is_free(graph, op) or not keeps_order(graph, op):
             return None
         if not isinstance(op.args[0], ValueRef):
             return None

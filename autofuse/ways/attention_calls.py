@@ -155,16 +155,22 @@ def forward(
     """The result and what to keep; None where the products should be run.
 
     That is where torch's kernel could lose NaN or digits, and where a mask that might be causal is not: with one it
-    does all the work, and is slower than the products.
+    does all the work, and is slower than the products. Of a single key the gradients of query and key are exactly 0,
+    which torch's kernel only comes near to.
     """
-    if not query.numel() or not value.numel() or not stays_finite(query, key, value, rule.scale, bias):
+    if (
+        not query.numel()
+        or not value.numel()
+        or value.shape[-2] == 1
+        or not stays_finite(query, key, value, rule.scale, bias)
+    ):
         return None
     q, k, v, mask, is_causal = _operands(query, key, value, bias, masked, rule)
     if mask is not None and (is_square(mask) or has_empty_rows(mask)):
         return None
     out, sums = _forward(q, k, v, is_causal=is_causal, attn_mask=mask, scale=rule.scale)
     low, high = torch.aminmax(sums)
-    if max(-float(low), float(high)) > LARGEST_LOGARITHM:
+    if not -LARGEST_LOGARITHM <= float(low) <= float(high) <= LARGEST_LOGARITHM:  # nor where there is NaN
         return None
     return out.reshape(*query.shape[:-1], value.shape[-1]), _pack(sums, out)
 
@@ -229,8 +235,13 @@ def _operands(
             mask = mask.unsqueeze(1)
         elif mask.shape[:2] != (1, 1):
             lead = rule.lead
-    q, k, v = (t.unflatten(0, lead) for t in (query, key.mT.contiguous(), value))
+    q, k, v = (_with_rows(t).unflatten(0, lead) for t in (query, key.mT, value))
     return q, k, v, mask, causal
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """torch's kernel takes any strides but the last for granted."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _pack(sums: Tensor, out: Tensor) -> Tensor:

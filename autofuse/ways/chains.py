@@ -51,6 +51,22 @@ def is_free(graph: FusionGraph, op: Operation) -> bool:
     return info(op.target).kind is OpKind.VIEW
 
 
+def keeps_order(graph: FusionGraph, op: Operation) -> bool:
+    """Whether a view gives all elements, in the order in which it reads them."""
+    source = graph.spec(op.inputs[0])
+    rank = len(source.shape)
+    order = list(range(rank))
+    if op.target == "aten.transpose.int":
+        first, second = (int(dim) % rank for dim in op.args[1:3])
+        order[first], order[second] = second, first
+    elif op.target == "aten.permute.default":
+        order = [int(dim) % rank for dim in op.args[1]]
+    elif op.target == "aten.t.default":
+        order.reverse()
+    longer = [dim for dim in order if source.shape.dims[dim] != 1]
+    return longer == sorted(longer) and source.numel == op.outputs[0].numel
+
+
 def is_contiguous(spec: TensorSpec) -> bool:
     return spec.strides.dims == contiguous_strides(spec.shape.dims)
 

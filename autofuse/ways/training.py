@@ -16,7 +16,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ways.attention import DROPOUT_INSIDE, Scores, find_scores
-from autofuse.ways.chains import is_free, number
+from autofuse.ways.chains import is_free, keeps_order, number
 from autofuse.ways.record import graph_of
 
 SDPA_TRAINING = "sdpa_training"  # the way
@@ -137,12 +137,18 @@ class _Matcher:
 
     def find(self, begin: int | None) -> TrainingAttention | str:
         no = "its backward pass is not the one that torch's attention has"
-        every = [ValueRef(name) for name in self.names]
-        sides = {self._is_transpose_of(op.args[0], *every): op for op in self.products if op.args[0] in every}
-        if set(sides) != {False, True}:
+        every = self._as_made()
+        sides = {op.args[0] in every: op for op in self.products}
+        if set(sides) != {False, True} or not self._is_transpose_of(sides[False].args[0], *every):
             return no
-        result, grad_value = sides[False], sides[True]
+        result, grad_value = sides[True], sides[False]
         value, gradient = result.args[1], grad_value.args[1]
+        dims = [self.graph.spec(ref).shape.dims[-1] for ref in (self.scores.query, value)]
+        if dims[0] != dims[1]:
+            return "its values are not as wide as its keys"
+        rank = len(self.softmax.outputs[0].shape)
+        if self.softmax_backward.args[1] not in every or self.softmax_backward.arg(2) not in (-1, rank - 1):
+            return no
         grad_product = self._before(self.softmax_backward.args[0])
         if grad_product is None or not self._is_product(grad_product, gradient, value):
             return no
@@ -181,6 +187,15 @@ class _Matcher:
 
     # ---- operands
 
+    def _as_made(self) -> list[ValueRef]:
+        """The probabilities in whichever shape, row by row as the softmax gives them."""
+        rows = self.softmax.outputs[0].shape.dims[-2:]
+        ordered = {self.softmax.name}
+        for view in self.views:  # each after what it reads
+            if view.inputs[0].name in ordered and keeps_order(self.graph, view):
+                ordered.add(view.name)
+        return [ref for ref in map(ValueRef, ordered) if self.graph.spec(ref).shape.dims[-2:] == rows]
+
     def _is_transpose_of(self, ref: ValueRef, *others: ValueRef) -> bool:
         op = self.graph.by_name.get(ref.name)
         return op is not None and _swaps_last(op) and op.inputs[0] in others
@@ -209,6 +224,8 @@ class _Matcher:
                 return None
             if not is_free(self.graph, op):
                 return op
+            if not keeps_order(self.graph, op):
+                return None
             ref = op.inputs[0]
         return None
 
@@ -233,7 +250,7 @@ class _Matcher:
                 if is_masked or current.args[1] != self.scores.masked or number(current.args[2]) != 0.0:
                     return None
                 is_masked = True
-            elif not is_free(self.graph, current) or _swaps_last(current):
+            elif not is_free(self.graph, current) or not keeps_order(self.graph, current):
                 return None
         return None
 
