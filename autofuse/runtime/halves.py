@@ -28,6 +28,7 @@ from autofuse.ways.training import SOFTMAX_BACKWARD, TrainingAttention, find_tra
 
 _NOTE = "autofuse_halves"
 LONGEST_PAUSE = 255  # calls
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @dataclass(eq=False)
@@ -161,7 +162,9 @@ def forward_call(
 
     def call(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> tuple[Tensor, ...] | None:
         nonlocal pause, left
-        if not pair.is_ready:
+        # Hooks on saved tensors: a checkpoint wants the sizes of the first run when it runs the graph again, by which
+        # time a half may be ready or decided that was not; and whatever others do to values, they know no bytes.
+        if not pair.is_ready or _top_hooks(True) is not None:
             return None
         if left:
             left -= 1

@@ -122,6 +122,10 @@ def batched(q: T, k: T, v: T) -> T:
     return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.25, dim=-1), v)
 
 
+def apart(q: T, k: T, v: T) -> T:
+    return batched(q.mT, k.mT, v.mT)
+
+
 def einsum(q: T, k: T, v: T) -> T:
     weights = torch.einsum("bhtd,bhsd->bhts", q, k).mul(0.25).softmax(-1)
     return torch.einsum("bhts,bhsd->bhtd", weights, v)
@@ -157,8 +161,8 @@ def additive(mask: T, fill: float = float("-inf")) -> T:
 FORMS: dict[str, tuple[Callable[..., T], Callable[[int], list[T]]]] = {
     "plain": (plain, lambda n: qkv(2, 3, n, 16)),
     "cross": (plain, lambda n: qkv(2, 3, n, 16, keys=n + 3)),
-    "narrow values": (plain, lambda n: qkv(2, 3, n, 16, width=16)),
     "three dims": (batched, lambda n: qkv(6, n, 16)),
+    "last dim apart": (apart, lambda n: [t.detach().mT.contiguous().requires_grad_() for t in qkv(6, n, 16)]),
     "causal": (masked, lambda n: [*qkv(2, 3, n, 16), causal(n)]),
     "least number": (masked_first, lambda n: [*qkv(2, 3, n, 16), causal(n)]),
     "padding": (masked, lambda n: [*qkv(2, 3, n, 16), padding(n - 1, n)]),
@@ -252,6 +256,64 @@ def test_a_bias_that_is_learnt_is_left_alone(session: Session) -> None:
     assert any("backward pass is not the one" in reason for reason in captured.reasons)
 
 
+def viewed(q: T, k: T, v: T) -> T:
+    scores = torch.bmm(q, k.mT) * 0.25
+    return torch.bmm(torch.softmax(scores.view(6, 8, 2, 4), -1).view(6, 8, 8), v)
+
+
+def viewed_after(q: T, k: T, v: T) -> T:
+    return torch.bmm(torch.softmax(torch.bmm(q, k.mT) * 0.25, -1).view(6, 16, 4), v[:, :4])
+
+
+def over_queries(q: T, k: T, v: T) -> T:
+    return torch.bmm(torch.softmax((torch.bmm(q, k.mT) * 0.25).mT, -1), v)
+
+
+def turned(q: T, k: T, v: T) -> T:
+    return torch.bmm(torch.softmax(torch.bmm(q, k.mT) * 0.25, -1).mT, v)
+
+
+def grouped(q: T, k: T, v: T) -> T:
+    keys, values = (t[:, :4].reshape(3, 2, 4, 16) for t in (k, v))
+    scores = (q.view(3, 2, 8, 16) @ keys.mT) * 0.25  # queries of two heads share a head of keys
+    scores = (scores.view(3, 2, 2, 4, 4) + additive(causal(4))[0, 0]).view(3, 2, 8, 4)
+    return torch.softmax(scores, -1) @ values
+
+
+def biased_before(q: T, k: T, v: T) -> T:
+    bias = torch.arange(6.0 * 64).sin().view(6, 8, 8)  # of each head of each batch
+    return torch.bmm(torch.softmax((torch.bmm(q, k.mT) * 0.25 + bias).view(2, 3, 8, 8), -1).view(6, 8, 8), v)
+
+
+def negative(q: T, k: T, v: T) -> T:
+    return torch.bmm(torch.softmax((torch.bmm(q, k.mT) * -0.25).masked_fill(causal(8)[0], -math.inf), -1), v)
+
+
+def wider(q: T, k: T, v: T) -> T:
+    return batched(q, k, torch.cat([v, v], -1))
+
+
+NO_ATTENTION = [viewed, viewed_after, over_queries, turned, grouped, biased_before, negative, wider]
+
+
+@pytest.mark.parametrize("function", NO_ATTENTION, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_only_looks_like_attention(session: Session, function: Callable[..., T], trains: bool) -> None:
+    captured = Captured(session, function)
+    for _ in range(2):
+        inputs = qkv(6, 8, 16)
+        if trains:
+            check(captured, function, inputs)
+        else:
+            with torch.no_grad():
+                torch.testing.assert_close(captured.call(*inputs), function(*inputs))
+    assert not any(map(sum, captured.wholes.values()))
+    graphs = [router.program for router in session.routers]
+    forms = [slot.node.form for graph in graphs for slot in graph.slots]
+    ways = {way.name for form in forms for way in ways_of(form)}
+    assert not ways & {SDPA_TRAINING, *(() if function is wider else ("sdpa",))}
+
+
 class Bent(torch.autograd.Function):
     """A product whose gradient is not that of a product."""
 
@@ -342,6 +404,9 @@ def test_nothing_to_attend_to(session: Session) -> None:
     captured = Captured(session, plain)
     for size in (4, 0, 1):
         check(captured, plain, qkv(2, 3, size, 16))
+    captured = Captured(session, plain)
+    for _ in range(2):
+        check(captured, plain, qkv(2, 3, 4, 16, keys=1))  # the gradients of query and key are exactly 0
 
 
 def test_a_failing_kernel_is_left_for_good(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +447,34 @@ def test_checkpoints_run_it_again(session: Session) -> None:
         inputs = qkv(2, 3, 9, 16)
         for found, expected in zip(gradients(again, inputs), gradients(plain, inputs), strict=True):
             torch.testing.assert_close(found, expected)
+
+
+def test_checkpoints_find_the_sizes_of_the_first_run(session: Session) -> None:
+    """Though in between the backward graph is compiled, what was declined is asked again, decisions come."""
+    captured = Captured(session, masked)
+    hidden = [causal(9), torch.rand(1, 1, 9, 9) > 0.8, causal(9), causal(9)]
+
+    def twice(call: Callable[..., T], *x: T) -> T:
+        again = checkpoint(call, *x, use_reentrant=False)
+        return checkpoint(call, again, *x[1:], use_reentrant=False)
+
+    for mask in hidden:
+        inputs = [*qkv(2, 3, 9, 16), mask]
+        found = gradients(lambda *x: twice(captured.call, *x), inputs)
+        expected = gradients(lambda *x: twice(masked, *x), inputs)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        gradients(captured.call, inputs)
+    assert sum(captured.wholes["forward"]) > 0
+
+
+def test_hooks_see_what_eager_keeps(session: Session) -> None:
+    captured = Captured(session, plain)
+    gradients(captured.call, qkv(2, 3, 9, 16))
+    seen = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(t.dtype) or t, lambda t: t):
+        gradients(captured.call, qkv(2, 3, 9, 16))
+    assert seen == {torch.float32}
 
 
 def test_a_mask_that_is_written_to_between_the_passes(session: Session) -> None:
