@@ -22,7 +22,7 @@ from autofuse.errors import FusionError
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, evaluate, free_symbols
-from autofuse.ways.attention_calls import Rule, backward, forward
+from autofuse.ways.attention_calls import Rule, backward, backward_by_products, forward
 from autofuse.ways.chains import is_contiguous
 from autofuse.ways.training import SOFTMAX_BACKWARD, TrainingAttention, find_training_attention
 
@@ -38,7 +38,8 @@ class Pair:
     node: FusionNode  # both passes: what is tuned
     attention: TrainingAttention
     kept_shapes: tuple[tuple[Dim, ...], ...]  # of the values that forward keeps: probabilities under several sizes
-    is_ready: bool = False  # the backward graph has its half
+    is_ready: bool = False  # the backward graph has its half, which has not failed
+    failed: Callable[[Exception], None] | None = None  # told what goes wrong in either half
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
         """Itself: AOTAutograd copies the backward graph, and what is noted there, before it is compiled."""
@@ -157,6 +158,7 @@ def forward_call(
     rule = pair.rule([evaluate(dim, symbol_values) for dim in pair.lead])
     places = len(pair.kept_shapes)
     has_bias, has_mask = pair.attention.scores.bias is not None, pair.attention.scores.masked is not None
+    pair.failed = failed
 
     pause, left = 0, 0  # calls to leave alone after the last decline, and those still to come
 
@@ -186,7 +188,10 @@ def forward_call(
 
 
 def backward_call(pair: Pair) -> Callable[..., tuple[Tensor, ...]]:
-    """The backward half: ``call(lead, *kept, gradient, query, key, value, [masked])`` gives the three gradients."""
+    """The backward half: ``call(lead, *kept, gradient, query, key, value, [masked])`` gives the three gradients.
+
+    Where torch's kernel fails, they come from products, and neither half runs as a whole again.
+    """
     places, has_bias = len(pair.kept_shapes), pair.attention.scores.bias is not None
     has_mask = pair.attention.scores.masked is not None
     rules: dict[tuple[int, ...], Rule] = {}
@@ -198,6 +203,12 @@ def backward_call(pair: Pair) -> Callable[..., tuple[Tensor, ...]]:
         gradient, query, key, value = inputs[places : places + 4]
         bias = inputs[1] if has_bias else None
         masked = inputs[-1] if has_mask else None
-        return backward(inputs[0], gradient, query, key, value, bias, masked, rule)
+        try:
+            return backward(inputs[0], gradient, query, key, value, bias, masked, rule)
+        except Exception as error:
+            pair.is_ready = False
+            if pair.failed is not None:
+                pair.failed(error)
+        return backward_by_products(None, gradient, query, key, value, bias, masked, rule)
 
     return call

@@ -203,7 +203,22 @@ def backward(
             # Contiguous, as products are; the key's is transposed.
             dq, dk, dv = (t.flatten(0, 1).contiguous() for t in found)
             return dq, dk.mT.contiguous(), dv
-        kept = _probabilities(query, key, bias, masked, rule)
+        return backward_by_products(None, gradient, query, key, value, bias, masked, rule)
+    return backward_by_products(kept, gradient, query, key, value, bias, masked, rule)
+
+
+def backward_by_products(
+    probabilities: Tensor | None,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    masked: Tensor | None,
+    rule: Rule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as eager computes them; without probabilities these are made again."""
+    kept = _probabilities(query, key, bias, masked, rule) if probabilities is None else probabilities
     grads = (gradient @ value.mT).view(kept.shape)
     scores = torch._softmax_backward_data(grads, kept, -1, kept.dtype)
     if masked is not None:

@@ -422,6 +422,20 @@ def test_a_failing_kernel_is_left_for_good(session: Session, monkeypatch: pytest
     assert [node.broken for plan in session.routers[0].all_plans() for node in plan.nodes if node.slot.half] == [True]
 
 
+def test_a_failing_backward_kernel_is_left_for_good(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> T:
+        raise RuntimeError("out of order")
+
+    captured = Captured(session, masked)
+    inputs = [*qkv(2, 3, 9, 16), padding(7, 9)]
+    check(captured, masked, inputs)
+    monkeypatch.setattr("autofuse.ways.attention_calls._backward", broken)
+    for _ in range(3):
+        check(captured, masked, inputs)
+    assert captured.wholes == {"forward": [1], "backward": [1]}
+    assert [node.broken for plan in session.routers[0].all_plans() for node in plan.nodes if node.slot.half] == [True]
+
+
 # ---- what scripts do with gradients ------------------------------------------------------------------------------
 
 
