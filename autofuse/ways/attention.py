@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim
-from autofuse.ways.chains import is_free, keeps_order, next_link, number, replaced
+from autofuse.ways.chains import is_free, keep_order, next_link, number, replaced
 from autofuse.ways.record import graph_of
 
 DROPOUT_INSIDE = "dropout inside keeps eager's random numbers; the vendor's attention would draw others"
@@ -81,7 +81,7 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
     if scores is None:
         return ""
     second = below.operation
-    in_order = all(keeps_order(graph, view) for view in below.views)
+    in_order = keep_order(graph, below.views)
     if not in_order or graph.spec(second.args[0]).shape.dims[-2:] != shape.dims[-2:]:
         return ""
     lead = scores.lead
@@ -108,12 +108,19 @@ def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
     """
     shape = softmax.outputs[0].shape
     middle: list[Operation] = []
+    views: list[Operation] = []  # those next to each other, the last one first
     scale, bias, masked, least = 1.0, None, None, float("-inf")
     current = softmax.args[0]
     while True:
         op = graph.by_name.get(current.name)
         if op is None or len(graph.consumers[op.name]) != 1 or op.name in {r.name for r in graph.outputs}:
             return None
+        if is_free(graph, op):
+            views.append(op)
+        elif not keep_order(graph, views[::-1]):
+            return None
+        else:
+            views = []
         if op.short_name == "bmm":
             if op.outputs[0].shape.dims[-2:] != shape.dims[-2:]:
                 return None
@@ -136,7 +143,7 @@ def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
             if op.outputs[0].shape != shape:
                 return None
             masked, least = op.args[1], fill
-        elif not is_free(graph, op) or not keeps_order(graph, op):
+        elif not is_free(graph, op):
             return None
         if not isinstance(op.args[0], ValueRef):
             return None

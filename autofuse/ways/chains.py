@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import Arg, NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
-from autofuse.ir.shape import contiguous_strides
+from autofuse.ir.shape import Dim, contiguous_strides
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,28 @@ def is_free(graph: FusionGraph, op: Operation) -> bool:
     return info(op.target).kind is OpKind.VIEW
 
 
-def keeps_order(graph: FusionGraph, op: Operation) -> bool:
-    """Whether a view gives all elements, in the order in which it reads them."""
-    source = graph.spec(op.inputs[0])
-    rank = len(source.shape)
+def keep_order(graph: FusionGraph, views: Sequence[Operation]) -> bool:
+    """Whether views, each of the one before, give all elements in the order in which the first one reads them."""
+    sizes: Sequence[Dim] = ()
+    order: list[int] = []  # the dims of `sizes`, as turned so far
+    for op in views:
+        source = graph.spec(op.inputs[0])
+        if source.numel != op.outputs[0].numel:
+            return False
+        turned = _turned(op, len(source.shape))
+        if turned is None:
+            if not _is_sorted(order, sizes):
+                return False
+            order = []
+            continue
+        if not order:
+            sizes, order = source.shape.dims, list(range(len(source.shape)))
+        order = [order[dim] for dim in turned]
+    return _is_sorted(order, sizes)
+
+
+def _turned(op: Operation, rank: int) -> list[int] | None:
+    """The dims in the order in which a view has them; None for one that turns nothing."""
     order = list(range(rank))
     if op.target == "aten.transpose.int":
         first, second = (int(dim) % rank for dim in op.args[1:3])
@@ -63,8 +81,14 @@ def keeps_order(graph: FusionGraph, op: Operation) -> bool:
         order = [int(dim) % rank for dim in op.args[1]]
     elif op.target == "aten.t.default":
         order.reverse()
-    longer = [dim for dim in order if source.shape.dims[dim] != 1]
-    return longer == sorted(longer) and source.numel == op.outputs[0].numel
+    else:
+        return None
+    return order
+
+
+def _is_sorted(order: Sequence[int], sizes: Sequence[Dim]) -> bool:
+    longer = [dim for dim in order if sizes[dim] != 1]
+    return longer == sorted(longer)
 
 
 def is_contiguous(spec: TensorSpec) -> bool:

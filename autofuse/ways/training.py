@@ -16,7 +16,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ways.attention import DROPOUT_INSIDE, Scores, find_scores
-from autofuse.ways.chains import is_free, keeps_order, number
+from autofuse.ways.chains import is_free, keep_order, number
 from autofuse.ways.record import graph_of
 
 SDPA_TRAINING = "sdpa_training"  # the way
@@ -190,11 +190,11 @@ class _Matcher:
     def _as_made(self) -> list[ValueRef]:
         """The probabilities in whichever shape, row by row as the softmax gives them."""
         rows = self.softmax.outputs[0].shape.dims[-2:]
-        ordered = {self.softmax.name}
+        paths: dict[str, list[Operation]] = {self.softmax.name: []}
         for view in self.views:  # each after what it reads
-            if view.inputs[0].name in ordered and keeps_order(self.graph, view):
-                ordered.add(view.name)
-        return [ref for ref in map(ValueRef, ordered) if self.graph.spec(ref).shape.dims[-2:] == rows]
+            paths[view.name] = [*paths[view.inputs[0].name], view]
+        ordered = [ValueRef(name) for name, path in paths.items() if keep_order(self.graph, path)]
+        return [ref for ref in ordered if self.graph.spec(ref).shape.dims[-2:] == rows]
 
     def _is_transpose_of(self, ref: ValueRef, *others: ValueRef) -> bool:
         op = self.graph.by_name.get(ref.name)
@@ -218,14 +218,14 @@ class _Matcher:
 
     def _before(self, ref: ValueRef) -> Operation | None:
         """What made a value that only one operation reads, behind views."""
+        views: list[Operation] = []
         while ref.name in self.graph.by_name:
             op = self.graph.by_name[ref.name]
             if len(self.graph.consumers[op.name]) != 1 or any(ref.name == op.name for ref in self.graph.outputs):
                 return None
             if not is_free(self.graph, op):
-                return op
-            if not keeps_order(self.graph, op):
-                return None
+                return op if keep_order(self.graph, views[::-1]) else None
+            views.append(op)
             ref = op.inputs[0]
         return None
 
@@ -233,14 +233,21 @@ class _Matcher:
         """From the softmax's gradient to that of the scores: what masks and scales it, and who reads it."""
         passed: list[Operation] = []
         scale, is_masked = 1.0, False
+        views: list[Operation] = []
         current = self.softmax_backward
         while not any(ref.name == current.name for ref in self.graph.outputs):
             readers = self.graph.consumers[current.name]
             if len(readers) != 1:
                 fits = math.isclose(scale, self.scores.scale, rel_tol=1e-9) and is_masked == bool(self.scores.masked)
-                return (passed, readers) if fits else None
+                return (passed, readers) if fits and keep_order(self.graph, views) else None
             current = readers[0]
             passed.append(current)
+            if is_free(self.graph, current):
+                views.append(current)
+                continue
+            if not keep_order(self.graph, views):
+                return None
+            views = []
             if current.target in ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"):
                 factor = number(current.args[1])
                 if not factor:
@@ -250,7 +257,7 @@ class _Matcher:
                 if is_masked or current.args[1] != self.scores.masked or number(current.args[2]) != 0.0:
                     return None
                 is_masked = True
-            elif not is_free(self.graph, current) or not keeps_order(self.graph, current):
+            else:
                 return None
         return None
 

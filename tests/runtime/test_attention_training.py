@@ -131,6 +131,11 @@ def einsum(q: T, k: T, v: T) -> T:
     return torch.einsum("bhts,bhsd->bhtd", weights, v)
 
 
+def einsum_behind(q: T, k: T, v: T) -> T:
+    weights = torch.einsum("bthd,bshd->bhts", q, k).mul(0.25).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", weights, v)
+
+
 def projected(x: T, qkv: T, out: T, mask: T) -> T:
     b, t, c = x.shape
     q, k, v = (y.view(b, t, 4, c // 4).transpose(1, 2) for y in (x @ qkv).split(c, 2))
@@ -171,6 +176,7 @@ FORMS: dict[str, tuple[Callable[..., T], Callable[[int], list[T]]]] = {
     "least bias": (biased, lambda n: [*qkv(2, 3, n, 16), additive(causal(n), torch.finfo(torch.float32).min)]),
     "positions": (biased, lambda n: [*qkv(2, 3, n, 16), torch.randn(1, 3, n, n)]),
     "einsum": (einsum, lambda n: qkv(2, 3, n, 16)),
+    "einsum of heads behind": (einsum_behind, lambda n: qkv(2, n, 3, 16)),
     "projected": (
         projected,
         lambda n: [
