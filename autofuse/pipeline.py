@@ -96,15 +96,15 @@ def _plan_nodes(
     """Raises ShapeError where no program can be made."""
     nodes = session.plan_nodes(graph, [half.names for half in halves])
     groups = session.plan_groups(graph, nodes, imported.derived, halves)
-    is_backward = phase == "backward"
+    is_backward, reuses = phase == "backward", not session.settings.run.check  # a check runs both on the same inputs
     try:
-        program = build_program(imported, nodes, groups, halves, is_backward)
+        program = build_program(imported, nodes, groups, halves, is_backward, reuses)
     except ShapeError as error:  # draws or writes whose order no group may disturb
         if not groups:
             raise
         session.refusals.append(Refusal("groups_in_a_circle", False, f"{len(groups)} groups", str(error)))
         groups = []
-        program = build_program(imported, nodes, groups, halves, is_backward)
+        program = build_program(imported, nodes, groups, halves, is_backward, reuses)
     return _Planned(graph, [*nodes, *(group.node for group in groups)], halves, program)
 
 

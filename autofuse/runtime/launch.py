@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 
+from autofuse.codegen.in_place import Pairs
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import OpKind, info
@@ -83,10 +84,12 @@ def make_launcher(
     threads: int,
     allocate: Callable[..., torch.Tensor] | None = None,
     failed: Callable[..., Any] | None = None,
+    reuse: Pairs = (),
 ) -> NodeCall:
     """The fused callable.
 
-    ``allocate(shape, strides, dtype)`` replaces the allocation of outputs in tests. ``failed(error, *inputs)`` answers
+    ``allocate(shape, strides, dtype)`` replaces the allocation of outputs in tests; ``reuse``: outputs of a C kernel
+    that are written to an input instead, which nobody reads afterwards. ``failed(error, *inputs)`` answers
     in place of a launch that raised; without it the error goes to the caller. ``threads`` are those of a C kernel.
     Raises ShapeError where the kernels of a GPU are not made for these sizes.
     """
@@ -96,7 +99,9 @@ def make_launcher(
         return entry.make_call(form, symbol_values, threads, allocate, failed)
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
-    call = _launcher_factory(form)(*symbol_values, entry, address, allocate or empty_like_spec, failed or _raise)
+    call = _launcher_factory(form, () if allocate else reuse)(
+        *symbol_values, entry, address, allocate or empty_like_spec, failed or _raise
+    )
     vars(call)["sizes"] = sizes  # keeps the array alive as long as its address is in use
     return call
 
@@ -258,7 +263,8 @@ def render_operation(op: Operation, form: NodeForm, namespace: dict[str, Any]) -
 
 
 @functools.lru_cache(maxsize=4096)
-def _launcher_factory(form: NodeForm) -> Callable[..., NodeCall]:
+def _launcher_factory(form: NodeForm, reuse: Pairs = ()) -> Callable[..., NodeCall]:
+    source_of = dict(reuse)
     namespace: dict[str, Any] = {"torch": torch}
     names = [i.name for i in form.inputs]
     outputs = [f"o{i}" for i in range(len(form.outputs))]
@@ -266,7 +272,9 @@ def _launcher_factory(form: NodeForm) -> Callable[..., NodeCall]:
     lines += _output_constants(form)
     lines.append(f"    def fused({', '.join(names)}):")
     lines.append("        try:")  # costs nothing while nothing is raised
-    lines += [f"            {out} = empty({out}_shape, {out}_strides, {out}_dtype)" for out in outputs]
+    for number, out in enumerate(outputs):
+        fresh = f"empty({out}_shape, {out}_strides, {out}_dtype)"
+        lines.append(f"            {out} = {names[source_of[number]] if number in source_of else fresh}")
     pointers = [f"{name}.data_ptr()" for name in [*names, *outputs]]
     lines.append(f"            kernel({', '.join(['sizes', *pointers])})")
     lines.append(f"            return {', '.join(outputs)}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -24,6 +24,7 @@ from torch import fx
 
 from autofuse.capture.graph_import import ImportedGraph
 from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
+from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
@@ -58,6 +59,7 @@ class Program:
     source: str
     # Of each half of an attention: the slots that do not run in calls that the plan counts as skipped for it.
     skips: tuple[tuple[int, ...], ...] = ()
+    reuse: Mapping[int, Pairs] = field(default_factory=dict)  # of slots: outputs written where a dead input lies
 
 
 @dataclass
@@ -81,12 +83,14 @@ def build_program(
     groups: Sequence[Group] = (),
     halves: Sequence[Half] = (),
     is_backward: bool = False,
+    reuses: bool = True,
 ) -> Program:
     """Generate the flat call. Raises ShapeError where a symbol is not among the inputs, or units need each other.
 
     ``halves``: of attentions in training; those of a backward graph run as wholes where forward kept what they read.
+    ``reuses``: whether kernels may write to inputs that nobody needs afterwards.
     """
-    return _Builder(imported, nodes, groups, halves, is_backward).build()
+    return _Builder(imported, nodes, groups, halves, is_backward, reuses).build()
 
 
 class _Builder:
@@ -97,7 +101,9 @@ class _Builder:
         groups: Sequence[Group],
         halves: Sequence[Half],
         is_backward: bool,
+        reuses: bool,
     ) -> None:
+        self.reuses = reuses
         self.imported = imported
         self.fx_nodes: list[fx.Node] = list(imported.module.graph.nodes)
         self.position = {n: i for i, n in enumerate(self.fx_nodes)}
@@ -126,6 +132,7 @@ class _Builder:
         # What a forward half keeps has not the sizes of the probabilities.
         self.unsized = {name for half in halves for name in half.kept_inputs} if is_backward else set()
         self.sources = self._sources()
+        self.reuse: dict[int, Pairs] = {}
         self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, "floor": math.floor}
 
     def _device_of(self, node: FusionNode) -> torch.device:
@@ -168,7 +175,9 @@ class _Builder:
         lines += [*head, *timed]
         source = "\n".join(lines)
         exec(compile(source, "<autofuse graph>", "exec"), self.namespace)
-        return Program(self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source, self.skips)
+        return Program(
+            self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source, self.skips, self.reuse
+        )
 
     # ---- units ---------------------------------------------------------------------------------------
 
@@ -353,6 +362,7 @@ class _Builder:
         for index, unit in enumerate(units):
             last.update((n, index) for n in unit.inputs)
         live = {n for u in units for n in u.outputs} | {n for n in self.fx_nodes if n.op == "placeholder"}
+        self._find_reuse(units, kept)
         plain: list[str] = []
         timed: list[str] = []
         for index, unit in enumerate(units):
@@ -367,6 +377,23 @@ class _Builder:
             timed += [*self._measured(unit, timed_lines), *clean]
         back = f"    return {self._arg(output.args[0])}"
         return [*plain, back], [*timed, back]
+
+    # ---- memory --------------------------------------------------------------------------------------
+
+    def _find_reuse(self, units: Sequence[_Unit], kept: set[fx.Node]) -> None:
+        """Note which outputs of kernels may be written where an input lies that dies there."""
+        if not self.reuses:
+            return
+        steps = []
+        for unit in units:
+            is_fresh = unit.slot is not None or unit.half is not None
+            is_fresh = is_fresh or (len(unit.nodes) == 1 and _short_name(unit.nodes[0]) in FRESH)
+            is_kernel = unit.slot is not None and not unit.inner and self.slots[unit.slot].device.type == "cpu"
+            form = self.slots[unit.slot].node.form if is_kernel and unit.slot is not None else None
+            steps.append(Step(tuple(unit.inputs), tuple(unit.outputs), is_fresh, form))
+        for unit, pairs in zip(units, find_reuse(steps, kept), strict=True):
+            if pairs and unit.slot is not None:
+                self.reuse[unit.slot] = pairs
 
     def _measured(self, unit: _Unit, lines: list[str]) -> list[str]:
         """The lines of a unit, between those that take their time where it is a node or a group."""
@@ -385,6 +412,7 @@ class _Builder:
         for index, part in enumerate(unit.inner):
             last.update((n, index) for n in part.inputs)
         made = {n for part in unit.inner for n in part.outputs}
+        self._find_reuse(unit.inner, kept)
         plain, timed = [], []
         for index, part in enumerate(unit.inner):
             lines = [f"    {self._line(part)}"]
@@ -476,6 +504,10 @@ def _check_made(units: Sequence[_Unit], placeholders: Sequence[fx.Node], output:
     absent = [n.name for n in output.all_input_nodes if n not in made]
     if absent:
         raise ShapeError(f"expected {', '.join(absent)} among what the nodes make, found no such outputs")
+
+
+def _short_name(node: fx.Node) -> str:
+    return _target_name(node).split(".")[1] if node.op == "call_function" else ""
 
 
 def _kind_of(node: fx.Node) -> OpKind:

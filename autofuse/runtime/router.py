@@ -307,7 +307,8 @@ class GraphRouter:
         if node.slot.half is not None:
             sizes = {str(s): value for s, value in zip(node.slot.symbols, node.values, strict=True)}
             return forward_call(node.slot.half.pair, sizes, lambda error: settle(f"{type(error).__name__}: {error}"))
-        fused = make_launcher(node.form, choice.entry, node.values, self.catalogue.threads, failed=failed)
+        reuse = self.program.reuse.get(index, ())
+        fused = make_launcher(node.form, choice.entry, node.values, self.catalogue.threads, failed=failed, reuse=reuse)
         if self._checked.get(index, 0) >= TRUSTED_AFTER:
             return self.catalogue.wrap(node, fused)
         return make_checked(node.form, node.values, fused, node.unfused, settle, node.slot.device)

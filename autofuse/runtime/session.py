@@ -26,7 +26,7 @@ from autofuse.capture.random_ops import use_generator
 from autofuse.codegen.c.bernoulli import make_bernoulli
 from autofuse.codegen.c.build import Toolchain
 from autofuse.codegen.generator import CODEGEN_VERSION
-from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.in_place import in_place
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, LoweringError, StoreError
 from autofuse.fusion.config import FusionConfig
@@ -193,7 +193,7 @@ class Session:
         text = form.text()
         if text not in self._lowered:
             try:
-                lower(form)
+                in_place(form)  # lowers it
                 self._lowered[text] = None
             except LoweringError as error:
                 self._lowered[text] = (error.code, str(error))

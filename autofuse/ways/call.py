@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.launch import (
@@ -30,7 +31,7 @@ from autofuse.runtime.launch import (
     render_operation,
     value_name,
 )
-from autofuse.ways.record import Rows, Way, flat_ref
+from autofuse.ways.record import LOOP, Rows, Way, flat_ref
 from autofuse.ways.vendor import VENDORS, as_promised
 
 
@@ -63,13 +64,23 @@ class LoadedWay(Composed):
         failed: Callable[..., Any],
     ) -> NodeCall:
         kernels = []
-        for kernel, entry in zip(self.way.kernels, self.entries, strict=True):
+        for kernel, entry, reuse in zip(self.way.kernels, self.entries, self._reuse, strict=True):
             own = [evaluate(size, values) for size in kernel.sizes]
-            kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate))
+            kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate, reuse=reuse))
         device = torch.device(device_type(self.way.form))
         symbols = [values[name] for name in self.way.form.symbols]
         call: NodeCall = self._make(*symbols, device, kernels, failed)
         return call
+
+    @functools.cached_property
+    def _reuse(self) -> tuple[Pairs, ...]:
+        """Of each part: its outputs that are written where an input lies that dies there."""
+        found: list[Pairs] = [()] * len(self.way.parts)
+        steps = [_memory_step(self.way, step) for step in self.way.steps]
+        for step, pairs in zip(self.way.steps, find_reuse(steps, {r.name for r in self.way.form.outputs}), strict=True):
+            if isinstance(step, int):
+                found[step] = pairs
+        return tuple(found)
 
     @functools.cached_property
     def _make(self) -> Callable[..., NodeCall]:
@@ -120,6 +131,18 @@ class LoadedWay(Composed):
                 return failed(error, *inputs)
 
         return run
+
+
+def _memory_step(way: Way, step: Operation | int) -> Step:
+    """A step as `find_reuse` sees it. Results of operations with several are one value, whose memory is not reused."""
+    if isinstance(step, Operation):
+        is_fresh = len(step.outputs) == 1 and (step.target.startswith("vendor.") or step.short_name in FRESH)
+        return Step([ref.name for ref in step.inputs], [step.name], is_fresh)
+    node = way.kernels[step].node
+    inputs = [flat_ref(name).name for name in node.input_names]
+    on_cpu = way.parts[step].printer == LOOP and device_type(way.form) == "cpu"
+    is_fresh = all(len(way.graph.by_name[ref.name].outputs) == 1 for ref in node.outputs)
+    return Step(inputs, [ref.name for ref in node.outputs], is_fresh, node.form if on_cpu else None)
 
 
 class _Outputs(threading.local):

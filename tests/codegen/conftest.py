@@ -11,10 +11,12 @@ import torch
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
+from autofuse.codegen.in_place import in_place
 from autofuse.codegen.reference import make_inputs, run_unfused, to_float64, widen
 from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
+from autofuse.runtime.launch import make_launcher
 from tests.codegen.compare import problems
 
 warnings.filterwarnings("ignore", message=".*degrees of freedom.*")
@@ -57,12 +59,32 @@ def verify(generator: FusionKernelGenerator) -> Verify:
                 else:
                     kernel = generic(form, config)
                 found = kernel(*inputs, threads=threads)
+                _check_in_place(form, kernel, inputs, values, found, threads or torch.get_num_threads())
                 eager = run_unfused(form, inputs, symbols)
                 exact = run_unfused(to_float64(form), widen(inputs), symbols)
                 wrong = problems(found, eager, exact, loose)
                 assert not wrong, f"sizes {tuple(values)}, {kind} values: {'; '.join(wrong)}\n{kernel.source}"
 
     return run
+
+
+def _check_in_place(
+    form: NodeForm,
+    kernel: CompiledKernel,
+    inputs: Sequence[torch.Tensor],
+    values: Sequence[int],
+    found: Sequence[torch.Tensor],
+    threads: int,
+) -> None:
+    """Written over an input that it may be written over, every output has the same bits."""
+    for pair in in_place(form):
+        own = [t.clone(memory_format=torch.preserve_format) if i == pair[1] else t for i, t in enumerate(inputs)]
+        result = make_launcher(form, kernel.load().entry, tuple(values), threads, reuse=(pair,))(*own)
+        outputs = result if isinstance(result, tuple) else (result,)
+        assert outputs[pair[0]] is own[pair[1]]
+        for number, (out, wanted) in enumerate(zip(outputs, found, strict=True)):
+            same = torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.nan_to_num(), wanted.nan_to_num())
+            assert same, f"output {number} differs with output {pair[0]} over input {pair[1]}\n{kernel.source}"
 
 
 @pytest.fixture(autouse=True)

@@ -252,7 +252,7 @@ def _lowerable(form: NodeForm) -> tuple[str, str] | None:
 def catalogue(generator: FusionKernelGenerator, monkeypatch: pytest.MonkeyPatch) -> AllInC:
     made: dict[str, Any] = {}
 
-    def launcher(form: NodeForm, entry: Any, values: Sequence[int], threads: int, failed: Any = None) -> NodeCall:
+    def launcher(form: NodeForm, entry: Any, values: Sequence[int], threads: int, **options: Any) -> NodeCall:
         kernel = made.setdefault(form.text(), None) or generator.generate_generic_kernel(form)
         made[form.text()] = kernel
 

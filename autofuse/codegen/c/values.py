@@ -14,6 +14,7 @@ from autofuse.codegen.c.reduce import REDUCERS, Reducer
 from autofuse.codegen.c.scalar import expression, literal, load_text, memory_type, store_text
 from autofuse.codegen.dims import dim_text
 from autofuse.codegen.dtypes import VALUE_TYPE
+from autofuse.codegen.in_place import overlaps
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Store, regions
 from autofuse.codegen.phases import Plan
 from autofuse.errors import LoweringError
@@ -167,11 +168,15 @@ class ValuePrinter:
 
     def _parameters(self) -> list[str]:
         lines = []
+        outputs = [p.name for p in self.kernel.params if p.is_output]
+        inputs = [p.name for p in self.kernel.params if not p.is_output]
+        shared = {name for o, i in overlaps(self.kernel) for name in (outputs[o], inputs[i])}  # may be one tensor
         for n, param in enumerate(self.kernel.params):
             const = "" if param.is_output else "const "
             ctype = memory_type(param.dtype)
+            restrict = "" if param.name in shared else "restrict "
             lines.append(
-                f"  {const}{ctype}* restrict const {param.name} = ({const}{ctype}*)ptrs[{n}]; (void){param.name};"
+                f"  {const}{ctype}* {restrict}const {param.name} = ({const}{ctype}*)ptrs[{n}]; (void){param.name};"
             )
         return lines
 
