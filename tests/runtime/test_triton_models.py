@@ -46,7 +46,7 @@ def lowerable(form: NodeForm) -> tuple[str, str] | None:
     return None
 
 
-def launcher(form: NodeForm, entry: Any, values: Sequence[int], threads: int, failed: Any = None) -> NodeCall:
+def launcher(form: NodeForm, entry: Any, values: Sequence[int], threads: int, **options: Any) -> NodeCall:
     assert entry.text() == form.text()  # but for the user's lines
     table = dict(zip(form.symbols, values, strict=True))
     high = {name: max(value, 64) for name, value in table.items()}
