@@ -120,6 +120,7 @@ WAYS = {
     "cudnn_conv": "cuDNN's convolution with what follows inside",
     "cublas_epilogue": "cuBLASLt's product with what follows inside",
     "sdpa": "scaled_dot_product_attention",
+    "joined_products": "products that are added up as one",
     "sdpa_training": "scaled_dot_product_attention, forward and backward",
     "tiled": "a tiled product with what follows inside",
 }

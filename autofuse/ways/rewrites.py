@@ -15,6 +15,7 @@ from autofuse.ir.shape import SymbolicShape, contiguous_strides
 from autofuse.ways.attention import attention_rewrites
 from autofuse.ways.chains import Link, as_shape, is_contiguous, next_link, number, replaced, result_of
 from autofuse.ways.record import graph_of
+from autofuse.ways.sums import joined_products
 from autofuse.ways.training import SDPA_TRAINING, training_rewrite
 
 LINEARS = ("addmm", "mm")
@@ -59,7 +60,7 @@ def activation(op: Operation) -> tuple[str, str, tuple[float, ...]] | None:
 def rewrites(form: NodeForm) -> list[Rewrite]:
     """All rewrites of a form, each of one chain of it; a form with equal chains has all of them replaced."""
     found: dict[str, Rewrite] = {}
-    for rule in (_linears, _convolutions, _attentions):
+    for rule in (_linears, _sums, _convolutions, _attentions):
         for rewrite in rule(form):
             found.setdefault(rewrite.name, rewrite)
     return list(found.values())
@@ -170,6 +171,12 @@ def _vendor(op: Operation, last: Link, kind: str, name: str, args: tuple[object,
 
 def _contiguous(spec: TensorSpec) -> TensorSpec:
     return replace(spec, strides=SymbolicShape(contiguous_strides(spec.shape.dims)))
+
+
+def _sums(form: NodeForm) -> Iterator[Rewrite]:
+    found = joined_products(form)
+    if found is not None:
+        yield Rewrite("joined_products", found, "products that are added up as one of joined operands")
 
 
 # ---- convolutions -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autofuse.ways.attention_calls import both_passes, sdpa
+from autofuse.ways.sums import SUM
 from autofuse.ways.training import TRAINING
 
 # oneDNN's form of these gives a number where the product is NaN (torch 2.13); eager's gives NaN.
@@ -186,12 +187,20 @@ def _convolution() -> Callable[..., Tensor]:
     return run
 
 
+def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """The sum of ``left[i] @ right[i]``, [M, K_i] by [K_i, N]."""
+    if all(t.stride(0) == 1 for t in left):  # transposed: joined where its elements lie side by side
+        return torch.cat([t.t() for t in left]).t() @ torch.cat(list(right))
+    return torch.cat(list(left), 1) @ torch.cat(list(right))
+
+
 VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
     "vendor.linear.default": lambda: _linear,
     "vendor.addmm_activation.default": lambda: _addmm_activation,
     "vendor.convolution.default": _convolution,
     "vendor.sdpa.default": lambda: sdpa,
     TRAINING: lambda: both_passes,
+    SUM: lambda: _sum_of_products,
 }
 
 

@@ -320,6 +320,54 @@ def test_dropouts_outside_of_training_stand_in_no_chains_way() -> None:
         check(group.node.form, way(group, name), [()])
 
 
+# ---- sums of products ----------------------------------------------------------------------------------
+
+
+def recurrent(x: T, h: T, w: T) -> T:
+    for t in range(4):
+        h = torch.tanh(x[:, t] + h @ w)
+    return h
+
+
+def test_products_that_are_added_up_are_one_product() -> None:
+    """The gradient of a weight that every step uses."""
+    inputs = [torch.randn(6, 4, 16), torch.randn(6, 16), torch.randn(16, 16, requires_grad=True)]
+    graphs = plan(recurrent, inputs, [(0, 0), (1, 0)])
+    (group,) = [g for p in graphs if p.phase == "backward" for g in p.groups if len(g.node.kernels) > 4]
+    joined = way(group, "joined_products")
+    assert [op.target for op in joined.form.operations] == ["vendor.sum_of_products.default"]
+    values = [(n,) * len(group.node.form.symbols) for n in (1, 2, 7, 33)]
+    check(group.node.form, joined, values, ("normal", "special", "large", "zeros"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_no_product_is_added_as_before(dtype: torch.dtype) -> None:
+    def function(r: T, *pairs: T) -> T:
+        total = r
+        for a, b in zip(pairs[::2], pairs[1::2], strict=True):
+            total = total + a @ b
+        return total + r.tanh()
+
+    shapes = [(9, 5), (5, 7), (9, 1), (1, 7), (9, 13), (13, 7)]  # terms of any length
+    with torch.no_grad():
+        (planned,) = plan(function, [torch.randn(9, 7, dtype=dtype), *(torch.randn(s, dtype=dtype) for s in shapes)])
+    (group,) = [g for g in planned.groups if any(w.name == "joined_products" for w in ways_of(g.node.form))]
+    joined = way(group, "joined_products")
+    assert sum(op.short_name == "mm" for op in joined.form.operations) == 0
+    check(group.node.form, joined, [()], ("normal", "special", "large", "zeros"))
+
+
+def test_a_product_that_somebody_else_reads_stays() -> None:
+    def function(a: T, b: T, c: T) -> tuple[T, T]:
+        first = a @ b
+        return first + a @ c + b @ c, first
+
+    with torch.no_grad():
+        (planned,) = plan(function, [torch.randn(8, 8) for _ in range(3)])
+    names = [w.name for g in planned.groups for w in ways_of(g.node.form)]
+    assert "joined_products" not in names
+
+
 # ---- switches, bundles, cuts ---------------------------------------------------------------------------
 
 
