@@ -65,6 +65,10 @@ Config = tuple[tuple[str, int | str | bool], ...]  # sorted (knob, value) pairs
 EAGER = "eager"  # the unfused variant: the node's operations one by one through aten
 
 
+# Of an eager decision for a group: its operations in eager's order beat its members' kernels between its products.
+IN_ONE: Config = (("in_one", True),)
+
+
 def make_config(values: Mapping[str, int | str | bool]) -> Config:
     return tuple(sorted(values.items()))
 

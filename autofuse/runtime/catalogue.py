@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from autofuse.ir.records import EAGER, Decision, KernelRecord
+from autofuse.ir.records import EAGER, IN_ONE, Decision, KernelRecord
 from autofuse.runtime.backends import Place
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.launch import Entry
@@ -101,7 +101,7 @@ def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Seq
     if decision is None:
         return UNKNOWN
     if decision.candidate.variant == EAGER or decision.compile_key is None:
-        return Choice(known=True)
+        return Choice(known=True, in_one=decision.candidate.config == IN_ONE)
     entry = shelf.entry(decision.compile_key, place.device)
     if entry is None:
         # Known, but its kernel is not: eager until it is.

@@ -39,6 +39,7 @@ class Choice:
     known: bool  # a decision exists, for or against fusing
     entry: Entry | None = None  # the loaded kernel of the winner, None for eager
     tag: str = ""  # tells one kernel from another
+    in_one: bool = False  # eager, and a group as a whole: its parts lost against eager's operations in their order
 
 
 UNKNOWN = Choice(known=False)
@@ -100,6 +101,7 @@ class NodeState:
     fusion_id: str
     values: tuple[int, ...]  # of the node's own symbols
     tag: str = ""  # kernel in use, "" for eager
+    in_one: bool = False  # of a group: runs as eager does, its members' kernels left alone
     broken: bool = False  # failed once in this plan: eager for good
     fused_before: int = 0  # calls on a fused kernel under earlier choices
     since: int = 0  # the plan's count when the present choice began
@@ -268,12 +270,13 @@ class GraphRouter:
                 choice = _usable(node, self.catalogue.choose(node.fusion_id, node.values, node.slot.device))
                 plan.is_decided &= choice.known
                 tag = choice.tag if choice.entry is not None else ""
-                if not choice.known or tag == node.tag:
+                if not choice.known or (tag == node.tag and choice.in_one == node.in_one):
                     continue
+                node.in_one = choice.in_one
                 try:
                     calls[index] = self._callable(plan, index, node, choice)
                 except (ShapeError, DeviceError) as error:
-                    node.broken = True
+                    node.broken, node.in_one = True, False
                     self.catalogue.node_failed(node, str(error))
                     calls[index], tag = _plain(node), ""
                 self._account(plan, node, tag)
@@ -284,7 +287,7 @@ class GraphRouter:
 
     def _callable(self, plan: Plan, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
         if choice.entry is None:
-            return _plain(node)
+            return node.unfused if choice.in_one else _plain(node)
 
         def failed(error: Exception, *inputs: Any) -> Any:
             settle(f"{type(error).__name__}: {error}")
@@ -320,14 +323,14 @@ class GraphRouter:
         node.since = plan.count
         node.tag = tag
         for index in node.slot.members:
-            _cover(plan, plan.nodes[index], bool(tag))
+            _cover(plan, plan.nodes[index], bool(tag) or node.in_one)
         plan.fused_nodes = sum(1 for n in plan.nodes if n.tag and not n.covered)
 
 
 def _usable(node: NodeState, choice: Choice) -> Choice:
     """Half of an attention runs only as torch's own: other programs for both passes are no programs for one."""
     way = getattr(choice.entry, "way", None)
-    if node.slot.half is None or choice.entry is None or (way is not None and way.name == SDPA_TRAINING):
+    if node.slot.half is None or not choice.known or (way is not None and way.name == SDPA_TRAINING):
         return choice
     return Choice(known=True)
 

@@ -28,7 +28,17 @@ from autofuse.db.store import Store
 from autofuse.errors import StoreError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Bucket, Config, Decision, KernelRecord, ObservedShape, TuneRequest
+from autofuse.ir.records import (
+    EAGER,
+    IN_ONE,
+    Bucket,
+    Candidate,
+    Config,
+    Decision,
+    KernelRecord,
+    ObservedShape,
+    TuneRequest,
+)
 from autofuse.ir.shape import Dim, evaluate
 from autofuse.optimizer.form import OPTIMIZER
 from autofuse.optimizer.job import StepJob
@@ -44,7 +54,7 @@ from autofuse.tuner.visible_devices import as_seen_by
 from autofuse.tuner.ways import WAY, WayWorkshop
 from autofuse.tuner.worker_process import NotReady, WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
-from autofuse.ways.cut import WHOLE, cuts_of, is_group, ways_of
+from autofuse.ways.cut import PARTS, WHOLE, cuts_of, is_group, ways_of
 from autofuse.ways.record import LOOP, Way, kernel_id
 
 log = logging.getLogger("autofuse.daemon")
@@ -276,6 +286,11 @@ class TuningLoop:
         limits = replace(self._limits(request), trials=len(ways))  # few, and built already: all are tried
         outcome = Job(request, bench, limits, (), self._clock).run()
         outcome.decisions = [replace(d, detail=_ways_detail(d, outcome, ways)) for d in outcome.decisions]
+        if whole is None and _parts_lost(outcome):
+            stays = Candidate(EAGER, IN_ONE)
+            outcome.decisions = [
+                replace(d, candidate=stays) if d.candidate.variant == EAGER else d for d in outcome.decisions
+            ]
         return outcome
 
     def _part_winner(
@@ -481,6 +496,12 @@ def _is_large(way: Way, request: TuneRequest, form: NodeForm) -> bool:
     """Whether sizes of the request fill more than one block, where a way has blocks."""
     largest = dict(zip(form.symbols, (high for _, high in request.bucket.ranges), strict=True))
     return way.rows is None or evaluate(way.rows.total, largest) > way.rows.count
+
+
+def _parts_lost(outcome: Outcome) -> bool:
+    """Whether the members' kernels, with the products between them, are slower than eager's operations for certain."""
+    parts = [m for m in outcome.measurements if dict(m.candidate.config).get(WAY) == PARTS]
+    return any(m.speedup_high is not None and m.speedup_high < 1.0 for m in parts)
 
 
 def _ways_detail(decision: Decision, outcome: Outcome, ways: Sequence[Way]) -> str:

@@ -27,13 +27,14 @@ def joined_products(form: NodeForm) -> NodeForm | None:
         if op is None:
             continue
         inner, terms = _terms(graph, op)
-        products = [t for t in terms if _is_product(graph, t, op)]
-        if len(products) < LEAST:
-            continue
-        current, count = (
-            replaced(current, [*inner, *_makers(graph, products), op], _joined(graph, op, terms, products)),
-            count + 1,
-        )
+        found = {ref: chain for ref in terms if (chain := _product(graph, ref, op)) is not None}
+        for is_transposed in (False, True):
+            products = {ref: chain for ref, chain in found.items() if len(chain) % 2 != is_transposed}
+            if len(products) >= LEAST:
+                gone = [*inner, *(o for chain in products.values() for o in chain), op]
+                current = replaced(current, gone, _joined(op, terms, products, is_transposed))
+                count += 1
+                break
     return current if count else None
 
 
@@ -63,25 +64,31 @@ def _is_like(graph: FusionGraph, ref: ValueRef, op: Operation) -> bool:
     return (spec.shape, spec.dtype) == (out.shape, out.dtype)
 
 
-def _is_product(graph: FusionGraph, ref: ValueRef, op: Operation) -> bool:
-    maker = graph.by_name.get(ref.name)
-    if maker is None or maker.short_name != "mm" or maker.kwargs or not _is_like(graph, ref, op):
-        return False
-    return graph.has_single_consumer(maker)
+def _product(graph: FusionGraph, ref: ValueRef, op: Operation) -> list[Operation] | None:
+    """The product that a term is, and the transpositions it is seen through, where nobody else reads any of them."""
+    if not _is_like(graph, ref, op):
+        return None
+    chain: list[Operation] = []
+    while ref.name in graph.by_name and graph.has_single_consumer(graph.by_name[ref.name]):
+        maker = graph.by_name[ref.name]
+        chain.insert(0, maker)
+        if maker.short_name == "mm":
+            return chain if not maker.kwargs else None
+        if maker.short_name != "t":
+            return None
+        ref = maker.inputs[0]
+    return None
 
 
-def _makers(graph: FusionGraph, products: list[ValueRef]) -> list[Operation]:
-    return [graph.by_name[ref.name] for ref in products]
-
-
-def _joined(graph: FusionGraph, op: Operation, terms: list[ValueRef], products: list[ValueRef]) -> list[Operation]:
+def _joined(
+    op: Operation, terms: list[ValueRef], products: dict[ValueRef, list[Operation]], is_transposed: bool
+) -> list[Operation]:
     """The operations in place of the sum: the joined product, then what else is added."""
-    makers = _makers(graph, products)
-    left, right = (tuple(maker.args[side] for maker in makers) for side in (0, 1))
+    left, right = (tuple(chain[0].args[side] for chain in products.values()) for side in (0, 1))
     rest = [ref for ref in terms if ref not in products]
     spec = op.outputs[0]
     names = [*(f"{op.name}_sum{n}" for n in range(len(rest))), op.name]
-    made = [Operation(names[0], SUM, (left, right), (), (spec,), op.source)]
+    made = [Operation(names[0], SUM, (left, right, is_transposed), (), (spec,), op.source)]
     for ref, name in zip(rest, names[1:], strict=True):
         made.append(Operation(name, "aten.add.Tensor", (ValueRef(made[-1].name), ref), (), (spec,), op.source))
     return made

@@ -187,11 +187,13 @@ def _convolution() -> Callable[..., Tensor]:
     return run
 
 
-def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """The sum of ``left[i] @ right[i]``, [M, K_i] by [K_i, N]."""
+def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor], is_transposed: bool) -> Tensor:
+    """The sum of ``left[i] @ right[i]``, [M, K_i] by [K_i, N], or its transpose."""
     if all(t.stride(0) == 1 for t in left):  # transposed: joined where its elements lie side by side
-        return torch.cat([t.t() for t in left]).t() @ torch.cat(list(right))
-    return torch.cat(list(left), 1) @ torch.cat(list(right))
+        total = torch.cat([t.t() for t in left]).t() @ torch.cat(list(right))
+    else:
+        total = torch.cat(list(left), 1) @ torch.cat(list(right))
+    return total.t() if is_transposed else total
 
 
 VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
