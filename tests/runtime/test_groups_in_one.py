@@ -14,7 +14,6 @@ from autofuse.tuner.serving import _parts_lost
 from autofuse.tuner.ways import WAY
 from tests.runtime.test_in_place import Captured, W
 
-
 RESIDUAL = torch.randn(48, 32)
 
 
