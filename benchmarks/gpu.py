@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --only softmax,trap  # sections (check, table, steps, ...) or cases, or both
     python benchmarks/gpu.py --device cpu --quick # a trial of the benchmark itself, without a GPU
 
-check  every case of tests/cases.py in float32, bfloat16 and float16 against float64, by the tuner's rule
+check  every case of tests/cases.py in float32, bfloat16 and float16 against float64, by the tuner's rule; then torch's
+       own attention in training, as autofuse calls it
 table  memory-bound cases, all variants side by side: time, bytes a second, share of what a copy reaches
 steps  optimizers' steps beside torch's foreach and fused ones
 trap   the first call on a small shape, then a large one: who is slow because of the first
@@ -34,6 +35,7 @@ from typing import Any
 # For the table of cases, which the tests share; spawned processes get it too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import gpu_attention
 import gpu_checks
 import torch
 from common import RESULTS
@@ -66,6 +68,7 @@ def check(run: Benchmark) -> None:
         rows.append(gpu_checks.verify(built, run.rig.device))
         if len(rows) % 20 == 0:
             run.save()
+    rows += gpu_attention.rows(run.rig.device)
     done = {(row["case"], row["dtype"]) for row in rows}
     missing = [f"{c.case} {c.dtype}" for c in wanted if (c.case, c.dtype) not in done]
     run.left_out += [f"check: {name}" for name in missing]

@@ -23,6 +23,7 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, evaluate, free_symbols
 from autofuse.ways.attention_calls import Rule, backward, backward_by_products, forward
+from autofuse.ways.attention_kernels import DEVICES
 from autofuse.ways.chains import is_contiguous
 from autofuse.ways.training import SOFTMAX_BACKWARD, TrainingAttention, find_training_attention
 
@@ -115,8 +116,11 @@ def halves_of(backward_graph: torch.fx.GraphModule) -> list[Half]:
 def _halves(both: BothPasses, attention: TrainingAttention, derived: set[str]) -> tuple[Half, Half] | str:
     graph, scores = both.graph, attention.scores
     node = attention.node(graph)
-    if any(spec.device != "cpu" for spec in node.inputs.values()):
-        return "in training only on a CPU so far"
+    devices = {spec.device for spec in node.inputs.values()}
+    if len(devices) != 1 or not devices <= {*DEVICES}:
+        return (
+            f"torch's attention in training is called on {' or '.join(DEVICES)}, not on {' and '.join(sorted(devices))}"
+        )
     specs = [*node.inputs.values(), *(spec for op in node.operations for spec in op.outputs)]
     if derived & {s for spec in specs for dim in (*spec.shape, *spec.strides) for s in free_symbols(dim)}:
         return "its sizes are rounded quotients of others"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -125,7 +125,9 @@ class _Builder:
         self.skips = tuple(self._members(half, slots) for half in halves)
         if not is_backward:  # the forward half decides: it alone has a callable that may be there or not
             slots += [
-                NodeSlot(h.pair.node, tuple(map(symbol, h.pair.node.symbols)), torch.device("cpu"), (), True, h, number)
+                NodeSlot(
+                    h.pair.node, tuple(map(symbol, h.pair.node.symbols)), self._half_device(h), (), True, h, number
+                )
                 for number, h in enumerate(halves)
             ]
         self.slots = tuple(slots)
@@ -138,6 +140,12 @@ class _Builder:
     def _device_of(self, node: FusionNode) -> torch.device:
         refs = [_ref_of(name) for name in node.input_names]
         refs += [ValueRef(op.name, i) for op in node.operations for i in range(len(op.outputs))]
+        return self._only_device(node, refs)
+
+    def _half_device(self, half: Half) -> torch.device:
+        return self._only_device(half.pair.node, [ValueRef(name) for name in half.names])
+
+    def _only_device(self, node: FusionNode, refs: Iterable[ValueRef]) -> torch.device:
         found = {self.imported.devices[ref] for ref in refs if ref in self.imported.devices}
         if len(found) != 1:
             raise ShapeError(f"expected {node.label} on one device, found {sorted(map(str, found))}; report this")

@@ -2,7 +2,7 @@
 
 In: query [N, T, D], key [N, D, S] (transposed, as a product takes it), value [N, S, D], where N are the heads of all
 batches side by side, or two dims; a scale, masks. Out: the result; in training also what to keep for the backward
-pass, and from that the three gradients (on a CPU).
+pass, and from that the three gradients.
 Guarantee: NaN and infinities are where eager's are. Where torch's kernel would lose them, or could overflow, the
 products are run one by one.
 
@@ -22,14 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autofuse.ways.attention import LEAST_FILL
+from autofuse.ways.attention_kernels import DEVICES, Kernels, Operands, kernels_for
 
 LARGEST_SCORE = 1e37  # far from where a sum of float32 products overflows
 # The backward pass makes the probabilities again from the logarithms of their rows' sums. Below this, rounding one of
 # these changes a probability by at most 4 units in the last place; eager's have no such error.
 LARGEST_LOGARITHM = 16.0
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def sdpa(
@@ -53,7 +51,7 @@ def sdpa(
         scores = scores if bias is None else scores + bias
         scores = scores if masked is None else scores.masked_fill(masked, fill)
         out = torch.softmax(scores, -1) @ v
-    elif is_causal(bias, masked):
+    elif q.device.type == "cpu" and is_causal(bias, masked):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     else:
         out = _torch_attention(q, k, v, scale, additive_mask(q.dtype, q.device, bias, masked, fill))
@@ -96,40 +94,45 @@ def is_square(mask: Tensor | None) -> bool:
 
 
 def is_causal(bias: Tensor | None, masked: Tensor | None) -> bool:
-    """Whether what masks, on a CPU, hides from each query exactly the keys behind it.
+    """Whether what masks hides from each query exactly the keys behind it. Waits for a GPU.
 
     To look costs a pass over the mask; to know it saves half of the scores, of every head.
     """
     mask = bias if masked is None else masked
-    if mask is None or not is_square(mask) or (bias is not None and masked is not None) or mask.device.type != "cpu":
+    if mask is None or not is_square(mask) or (bias is not None and masked is not None):
         return False
     size = mask.shape[-1]
-    hidden = _behind(size)
+    hidden = _behind(size, mask.device)
     if mask.dtype is torch.bool:
         return bool(torch.equal(mask.view(size, size), hidden))
     fill = float(mask.view(-1)[size - 1])
-    wanted = torch.zeros((), dtype=mask.dtype).masked_fill(hidden, fill)
+    wanted = torch.zeros((), dtype=mask.dtype, device=mask.device).masked_fill(hidden, fill)
     return fill <= LEAST_FILL and bool(torch.equal(mask.view(size, size), wanted))
 
 
 @functools.lru_cache(maxsize=2)  # of the sizes of the last calls
-def _behind(size: int) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool).triu_(1)
+def _behind(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).triu_(1)
 
 
 def stays_finite(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> bool:
     """Whether no score can be NaN or infinite: torch's CPU kernel has an exponential that loses NaN (torch 2.13).
 
-    A pass over q, k and v, which is little beside one over all scores.
+    A pass over q, k and v, which is little beside one over all scores. Waits for a GPU.
     """
-    bound = abs(scale) * q.shape[-1]
-    for t in (q, k):
-        low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()), t.new_zeros(()))
-        bound *= max(-float(low), float(high)) if float(low) == float(low) else math.inf
-    sides = torch.aminmax(v) if v.numel() else ()
-    if mask is not None and mask.numel() and not float(mask.amax()) < LARGEST_SCORE:
-        return False
-    return bool(bound < LARGEST_SCORE) and all(math.isfinite(float(side)) for side in sides)
+    sides = [side for t in (q, k, v) for side in (torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2)]
+    largest = [mask.amax()] if mask is not None and mask.numel() else []
+    found = _numbers([*sides, *largest])  # NaN on both sides of what holds one
+    bound = abs(scale) * q.shape[-1] * max(-found[0], found[1]) * max(-found[2], found[3])
+    return bound < LARGEST_SCORE and all(map(math.isfinite, found[4:6])) and all(m < LARGEST_SCORE for m in found[6:])
+
+
+def _numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """Of tensors with one element each; waits for a GPU once."""
+    if tensors[0].device.type == "cpu":
+        return [float(t) for t in tensors]
+    found: list[float] = torch.stack([t.float() for t in tensors]).tolist()
+    return found
 
 
 # ---- training --------------------------------------------------------------------------------------
@@ -152,27 +155,33 @@ def is_kept(tensor: Tensor) -> bool:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule
 ) -> tuple[Tensor, Tensor] | None:
-    """The result and what to keep; None where the products should be run.
+    """The result and what to keep; None where the products should be run, and while a GPU's calls are recorded.
 
-    That is where torch's kernel could lose NaN or digits, and where a mask that might be causal is not: with one it
-    does all the work, and is slower than the products. Of a single key the gradients of query and key are exactly 0,
-    which torch's kernel only comes near to.
+    That is where torch's kernel could lose NaN or digits, and where a mask that might be causal is not, on a CPU: with
+    one its kernel does all the work, and is slower than the products. Of a single key the gradients of query and key
+    are exactly 0, which torch's kernel only comes near to.
     """
     if (
-        not query.numel()
+        (query.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        or not query.numel()
         or not value.numel()
         or value.shape[-2] == 1
         or not stays_finite(query, key, value, rule.scale, bias)
     ):
         return None
-    q, k, v, mask, is_causal = _operands(query, key, value, bias, masked, rule)
-    if mask is not None and (is_square(mask) or has_empty_rows(mask)):
+    operands = _operands(query, key, value, bias, masked, rule)
+    kernels = kernels_for(operands)
+    if kernels is None or not _is_worth_masking(operands.mask, kernels):
         return None
-    out, sums = _forward(q, k, v, is_causal=is_causal, attn_mask=mask, scale=rule.scale)
-    low, high = torch.aminmax(sums)
-    if not -LARGEST_LOGARITHM <= float(low) <= float(high) <= LARGEST_LOGARITHM:  # nor where there is NaN
+    out, sums = kernels.forward(operands)
+    low, high = _numbers(torch.aminmax(sums[..., : query.shape[-2]]))
+    if not -LARGEST_LOGARITHM <= low <= high <= LARGEST_LOGARITHM:  # nor where there is NaN
         return None
     return out.reshape(*query.shape[:-1], value.shape[-1]), _pack(sums, out)
+
+
+def _is_worth_masking(mask: Tensor | None, kernels: Kernels) -> bool:
+    return mask is None or not ((is_square(mask) and not kernels.takes_any_mask) or has_empty_rows(mask))
 
 
 def by_products(
@@ -196,10 +205,10 @@ def backward(
     """Gradients of query, key (transposed as the key is) and value from that of the result."""
     if is_kept(kept):
         if stays_finite(gradient, value, value, 1.0, None):
-            q, k, v, mask, is_causal = _operands(query, key, value, bias, masked, rule)
-            sums, out = _unpack(kept, q, v)
-            grad = gradient.reshape(out.shape)
-            found = _backward(grad, q, k, v, out, sums, 0.0, is_causal, attn_mask=mask, scale=rule.scale)
+            operands = _operands(query, key, value, bias, masked, rule)
+            kernels = DEVICES[query.device.type]
+            sums, out = _unpack(kept, operands, kernels)
+            found = kernels.backward(gradient.reshape(out.shape), operands, out, sums)
             # Contiguous, as products are; the key's is transposed.
             dq, dk, dv = (t.flatten(0, 1).contiguous() for t in found)
             return dq, dk.mT.contiguous(), dv
@@ -238,8 +247,8 @@ def _probabilities(query: Tensor, key: Tensor, bias: Tensor | None, masked: Tens
 
 def _operands(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """As torch's kernel takes them, and whether it is to mask causally. A head is a batch of its own where the mask
+) -> Operands:
+    """As torch's kernel takes them. A head is a batch of its own where the mask
     allows it, so that no result of the kernel, which has heads last, must be copied."""
     lead: Sequence[int] = (query.shape[0], 1)
     causal = is_causal(bias, masked)
@@ -251,7 +260,7 @@ def _operands(
         elif mask.shape[:2] != (1, 1):
             lead = rule.lead
     q, k, v = (_with_rows(t).unflatten(0, lead) for t in (query, key.mT, value))
-    return q, k, v, mask, causal
+    return Operands(q, k, v, mask, causal, rule.scale)
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
@@ -263,10 +272,12 @@ def _pack(sums: Tensor, out: Tensor) -> Tensor:
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in (sums, out)])
 
 
-def _unpack(kept: Tensor, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack(kept: Tensor, operands: Operands, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    query, value = operands.query, operands.value
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    at = query.numel() // query.shape[-1] * dtype.itemsize
-    sums = kept[:at].view(dtype).view(query.shape[:-1])
+    shape = (*query.shape[:-2], kernels.rows(query.shape[-2]))
+    at = math.prod(shape) * dtype.itemsize
+    sums = kept[:at].view(dtype).view(shape)
     return sums, kept[at:].view(query.dtype).view(*query.shape[:-1], value.shape[-1])
 
 

@@ -13,6 +13,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape, contiguous_strides
 from autofuse.ways.attention import attention_rewrites
+from autofuse.ways.attention_kernels import DEVICES
 from autofuse.ways.chains import Link, as_shape, is_contiguous, next_link, number, replaced, result_of
 from autofuse.ways.record import graph_of
 from autofuse.ways.sums import joined_products
@@ -249,7 +250,7 @@ def _attentions(form: NodeForm) -> Iterator[Rewrite]:
     found = attention_rewrites(form)
     if found is not None:
         yield Rewrite("sdpa", found, "scaled_dot_product_attention instead of product, softmax, product")
-    found = training_rewrite(form) if _device(form) == "cpu" else None
+    found = training_rewrite(form) if _device(form) in DEVICES else None
     if found is not None:
         yield Rewrite(SDPA_TRAINING, found, "scaled_dot_product_attention forward and backward, no probabilities kept")
 
