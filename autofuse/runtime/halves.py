@@ -23,9 +23,8 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, evaluate, free_symbols
 from autofuse.ways.attention_calls import Rule, backward, backward_by_products, forward
-from autofuse.ways.attention_kernels import DEVICES
 from autofuse.ways.chains import is_contiguous
-from autofuse.ways.training import SOFTMAX_BACKWARD, TrainingAttention, find_training_attention
+from autofuse.ways.training import DEVICES, SOFTMAX_BACKWARD, TrainingAttention, find_training_attention
 
 _NOTE = "autofuse_halves"
 LONGEST_PAUSE = 255  # calls

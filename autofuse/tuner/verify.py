@@ -20,6 +20,7 @@ import torch
 from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.reference import run_unfused, to_float64, widen
 from autofuse.ir.operation import NodeForm
+from autofuse.runtime.launch import expected_outputs
 from autofuse.tuner.cases import CheckCase
 
 ULPS = 4.0  # libmvec's erf and log are within 4
@@ -149,6 +150,10 @@ class Verifier:
             if not _same(tensor, copy):
                 self._references.clear()
                 raise Wrong(f"changed input {index}")
+        for index, (found, (_, strides, _)) in enumerate(
+            zip(outputs, expected_outputs(self._form, case.values), strict=True)
+        ):
+            _check_strides(index, found, strides)
         loose = self._loose and case.kind == "special"
         pairs = zip(outputs, reference.answers, strict=True)
         return max((output_error(i, found, answer, loose) for i, (found, answer) in enumerate(pairs)), default=0.0)
@@ -173,6 +178,13 @@ class Verifier:
     def forget(self) -> None:
         """Free the references."""
         self._references.clear()
+
+
+def _check_strides(index: int, found: torch.Tensor, strides: Sequence[int]) -> None:
+    """Raises Wrong where elements lie in another order than the graph was captured with: readers rely on it."""
+    steps = [(own, wanted) for size, own, wanted in zip(found.shape, found.stride(), strides, strict=False) if size > 1]
+    if found.numel() and any(own != wanted for own, wanted in steps):
+        raise Wrong(f"output {index} has strides {found.stride()}, eager's {tuple(strides)}")
 
 
 def _begin_drawing(device: torch.device | None) -> None:

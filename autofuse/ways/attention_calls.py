@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autofuse.ways.attention import LEAST_FILL
-from autofuse.ways.attention_kernels import DEVICES, Kernels, Operands, kernels_for
+from autofuse.ways.attention_kernels import KERNELS, Kernels, Operands, kernels_for
 
 LARGEST_SCORE = 1e37  # far from where a sum of float32 products overflows
 # The backward pass makes the probabilities again from the logarithms of their rows' sums. Below this, rounding one of
@@ -206,7 +206,7 @@ def backward(
     if is_kept(kept):
         if stays_finite(gradient, value, value, 1.0, None):
             operands = _operands(query, key, value, bias, masked, rule)
-            kernels = DEVICES[query.device.type]
+            kernels = KERNELS[query.device.type]
             sums, out = _unpack(kept, operands, kernels)
             found = kernels.backward(gradient.reshape(out.shape), operands, out, sums)
             # Contiguous, as products are; the key's is transposed.

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autofuse.ways.training import DEVICES
+
 _aten = torch.ops.aten
 _EFFICIENT_ROWS = 32  # the memory-efficient kernel keeps the logarithms of so many rows together
 _EFFICIENT_MASK = 16  # elements: rows of a mask must begin at multiples of this
@@ -96,12 +98,12 @@ _GPU = Kernels(
     lambda queries: -(-queries // _EFFICIENT_ROWS) * _EFFICIENT_ROWS,
     takes_any_mask=True,
 )
-DEVICES = {"cpu": _CPU, "cuda": _GPU}
+KERNELS = dict(zip(DEVICES, (_CPU, _GPU), strict=True))
 
 
 def kernels_for(x: Operands) -> Kernels | None:
     """The kernels that take these operands."""
-    found = DEVICES.get(x.query.device.type)
+    found = KERNELS.get(x.query.device.type)
     return found if found is not _GPU or _efficient_takes(x) else None
 
 

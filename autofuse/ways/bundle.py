@@ -38,11 +38,17 @@ def is_bundle(binary: bytes) -> bool:
 
 
 def unpack(binary: bytes, load: Callable[[str, str, bytes], Entry]) -> LoadedWay:
-    """The way, ready to be called; ``load(digest, name, binary)`` gives the entry of one kernel."""
+    """The way, ready to be called; ``load(digest, name, binary)`` gives the entry of one kernel.
+
+    A part may be a way itself: a node of two kernels.
+    """
     from autofuse.ways.call import LoadedWay  # needs torch, which the daemon has not
 
+    def load_part(digest: str, name: str, binary: bytes) -> Entry:
+        return unpack(binary, load) if is_bundle(binary) else load(digest, name, binary)
+
     data: dict[str, Any] = json.loads(binary[len(MARK) :])
-    entries = tuple(load(digest, name, base64.b64decode(text)) for digest, name, text in data["kernels"])
+    entries = tuple(load_part(digest, name, base64.b64decode(text)) for digest, name, text in data["kernels"])
     return LoadedWay(Way.from_json(data["way"]), entries)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import VIEWS, info
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.launch import (
     Composed,
@@ -31,8 +32,9 @@ from autofuse.runtime.launch import (
     render_operation,
     value_name,
 )
+from autofuse.ways.chains import is_contiguous
 from autofuse.ways.record import LOOP, Rows, Way, flat_ref
-from autofuse.ways.vendor import VENDORS, as_promised
+from autofuse.ways.vendor import VENDORS, all_promised, as_promised
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,12 @@ def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
 def render(way: Way) -> tuple[str, dict[str, Any]]:
     """The Python text of a way, and what it needs besides."""
     form = way.form
-    namespace: dict[str, Any] = {"torch": torch, "as_promised": as_promised, "floor": math.floor}
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "as_promised": as_promised,
+        "all_promised": all_promised,
+        "floor": math.floor,
+    }
     inputs = ", ".join(item.name for item in form.inputs)
     head = [f"def make({', '.join([*form.symbols, 'device', 'kernels', 'failed'])}):"]
     body: list[str] = []
@@ -173,7 +180,7 @@ def render(way: Way) -> tuple[str, dict[str, Any]]:
             namespace[f"vendor_{step.name}"] = VENDORS[step.target]
             line, read = _vendor_line(step, form), {ref.name for ref in step.inputs}
         else:
-            line = f"{step.name} = {render_operation(step, form, namespace)}"
+            line = f"{step.name} = {_operation_text(step, form, namespace)}"
             read = {ref.name for ref in step.inputs}
         body.append(line)
         uses.append(read)
@@ -203,6 +210,19 @@ def _part_line(way: Way, index: int) -> tuple[str, set[str]]:
             items = "".join(f"{name}_{i}, " if i in known else "None, " for i in range(len(op.outputs)))
             line += f"; {name} = ({items}); del {', '.join(f'{name}_{i}' for i in sorted(known))}"
     return line, {ref.name for ref in refs}
+
+
+def _operation_text(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
+    """An operation of aten: how its results lie follows from its inputs, which a rewrite may have changed."""
+    text = render_operation(op, form, namespace)
+    specs = [*(form.spec(ref) for ref in op.inputs), *op.outputs]
+    if info(op.target).kind in VIEWS or all(map(is_contiguous, specs)):
+        return text
+    if len(op.outputs) == 1:
+        return f"as_promised({text}, {_layout(op.outputs[0])})"
+    # Several: those that nobody reads may be None.
+    promised = "".join(f"({_layout(spec)}), " for spec in op.outputs)
+    return f"all_promised({text}, ({promised}))"
 
 
 def _vendor_line(op: Operation, form: NodeForm) -> str:

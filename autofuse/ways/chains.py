@@ -115,10 +115,11 @@ def replaced(form: NodeForm, chain: Sequence[Operation], new: Sequence[Operation
     last = max(index for index, op in enumerate(form.operations) if op.name in gone)
     before = [op for op in form.operations[:last] if op.name not in gone]
     operations = [*before, *new, *operations[len(before) :]]
-    return replace(form, operations=_live(operations, form.outputs))
+    return replace(form, operations=live(operations, form.outputs))
 
 
-def _live(operations: Sequence[Operation], outputs: Sequence[ValueRef]) -> tuple[Operation, ...]:
+def live(operations: Sequence[Operation], outputs: Sequence[ValueRef]) -> tuple[Operation, ...]:
+    """Those operations that the outputs need."""
     needed = {ref.name for ref in outputs}
     kept: list[Operation] = []
     for op in reversed(operations):

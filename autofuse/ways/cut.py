@@ -18,6 +18,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
 from autofuse.ways.blocks import block_of
+from autofuse.ways.layout import CONVOLUTIONS, LEAST_NET, channels_last
 from autofuse.ways.record import ATTENTION, MATMUL, Part, Way, graph_of
 from autofuse.ways.rewrites import rewrites
 from autofuse.ways.training import passes_of
@@ -31,6 +32,7 @@ def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
     """The ways of a group; ``has_tiles``: on a device whose products may be generated as well."""
     found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
+    found += layouts_of(form)
     found += [] if has_tiles else blocks_of(form)
     printer = tiles_of(form) if has_tiles else None
     if printer is not None:
@@ -47,6 +49,21 @@ def blocks_of(form: NodeForm) -> list[Way]:
         return []
     block, rows = found
     return [Way(BLOCKS, block, parts, f"blocks of {rows.count} rows, each read back from the caches", rows)]
+
+
+def layouts_of(form: NodeForm) -> list[Way]:
+    """The ways with images channels last between several convolutions; none where they are so already."""
+    if sum(op.short_name in CONVOLUTIONS for op in form.operations) < LEAST_NET:
+        return []
+    fused = [(f"_{r.name}", r.form, f", {r.detail}") for r in rewrites(form)]
+    found = [(name, channels_last(base), detail) for name, base, detail in [("", form, ""), *fused]]
+    return [
+        Way(
+            f"channels_last{name}", made, _parts(made), f"images channels last from one convolution to the next{detail}"
+        )
+        for name, made, detail in found
+        if made is not None
+    ]
 
 
 def tiles_of(form: NodeForm) -> str | None:

@@ -21,12 +21,12 @@ from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
-from autofuse.ways.cut import TILED, blocks_of, tiles_of
+from autofuse.ways.cut import TILED, blocks_of, layouts_of, tiles_of
+from autofuse.ways.layout import CONVOLUTIONS, LARGEST_NET, LEAST_NET, keeps_images
 from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import rewrites
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
-CONVOLUTIONS = frozenset(["convolution"])
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Group:
 
     node: FusionNode  # all of its operations, with the graph's names
     members: tuple[int, ...]  # nodes that are part of it
-    kind: str  # "matmul", "conv" or "attention"
+    kind: str  # "matmul", "conv", "net" or "attention"
 
     @property
     def operations(self) -> frozenset[str]:
@@ -65,6 +65,9 @@ class _Finder:
         if self.config.enable_attention:
             for names in self._attentions():
                 self._try(names, "attention")
+        if self.config.enable_conv:
+            for names in self._nets():
+                self._try(names, "net")
         for op in self.graph.operations:
             if op.short_name in CONVOLUTIONS and self.config.enable_conv:
                 self._try(self._around(op), "conv")
@@ -111,9 +114,44 @@ class _Finder:
         for name in names:
             for producer in self.graph.producers(self.graph.by_name[name]):
                 alone = all(r.name in names for r in self.graph.readers[producer.name])
-                if producer.short_name in PRODUCTS | CONVOLUTIONS and alone:
+                if producer.short_name in {*PRODUCTS, *CONVOLUTIONS} and alone:
                     around.add(producer.name)
         return around
+
+    def _nets(self) -> list[set[str]]:
+        """Convolutions that read each other's results, through whatever takes images to images.
+
+        Only where few values leave: each of these must lie as eager's, which in training are all.
+        """
+        nets: list[set[str]] = []
+        for op in self.graph.operations:
+            unit = self.unit.get(op.name, frozenset([op.name]))
+            # At its last operation: all that it reads has come by then.
+            if self._is_view(op.name) or op.name != max(unit, key=self.graph.position.__getitem__):
+                continue
+            members = [self.graph.by_name[name] for name in unit]
+            if not any(map(keeps_images, members)) or not all(
+                keeps_images(member) or info(member.target).kind in FUSIBLE for member in members
+            ):
+                continue
+            read = {producer.name for member in members for producer in self.graph.producers(member)}
+            before = [net for net in nets if net & read]
+            joined = unit.union(*before)
+            if before and self._count(joined) <= LARGEST_NET and self._is_convex(joined):
+                nets = [net for net in nets if net not in before]
+            else:
+                joined = unit
+            nets.append(set(joined))
+        return [net for net in nets if self._count(net) >= LEAST_NET and self._leaving(net) < self._count(net)]
+
+    def _count(self, names: Iterable[str]) -> int:
+        return sum(self.graph.by_name[name].short_name in CONVOLUTIONS for name in names)
+
+    def _leaving(self, names: Collection[str]) -> int:
+        """How many values others read."""
+        found = {ref for ref in self.graph.leaving if ref.name in names}
+        found |= {ref for ref, by in self.graph.value_readers.items() if ref.name in names and not {*by} <= {*names}}
+        return len(found)
 
     # ---- acceptance
 
@@ -127,6 +165,11 @@ class _Finder:
         if self.derived:  # sizes must follow from each other: a convolution's result from its input
             node = map_dims(node, self._in_inputs)
         names_of_ways = [r.name for r in rewrites(node.form)]
+        if kind == "net":
+            layouts = [way.name for way in layouts_of(node.form)]
+            if not layouts:
+                return
+            names_of_ways += layouts
         if operations[0].outputs[0].device == "cpu":
             names_of_ways += [way.name for way in blocks_of(node.form)]
         elif tiles_of(node.form) is not None:

@@ -13,11 +13,10 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape, contiguous_strides
 from autofuse.ways.attention import attention_rewrites
-from autofuse.ways.attention_kernels import DEVICES
 from autofuse.ways.chains import Link, as_shape, is_contiguous, next_link, number, replaced, result_of
 from autofuse.ways.record import graph_of
 from autofuse.ways.sums import joined_products
-from autofuse.ways.training import SDPA_TRAINING, training_rewrite
+from autofuse.ways.training import DEVICES, SDPA_TRAINING, training_rewrite
 
 LINEARS = ("addmm", "mm")
 
@@ -41,6 +40,7 @@ ONEDNN_UNARY: dict[str, tuple[str, tuple[float, ...]]] = {
     "leaky_relu": ("leaky_relu", (0.01,)),
     "hardtanh": ("hardtanh", (-1.0, 1.0)),  # and ReLU6
 }
+ONEDNN_DTYPES = ("float32", "bfloat16", "float16")
 ONEDNN_BINARY = {"add": "add", "mul": "mul"}
 
 
@@ -99,7 +99,7 @@ def _linears(form: NodeForm) -> Iterator[Rewrite]:
 def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
     parts = _linear_parts(graph, op)
     link = next_link(graph, op)
-    if parts is None or link is None or op.outputs[0].dtype not in ("float32", "bfloat16", "float16"):
+    if parts is None or link is None or op.outputs[0].dtype not in ONEDNN_DTYPES:
         return None
     bias, x, weight = parts
     name = f"{op.name}_fused"
@@ -187,8 +187,9 @@ def _convolutions(form: NodeForm) -> Iterator[Rewrite]:
     device = _device(form)
     is_plain: Callable[[Operation], bool] = lambda op: op.short_name == "convolution" and op.arg(6) is False  # noqa: E731
     if device == "cpu":
-        yield from _each(form, "onednn_conv", is_plain, _fused_convolution)
-        yield from _each(form, "onednn_conv_packed", is_plain, _packed_convolution)
+        known: Callable[[Operation], bool] = lambda op: is_plain(op) and op.outputs[0].dtype in ONEDNN_DTYPES  # noqa: E731
+        yield from _each(form, "onednn_conv", known, _fused_convolution)
+        yield from _each(form, "onednn_conv_packed", known, _packed_convolution)
     elif device == "cuda":
         yield from _each(form, "cudnn_conv", is_plain, _fused_convolution)
 

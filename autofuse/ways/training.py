@@ -21,6 +21,7 @@ from autofuse.ways.record import graph_of
 
 SDPA_TRAINING = "sdpa_training"  # the way
 TRAINING = "vendor.attention_training.default"
+DEVICES = ("cpu", "cuda")  # that torch's attention has a forward and a backward kernel for
 SOFTMAX_BACKWARD = "_softmax_backward_data"
 _DROPOUTS = ("native_dropout", "dropout_scale", "bernoulli_mask", "philox_dropout")
 _TRANSPOSE = "aten.transpose.int"

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autofuse.ways.attention_calls import both_passes, sdpa
+from autofuse.ways.layout import ATEN
 from autofuse.ways.sums import SUM
 from autofuse.ways.training import TRAINING
 
@@ -70,7 +71,6 @@ class Folded:
     def __init__(self) -> None:
         self._kept: list[Tensor | None] = []
         self._result: tuple[Tensor, Tensor | None] | None = None
-        self.largest = math.inf  # absolute value of the weights given out last
 
     def __call__(
         self, weight: Tensor, bias: Tensor | None, norm: Sequence[Any], pack: Callable[[Tensor], Tensor]
@@ -81,7 +81,6 @@ class Folded:
         if self._result is not None and on_cpu and _all_equal(self._kept, sources):
             return self._result
         folded, offset = fold(weight, bias, *norm) if norm else (weight, bias)
-        self.largest = largest(folded) if on_cpu else math.inf
         if on_cpu:
             self._kept = [None if t is None else t.detach().clone() for t in sources]
             # Never the parameter itself: what is written to it must not reach what is kept.
@@ -159,15 +158,12 @@ def _convolution() -> Callable[..., Tensor]:
         scalars: Sequence[float],
         packed: bool,
     ) -> Tensor:
-        count = math.prod(weight.shape[1:])
         if norm or packed:
             pack = _packed(padding, stride, dilation, groups, x.shape) if packed else _copied
             weight, bias = folded(weight, bias, norm, pack)
         if x.device.type == "cpu":
-            after: Callable[..., Tensor] | None = None
-            if attr in _LOSES_NAN:
-                gain = count * (folded.largest if norm or packed else largest(weight))
-                after = None if _is_bounded(x, gain, bias, other) else _LOSES_NAN[attr]
+            # In place on a result that is still in the caches: cheaper than to look whether there could be NaN.
+            after = _LOSES_NAN.get(attr)
             here = "none" if after is not None else attr
             op, sizes = torch.ops.mkldnn._convolution_pointwise, (padding, stride, dilation, groups)
             if other is None:
@@ -187,6 +183,12 @@ def _convolution() -> Callable[..., Tensor]:
     return run
 
 
+def _aten(target: str, *args: Any) -> Any:
+    """An operation of aten, whose results are brought to the strides that were promised (`as_promised`)."""
+    _, name, overload = target.split(".")
+    return getattr(getattr(torch.ops.aten, name), overload)(*args)
+
+
 def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor], is_transposed: bool) -> Tensor:
     """The sum of ``left[i] @ right[i]``, [M, K_i] by [K_i, N], or its transpose."""
     if all(t.stride(0) == 1 for t in left):  # transposed: joined where its elements lie side by side
@@ -201,6 +203,7 @@ VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
     "vendor.addmm_activation.default": lambda: _addmm_activation,
     "vendor.convolution.default": _convolution,
     "vendor.sdpa.default": lambda: sdpa,
+    ATEN: lambda: _aten,
     TRAINING: lambda: both_passes,
     SUM: lambda: _sum_of_products,
 }
@@ -215,3 +218,9 @@ def as_promised(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
         return tensor
     made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
+
+
+def all_promised(results: Sequence[Any], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Any, ...]:
+    """The same for the results of an operation with several; what is no tensor stays."""
+    pairs = zip(results, layouts, strict=True)
+    return tuple(as_promised(r, *layout) if isinstance(r, Tensor) else r for r, layout in pairs)

@@ -24,7 +24,7 @@ from autofuse.runtime.router import UNKNOWN, Choice
 from autofuse.runtime.session import Session
 from autofuse.settings import load
 from autofuse.tuner.verify import answer, output_error
-from autofuse.ways.attention_kernels import DEVICES
+from autofuse.ways.attention_kernels import KERNELS
 from autofuse.ways.call import LoadedWay
 from autofuse.ways.cut import ways_of
 from autofuse.ways.training import SDPA_TRAINING, passes_of
@@ -423,7 +423,7 @@ def test_a_failing_kernel_is_left_for_good(session: Session, monkeypatch: pytest
 
     captured = Captured(session, plain)
     check(captured, plain, qkv(2, 3, 9, 16))
-    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], forward=broken))
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=broken))
     for _ in range(2):
         check(captured, plain, qkv(2, 3, 9, 16))
     assert captured.wholes == {"forward": [0], "backward": [0]}
@@ -437,7 +437,7 @@ def test_a_failing_backward_kernel_is_left_for_good(session: Session, monkeypatc
     captured = Captured(session, masked)
     inputs = [*qkv(2, 3, 9, 16), padding(7, 9)]
     check(captured, masked, inputs)
-    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], backward=broken))
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], backward=broken))
     for _ in range(3):
         check(captured, masked, inputs)
     assert captured.wholes == {"forward": [1], "backward": [1]}

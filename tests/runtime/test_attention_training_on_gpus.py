@@ -12,7 +12,7 @@ import torch
 
 from autofuse.runtime.session import Session
 from autofuse.ways import attention_kernels
-from autofuse.ways.attention_kernels import DEVICES, Kernels, Operands
+from autofuse.ways.attention_kernels import KERNELS, Kernels, Operands
 from autofuse.ways.cut import ways_of
 from autofuse.ways.training import SDPA_TRAINING
 from tests.runtime.test_attention_training import (
@@ -83,10 +83,10 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
     library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, "CPU")
-    monkeypatch.setitem(DEVICES, "cpu", DEVICES["cuda"])
+    monkeypatch.setitem(KERNELS, "cpu", KERNELS["cuda"])
     monkeypatch.setattr(attention_kernels, "_efficient_takes", lambda operands: operands.query.dtype is torch.float32)
     calls.clear()
-    yield DEVICES["cuda"]
+    yield KERNELS["cuda"]
     library._destroy()
 
 
@@ -147,10 +147,10 @@ def test_the_real_calls_have_the_shapes_that_are_kept(size: int, dtype: torch.dt
     shapes = {"padding": (2, 1, 1, 40), "heads": (1, 3, size, 40)}
     bias = torch.empty(shapes[mask], dtype=dtype, device="meta") if mask in shapes else None
     operands = Operands(q, k, v, bias, mask == "causal", 0.2)
-    out, sums = DEVICES["cuda"].forward(operands)
+    out, sums = KERNELS["cuda"].forward(operands)
     assert out.shape == q.shape and sums.dtype is torch.float32
-    assert sums.shape == (2, 3, DEVICES["cuda"].rows(size))
-    found = DEVICES["cuda"].backward(torch.empty_like(out), operands, out, sums)
+    assert sums.shape == (2, 3, KERNELS["cuda"].rows(size))
+    found = KERNELS["cuda"].backward(torch.empty_like(out), operands, out, sums)
     assert [t.shape for t in found] == [q.shape, k.shape, v.shape]
 
 

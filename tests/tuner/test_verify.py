@@ -55,6 +55,15 @@ def test_eager_itself_passes_on_all_kinds_of_values() -> None:
     assert check(lambda t, out: out.copy_(chain(t)), *cases) <= 1.0
 
 
+def test_results_that_lie_in_another_order_do_not_pass() -> None:
+    def make_call(allocate: GuardedAllocator, values: Sequence[int]) -> Callable[..., torch.Tensor]:
+        return lambda *tensors: chain(tensors).mT.contiguous().mT
+
+    with pytest.raises(Wrong, match="strides"):
+        Verifier(FORM).check(make_call, [NORMAL])
+    assert Verifier(FORM).check(make_call, [CheckCase((1,), "normal")]) <= 1.0, "of one row there is one order"
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from autofuse.codegen.c.load import load_kernel
 from autofuse.fusion.config import FusionConfig
-from autofuse.ways.bundle import is_bundle, pack
+from autofuse.ir.records import KernelRecord
+from autofuse.runtime.launch import make_launcher
+from autofuse.tuner.cases import CheckCase
+from autofuse.tuner.verify import GuardedAllocator, Verifier
+from autofuse.ways.bundle import is_bundle, pack, unpack
+from autofuse.ways.call import LoadedWay
 from autofuse.ways.cut import cuts_of, ways_of
 from autofuse.ways.groups import Group
 from autofuse.ways.record import Way
-from tests.ways.harness import Planned, check, load, plan
+from tests.ways.harness import GENERATOR, Planned, check, load, plan
 
 T = torch.Tensor
 
@@ -390,6 +396,32 @@ def test_a_way_survives_the_store() -> None:
         assert again == kind and again.steps == kind.steps
         record = pack(kind, [], "c_generic")
         assert is_bundle(record.binary) and record == pack(again, [], "c_generic")
+
+
+def test_a_part_may_be_a_way_itself() -> None:
+    """The node behind a product may have been decided to run as two kernels."""
+
+    def function(x: T, a: T, c: T, w: T, b: T) -> T:
+        y = torch.tanh(torch.relu(F.linear(x, a, c)) * 2.0 + 1.0)
+        return F.gelu(F.layer_norm(y, (32,), w, b)) * 0.5 + y
+
+    with torch.no_grad():
+        inputs = [torch.randn(16, 24), torch.randn(32, 24), *(torch.randn(32) for _ in range(3))]
+        form = one_group(plan(function, inputs)).node.form
+    outer = ways_of(form)[0]
+    (part,) = outer.kernels
+    inner = cuts_of(part.node.form)[1]
+    kernels = [GENERATOR.generate_generic_kernel(kernel.node.form) for kernel in inner.kernels]
+    records = [KernelRecord(kernel.key, kernel.name, kernel.source, kernel.binary) for kernel in kernels]
+    record = pack(outer, [pack(inner, records, "c_generic")], "c_generic")
+    loaded = unpack(record.binary, lambda digest, name, binary: load_kernel(binary, name).entry)
+    (entry,) = loaded.entries
+    assert isinstance(entry, LoadedWay) and len(entry.entries) == 2
+
+    def make_call(allocator: GuardedAllocator, sizes: Sequence[int]) -> Callable[..., Any]:
+        return make_launcher(form, loaded, sizes, 2, allocator)
+
+    assert Verifier(form).check(make_call, [CheckCase((), "normal"), CheckCase((), "special")]) >= 0.0
 
 
 @settings(max_examples=12, deadline=None)
