@@ -7,8 +7,9 @@ Guarantee: ``add_`` appends rows; ``put_`` takes counters so far and replaces th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, Row, select, update
@@ -47,6 +48,8 @@ class RunLog(StoreBase):
 
     _device_key: str | None = None  # of the run this object started, the default of roots()
     _versions: str | None = None
+    # Buckets by node, label and source: their rows are never deleted, and a script counts its nodes every second.
+    _buckets: Mapping[tuple[str, str, str], int] = MappingProxyType({})
 
     # ---- runs -----------------------------------------------------------------------------------
 
@@ -167,14 +170,18 @@ class RunLog(StoreBase):
 
     def put_node_uses(self, run_id: int, uses: Iterable[NodeUse]) -> None:
         """Replace the counters of nodes in buckets of this run."""
+        known = dict(self._buckets)  # of this transaction, until it is committed
         with self._write() as connection:
             rows = []
             for use in uses:
-                put_node(connection, use.fusion_id, use.node, use.label, use.operations, use.source)
+                key = (use.fusion_id, use.bucket.label, use.source)
+                if key not in known:
+                    put_node(connection, use.fusion_id, use.node, use.label, use.operations, use.source)
+                    known[key] = put_bucket(connection, use.fusion_id, use.bucket)
                 rows.append(
                     {
                         "run_id": run_id,
-                        "bucket_id": put_bucket(connection, use.fusion_id, use.bucket),
+                        "bucket_id": known[key],
                         "calls": use.calls,
                         "fused_calls": use.fused_calls,
                         "live_us": use.live_us,
@@ -185,6 +192,7 @@ class RunLog(StoreBase):
                 )
             counters = ["calls", "fused_calls", "live_us", "time_share", "shapes", "source"]
             upsert(connection, models.NodeUseRow, rows, ["run_id", "bucket_id"], counters)
+        self._buckets = known
 
     def node_uses(self, run_id: int | None = None, fusion_id: str | None = None) -> list[NodeUse]:
         """Uses of nodes, those with the largest share of time first."""

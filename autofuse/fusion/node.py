@@ -54,6 +54,7 @@ class FusionNode:
             raise FusionError(f"expected a new name, found {op.name!r} twice; rename the operation")
         self.operations.append(op)
         self.__dict__.pop("form", None)
+        self.__dict__.pop("_json", None)
         self.__dict__.pop("fusion_id", None)
 
     def can_fuse_with(self, op: Operation, intermediate_shapes: Sequence[SymbolicShape] = ()) -> bool:
@@ -208,6 +209,11 @@ class FusionNode:
         return " + ".join(op.short_name.strip("_") for op in self.kernels)
 
     def to_json(self) -> dict[str, Any]:
+        """The form's plain values, made once: not to be changed."""
+        return self._json
+
+    @functools.cached_property
+    def _json(self) -> dict[str, Any]:
         return self.form.to_json()
 
     @classmethod

@@ -35,7 +35,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
+from autofuse.ir.records import Bucket, Event, RunStart, RunTotals, StepSample
 from autofuse.optimizer.router import OptimizerRouter
 from autofuse.pattern_file import read_patterns
 from autofuse.runtime import roots
@@ -105,6 +105,7 @@ class Session:
         )
         changed = {name: str(value) for name, value in settings.changed().items()}
         start = RunStart(command, self.device, self.versions, settings.run.tune, os.getpid(), changed)
+        self._written_calls: dict[tuple[str, Bucket], int] = {}
         self.backstage = Backstage(
             settings.run.store, start, collect=self._collect, absorb=self._absorb, report=self.say_once
         )
@@ -371,6 +372,9 @@ class Session:
         if steps:
             store.add_step_samples(run_id, (StepSample(*fields) for fields in steps))
         uses = [*node_uses(self), *self.optimizers.uses()]
+        if not final:  # shares of the run's time change all the time; at its end they are written
+            uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]
+        self._written_calls |= {(use.fusion_id, use.bucket): use.calls for use in uses}
         if uses:
             store.put_node_uses(run_id, uses)
         new = self.refusals[self._written_refusals :]

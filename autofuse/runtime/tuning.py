@@ -196,7 +196,7 @@ class TuningClient:
                 key = DecisionKey(node.fusion_id, bucket.label, place.key, place.threads, session.versions)
                 request = TuneRequest(
                     key=key,
-                    node=node.form.to_json(),
+                    node=node.slot.node.to_json(),
                     bucket=bucket,
                     shapes=(ObservedShape(node.values, plan.count),),
                     calls=plan.count,

@@ -59,7 +59,7 @@ def _record(session: Session, total: _Sum, run_us: float) -> NodeUse:
     live_us = total.total_us / total.sampled if total.sampled else 0.0
     return NodeUse(
         fusion_id=total.node.fusion_id,
-        node=total.node.form.to_json(),
+        node=node.to_json(),
         label=node.label,
         operations=node.operation_names,
         bucket=total.bucket,
