@@ -11,7 +11,7 @@ nothing, so the convolutions of a net are a group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,13 +70,11 @@ class _Writer:
         weight = {op.args[1]} if op.target == _VENDOR or op.short_name in CONVOLUTIONS else set()
         if weight or (op.short_name in POOLINGS and not op.kwargs):
             if all(is_image(spec) for spec in op.outputs):
-                images = [ref for ref in op.inputs if ref not in weight and is_image(self.graph.spec(ref))]
-                self._add_last(op, {ref: self.as_last(ref) for ref in images})
+                self._add_last(op, {*op.inputs} - weight)
                 return
         elif info(op.target).kind in FUSIBLE - VIEWS and any(ref in self.last for ref in op.inputs):
-            images = [ref for ref in op.inputs if is_image(self.graph.spec(ref))]
             if is_image(op.outputs[0]):  # all of them alike, so that aten gives the result in their order
-                self._add_last(op, {ref: self.as_last(ref) for ref in images})
+                self._add_last(op, {*op.inputs})
             else:
                 self._add(op, {ref: self.last.get(ref) or self.as_was(ref) for ref in op.inputs})
             return
@@ -86,7 +84,10 @@ class _Writer:
         self.operations.append(replace(op, args=_renamed(op.args, table)))
         self.was |= {ValueRef(op.name, i): ValueRef(op.name, i) for i in range(len(op.outputs))}
 
-    def _add_last(self, op: Operation, table: Mapping[ValueRef, ValueRef]) -> None:
+    def _add_last(self, op: Operation, images: Collection[ValueRef]) -> None:
+        """With its images channels last, of which ``images`` are read so; a weight may be another's result."""
+        last = {ref for ref in images if is_image(self.graph.spec(ref))}
+        table = {ref: self.as_last(ref) if ref in last else self.as_was(ref) for ref in op.inputs}
         outputs = tuple(_last(spec) if is_image(spec) else spec for spec in op.outputs)
         if outputs == op.outputs:  # they lie so already
             self._add(op, table)

@@ -87,6 +87,12 @@ def halves(x: T, a: nn.Module, b: nn.Module) -> T:
     return torch.as_tensor(b(left * torch.sigmoid(right)))
 
 
+def correlated(x: T, a: nn.Module, b: nn.Module) -> T:
+    """One result is the weight with which the other is read."""
+    y = a(x)
+    return F.conv2d(y, b(F.adaptive_avg_pool2d(y, 3)), padding=1)
+
+
 def upsampled(x: T, a: nn.Module, b: nn.Module) -> T:
     return torch.as_tensor(b(F.interpolate(a(x), scale_factor=2)))
 
@@ -103,6 +109,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "before": lambda: Net(before, conv(8, 8), nn.BatchNorm2d(8), conv(8, 8)),
     "both": lambda: Net(both, conv(8, 8), conv(8, 8), conv(8, 8)),
     "halves": lambda: Net(halves, conv(8, 8), conv(4, 8)),
+    "correlated": lambda: Net(correlated, conv(8, 8), nn.Conv2d(8, 8, 1)),
     "upsampled": lambda: Net(upsampled, conv(8, 8), conv(8, 8)),
 }
 
@@ -178,6 +185,14 @@ def test_nan_is_where_eager_has_it() -> None:
             found = load(way).make_call(group.node.form, (), 2)(*inputs)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
             assert found.stride() == expected.stride()
+
+
+def test_large_values_do_not_overflow_on_the_way() -> None:
+    """Else a batch norm that is folded moves the place where they do, and what is right would be refused."""
+    module = nn.Sequential(*(conv(8, 8) for _ in range(6)))
+    (group,) = groups_of(module, torch.randn(1, 8, 16, 20), ())
+    for way in last_ways(group):
+        check(group.node.form, way, [()], ("large",))
 
 
 # ---- left alone ------------------------------------------------------------------------------------
