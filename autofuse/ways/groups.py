@@ -24,9 +24,10 @@ from autofuse.ways.attention import find_attention
 from autofuse.ways.cut import TILED, blocks_of, layouts_of, tiles_of
 from autofuse.ways.layout import CONVOLUTIONS, LARGEST_NET, LEAST_NET, keeps_images
 from autofuse.ways.record import map_dims
-from autofuse.ways.rewrites import rewrites
+from autofuse.ways.rewrites import LINEARS, LONE, rewrites
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+LEAST_FLOPS = 2e6  # of a lone product, some 20 us: below that Python's part of a call decides
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class _Finder:
                 self._try(self._around(op), "conv")
             elif op.short_name in PRODUCTS and self.config.enable_matmul:
                 self._try(self._around(op), "matmul")
+        for op in self.graph.operations:  # those that nothing follows: some vendor may be faster than aten's
+            if op.short_name in LINEARS and self.config.enable_matmul and self._is_long(op):
+                self._try({op.name}, "matmul")
+
+    def _is_long(self, op: Operation) -> bool:
+        """Whether a product takes long enough to be worth a race, at the sizes that the graph was captured with."""
+        return self.graph.operation_flops(op) >= LEAST_FLOPS
 
     # ---- candidates
 
@@ -174,8 +182,8 @@ class _Finder:
             names_of_ways += [way.name for way in blocks_of(node.form)]
         elif tiles_of(node.form) is not None:
             names_of_ways.append(TILED)
-        if not names_of_ways:
-            return
+        if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= {*LONE}):
+            return  # the product by itself has the same ways, and its node all of its own
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
         self.groups.append(Group(node, members, kind))
         self.unit.update(dict.fromkeys(names, frozenset(names)))

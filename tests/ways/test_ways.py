@@ -75,7 +75,7 @@ def test_a_product_of_any_rank_with_a_residual(shape: tuple[int, ...]) -> None:
     with torch.no_grad():
         group = one_group(plan(function, inputs))
     names = [w.name for w in ways_of(group.node.form)]
-    assert names == ["parts", "onednn_linear"]
+    assert names == ["parts", "onednn_linear", "onednn_product"]
     for kind in ways_of(group.node.form):
         check(group.node.form, kind, [()])
 
@@ -97,6 +97,40 @@ def test_training_keeps_relu_inside_and_gelu_outside() -> None:
     assert [len(p.groups) for p in graphs if p.phase == "forward"] == [1]
     graphs = plan(lambda x, w: F.gelu(x @ w).sum(), [torch.randn(8, 16), w])
     assert [len(p.groups) for p in graphs if p.phase == "forward"] == [0]
+
+
+def test_a_long_product_by_itself_may_be_onednns() -> None:
+    """MKL is made for Intel's processors; which of the two is faster is measured."""
+    inputs = [torch.randn(160, 96), torch.randn(96, 128), torch.randn(128)]
+    with torch.no_grad():
+        group = one_group(plan(lambda x, w, b: torch.addmm(b, x, w), inputs, [(0, 0)]))
+    assert group.members == () and [w.name for w in ways_of(group.node.form)] == ["parts", "onednn_product"]
+    fused = way(group, "onednn_product")
+    assert not fused.parts
+    check(group.node.form, fused, [(1,), (2,), (7,), (160,)], ("normal", "special", "large", "zeros"))
+
+
+def test_a_transposed_operand_is_copied_by_a_kernel_first() -> None:
+    inputs = [torch.randn(160, 96), torch.randn(160, 128)]
+    with torch.no_grad():
+        group = one_group(plan(lambda x, g: x.t() @ g, inputs, [(0, 0), (1, 0)]))
+    names = [w.name for w in ways_of(group.node.form)]
+    assert names == ["parts", "onednn_product", "onednn_product_rows"]
+    copied = way(group, "onednn_product_rows")
+    assert [kernel.node.operation_names for kernel in copied.kernels] == ["clone"]
+    for name in names[1:]:
+        check(group.node.form, way(group, name), [(1,), (2,), (7,), (160,)], ("normal", "special"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(4, torch.float32), (160, torch.bfloat16), (160, torch.float64)], ids=["short", "bf16", "f64"]
+)
+def test_products_that_onednn_gains_nothing_for(rows: int, dtype: torch.dtype) -> None:
+    """Short ones, 16 bits, for which aten calls oneDNN by itself, and float64, which oneDNN has not."""
+    inputs = [torch.randn(rows, 96, dtype=dtype), torch.randn(96, 128, dtype=dtype)]
+    with torch.no_grad():
+        (planned,) = plan(torch.mm, inputs)
+    assert planned.groups == []
 
 
 # ---- convolutions ----------------------------------------------------------------------------------
