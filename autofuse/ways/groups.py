@@ -144,12 +144,11 @@ class _Finder:
                 continue
             read = {producer.name for member in members for producer in self.graph.producers(member)}
             before = [net for net in nets if net & read]
-            joined = unit.union(*before)
-            if before and self._count(joined) <= LARGEST_NET and self._is_convex(joined):
-                nets = [net for net in nets if net not in before]
-            else:
-                joined = unit
-            nets.append(set(joined))
+            for joining in (before, before[-1:], []):  # the last alone: skips may come from a net that is full
+                joined = unit.union(*joining)
+                if not joining or (self._count(joined) <= LARGEST_NET and self._is_convex(joined)):
+                    break
+            nets = [*(net for net in nets if net not in joining), set(joined)]
         return [net for net in nets if self._count(net) >= LEAST_NET and self._leaving(net) < self._count(net)]
 
     def _count(self, names: Iterable[str]) -> int:

@@ -120,6 +120,10 @@ class _Writer:
 
     def _copy(self, ref: ValueRef, source: ValueRef, order: str, spec: TensorSpec) -> ValueRef:
         name = f"{ref.name}_{ref.index}_{order}"
+        if source.index:  # under a name of its own: the planner looks up what a kernel of one copy reads by that
+            seen = self.graph.spec(ref) if order == "last" else _last(self.graph.spec(ref))
+            self.operations.append(Operation(f"{name}_seen", "aten.alias.default", (source,), (), (seen,)))
+            source = ValueRef(f"{name}_seen")
         memory_format = "channels_last" if order == "last" else "contiguous_format"
         kwargs = (("memory_format", memory_format),)
         self.operations.append(Operation(name, "aten.clone.default", (source,), kwargs, (spec,)))

@@ -87,6 +87,18 @@ def halves(x: T, a: nn.Module, b: nn.Module) -> T:
     return torch.as_tensor(b(left * torch.sigmoid(right)))
 
 
+def chunks(x: T, a: nn.Module, b: nn.Module, c: nn.Module) -> T:
+    """A convolution of one half, as ShuffleNet and YOLO have it."""
+    left, right = a(x).chunk(2, 1)
+    return torch.as_tensor(c(torch.cat([left, right, b(right)], 1)))
+
+
+def places(x: T, a: nn.Module, b: nn.Module, c: nn.Module) -> tuple[T, T]:
+    """The second result of an operation leaves."""
+    y, found = F.max_pool2d(a(x), 2, return_indices=True)
+    return c(b(y)), found
+
+
 def correlated(x: T, a: nn.Module, b: nn.Module) -> T:
     """One result is the weight with which the other is read."""
     y = a(x)
@@ -109,6 +121,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "before": lambda: Net(before, conv(8, 8), nn.BatchNorm2d(8), conv(8, 8)),
     "both": lambda: Net(both, conv(8, 8), conv(8, 8), conv(8, 8)),
     "halves": lambda: Net(halves, conv(8, 8), conv(4, 8)),
+    "chunks": lambda: Net(chunks, conv(8, 8), conv(4, 4), conv(12, 8)),
+    "places": lambda: Net(places, conv(8, 8), conv(8, 8), conv(8, 8)),
     "correlated": lambda: Net(correlated, conv(8, 8), nn.Conv2d(8, 8, 1)),
     "upsampled": lambda: Net(upsampled, conv(8, 8), conv(8, 8)),
 }
@@ -216,6 +230,29 @@ def test_a_large_net_is_several_groups() -> None:
     found = groups_of(module, torch.randn(1, 4, 8, 8), ())
     sizes = [sum(op.short_name == "convolution" for op in group.node.kernels) for group in found]
     assert sizes == [LARGEST_NET, count - LARGEST_NET] and {group.kind for group in found} == {"net"}
+
+
+def test_skips_from_a_net_that_is_full() -> None:
+    """A U-Net: what goes up reads what went down, and is a net of its own."""
+    count = LARGEST_NET
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(conv(4, 4) for _ in range(count))
+            self.up = nn.ModuleList(conv(4, 4) for _ in range(4))
+
+        def forward(self, x: T) -> T:
+            kept = []
+            for part in self.down:
+                x = part(x)
+                kept.append(x)
+            for part in self.up:
+                x = part(x) + kept.pop()
+            return x
+
+    found = groups_of(Skips(), torch.randn(1, 4, 8, 8), ())
+    assert [sum(op.short_name == "convolution" for op in group.node.kernels) for group in found] == [count, 4]
 
 
 def test_one_convolution_is_no_net() -> None:
