@@ -259,7 +259,7 @@ class FusionCandidateAnalyzer:
         if all(info(op.target).kind is OpKind.CREATION for op in kernels):
             return "no_work", "only constants"
         cheap = info(kernels[0].target).flops < MIN_FLOPS_ALONE
-        if len(kernels) == 1 and cheap and not _is_transpose(graph, kernels[0]):
+        if len(kernels) == 1 and cheap and not _is_transpose(node, kernels[0]):
             return "single_op", "one cheap operation gains nothing from a kernel of its own"
         largest = max(graph.numel(spec) for op in kernels for spec in op.outputs)
         largest = max([largest, *(graph.numel(spec) for spec in node.inputs.values())])
@@ -350,9 +350,9 @@ def _touched(op: Operation) -> list[ValueRef]:
     return [*op.inputs, *(ValueRef(op.name, n) for n in range(len(op.outputs)))]
 
 
-def _is_transpose(graph: FusionGraph, op: Operation) -> bool:
+def _is_transpose(node: FusionNode, op: Operation) -> bool:
     """A copy into another layout, which costs a pass over memory."""
-    return op.short_name == "clone" and graph.spec(op.inputs[0]).strides != op.outputs[0].strides
+    return op.short_name == "clone" and node.spec(op.inputs[0]).strides != op.outputs[0].strides
 
 
 def _reads_terminal(graph: FusionGraph, producer: _Cluster, consumer: _Cluster) -> bool:

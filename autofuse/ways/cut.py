@@ -18,7 +18,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
 from autofuse.ways.blocks import block_of
-from autofuse.ways.layout import CONVOLUTIONS, LEAST_NET, channels_last
+from autofuse.ways.layout import layouts
 from autofuse.ways.record import ATTENTION, MATMUL, Part, Way, graph_of
 from autofuse.ways.rewrites import rewrites
 from autofuse.ways.training import passes_of
@@ -53,17 +53,7 @@ def blocks_of(form: NodeForm) -> list[Way]:
 
 def layouts_of(form: NodeForm) -> list[Way]:
     """The ways with images channels last between several convolutions; none where they are so already."""
-    if sum(op.short_name in CONVOLUTIONS for op in form.operations) < LEAST_NET:
-        return []
-    fused = [(f"_{r.name}", r.form, f", {r.detail}") for r in rewrites(form)]
-    found = [(name, channels_last(base), detail) for name, base, detail in [("", form, ""), *fused]]
-    return [
-        Way(
-            f"channels_last{name}", made, _parts(made), f"images channels last from one convolution to the next{detail}"
-        )
-        for name, made, detail in found
-        if made is not None
-    ]
+    return [Way(r.name, r.form, _parts(r.form), r.detail) for r in layouts(form)]
 
 
 def tiles_of(form: NodeForm) -> str | None:

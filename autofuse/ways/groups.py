@@ -21,8 +21,8 @@ from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
-from autofuse.ways.cut import TILED, blocks_of, layouts_of, tiles_of
-from autofuse.ways.layout import CONVOLUTIONS, LARGEST_NET, LEAST_NET, keeps_images
+from autofuse.ways.cut import TILED, blocks_of, tiles_of
+from autofuse.ways.layout import CONVOLUTIONS, LARGEST_NET, LEAST_NET, keeps_images, layouts
 from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import LINEARS, LONE, rewrites
 
@@ -173,10 +173,10 @@ class _Finder:
             node = map_dims(node, self._in_inputs)
         names_of_ways = [r.name for r in rewrites(node.form)]
         if kind == "net":
-            layouts = [way.name for way in layouts_of(node.form)]
-            if not layouts:
+            last = [r.name for r in layouts(node.form)]
+            if not last:
                 return
-            names_of_ways += layouts
+            names_of_ways += last
         if operations[0].outputs[0].device == "cpu":
             names_of_ways += [way.name for way in blocks_of(node.form)]
         elif tiles_of(node.form) is not None:

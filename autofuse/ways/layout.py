@@ -22,7 +22,9 @@ from autofuse.ir.optable import FUSIBLE, VIEWS, info
 from autofuse.ir.shape import SymbolicShape, contiguous_strides
 from autofuse.ways.chains import is_contiguous, live
 from autofuse.ways.record import graph_of
+from autofuse.ways.rewrites import Rewrite, rewrites
 
+LAST = "channels_last"  # the way, and with what the names of others begin
 CONVOLUTIONS = ("convolution",)
 POOLINGS = ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")
 ATEN = "vendor.aten.default"  # an operation of aten whose results are brought to the strides that are promised
@@ -54,6 +56,19 @@ def channels_last(form: NodeForm) -> NodeForm | None:
     if not writer.changed:
         return None
     return replace(form, operations=live(writer.operations, outputs), outputs=outputs)
+
+
+def layouts(form: NodeForm) -> list[Rewrite]:
+    """Such a form of this one and of each of its rewrites; none for a convolution by itself."""
+    if sum(op.short_name in CONVOLUTIONS for op in form.operations) < LEAST_NET:
+        return []
+    bases = [Rewrite("", form, ""), *rewrites(form)]
+    words = "images channels last from one convolution to the next"
+    return [
+        Rewrite("_".join(filter(None, (LAST, base.name))), made, ", ".join(filter(None, (words, base.detail))))
+        for base in bases
+        if (made := channels_last(base.form)) is not None
+    ]
 
 
 class _Writer:
@@ -120,10 +135,6 @@ class _Writer:
 
     def _copy(self, ref: ValueRef, source: ValueRef, order: str, spec: TensorSpec) -> ValueRef:
         name = f"{ref.name}_{ref.index}_{order}"
-        if source.index:  # under a name of its own: the planner looks up what a kernel of one copy reads by that
-            seen = self.graph.spec(ref) if order == "last" else _last(self.graph.spec(ref))
-            self.operations.append(Operation(f"{name}_seen", "aten.alias.default", (source,), (), (seen,)))
-            source = ValueRef(f"{name}_seen")
         memory_format = "channels_last" if order == "last" else "contiguous_format"
         kwargs = (("memory_format", memory_format),)
         self.operations.append(Operation(name, "aten.clone.default", (source,), kwargs, (spec,)))

@@ -569,6 +569,7 @@ def test_whatever_the_sizes_results_are_as_near_as_eagers(
         patch.setattr(session, "choose", lambda *key: chosen(session, *key))
         captured = Captured(session, function)
         for size in sizes:
+            torch.manual_seed(size)  # an example that fails does so again
             inputs = [
                 t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in make(size)
             ]

@@ -501,3 +501,12 @@ def test_a_kernel_is_cut_where_the_least_memory_lies_between() -> None:
         check(node.form, kind, [()])
         covered = {name for part in kind.parts for name in part.operations}
         assert covered == {op.name for op in node.form.operations if op.short_name not in ("view", "expand")}
+
+
+def test_a_copy_of_the_second_result_of_an_operation_is_planned() -> None:
+    def function(x: T, y: T) -> T:
+        return torch.tanh(x.chunk(2, 1)[1].contiguous() @ y)
+
+    with torch.no_grad():
+        (planned,) = plan(function, [torch.randn(8, 16), torch.randn(8, 8)])
+    assert [node.operation_names for node in planned.nodes] == ["clone", "tanh"]
