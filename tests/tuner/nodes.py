@@ -30,8 +30,8 @@ def chain_form(length: int = 8, width: int = 512) -> NodeForm:
 
 
 def matmul_form() -> NodeForm:
-    """A node without a loop form."""
-    square = spec("s0", "s0")
+    """A node without a loop form, of a dtype that no vendor but aten has a product for."""
+    square = spec("s0", "s0", dtype="float64")
     product = Operation("v0", "aten.mm.default", (ValueRef("i0"), ValueRef("i0")), (), (square,))
     return NodeForm((NodeInput("i0", square),), (product,), (ValueRef("v0"),), ("s0",))
 
