@@ -22,7 +22,6 @@ from autofuse.codegen.reference import run_unfused, to_float64, widen
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.launch import expected_outputs
 from autofuse.tuner.cases import CheckCase
-from autofuse.ways.layout import CONVOLUTIONS, LEAST_NET
 
 ULPS = 4.0  # libmvec's erf and log are within 4
 ULPS_FLOAT64 = 64.0  # there eager is its own reference, so its error counts as 0
@@ -30,7 +29,6 @@ TIMES_EAGER = 2.0
 GUARD_BYTES = 256
 GUARD = 0xA5
 _SEED = 20_240_229
-MOST_ROOTS = 6  # 1e4 is 1.2 by then
 REFERENCE_BYTES = 256 << 20  # references kept for the next candidate
 
 # Their running formulas meet an infinite input with NaN or Inf by the order of elements, in eager as in ours.
@@ -119,7 +117,6 @@ class Verifier:
         self._device = device
         self._wide = to_float64(form)
         self._loose = any(op.short_name in _LOOSE_ON_SPECIALS for op in form.operations)
-        self._is_net = sum(op.short_name in CONVOLUTIONS for op in form.operations) >= LEAST_NET
         self._references: OrderedDict[CheckCase, _Reference] = OrderedDict()
 
     def check(
@@ -164,7 +161,7 @@ class Verifier:
     def _reference(self, case: CheckCase) -> _Reference:
         found = self._references.get(case)
         if found is None:
-            inputs = self._inputs(case)
+            inputs = make_inputs(self._form, case.values, 0, case.kind, self._device)
             if case.shifted:
                 inputs = [_shift(t) for t in inputs]
             masks: list[torch.Tensor] = []
@@ -177,18 +174,6 @@ class Verifier:
             while len(self._references) > 1 and sum(r.nbytes for r in self._references.values()) > REFERENCE_BYTES:
                 self._references.popitem(last=False)
         return found
-
-    def _inputs(self, case: CheckCase) -> list[torch.Tensor]:
-        """Large values, multiplied by one convolution after the other, overflow somewhere, and a folded batch norm
-        moves the place: they are brought down until eager's results are finite."""
-        inputs = make_inputs(self._form, case.values, 0, case.kind, self._device)
-        for _ in range(MOST_ROOTS if self._is_net and case.kind == "large" else 0):
-            if all(bool(out.isfinite().all()) for out in run_unfused(self._form, inputs, case.values)):
-                break
-            for tensor in inputs:
-                if tensor.is_floating_point() and 0 not in tensor.stride():
-                    tensor.copy_(torch.where(tensor.abs() > 1, tensor.sign() * tensor.abs().sqrt(), tensor))
-        return inputs
 
     def forget(self) -> None:
         """Free the references."""

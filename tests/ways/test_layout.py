@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autofuse.tuner.verify import Wrong
 from autofuse.ways.cut import ways_of
 from autofuse.ways.groups import Group
 from autofuse.ways.layout import LARGEST_NET
@@ -201,12 +202,14 @@ def test_nan_is_where_eager_has_it() -> None:
             assert found.stride() == expected.stride()
 
 
-def test_large_values_do_not_overflow_on_the_way() -> None:
-    """Else a batch norm that is folded moves the place where they do, and what is right would be refused."""
+def test_a_deep_net_is_refused_where_large_values_overflow_elsewhere() -> None:
+    """Sums of another order overflow at another place, and the verifier makes no exception for depth."""
     module = nn.Sequential(*(conv(8, 8) for _ in range(6)))
     (group,) = groups_of(module, torch.randn(1, 8, 16, 20), ())
     for way in last_ways(group):
-        check(group.node.form, way, [()], ("large",))
+        check(group.node.form, way, [()], ("normal", "zeros"))
+        with pytest.raises(Wrong, match="large values"):
+            check(group.node.form, way, [()], ("large",))
 
 
 # ---- left alone ------------------------------------------------------------------------------------
