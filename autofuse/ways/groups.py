@@ -22,7 +22,7 @@ from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
 from autofuse.ways.cut import TILED, blocks_of, tiles_of
-from autofuse.ways.layout import CONVOLUTIONS, LARGEST_NET, LEAST_NET, keeps_images, layouts
+from autofuse.ways.layout import CONVOLUTIONS, DEEPEST_NET, LARGEST_NET, LEAST_NET, keeps_images, layouts
 from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import LINEARS, LONE, rewrites
 
@@ -149,10 +149,25 @@ class _Finder:
                 if not joining or (self._count(joined) <= LARGEST_NET and self._is_convex(joined)):
                     break
             nets = [*(net for net in nets if net not in joining), set(joined)]
-        return [net for net in nets if self._count(net) >= LEAST_NET and self._leaving(net) < self._count(net)]
+        return [
+            net
+            for net in nets
+            if self._count(net) >= LEAST_NET
+            and self._leaving(net) < self._count(net)
+            and self._depth(net) <= DEEPEST_NET
+        ]
 
     def _count(self, names: Iterable[str]) -> int:
         return sum(self.graph.by_name[name].short_name in CONVOLUTIONS for name in names)
+
+    def _depth(self, names: Collection[str]) -> int:
+        """Convolutions one after the other, at most."""
+        depth: dict[str, int] = {}
+        for op in self.graph.operations:
+            if op.name in names:
+                before = [depth[producer.name] for producer in self.graph.producers(op) if producer.name in depth]
+                depth[op.name] = max(before, default=0) + (op.short_name in CONVOLUTIONS)
+        return max(depth.values(), default=0)
 
     def _leaving(self, names: Collection[str]) -> int:
         """How many values others read."""

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autofuse.tuner.verify import Wrong
 from autofuse.ways.cut import ways_of
 from autofuse.ways.groups import Group
-from autofuse.ways.layout import LARGEST_NET
+from autofuse.ways.layout import DEEPEST_NET, LARGEST_NET
 from autofuse.ways.record import Way
 from tests.ways.harness import check, load, plan
 
@@ -202,14 +201,11 @@ def test_nan_is_where_eager_has_it() -> None:
             assert found.stride() == expected.stride()
 
 
-def test_a_deep_net_is_refused_where_large_values_overflow_elsewhere() -> None:
-    """Sums of another order overflow at another place, and the verifier makes no exception for depth."""
-    module = nn.Sequential(*(conv(8, 8) for _ in range(6)))
-    (group,) = groups_of(module, torch.randn(1, 8, 16, 20), ())
-    for way in last_ways(group):
-        check(group.node.form, way, [()], ("normal", "zeros"))
-        with pytest.raises(Wrong, match="large values"):
-            check(group.node.form, way, [()], ("large",))
+def test_a_deep_net_is_groups_of_one_convolution() -> None:
+    """In a net, large values would overflow at another place, and all of its ways be refused."""
+    module = nn.Sequential(*(conv(8, 8) for _ in range(DEEPEST_NET + 1)))
+    found = groups_of(module, torch.randn(1, 8, 16, 20), ())
+    assert [group.kind for group in found] == ["conv"] * (DEEPEST_NET + 1)
 
 
 # ---- left alone ------------------------------------------------------------------------------------
@@ -229,33 +225,18 @@ def test_training_has_no_nets() -> None:
 
 def test_a_large_net_is_several_groups() -> None:
     count = LARGEST_NET + 3
-    module = nn.Sequential(*(conv(4, 4) for _ in range(count)))
-    found = groups_of(module, torch.randn(1, 4, 8, 8), ())
-    sizes = [sum(op.short_name == "convolution" for op in group.node.kernels) for group in found]
-    assert sizes == [LARGEST_NET, count - LARGEST_NET] and {group.kind for group in found} == {"net"}
 
-
-def test_skips_from_a_net_that_is_full() -> None:
-    """A U-Net: what goes up reads what went down, and is a net of its own."""
-    count = LARGEST_NET
-
-    class Skips(nn.Module):
+    class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.down = nn.ModuleList(conv(4, 4) for _ in range(count))
-            self.up = nn.ModuleList(conv(4, 4) for _ in range(4))
+            self.parts = nn.ModuleList(nn.Sequential(conv(4, 4), conv(4, 4)) for _ in range(count))
 
         def forward(self, x: T) -> T:
-            kept = []
-            for part in self.down:
-                x = part(x)
-                kept.append(x)
-            for part in self.up:
-                x = part(x) + kept.pop()
-            return x
+            return torch.cat([part(x) for part in self.parts], 1)
 
-    found = groups_of(Skips(), torch.randn(1, 4, 8, 8), ())
-    assert [sum(op.short_name == "convolution" for op in group.node.kernels) for group in found] == [count, 4]
+    found = groups_of(Wide(), torch.randn(1, 4, 8, 8), ())
+    sizes = [sum(op.short_name == "convolution" for op in group.node.kernels) for group in found]
+    assert max(sizes) <= LARGEST_NET and sum(sizes) == 2 * count
 
 
 def test_one_convolution_is_no_net() -> None:
