@@ -60,6 +60,9 @@ class ObserveSettings(Group):
     max_shapes: int = declare(
         64, "Distinct shapes kept per operator and per module; the rest is only counted.", unit="shapes", low=1
     )
+    memory: bool = declare(
+        False, "Measure peak memory, in eager and with autofuse: a few steps run under torch's profiler for it."
+    )
 
 
 class CaptureSettings(Group):

@@ -316,7 +316,9 @@ class Refusal:
     source: str = ""
 
 
-GRAPH_METRICS = "graph_metrics"  # kind of the event that describes a captured graph, see runtime/graph_log.py
+# Kinds of events that a report shows elsewhere than among its notes.
+GRAPH_METRICS = "graph_metrics"  # describes a captured graph, see runtime/graph_log.py
+PEAK_MEMORY = "peak_memory"  # of a step, see runtime/peak_memory.py
 
 
 @dataclass(frozen=True)

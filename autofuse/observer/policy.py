@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import sqrt
 from statistics import median
 
 from autofuse.errors import SettingsError
@@ -128,6 +129,22 @@ def advise_capture(
         return CaptureAdvice(True, "paid_off", detail, predicted)
     detail = f"{spent_seconds:.2f} s of the {predicted:.2f} s spent that capture is expected to take"
     return CaptureAdvice(False, "not_yet", detail, predicted)
+
+
+def advise_release(ratios: Sequence[float], is_short: bool, release_factor: float) -> str | None:
+    """Why a captured root should go back to eager: "slower_than_eager", "no_gain", or None to keep it.
+
+    ``ratios``: eager's time over the captured graph's, one for each held-out call; ``release_factor``: a loss of less
+    is not worth a change. Where calls are short (``is_short``) the overhead is what is left of a small gain, and eager
+    has it without a risk. A median alone says too little: over a dozen calls on a busy machine that of a root which
+    gains 5 % falls below 1 in one case of six. More than half must have lost, by one standard deviation of a fair coin.
+    """
+    gain, slower = median(ratios), sum(ratio < 1.0 for ratio in ratios)
+    if gain < 1.0 / release_factor and slower >= 0.8 * len(ratios):
+        return "slower_than_eager"
+    if is_short and gain < 1.0 and 2 * slower >= len(ratios) + sqrt(len(ratios)):
+        return "no_gain"
+    return None
 
 
 class HeldOut:

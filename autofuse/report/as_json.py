@@ -35,6 +35,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "refusals": [_refusal(line) for line in report.refusals],
         "events": [_event(row) for row in report.events],
         "queue": asdict(report.queue),
+        "memory": [asdict(line) for line in report.memory],
     }
     finite: dict[str, Any] = _finite(data)
     return finite

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from autofuse.db.rows import EventRow, QueueStatus, RequestRow, RunRow, SettingTrial
 from autofuse.db.store import Store
-from autofuse.ir.records import EAGER, GRAPH_METRICS, Bucket, Decision, NodeUse, Refusal, RootRecord
+from autofuse.ir.records import (
+    EAGER,
+    GRAPH_METRICS,
+    PEAK_MEMORY,
+    Bucket,
+    Decision,
+    NodeUse,
+    Refusal,
+    RootRecord,
+)  # fmt: skip
 from autofuse.report.metrics import GraphLine, graph_lines
 from autofuse.report.statistics import Gain, Speedup, StepRow, measure_gain
 
@@ -74,6 +83,22 @@ class RefusalLine:
 
 
 @dataclass(frozen=True)
+class MemoryLine:
+    """The most that a step's tensors took above what was held when the step began."""
+
+    root: str
+    name: str
+    signature: str  # of the input
+    eager_bytes: int
+    routed_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Of eager's peak; below 1 is less."""
+        return self.routed_bytes / max(1, self.eager_bytes)
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that is known of a run; ``run`` is None for a store without runs."""
 
@@ -88,6 +113,7 @@ class Report:
     events: tuple[EventRow, ...] = ()
     steps: tuple[StepRow, ...] = ()
     queue: QueueStatus = field(default_factory=QueueStatus)  # of what this run asked for
+    memory: tuple[MemoryLine, ...] = ()  # one of each root, of its largest input measured; empty: not asked for
 
 
 def load_report(store: Store, run_id: int | None = None) -> Report:
@@ -114,9 +140,10 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         roots=tuple(roots),
         settings=tuple(trials_of(store.setting_trials(), run)),
         refusals=tuple(count_refusals(store.refusals(run.id))),
-        events=tuple(row for row in events if row.event.kind != GRAPH_METRICS),
+        events=tuple(row for row in events if row.event.kind not in (GRAPH_METRICS, PEAK_MEMORY)),
         steps=gain.rows,
         queue=store.queue_length(run_id=run.id),
+        memory=tuple(memory_lines(events)),
     )
 
 
@@ -236,6 +263,17 @@ def _script(command: str) -> str:
         if first.endswith(".py"):
             return first.rsplit("/", 1)[-1]
     return command
+
+
+def memory_lines(events: Iterable[EventRow]) -> list[MemoryLine]:
+    """The last measured of each root, which had the largest input; without what another version wrote otherwise."""
+    names = [item.name for item in fields(MemoryLine)]
+    lines: dict[str, MemoryLine] = {}
+    for row in events:
+        data = row.event.data
+        if row.event.kind == PEAK_MEMORY and all(name in data for name in names):
+            lines[data["root"]] = MemoryLine(**{name: data[name] for name in names})
+    return sorted(lines.values(), key=lambda line: -line.eager_bytes)
 
 
 def count_refusals(refusals: Iterable[Refusal]) -> list[RefusalLine]:

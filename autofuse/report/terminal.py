@@ -26,6 +26,7 @@ MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
 MAX_STEPS = 8
 MAX_EVENTS = 10
 MAX_REFUSALS = 8
+MAX_MEMORY = 4
 
 
 def render_report(report: Report, console: Console) -> None:
@@ -108,6 +109,7 @@ def _totals(report: Report) -> Panel:
     table.add_row("saved", _saved(report))
     overhead = totals.observer_overhead_percent
     table.add_row("observer", "–" if overhead is None else f"{overhead:.2f} % of the run's time")
+    table.add_row("memory", _memory(report))
     return Panel(Group(Text(verdict, style), "", table), title="Totals", box=box.ROUNDED, padding=(0, 1))
 
 
@@ -183,6 +185,19 @@ def _saved(report: Report) -> str:
         else "has not paid for its cost yet"
     )
     return f"{words.seconds(totals.seconds_saved)}, {when}"
+
+
+def _memory(report: Report) -> str:
+    if not report.memory:
+        if (report.run.settings if report.run else {}).get("observe.memory"):
+            return "no two steps of one shape, in eager and with settled kernels, could be compared"
+        return "not measured; autofuse run --set observe.memory=on measures a step's peak"
+    names = len(report.memory) > 1
+    return "\n".join(
+        f"{line.name + ': ' if names else ''}a step's tensors peak at {words.nbytes(line.routed_bytes)}, "
+        f"{line.ratio:.2f} of eager's {words.nbytes(line.eager_bytes)}"
+        for line in report.memory[:MAX_MEMORY]
+    )
 
 
 # ---- tables -------------------------------------------------------------------------------------------

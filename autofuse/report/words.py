@@ -205,6 +205,16 @@ def amount(value: float) -> str:
     return f"{value:,.0f} P"
 
 
+def nbytes(value: float) -> str:
+    """Bytes as ``812 B``, ``16.2 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 999.5:
+            digits = 0 if unit == "B" or value >= 99.95 else 1
+            return f"{value:.{digits}f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"
+
+
 def moment(at: float) -> str:
     """UTC epoch seconds as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

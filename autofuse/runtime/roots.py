@@ -26,12 +26,13 @@ from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
-from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, learn_cost
+from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, advise_release, learn_cost
 from autofuse.observer.roots import Attached, RootTracker, root_key
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path, without_sizes
 from autofuse.runtime.backends import CPU
 from autofuse.runtime.devices import event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
+from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
 
 if TYPE_CHECKING:
     from autofuse.capture.backend import CapturedRoot
@@ -81,6 +82,7 @@ class Roots:
         self.known: dict[str, RootRecord] = {}  # what earlier runs found out
         self.held_out_calls = 0
         self.step_us_total = 0.0
+        self.allocations = AllocationLog() if settings.observe.memory else None
         self._by_module: ModuleTable[Root] = ModuleTable()
         self._written: dict[str, RootRecord] = {}
 
@@ -161,6 +163,7 @@ class OpenStep(NamedTuple):
     number: int  # of the call
     disturbances: int
     stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
+    is_watched: bool = False  # its allocations are, which takes time
 
 
 class Sizes:
@@ -207,6 +210,8 @@ class Root:
         self.capture_seconds = 0.0
         self.predicted_seconds = 0.0
         self.failures = 0
+        allocations = roots.allocations
+        self._peaks = RootPeaks(allocations, key, name, self.session.backstage.post_event) if allocations else None
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
         self._shapes: dict[Any, Shape] = {}  # by signature
@@ -271,12 +276,16 @@ class Root:
         has_pair = len(near) >= PAIRED
         is_short = has_pair and near[0] < SHORT_CALL_US
         held = self._held_out.next(session.disturbances, shape.is_new, has_pair, is_short)
+        is_watched = False
+        if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):
+            watch = self._peaks.begin(shape.sizes.text, shape.elements, self.calls)
+            is_watched, held = watch is not None, Held.COLD if watch else Held.NO
         held_out = held is not Held.NO
         if shape.fused_at != session.disturbances:
             session.mark_plans()
-        if held is Held.NO and is_short and self._begin_brief(shape, now, has_gradients):
+        if held is Held.NO and not is_watched and is_short and self._begin_brief(shape, now, has_gradients):
             return self._run(module, args, kwargs, shape, False)
-        self._open = OpenStep(now, shape, held, self.calls, session.disturbances, stretch)
+        self._open = OpenStep(now, shape, held, self.calls, session.disturbances, stretch, is_watched)
         if held_out:
             self.roots.held_out_calls += 1
         if has_gradients:
@@ -309,6 +318,10 @@ class Root:
         if self.state == "captured":
             self._learn(captured.direct, shape, module, args, kwargs)
         return result
+
+    def _is_settled(self, shape: Shape) -> bool:
+        """Whether the kernels of a shape are those that stay."""
+        return shape.fused_at == self.session.disturbances and not self.session.tuning.expects_more()
 
     def _begin_brief(self, shape: Shape, now: float, has_gradients: bool) -> bool:
         """Whether this call and some that follow need not be timed."""
@@ -511,10 +524,13 @@ class Root:
 
     def _end_step(self, opened: OpenStep, now: float) -> None:
         """A step is the time from one call of the root to the next: the host's, on a GPU that of the root's stream."""
-        began, shape, held, _, disturbances, stretch = opened
+        began, shape, held, _, disturbances, stretch, is_watched = opened
         self._open = None
         step_us = (now - began) * 1e6
         self.total_us += step_us
+        if is_watched and self._peaks is not None and shape is not None:
+            is_changed = disturbances != self.session.disturbances or self.state != "captured"
+            self._peaks.end(shape.sizes.text, shape.elements, held is not Held.NO, self._on_gpu, is_changed)
         if shape is None or self.state != "captured":  # an eager root costs the script no more than needed
             self.roots.timer.end(stretch)
             return
@@ -528,7 +544,7 @@ class Root:
                     self._ratios.clear()
                 shape.fused, shape.is_counted = fused, True
             shape.fused_at = -1 if is_disturbed else disturbances
-        is_left_out = is_disturbed or held is Held.COLD
+        is_left_out = is_disturbed or is_watched or held is Held.COLD
         if not self._on_gpu:
             self._add_step(opened, 0.0 if is_left_out else step_us)
             return
@@ -545,7 +561,7 @@ class Root:
 
     def _add_step(self, opened: OpenStep, step_us: float) -> None:
         """A time of 0 stands for one that is not to be compared."""
-        _, shape, held, number, _, _ = opened
+        _, shape, held, number, _, _, _ = opened
         assert shape is not None
         held_out = held is not Held.NO
         self.session.steps.append(
@@ -570,15 +586,12 @@ class Root:
             self._ratios.append(max(us - outside_us, 0.0) / captured_us)
         if len(self._ratios) < PAIRS_BEFORE_RELEASE:
             return
-        gain = statistics.median(self._ratios)
-        slower = sum(r < 1.0 for r in self._ratios) >= 0.8 * len(self._ratios)
-        loses = slower and gain < 1.0 / self.session.settings.capture.release_factor
-        # Where calls are short the overhead is what is left of a small gain: eager has it without a risk.
-        gains_nothing = gain < 1.0 and us < SHORT_CALL_US
-        if (loses or gains_nothing) and not self.session.tuning.expects_more():
-            self.state, self.reason = "eager", "slower_than_eager" if loses else "no_gain"
-            self._is_small = us < SHORT_CALL_US
-            self.detail = f"captured steps take {1 / gain:.2f}x of eager's"
+        is_short = us < SHORT_CALL_US
+        reason = advise_release(self._ratios, is_short, self.session.settings.capture.release_factor)
+        if reason is not None and not self.session.tuning.expects_more():
+            self.state, self.reason = "eager", reason
+            self._is_small = is_short
+            self.detail = f"captured steps take {1 / statistics.median(self._ratios):.2f}x of eager's"
 
     def record(self) -> RootRecord:
         return RootRecord(

@@ -21,6 +21,7 @@ from autofuse.observer.policy import (
     HeldOut,
     HeldOutCalls,
     advise_capture,
+    advise_release,
     learn_cost,
     predict_seconds,
 )
@@ -159,6 +160,26 @@ def test_nothing_is_confirmed_while_kernels_change_or_without_calls_to_compare_w
     assert not any(confirmation.next(1000, False) for _ in range(200))
     assert sum(confirmation.next(1000, True) for _ in range(200)) == 5, "what was not used is not lost"
     assert not any(Confirmation(times=0).next(1, True) for _ in range(200))
+
+
+def released(gain: float, spread: float, is_short: bool, pairs: int = 12) -> float:
+    """Share of roots released, whose ratios scatter around a gain."""
+    draw = random.Random(f"{gain} {spread}")
+    runs = [[draw.gauss(gain, spread) for _ in range(pairs)] for _ in range(2000)]
+    return sum(advise_release(ratios, is_short, 1.02) is not None for ratios in runs) / len(runs)
+
+
+def test_roots_that_lose_are_released_and_those_that_gain_are_kept() -> None:
+    assert released(0.9, 0.05, is_short=False) > 0.95 and released(0.9, 0.05, is_short=True) > 0.99
+    assert released(1.05, 0.15, is_short=True) < 0.06 and released(1.1, 0.15, is_short=True) < 0.01
+    assert released(1.0, 0.05, is_short=False) < 0.03, "long calls that gain nothing lose nothing either"
+
+
+def test_a_release_has_its_reason() -> None:
+    assert advise_release([0.8] * 12, False, 1.02) == advise_release([0.8] * 12, True, 1.02) == "slower_than_eager"
+    assert advise_release([0.99] * 12, True, 1.02) == "no_gain"
+    assert advise_release([0.99] * 12, False, 1.02) is None
+    assert advise_release([0.99] * 7 + [1.2] * 5, True, 1.02) is None, "seven of twelve may be chance"
 
 
 @pytest.mark.parametrize("is_short", [False, True])

@@ -1,0 +1,144 @@
+"""Peak memory of single steps, through autofuse and in eager: what ``observe.memory`` asks for.
+
+In: steps of captured roots. Out: for a signature of a root, the most that a step's tensors took above what was held
+when the step began, once with the captured graph and once held out; an ``Event`` for the report.
+Guarantee: one step of each kind for a signature, from the third of its settled steps on, and larger inputs after
+smaller ones; none of them counts as timed. A profiler that the script starts takes precedence: the step under way is
+given up.
+
+How: torch's own profiler is told of each allocation. The one of Kineto takes 2 s to start for the first time and may
+print to stderr (torch 2.13); the older one takes neither.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import ProfilerConfig, ProfilerState, profiler
+
+from autofuse.ir.records import PEAK_MEMORY, Event
+
+log = logging.getLogger(__name__)
+
+LARGER = 1.1  # a signature with so many times the elements of the one measured before is measured too
+MAX_OPEN = 16  # signatures of which one of the two steps is known
+_ERROR = 2  # c10's log level
+
+
+class AllocationLog:
+    """What the calling thread allocates and frees between ``begin`` and ``end``; autograd's threads are included."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None  # whose allocations are watched now
+        self._level: ctypes.c_int | None = None
+        self._said = 0  # the log level before
+        self._own_start: Callable[..., Any] = profiler._enable_profiler
+        self.fault: str | None = None
+        os.register_at_fork(after_in_child=self._give_up)
+
+    def begin(self) -> bool:
+        """Whether it has begun: not while anything else profiles, nor where torch lacks what is needed."""
+        self._give_up()
+        if self._thread is not None or self.fault is not None or _profiler_enabled():
+            return False
+        try:
+            if self._level is None:
+                self._level = _log_level()
+            self._said = self._level.value
+            # Of blocks that were allocated before, it logs that their sizes are unknown: not the script's output.
+            self._level.value = max(self._said, _ERROR)
+            _enable_profiler_legacy(
+                ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+            )
+        except Exception as error:
+            self.fault = f"{type(error).__name__}: {error}"
+            log.debug("no peaks of memory: %s", self.fault)
+            return False
+        self._thread = threading.get_ident()
+        self._own_start, profiler._enable_profiler = profiler._enable_profiler, self._yield
+        return True
+
+    def end(self, on_gpu: bool) -> int | None:
+        """The most that was held above what was held at the beginning, bytes; None where that was not watched."""
+        if self._thread != threading.get_ident():
+            return None
+        held = peak = 0
+        for thread in self._stop():
+            for event in thread:
+                if event.kind() == "memory_alloc":
+                    held += event.cuda_memory_usage() if on_gpu else event.cpu_memory_usage()
+                    peak = max(peak, held)
+        return peak
+
+    def _stop(self) -> Any:
+        self._thread = None
+        profiler._enable_profiler = self._own_start
+        assert self._level is not None
+        self._level.value = self._said
+        return _disable_profiler_legacy()
+
+    def _give_up(self) -> None:
+        if self._thread == threading.get_ident():
+            self._stop()
+
+    def _yield(self, *args: Any, **kwargs: Any) -> Any:
+        """The script starts a profiler: two at a time would be an error of its own."""
+        self._give_up()
+        return profiler._enable_profiler(*args, **kwargs)
+
+
+def _log_level() -> ctypes.c_int:
+    library = next(Path(torch.__file__).parent.glob("lib/*c10.*"))
+    return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+
+
+class RootPeaks:
+    """Which steps of one root are watched, and what they took."""
+
+    def __init__(self, allocations: AllocationLog, root: str, name: str, post: Callable[[Event], None]) -> None:
+        self._allocations = allocations
+        self._root, self._name = root, name
+        self._post = post
+        # By signature and elements, since some signatures are without sizes; then by whether it was held out.
+        self._peaks: dict[tuple[str, int], dict[bool, int]] = {}
+        self._largest = 0  # elements of the signatures done so far
+        self._last = -1  # number of the last call watched
+
+    def begin(self, signature: str, elements: int, number: int) -> bool | None:
+        """Watch the step that call ``number`` begins: True if it is to be held out, False if not, None: not watched.
+
+        Never two in a row: what the first one leaves behind, the second would seem to free.
+        """
+        if number <= self._last + 1 or elements < LARGER * self._largest:
+            return None
+        known = self._peaks.get((signature, elements), {})
+        if not known and len(self._peaks) >= MAX_OPEN:
+            return None
+        if not self._allocations.begin():
+            return None
+        self._last = number
+        return False in known
+
+    def end(self, signature: str, elements: int, held_out: bool, on_gpu: bool, is_changed: bool) -> None:
+        """The step is over; what it took is not kept where it did not run what the next one will."""
+        peak = self._allocations.end(on_gpu)
+        if peak is None or is_changed:
+            return
+        known = self._peaks.setdefault((signature, elements), {})
+        known[held_out] = peak
+        if len(known) < 2:
+            return
+        del self._peaks[signature, elements]
+        self._largest = max(self._largest, elements)
+        data = {"root": self._root, "name": self._name, "signature": signature, "elements": elements}
+        data |= {"eager_bytes": known[True], "routed_bytes": known[False]}
+        self._post(Event(PEAK_MEMORY, f"peak memory of a step of {self._name}", data))
