@@ -282,9 +282,17 @@ def _assert_as_near(
     """An element that is 0 but for rounding may pass a ReLU in one and not in the other, hence the wide bound.
 
     Over 14 seeds the worst relative error is 3e-6 to 3e-4, of eager 3e-6 to 1e-4.
+
+    The gradient of a bias in front of a norm is 0 (1e-16 in float64): what is found is the rounding of a sum whose
+    terms are as large as other gradients are, and no size of its own to compare with.
     """
+    found, eager, exact = list(found), list(eager), list(exact)
+    largest = max(reference.abs().max().item() for reference in exact)
     for ours, theirs, reference in zip(found, eager, exact, strict=True):
         scale, own = reference.abs().max().item(), (theirs - reference).abs().max().item()
+        if scale < 1e-12 * largest:
+            assert (ours - reference).abs().max().item() <= 1e-6 * largest
+            continue
         assert (ours - reference).abs().max().item() <= 4 * own + 1e-4 * scale
 
 
