@@ -11,6 +11,7 @@ fused in the end runs as eager's kernels, and should then be few more.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,14 @@ from torch import fx
 from torch._functorch.partitioners import default_partition
 
 from autofuse.capture.passes import note_backward
+from autofuse.capture.simplify import is_view, simplify
 
 
 def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's default partition of a graph which computes cheap values again; forward knows its backward."""
-    recompute(joint.graph)
+    if not _is_checkpointed(joint.graph):
+        simplify(joint.graph)
+        recompute(joint.graph)
     joint.recompile()
     parted: tuple[fx.GraphModule, fx.GraphModule] = default_partition(joint, inputs, **options)
     note_backward(*parted, options["num_fwd_outputs"])
@@ -36,12 +40,13 @@ def recompute(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") == "is_forward":
             last = node
-    if last is None or any("recompute" in node.meta for node in graph.nodes):
-        return 0  # nothing that backward could share; or the user's checkpoints say what is computed again
+    if last is None:
+        return 0  # nothing that backward could share
     order = list(graph.nodes)
     forward = set(order[: order.index(last) + 1])
+    copies = _see_again(graph, order, forward)
+    order = list(graph.nodes)
     output = graph.find_nodes(op="output")  # what the user gets is written anyway
-    copies = 0
     for node in [n for n in order if n in forward]:
         later = [user for user in node.users if user not in forward and user.op != "output"]
         if not later or not _is_elementwise(node) or output[0] in node.users:
@@ -58,6 +63,51 @@ def recompute(graph: fx.Graph) -> int:
                 user.replace_input_with(node, copy)
             copies += 1
     return copies
+
+
+def _is_checkpointed(graph: fx.Graph) -> bool:
+    """The user's checkpoints say what is computed again."""
+    return any("recompute" in node.meta for node in graph.nodes)
+
+
+def _see_again(graph: fx.Graph, order: Sequence[fx.Node], forward: set[fx.Node]) -> int:
+    """Backward's kernels look themselves at what forward has looked at: kept is the one tensor behind all its views.
+
+    No memory more, for a view holds all of it; but autograd detaches each view that it keeps, and element-wise kernels
+    read through views of their own graph at no cost. A product would gain nothing.
+    """
+    first = next((node for node in order if node not in forward and node.op == "call_function"), None)
+    if first is None:
+        return 0
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def again(node: fx.Node) -> fx.Node:
+        if not _is_seen(node):
+            return node
+        if node not in copies:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            seen = again(source)
+            with graph.inserting_before(first):
+                copies[node] = graph.node_copy(node, lambda n: seen if n is source else n)
+            copies[node].meta = {**node.meta, "partitioner_tag": "is_backward"}
+        return copies[node]
+
+    for node in order:
+        later = [user for user in node.users if user not in forward and user.op != "output"]
+        if node in forward and later and _is_seen(node) and all(map(_is_elementwise, later)):
+            seen = again(node)
+            for user in later:
+                if user is not seen and user not in copies.values():
+                    user.replace_input_with(node, seen)
+    return len(copies)
+
+
+def _is_seen(node: fx.Node) -> bool:
+    """A view, or one of several that one operation makes."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    return is_view(node)
 
 
 def _is_elementwise(node: fx.Node) -> bool:

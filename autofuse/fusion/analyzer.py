@@ -27,6 +27,7 @@ from autofuse.ir.records import Refusal
 MIN_FLOPS_ALONE = 4.0
 # Sibling nodes are joined over tensors of at least this size; below it a launch costs more than the reads.
 MIN_SHARED_BYTES = 1 << 14
+MOST_PIECES = 8  # that are put together by as many stores of one nest (codegen/lowering/lower.py)
 
 
 @dataclass(eq=False)
@@ -114,6 +115,7 @@ class FusionCandidateAnalyzer:
                 self._join(graph, home, clusters, home.get(producer.name), home[op.name])
             if extent.parts:
                 self._join_pieces(graph, home, clusters, op)
+        self._join_wholes(graph, home, clusters)
         self._join_siblings(graph, home, clusters)
         self._join_moves(graph, home, clusters)
         return clusters
@@ -208,6 +210,17 @@ class FusionCandidateAnalyzer:
         clusters.append(merged)
         home.update((o.name, merged) for o in merged.operations)
         self._join(graph, home, clusters, merged, own)
+
+    def _join_wholes(self, graph: FusionGraph, home: dict[str, _Cluster], clusters: list[_Cluster]) -> None:
+        """Join what is cut into parts with the one cluster that reads all of them: none of its readers alone could."""
+        for op in graph.operations:
+            own = home.get(op.name)
+            readers = {id(c): c for c in (home.get(r.name) for r in graph.readers[op.name]) if c is not None}
+            if own is None or len(readers) != 1 or any(r.name not in home for r in graph.readers[op.name]):
+                continue
+            (reader,) = readers.values()
+            if reader is not own and any(op.outputs[0].numel in extent.parts for extent in reader.extents):
+                self._join(graph, home, clusters, own, reader)
 
     def _join_siblings(self, graph: FusionGraph, home: dict[str, _Cluster], clusters: list[_Cluster]) -> None:
         """Join clusters that read the same large tensor, made here or an input: it is then read once."""
@@ -369,6 +382,8 @@ def _reads_terminal(graph: FusionGraph, producer: _Cluster, consumer: _Cluster) 
 def _part_leaves(graph: FusionGraph, first: _Cluster, second: _Cluster) -> bool:
     """Whether a value that is only a part of what the loops run over, or more than that, is read elsewhere too."""
     extents = [*first.extents, *second.extents]
+    if len(second.operations) == 1 and _puts_alike_together(graph, second.operations[0]):
+        return False  # loops over one piece then write all of them
     parts = {part for extent in extents for part in extent.parts}
     joined = join_extents(extents)
     operations = [*first.operations, *second.operations]
@@ -383,6 +398,12 @@ def _part_leaves(graph: FusionGraph, first: _Cluster, second: _Cluster) -> bool:
         )
         for op, extent in zip(operations, extents, strict=True)
     )
+
+
+def _puts_alike_together(graph: FusionGraph, op: Operation) -> bool:
+    """Whether an operation puts a few tensors of one size together."""
+    pieces = {graph.spec(ref).shape for ref in op.inputs}
+    return op.short_name in ("cat", "stack") and len(pieces) == 1 and 1 < len(op.inputs) <= MOST_PIECES
 
 
 def _has_outside_path(graph: FusionGraph, home: dict[str, _Cluster], first: _Cluster, second: _Cluster) -> bool:
