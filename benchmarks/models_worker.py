@@ -122,10 +122,16 @@ def prepare(workload: Workload, session: Any) -> dict[str, Any]:
 
 
 def _products_seconds(workload: Workload) -> float:
-    """Seconds of a deck in matrix products and convolutions, which every contender leaves to the vendor."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        _run_deck(workload)
-    return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in PRODUCTS) / 1e6
+    """Seconds of a deck in matrix products and convolutions, which every contender leaves to the vendor.
+
+    The least of three: a bound must not hold what disturbed them. A profiler's first start is not counted.
+    """
+    found = []
+    for _ in range(4):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            _run_deck(workload)
+        found.append(sum(e.self_cpu_time_total for e in profile.key_averages() if e.key in PRODUCTS) / 1e6)
+    return min(found[1:])
 
 
 if __name__ == "__main__":
