@@ -12,8 +12,9 @@ each as large as all of them.
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def is_view(node: fx.Node) -> bool:
 
 def _drop_aliases(graph: fx.Graph, leaving: Collection[fx.Node]) -> None:
     seen: dict[Any, fx.Node] = {}
+    seen_outside = {base for node in leaving for base in _looked_at(node)}
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
@@ -57,6 +59,8 @@ def _drop_aliases(graph: fx.Graph, leaving: Collection[fx.Node]) -> None:
         same = rule(node) if rule is not None else None
         # A result must not come to share its memory with another one, or with an input.
         if same is not None and node in leaving and (same in leaving or same.op == "placeholder" or is_view(same)):
+            same = None
+        if same is not None and not is_view(node) and (node in seen_outside or not _lies_like(node, same)):
             same = None
         if same is None and is_view(node) and node not in leaving:
             # Of one pass: what forward has seen, it would have to keep for backward.
@@ -67,6 +71,19 @@ def _drop_aliases(graph: fx.Graph, leaving: Collection[fx.Node]) -> None:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             _erase_unused(graph, node.all_input_nodes)
+
+
+def _looked_at(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and all that it is a view of."""
+    yield node
+    while (is_view(node) or node.target is operator.getitem) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        yield node
+
+
+def _lies_like(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta["val"], other.meta.get("val")
+    return isinstance(b, torch.Tensor) and statically_known_true(sym_eq(tuple(a.stride()), tuple(b.stride())))
 
 
 def _detached(node: fx.Node) -> fx.Node | None:
@@ -149,6 +166,8 @@ def _stack_rows(graph: fx.Graph, root: fx.Node) -> None:
     others = [term for term in terms if term not in rows]
     if len(rows) < LEAST_PIECES or len(others) > 1:
         return
+    if not all(isinstance(number, int) for row in rows for number in row.args[2:4]):
+        return  # which row it is, is only known when it runs
     gradients: dict[int, Any] = {}
     dims = {row.args[2] % root.meta["val"].dim() for row in rows}
     (dim, *more) = dims

@@ -38,7 +38,7 @@ class AllocationLog:
     """What the calling thread allocates and frees between ``begin`` and ``end``; autograd's threads are included."""
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # whose allocations are watched now
+        self._owner: threading.Thread | None = None  # whose allocations are watched now
         self._level: ctypes.c_int | None = None
         self._said = 0  # the log level before
         self._own_start: Callable[..., Any] = profiler._enable_profiler
@@ -48,7 +48,7 @@ class AllocationLog:
     def begin(self) -> bool:
         """Whether it has begun: not while anything else profiles, nor where torch lacks what is needed."""
         self._give_up()
-        if self._thread is not None or self.fault is not None or _profiler_enabled():
+        if self._owner is not None or self.fault is not None or _profiler_enabled():
             return False
         try:
             if self._level is None:
@@ -60,16 +60,15 @@ class AllocationLog:
                 ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
             )
         except Exception as error:
-            self.fault = f"{type(error).__name__}: {error}"
-            log.debug("no peaks of memory: %s", self.fault)
+            self._fail(error)
             return False
-        self._thread = threading.get_ident()
+        self._owner = threading.current_thread()
         self._own_start, profiler._enable_profiler = profiler._enable_profiler, self._yield
         return True
 
     def end(self, on_gpu: bool) -> int | None:
         """The most that was held above what was held at the beginning, bytes; None where that was not watched."""
-        if self._thread != threading.get_ident():
+        if self._owner is not threading.current_thread():
             return None
         held = peak = 0
         for thread in self._stop():
@@ -80,20 +79,35 @@ class AllocationLog:
         return peak
 
     def _stop(self) -> Any:
-        self._thread = None
+        self._restore()
+        try:
+            return _disable_profiler_legacy()
+        except Exception as error:  # something else has switched it off
+            self._fail(error)
+            return ()
+
+    def _restore(self) -> None:
+        self._owner = None
         profiler._enable_profiler = self._own_start
-        assert self._level is not None
-        self._level.value = self._said
-        return _disable_profiler_legacy()
+        if self._level is not None:
+            self._level.value = self._said
+
+    def _fail(self, error: Exception) -> None:
+        self.fault = f"{type(error).__name__}: {error}"
+        log.debug("no peaks of memory: %s", self.fault)
+        if self._level is not None:
+            self._level.value = self._said
 
     def _give_up(self) -> None:
-        if self._thread == threading.get_ident():
+        if self._owner is threading.current_thread():
             self._stop()
+        elif self._owner is not None and not self._owner.is_alive():  # its profiler ended with it
+            self._restore()
 
     def _yield(self, *args: Any, **kwargs: Any) -> Any:
-        """The script starts a profiler: two at a time would be an error of its own."""
+        """The script starts a profiler: two at a time on one thread would be an error of its own."""
         self._give_up()
-        return profiler._enable_profiler(*args, **kwargs)
+        return self._own_start(*args, **kwargs)
 
 
 def _log_level() -> ctypes.c_int:

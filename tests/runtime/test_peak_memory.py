@@ -75,6 +75,38 @@ def test_another_thread_cannot_end_it(allocations):
     del kept
 
 
+def test_the_scripts_profiler_on_another_thread(allocations):
+    assert allocations.begin()
+    counts = []
+
+    def profile():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+            torch.ones(3).add(1)
+        counts.append(len(found.key_averages()))
+
+    run_in_thread(profile)
+    assert counts[0] > 0
+    assert allocations.end(on_gpu=False) is not None
+
+
+def test_a_thread_that_ends_while_it_is_watched(allocations):
+    said = []
+    run_in_thread(lambda: said.append(allocations.begin()))
+    run_in_thread(lambda: said.append(allocations.end(False)))  # which may have the first one's ident
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        torch.ones(3).add(1)
+    assert said == [True, None]
+    kept = allocations.begin() and megabytes(2)
+    assert allocations.end(on_gpu=False) == 2 * MIB
+    del kept
+
+
+def run_in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 FORK = """
 import os, torch
 from autofuse.runtime.peak_memory import AllocationLog

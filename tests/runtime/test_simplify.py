@@ -63,6 +63,46 @@ def test_results_do_not_come_to_share_memory() -> None:
     assert a.grad is not None and b.grad is not None and a.grad.data_ptr() != b.grad.data_ptr()
 
 
+SHARING: dict[str, Callable[[T, T], T]] = {
+    "a whole slice": lambda a, b: a[:] + b,
+    "a whole slice, seen flat": lambda a, b: (a.view(-1)[:].view(4, 3) + b) * 1.0,
+    "one gradient for both": lambda a, b: (a[:] + b[:]).t(),
+    "a slice of a transpose": lambda a, b: a.t()[:].t() + b.view(12)[:].view(4, 3),
+}
+
+
+@pytest.mark.parametrize("what", SHARING)
+@pytest.mark.parametrize("upstream", ["rows", "columns", "one number"])
+def test_gradients_share_memory_and_lie_as_in_the_trace(what: str, upstream: str) -> None:
+    function = SHARING[what]
+    run, _ = captured(function)
+    traced = torch.compile(lambda a, b: function(a, b), backend="aot_eager")
+    found = []
+    for call in (run, traced):
+        a, b = torch.ones(4, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+        out = call(a, b)
+        given = {
+            "rows": torch.ones(out.shape),
+            "columns": torch.ones(out.shape[::-1]).t(),
+            "one number": torch.ones(()),
+        }
+        gradient = given[upstream].expand(out.shape)
+        grads = torch.autograd.grad(out, (a, b), gradient)
+        places = [t.untyped_storage().data_ptr() for t in (gradient, *grads)]
+        found.append(([t.stride() for t in grads], [places.index(p) for p in places]))
+    assert found[0][0] == found[1][0]
+    # Sharing less is as good.
+    assert all(ours in (n, theirs) for n, (ours, theirs) in enumerate(zip(found[0][1], found[1][1], strict=True)))
+
+
+def test_a_row_whose_number_varies() -> None:
+    def function(x: T) -> T:
+        last = x.shape[0] - 1
+        return x[last] * x[last - 1].exp() + x[last - 2]
+
+    check(function, randn(11, 5))
+
+
 class Cell(nn.Module):
     def __init__(self) -> None:
         super().__init__()
