@@ -61,7 +61,7 @@ class ObserveSettings(Group):
         64, "Distinct shapes kept per operator and per module; the rest is only counted.", unit="shapes", low=1
     )
     memory: bool = declare(
-        False, "Measure peak memory, in eager and with autofuse: a few steps run under torch's profiler for it."
+        False, "Measure peak memory, in eager and with autofuse: a few steps, to the module's next call, run profiled."
     )
 
 

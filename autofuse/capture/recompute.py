@@ -44,8 +44,7 @@ def recompute(graph: fx.Graph) -> int:
         return 0  # nothing that backward could share
     order = list(graph.nodes)
     forward = set(order[: order.index(last) + 1])
-    copies = _see_again(graph, order, forward)
-    order = list(graph.nodes)
+    copies = 0
     output = graph.find_nodes(op="output")  # what the user gets is written anyway
     for node in [n for n in order if n in forward]:
         later = [user for user in node.users if user not in forward and user.op != "output"]
@@ -62,7 +61,8 @@ def recompute(graph: fx.Graph) -> int:
             for user in later:
                 user.replace_input_with(node, copy)
             copies += 1
-    return copies
+    # Last: what backward sees again it no longer reads of forward, which is asked above.
+    return copies + _see_again(graph, list(graph.nodes), forward)
 
 
 def _is_checkpointed(graph: fx.Graph) -> bool:

@@ -43,11 +43,11 @@ class AllocationLog:
         self._said = 0  # the log level before
         self._own_start: Callable[..., Any] = profiler._enable_profiler
         self.fault: str | None = None
-        os.register_at_fork(after_in_child=self._give_up)
+        os.register_at_fork(after_in_child=self.give_up)
 
     def begin(self) -> bool:
         """Whether it has begun: not while anything else profiles, nor where torch lacks what is needed."""
-        self._give_up()
+        self.give_up()
         if self._owner is not None or self.fault is not None or _profiler_enabled():
             return False
         try:
@@ -98,7 +98,8 @@ class AllocationLog:
         if self._level is not None:
             self._level.value = self._said
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """End what is under way on this thread, or was on one that has ended."""
         if self._owner is threading.current_thread():
             self._stop()
         elif self._owner is not None and not self._owner.is_alive():  # its profiler ended with it
@@ -106,7 +107,7 @@ class AllocationLog:
 
     def _yield(self, *args: Any, **kwargs: Any) -> Any:
         """The script starts a profiler: two at a time on one thread would be an error of its own."""
-        self._give_up()
+        self.give_up()
         return self._own_start(*args, **kwargs)
 
 

@@ -93,6 +93,8 @@ class Roots:
         self.tracker.uninstall()
         for root in list(self.groups.values()):
             root.late.close()
+        if self.allocations is not None:
+            self.allocations.give_up()
         self.observer.stop()
 
     def root_of(self, module: torch.nn.Module) -> Root:

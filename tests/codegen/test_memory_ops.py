@@ -153,6 +153,62 @@ def test_concatenations_of_any_sizes(generator: FusionKernelGenerator, widths: l
         assert torch.equal(found[0], run_unfused(form, tensors, {})[0])
 
 
+def _part(width: int, data: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """A way to take a part of a tensor's columns, or to put it into a whole; and how many columns that makes."""
+    kind = data.draw(st.sampled_from(["begin", "end", "nth", "gradient", "copies", "padded"]))
+    if kind in ("begin", "end"):
+        cut = data.draw(st.integers(1, width))
+        return (lambda x: x[:, :cut], cut) if kind == "begin" else (lambda x: x[:, -cut:], cut)
+    if kind == "nth":
+        count = data.draw(st.sampled_from([n for n in (1, 2, 3, 5, 9) if width % n == 0]))
+        which = data.draw(st.integers(0, count - 1))
+        return lambda x: x.split(width // count, 1)[which], width // count
+    if kind == "copies":
+        count = data.draw(st.sampled_from([2, 3, 9]))
+        return lambda x: torch.cat([x * float(k + 1) for k in range(count)], 1), width * count
+    before, after = data.draw(st.sampled_from([0, 0, 3, 7, 40])), data.draw(st.sampled_from([0, 3, 40]))
+    total = before + width + after
+    if kind == "padded":
+        return lambda x: torch.nn.functional.pad(x, (before, after)), total
+    return lambda x: aten.slice_backward(x, [x.shape[0], total], 1, before, before + width, 1), total
+
+
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the second half, where a gradient begins": lambda x: aten.slice_backward(x.split(5, 1)[1], [6, 45], 1, 0, 5, 1),
+    "the beginning of the second third": lambda x: torch.cat([x, x, x], 1).split(10, 1)[1][:, :3],
+    "the second half first of nine": lambda x: torch.cat([x.split(5, 1)[1], *(x[:, :5] for _ in range(8))], 1),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_digits_beside_a_part_have_the_strides_of_its_whole(generator: FusionKernelGenerator, name: str) -> None:
+    x = torch.arange(1.0, 61.0).view(6, 10)
+    form = trace(lambda x: PARTS[name](x * 2.0) + 1.0, [x], static=[10])
+    assert _refusal(form) is None
+    assert torch.equal(generator.generate_generic_kernel(form)(x)[0], PARTS[name](x * 2.0) + 1.0)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(width=st.sampled_from([4, 9, 10, 45]), count=st.integers(2, 4), data=st.data())
+def test_parts_of_parts_and_of_wholes(generator: FusionKernelGenerator, width: int, count: int, data: Any) -> None:
+    """A part that begins where its whole does is no less a part: strides beside it are the whole's."""
+    steps, columns = [], width
+    for _ in range(count):
+        step, columns = _part(columns, data)
+        steps.append(step)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2.0
+        for step in steps:
+            x = step(x)
+        return x + 1.0
+
+    x = torch.arange(1.0, 6 * width + 1).view(6, width)  # all different, and no rounding
+    form = trace(function, [x], static=[width])
+    if _refusal(form) is None:
+        assert torch.equal(generator.generate_generic_kernel(form)(x)[0], function(x))
+
+
 @pytest.mark.parametrize("name", ["cat_columns", "rotary_pairs", "pad_slice_roll_flip"])
 def test_threads(name: str, verify: Verify) -> None:
     form = CASES[name].form()

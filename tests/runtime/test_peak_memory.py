@@ -29,7 +29,7 @@ def megabytes(count):
 def allocations():
     log = AllocationLog()
     yield log
-    log._give_up()
+    log.give_up()
 
 
 def test_the_peak_counts_what_is_held_at_once(allocations):

@@ -57,6 +57,20 @@ def test_a_gate_is_computed_again() -> None:
     assert graphs["backward"].count("aten.silu.default") == 1 and graphs["forward"].count("aten.silu.default") == 1
 
 
+def test_a_gate_that_is_a_part_is_computed_again() -> None:
+    def swiglu(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return F.silu(a) * b
+
+    graphs = check(swiglu, randn(11, 14))
+    assert graphs["backward"].count("aten.silu.default") == 1
+    run, _ = captured(swiglu)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        run(randn(5, 14).requires_grad_())
+    assert len({t.untyped_storage().data_ptr() for t in kept}) == 1, "the input alone"
+
+
 def test_a_normalised_value_is_computed_again() -> None:
     def rms(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * y

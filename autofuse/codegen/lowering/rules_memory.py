@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autofuse.codegen.lowering.builder import Builder, Val
-from autofuse.codegen.lowering.index import Atom, Index, Moved, Word, fresh_index, is_fixed, join, regroup
+from autofuse.codegen.lowering.index import Atom, Index, Moved, Word, fresh_index, is_fixed, join, regroup, word_size
 from autofuse.codegen.lowering.rules_base import Custom, Rule, normal_dim
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
 from autofuse.errors import LoweringError
@@ -53,8 +53,12 @@ def _with(index: Index, dim: int, *words: Word) -> Index:
 
 
 def _moved(word: Word, start: Dim, size: Dim, step: int = 1) -> Word:
-    """The place ``start + step x place of word`` in a dim of ``size``."""
-    return word if start == 0 and step == 1 else (Moved(start, size, word, step),)
+    """The place ``start + step x place of word`` in a dim of ``size``.
+
+    The word itself only where it runs over all of the dim: digits beside it take their strides from its size.
+    """
+    is_whole = start == 0 and step == 1 and as_dim(word_size(word) - size) == 0
+    return word if is_whole else (Moved(start, size, word, step),)
 
 
 def _loops(size: Dim) -> Word:
