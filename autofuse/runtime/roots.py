@@ -32,11 +32,11 @@ from autofuse.observer.signatures import call_signature, count_elements, tensors
 from autofuse.runtime.backends import CPU
 from autofuse.runtime.devices import event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
-from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
 
 if TYPE_CHECKING:
     from autofuse.capture.backend import CapturedRoot
     from autofuse.capture.direct import DirectCall, DirectCalls
+    from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
     from autofuse.runtime.session import Session
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,26 @@ class Roots:
         self.known: dict[str, RootRecord] = {}  # what earlier runs found out
         self.held_out_calls = 0
         self.step_us_total = 0.0
-        self.allocations = AllocationLog() if settings.observe.memory else None
+        self.allocations = self._allocations() if settings.observe.memory else None
         self._by_module: ModuleTable[Root] = ModuleTable()
         self._written: dict[str, RootRecord] = {}
+
+    def _allocations(self) -> AllocationLog | None:
+        """Only where asked for: it needs names of torch that are nobody's promise."""
+        try:
+            from autofuse.runtime.peak_memory import AllocationLog
+
+            return AllocationLog()
+        except ImportError as error:
+            self.session.report_fallback("no_peaks", "peak memory is not measured with this torch", error)
+            return None
+
+    def peaks(self, key: str, name: str) -> RootPeaks | None:
+        if self.allocations is None:
+            return None
+        from autofuse.runtime.peak_memory import RootPeaks
+
+        return RootPeaks(self.allocations, key, name, self.session.backstage.post_event)
 
     def install(self) -> None:
         self.tracker.install()
@@ -212,8 +229,7 @@ class Root:
         self.capture_seconds = 0.0
         self.predicted_seconds = 0.0
         self.failures = 0
-        allocations = roots.allocations
-        self._peaks = RootPeaks(allocations, key, name, self.session.backstage.post_event) if allocations else None
+        self._peaks = roots.peaks(key, name)
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
         self._shapes: dict[Any, Shape] = {}  # by signature
