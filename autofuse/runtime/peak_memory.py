@@ -143,6 +143,10 @@ class RootPeaks:
         self._last = number
         return False in known
 
+    def is_half_known(self, signature: str, elements: int) -> bool:
+        """Whether one step of the two has been watched: the next calls are needed one by one."""
+        return (signature, elements) in self._peaks
+
     def end(self, signature: str, elements: int, held_out: bool, on_gpu: bool, is_changed: bool) -> None:
         """The step is over; what it took is not kept where it did not run what the next one will."""
         peak = self._allocations.end(on_gpu)

@@ -346,6 +346,8 @@ class Root:
         shapes = self._shapes
         if self._on_gpu or len(shapes) > MAX_BRIEF or shape.fused_at != self.session.disturbances:
             return False
+        if self._peaks is not None and self._peaks.is_half_known(shape.sizes.text, shape.elements):
+            return False
         free = self._held_out.free()
         if free < 2 or not all(s.direct and not s.is_eager and len(s.sizes.recent) >= PAIRED for s in shapes.values()):
             return False

@@ -141,12 +141,13 @@ def test_larger_inputs_are_measured_after_smaller_ones_and_never_two_steps_in_a_
 
     assert step("a", 100, 5, 3) is False
     assert step("a", 100, 6, 4) is None  # right after the other
+    assert peaks.is_half_known("a", 100) and not peaks.is_half_known("b", 100)
     assert step("a", 100, 7, 4, is_changed=True) is True  # kernels changed: again
     assert step("a", 100, 9, 4) is True
     assert step("a", 100, 11, 4) is None and step("b", 105, 13, 4) is None  # not larger
     assert step("c", 120, 15, 6) is False and step("c", 120, 17, 9) is True
     sizes = [(e.data["signature"], e.data["routed_bytes"] // MIB, e.data["eager_bytes"] // MIB) for e in posted]
-    assert sizes == [("a", 3, 4), ("c", 6, 9)]
+    assert sizes == [("a", 3, 4), ("c", 6, 9)] and not peaks.is_half_known("a", 100)
 
 
 class Gate(nn.Module):
