@@ -55,8 +55,9 @@ AGAIN = "eager again"  # what two identical modules differ by: their results lie
 ROUNDS = 15
 SAMPLE_SECONDS = 0.016  # least length of a sample
 RACE_SECONDS = 2.5  # of one row and shape, all contenders
+LEAST_ROUNDS = 11  # however long one takes: the interval of five is their whole range
 SETTLE_CALLS = 900  # of autofuse, at most
-CALM_CALLS = 220  # since plans last changed: as many as it takes to confirm a gain, or to release what loses to eager
+CALM_CALLS = 340  # since plans last changed: as many as it takes to confirm a gain, or to release what loses to eager
 CALM_SECONDS = 4.0  # after which fewer do
 Call = Callable[[], object]
 
@@ -291,7 +292,7 @@ def race(run: Benchmark, found: dict[str, Any], prepared: dict[str, Prepared], s
         turns[name]()
     each = max((time.perf_counter() - began) / len(turns), 1e-7)  # of one turn: a call of each size
     repeats = max(1, min(2000, int(SAMPLE_SECONDS / each)))
-    rounds = max(5, min(run.rounds, int(RACE_SECONDS / ((repeats + 1) * each * len(turns)))))
+    rounds = max(min(LEAST_ROUNDS, run.rounds), min(run.rounds, int(RACE_SECONDS / ((repeats + 1) * each * len(turns)))))
     faults = {name: page_faults(turn, 2) / len(prepared[name].calls) for name, turn in turns.items()}
     gc.collect()
     gc.disable()

@@ -26,7 +26,7 @@ from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
-from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, advise_release, learn_cost
+from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, advise_release, is_unsure, learn_cost
 from autofuse.observer.roots import Attached, RootTracker, root_key
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path, without_sizes
 from autofuse.runtime.backends import CPU
@@ -612,6 +612,8 @@ class Root:
             self.state, self.reason = "eager", reason
             self._is_small = is_short
             self.detail = f"captured steps take {1 / statistics.median(self._ratios):.2f}x of eager's"
+        elif is_unsure(self._ratios):
+            self._held_out.extend()
 
     def record(self) -> RootRecord:
         return RootRecord(

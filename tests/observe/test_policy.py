@@ -22,6 +22,7 @@ from autofuse.observer.policy import (
     HeldOutCalls,
     advise_capture,
     advise_release,
+    is_unsure,
     learn_cost,
     predict_seconds,
 )
@@ -162,6 +163,17 @@ def test_nothing_is_confirmed_while_kernels_change_or_without_calls_to_compare_w
     assert not any(Confirmation(times=0).next(1, True) for _ in range(200))
 
 
+def test_more_pairs_follow_where_the_first_leave_it_open() -> None:
+    confirmation = Confirmation(pairs=5, every=4, calm=8, times=1, extensions=2)
+    confirmation.extend()
+    assert sum(confirmation.next(1, True) for _ in range(10)) == 0, "not before the first ones"
+    for pairs in (5, 5, 5, 0):
+        assert sum(confirmation.next(1, True) for _ in range(100)) == pairs
+        assert confirmation.is_over
+        confirmation.extend()
+    assert not any(confirmation.next(2, True) for _ in range(200)), "an extension is no time of its own"
+
+
 def released(gain: float, spread: float, is_short: bool, pairs: int = 12) -> float:
     """Share of roots released, whose ratios scatter around a gain."""
     draw = random.Random(f"{gain} {spread}")
@@ -173,6 +185,25 @@ def test_roots_that_lose_are_released_and_those_that_gain_are_kept() -> None:
     assert released(0.9, 0.05, is_short=False) > 0.95 and released(0.9, 0.05, is_short=True) > 0.99
     assert released(1.05, 0.15, is_short=True) < 0.06 and released(1.1, 0.15, is_short=True) < 0.01
     assert released(1.0, 0.05, is_short=False) < 0.03, "long calls that gain nothing lose nothing either"
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_small_losses_are_found_over_time(is_short: bool) -> None:
+    """The ratios of two dozen calls or more, as many as confirm kernels whose gain is in doubt."""
+
+    def outcome(gain: float) -> bool:
+        ratios: list[float] = []
+        while len(ratios) < 48:
+            ratios += [draw.gauss(gain, 0.08) for _ in range(12)]
+            if advise_release(ratios, is_short, 1.02) is not None:
+                return True
+            if not is_unsure(ratios):
+                return False
+        return False
+
+    draw = random.Random(7)
+    assert sum(outcome(0.94) for _ in range(500)) > 440
+    assert sum(outcome(1.06) for _ in range(500)) < 20
 
 
 def test_a_release_has_its_reason() -> None:
