@@ -292,7 +292,9 @@ def race(run: Benchmark, found: dict[str, Any], prepared: dict[str, Prepared], s
         turns[name]()
     each = max((time.perf_counter() - began) / len(turns), 1e-7)  # of one turn: a call of each size
     repeats = max(1, min(2000, int(SAMPLE_SECONDS / each)))
-    rounds = max(min(LEAST_ROUNDS, run.rounds), min(run.rounds, int(RACE_SECONDS / ((repeats + 1) * each * len(turns)))))
+    rounds = max(
+        min(LEAST_ROUNDS, run.rounds), min(run.rounds, int(RACE_SECONDS / ((repeats + 1) * each * len(turns))))
+    )
     faults = {name: page_faults(turn, 2) / len(prepared[name].calls) for name, turn in turns.items()}
     gc.collect()
     gc.disable()

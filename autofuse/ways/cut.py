@@ -20,7 +20,7 @@ from autofuse.ir.optable import OpKind, info
 from autofuse.ways.blocks import block_of
 from autofuse.ways.layout import layouts
 from autofuse.ways.record import ATTENTION, MATMUL, Part, Way, graph_of
-from autofuse.ways.rewrites import rewrites
+from autofuse.ways.rewrites import BIAS_APART, rewrites
 from autofuse.ways.training import passes_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
@@ -42,7 +42,7 @@ def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
 
 def blocks_of(form: NodeForm) -> list[Way]:
     """The way in blocks of rows; none where rows need each other, or what follows the product is no one kernel."""
-    found = block_of(form)
+    found = block_of(next((r.form for r in rewrites(form) if r.name == BIAS_APART), form))
     parts = _parts(found[0]) if found is not None else ()
     # What leaves has to come from the kernel that writes into the node's outputs.
     if found is None or len(parts) != 1 or {ref.name for ref in found[0].outputs} - set(parts[0].operations):

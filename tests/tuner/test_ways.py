@@ -57,7 +57,7 @@ def normalised() -> NodeForm:
 
 def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> None:
     form = linear_gelu()
-    parts, vendor, product, blocks = ways_of(form)
+    parts, vendor, product, apart, blocks = ways_of(form)
     assert blocks.rows is not None and blocks.rows.count > 64, "not tried at a size that one block holds"
     (kernel,) = parts.kernels
     asked = request(form, (40,), unfused_us=1000.0)
@@ -68,7 +68,8 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
         assert store.queue_length().done == 2
         rows = store.measurements(asked.key.fusion_id)
         ways = {dict(row.measurement.candidate.config)["way"] for row in rows}
-        assert ways <= {parts.name, vendor.name, product.name} and {vendor.name, product.name} <= ways
+        names = {vendor.name, product.name, apart.name}
+        assert names <= ways <= {parts.name, *names}
         found = {d.key.fusion_id: d for _, d in store.decisions()}
         assert kernel.node.fusion_id == kernel_id(kernel.node.form, "loop")
         assert kernel.node.fusion_id in found  # tuned as a part; the request of its own asked for nothing more

@@ -21,9 +21,10 @@ from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.verify import GuardedAllocator, Verifier
 from autofuse.ways.bundle import is_bundle, pack, unpack
 from autofuse.ways.call import LoadedWay
-from autofuse.ways.cut import cuts_of, ways_of
+from autofuse.ways.cut import BLOCKS, cuts_of, ways_of
 from autofuse.ways.groups import Group
 from autofuse.ways.record import Way
+from autofuse.ways.rewrites import BIAS_APART
 from tests.ways.harness import GENERATOR, Planned, check, load, plan
 
 T = torch.Tensor
@@ -75,7 +76,7 @@ def test_a_product_of_any_rank_with_a_residual(shape: tuple[int, ...]) -> None:
     with torch.no_grad():
         group = one_group(plan(function, inputs))
     names = [w.name for w in ways_of(group.node.form)]
-    assert names == ["parts", "onednn_linear", "onednn_product"]
+    assert names == ["parts", "onednn_linear", "onednn_product", "bias_apart"]
     for kind in ways_of(group.node.form):
         check(group.node.form, kind, [()])
 
@@ -97,6 +98,30 @@ def test_training_keeps_relu_inside_and_gelu_outside() -> None:
     assert [len(p.groups) for p in graphs if p.phase == "forward"] == [1]
     graphs = plan(lambda x, w: F.gelu(x @ w).sum(), [torch.randn(8, 16), w])
     assert [len(p.groups) for p in graphs if p.phase == "forward"] == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_bias_may_be_added_by_the_kernel_that_follows(dtype: torch.dtype) -> None:
+    """Also where backward needs the product with its bias; not in 16 bits, where it would be rounded once more."""
+    inputs = [torch.randn(2, 12, 40, dtype=dtype), torch.randn(56, 40, dtype=dtype), torch.randn(56, dtype=dtype)]
+    graphs = plan(linear(F.gelu), [inputs[0], *(t.requires_grad_() for t in inputs[1:])], [(0, 1)])
+    groups = [group for p in graphs if p.phase == "forward" for group in p.groups]
+    if dtype == torch.bfloat16:
+        assert not [w for group in groups for w in ways_of(group.node.form) if w.name == BIAS_APART]
+        return
+    (group,) = groups
+    apart = way(group, BIAS_APART)
+    assert [op.short_name for op in apart.form.operations if op.short_name != "view"] == ["mm", "add", "gelu"]
+    assert len(apart.parts) == 1 and len(apart.form.outputs) == 2
+    check(group.node.form, apart, [(1,), (7,), (12,)], ("normal", "special", "zeros"))
+
+
+def test_blocks_of_rows_have_the_bias_in_their_kernel() -> None:
+    with torch.no_grad():
+        group = one_group(plan(linear(F.gelu), [torch.randn(3000, 8), torch.randn(512, 8), torch.randn(512)]))
+    blocks = way(group, BLOCKS)
+    assert [op.short_name for op in blocks.form.operations] == ["mm", "add", "gelu"] and len(blocks.parts) == 1
+    check(group.node.form, blocks, [()])
 
 
 def test_a_long_product_by_itself_may_be_onednns() -> None:
