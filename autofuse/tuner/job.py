@@ -31,7 +31,7 @@ from autofuse.tuner.buckets import dominant_shape, exact_bucket
 from autofuse.tuner.cases import CASE_BYTES, ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases, is_empty
 from autofuse.tuner.comparison import LEAST_PAIRS, Comparison, compare, confirms, is_clear, keeps_device_slower, wins
 from autofuse.tuner.search import ConfigSearch
-from autofuse.tuner.timing import RaceResult, RaceRules
+from autofuse.tuner.timing import PROBES, RaceResult, RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost
 from autofuse.tuner.workshop import Bench, Built
 
@@ -310,7 +310,7 @@ class Job:
         if first.comparison.high < 1.0:
             return first
         close = [e for e in ranked if e.dropped == first.dropped and e.speedup >= first.speedup * (1.0 - CLOSE)]
-        finalists = sorted(close, key=lambda e: -e.device_speedup)[:FINALISTS]
+        finalists = self._that_fit(sorted(close, key=lambda e: -e.device_speedup)[:FINALISTS])
         self._race(finalists, values, self._at_length())
         ran = [e for e in finalists if e.comparison is not None]
         stayed = [e for e in ran if not e.dropped] or ran  # all left where eager leads
@@ -318,11 +318,21 @@ class Job:
         alike = [e for e in stayed if e.speedup * (1.0 + self.limits.margin) >= top]
         return max(alike, key=lambda e: e.device_speedup, default=None)
 
+    def _that_fit(self, finalists: Sequence[_Entrant]) -> Sequence[_Entrant]:
+        """The first of them for whom a deciding race has time: with fewer than the least rounds none of them wins."""
+        found = [e.comparison for e in finalists if e.comparison is not None]
+        seconds = found[0].eager_us / 1e6
+        for count, comparison in enumerate(found):
+            seconds += comparison.median_us / 1e6
+            if count and (1 + PROBES + LEAST_PAIRS) * seconds > self._at_length().longest_seconds:
+                return finalists[:count]
+        return finalists
+
     def _at_length(self) -> RaceRules:
         """A race that decides."""
         rounds = max(LEAST_PAIRS, self.limits.rounds)
         budget = max(0.5, min(self.limits.job_seconds / 4, self._seconds_left()))
-        return RaceRules(rounds, LONGER * rounds, budget, self.limits.margin, LEAST_PAIRS)
+        return RaceRules(rounds, LONGER * rounds, budget, self.limits.margin, LEAST_PAIRS, self.limits.job_seconds)
 
     def _of_default_threads(self, ranked: Sequence[_Entrant]) -> Sequence[_Entrant]:
         """Those that use threads as the default does, where a busy machine was timed on one thread.

@@ -40,8 +40,14 @@ class RaceRules:
     budget_seconds: float
     margin: float  # what the winner has to show, as a share
     least_rounds: int = MIN_ROUNDS  # even where the budget is spent, up to OVERDRAFT times
+    least_seconds: float = 0.0  # time that these may take however small the budget
     drop_factor: float = 1.15  # candidates this much slower than the leader leave after 3 rounds
     incumbent: int = 0  # whom the winner has to beat: eager, or another callable, which never leaves the race then
+
+    @property
+    def longest_seconds(self) -> float:
+        """How long the least number of rounds may take."""
+        return max(OVERDRAFT * self.budget_seconds, self.least_seconds)
 
 
 @dataclass
@@ -117,7 +123,8 @@ def _race(calls: Sequence[Call], rules: RaceRules, clock: Clock, sampler: Sample
         number += 1
         if number >= MIN_ROUNDS:
             order = _drop_losers(order, result, rules)
-            budget = rules.budget_seconds * (1.0 if number >= rules.least_rounds else OVERDRAFT)
+            is_enough = number >= rules.least_rounds
+            budget = rules.budget_seconds if is_enough else rules.longest_seconds
             if clock() - began > budget or (number >= rules.rounds and _is_decided(order, result, rules)):
                 break
     sampler.note(result)

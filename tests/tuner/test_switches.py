@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -182,3 +182,14 @@ if __name__ == "__main__":  # as a table, of more tries: one candidate, four, si
         same = [share(name, [EAGER_US] * count, 1000) for count in (1, 4)]
         row = (*same, special_wins(name, 1000), share(name, gain, 200))
         print(f"{name:28s}" + "".join(f"{x:8.3f}" for x in row), flush=True)
+
+
+@pytest.mark.parametrize("eager_seconds", [0.1, 0.3, 0.6])
+def test_long_calls_are_decided_too(eager_seconds: float) -> None:
+    """Ten rounds of four alike take longer than is left: fewer of them are raced, and for as long as that takes."""
+    names = tuple(range(4))
+    times = {make_config({"number": n}): eager_seconds * 1e6 * (0.3 + 0.003 * n) for n in names}
+    bench = RecordedBench((Knob("number", names, 0, ""),), times, eager_seconds * 1e6)
+    limits = replace(LIMITS, job_seconds=eager_seconds * 22)
+    (decision,) = Job(request(FORM, (700,), calls=1), bench, limits, (), bench.clock).run().decisions
+    assert decision.reason == "won" and decision.speedup > 3.0

@@ -126,6 +126,15 @@ def test_a_spent_budget_ends_a_race_after_three_rounds() -> None:
     assert [len(s) for s in result.samples] == [3, 3]
 
 
+def test_the_least_rounds_have_their_time_however_small_the_budget() -> None:
+    machine = Machine(1, 0.0, 0.0, 0.0)
+    calls = [machine.call(1e6), machine.call(0.5e6)]
+    rules = RaceRules(20, 80, 0.5, MARGIN, least_rounds=10, least_seconds=25.0)
+    assert [len(s) for s in race(calls, rules, machine.clock).samples] == [10, 10]
+    rules = RaceRules(20, 80, 0.5, MARGIN, least_rounds=10, least_seconds=15.0)
+    assert [len(s) for s in race(calls, rules, machine.clock).samples] == [7, 7], "six seconds to prepare, 1.5 a round"
+
+
 def test_an_open_race_goes_on_and_a_decided_one_does_not() -> None:
     decided = Machine(1, 0.01, 0.0, 0.0)
     result = race([decided.call(150.0), decided.call(100.0)], RaceRules(10, 40, 1e9, MARGIN), decided.clock)
