@@ -241,7 +241,7 @@ class Confirmation:
         if generation != self._generation:
             self._generation, self._calls = generation, 0
             self._left = self._pairs if self._times_left else 0
-            self._extensions_left, self._is_begun = self._extensions, False
+            self._extensions_left, self._is_begun = self._extensions if self._left else 0, False
         if not self._left:
             return False
         self._calls += 1

@@ -172,6 +172,8 @@ def test_more_pairs_follow_where_the_first_leave_it_open() -> None:
         assert confirmation.is_over
         confirmation.extend()
     assert not any(confirmation.next(2, True) for _ in range(200)), "an extension is no time of its own"
+    confirmation.extend()
+    assert not any(confirmation.next(2, True) for _ in range(200)), "nor is there one where the times are over"
 
 
 def released(gain: float, spread: float, is_short: bool, pairs: int = 12) -> float:
