@@ -330,6 +330,7 @@ class Session:
         wanted = [key for key in self.table.kernels() if not self.shelf.has(key)]
         load_missing(store, wanted, self.shelf.add)
         if rows or wanted:
+            self.tuning.news_at = time.perf_counter()
             self.refresh_plans()
         return bool(rows)
 

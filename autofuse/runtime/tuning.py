@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
-from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
+from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.runtime.backends import Place
 from autofuse.runtime.router import NodeState, Plan
 from autofuse.tuner import daemon
@@ -22,7 +23,7 @@ from autofuse.tuner.buckets import bucket_of
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
-# A graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
+# In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
 CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}
 POLL_SECONDS = 0.05
 
@@ -33,8 +34,8 @@ class TuningClient:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._posted: dict[str, int] = {}  # calls already reported, by decision key
-        self._daemon_started = False
         self.paused_seconds = 0.0
+        self.news_at = time.perf_counter()  # something was asked for, or decided
 
     @property
     def enabled(self) -> bool:
@@ -69,8 +70,7 @@ class TuningClient:
         began = time.perf_counter()
         session.disturbances += 1
         try:
-            plans = [p for r in list(session.routers) for p in r.all_plans()]
-            requests = [*requests, *self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["wait"]])]
+            requests = [*requests, *self._requests(self._hot_plans("wait"))]
             if requests:
                 ticket = session.backstage.post_requests(requests)
                 session.backstage.wait_written(ticket, 10.0)
@@ -120,10 +120,14 @@ class TuningClient:
             daemon.urgent_path(self._session.settings).touch()
 
     def expects_more(self) -> bool:
-        """Whether kernels are still to come for what has been captured: in this run, or in the next one."""
-        if not self.enabled:
+        """Whether kernels are still to come for what has been captured: in this run, or in the next one.
+
+        Not for ever: a daemon whose budget is spent, or that has died, decides nothing any more.
+        """
+        session = self._session
+        if not self.enabled or time.perf_counter() - self.news_at > session.settings.tuner.budget_seconds:
             return False
-        return any(self._open_nodes(plan) for router in list(self._session.routers) for plan in router.all_plans())
+        return any(map(self._open_nodes, self._hot_plans(session.mode)))
 
     # ---- called on the background thread ---------------------------------------------------------------
 
@@ -132,10 +136,10 @@ class TuningClient:
         session = self._session
         if session.mode != "background" or not self.enabled:
             return
-        plans = [p for r in list(session.routers) for p in r.all_plans()]
-        requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["background"]])
+        requests = self._requests(self._hot_plans("background"))
         requests += session.optimizers.requests()
         if requests:
+            self.news_at = time.perf_counter()
             session.backstage.post_requests(requests)
             self._ensure_daemon()
 
@@ -146,8 +150,7 @@ class TuningClient:
             self._report_misses()
         if session.mode != "after" or not self.enabled:
             return
-        plans = [p for r in list(session.routers) for p in r.all_plans()]
-        requests = self._requests([p for p in plans if p.count >= CALLS_BEFORE_TUNING["after"]])
+        requests = self._requests(self._hot_plans("after"))
         requests += session.optimizers.requests()
         if requests:
             session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
@@ -165,10 +168,20 @@ class TuningClient:
 
     # ---- requests ----------------------------------------------------------------------------------------
 
+    def _hot_plans(self, mode: str) -> list[Plan]:
+        """Plans whose bucket has been called often enough; each shape by itself may come but once."""
+        found: list[Plan] = []
+        for router in list(self._session.routers):
+            plans = [(plan, bucket_of([max(value, 0) for value in plan.key])) for plan in router.all_plans()]
+            calls: Counter[Bucket] = Counter()
+            for plan, bucket in plans:
+                calls[bucket] += plan.count
+            found += [plan for plan, bucket in plans if plan.count and calls[bucket] >= CALLS_BEFORE_TUNING[mode]]
+        return found
+
     def _ensure_daemon(self) -> None:
         try:
             daemon.ensure_running(self._session.settings)
-            self._daemon_started = True
         except (AutofuseError, OSError) as error:
             self._session.report_fallback("daemon_unusable", "no tuning daemon; nodes stay on eager's kernels", error)
 

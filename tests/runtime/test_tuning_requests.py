@@ -1,0 +1,57 @@
+"""What a session asks to be tuned, and when: shapes that come but once add up within their bucket."""
+
+import pytest
+import torch
+from torch import nn
+
+from autofuse.capture.backend import compile_with
+from autofuse.pipeline import route_graph
+from autofuse.runtime.session import Session
+from autofuse.settings import load
+
+
+class Chain(nn.Module):
+    def forward(self, x, y):
+        return (x * y + y).relu() * 0.5
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """``asked(mode, sizes)``: the buckets that are asked for after one call of each size."""
+    monkeypatch.setattr("autofuse.tuner.daemon.ensure_running", lambda settings: None)
+
+    def ask(mode, sizes):
+        torch._dynamo.reset()
+        values = {"run.store": tmp_path / "s.sqlite3", "run.tune": mode, "run.quiet": True}
+        session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+        posted = []
+        assert session.tuning.enabled
+        monkeypatch.setattr(session.backstage, "post_requests", lambda requests: posted.extend(requests) or 0)
+        monkeypatch.setattr(session.backstage, "wait_written", lambda ticket, seconds: True)
+
+        def backend(graph, inputs):
+            return compile_with(graph, inputs, lambda module, phase, times: route_graph(module, phase, session, times))
+
+        model = torch.compile(Chain(), backend=backend, dynamic=True)
+        with torch.no_grad():
+            for size in sizes:
+                model(torch.ones(size, 64), torch.ones(size, 64))
+        assert session.routers, session._said
+        if mode == "background":
+            session.tuning.post_new_work()
+        else:
+            session.tuning.hand_over()
+        return [request.bucket.label for request in posted]
+
+    return ask
+
+
+def test_shapes_that_come_once_are_asked_for_by_their_bucket(asked):
+    assert len(asked("background", [40, 50, 60])) == 1
+    assert len(asked("background", [40, 50, 60, 100, 110, 120])) == 2
+
+
+def test_a_bucket_that_is_seldom_called_is_not(asked):
+    assert asked("background", [40, 50]) == []
+    assert asked("background", [20, 40, 80, 160]) == [], "each in a bucket of its own"
+    assert len(asked("after", [40, 50])) == 1 and asked("after", [40]) == []
