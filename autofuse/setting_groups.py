@@ -96,6 +96,9 @@ class CaptureSettings(Group):
         unit="blocks",
         low=0,
     )
+    keep_graphs: bool = declare(
+        True, "Keep traced graphs in a folder beside the store, so that the next run captures in half the time."
+    )
     recompile_limit: int = declare(
         8, "Graphs kept for one module before further shapes run eager.", unit="graphs", low=1
     )

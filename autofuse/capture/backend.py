@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch._dynamo
@@ -27,9 +29,14 @@ from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
 
+if TYPE_CHECKING:
+    from autofuse.capture.kept_graphs import Keeping
+
 log = logging.getLogger(__name__)
 
-CompileGraph = Callable[[fx.GraphModule, str, int], Callable[[list[Any]], Any]]
+Call = Callable[[list[Any]], Any]
+CompileGraph = Callable[[fx.GraphModule, str, int], Call]
+CompilePhase = Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]  # see `kept_graphs.Keeping`
 
 
 def compile_with(
@@ -37,59 +44,94 @@ def compile_with(
     example_inputs: Sequence[torch.Tensor],
     compile_graph: CompileGraph,
     min_blocks: int = 0,
+    folder: Path | None = None,
 ) -> Callable[..., Any]:
     """``compile_graph(aten graph, phase, times)`` gets "forward", "backward" or "inference".
 
     ``times``: how often the graph is called for one call of the whole; from ``min_blocks`` equal blocks in a row on (0:
-    never) one of them is compiled for all.
+    never) one of them is compiled for all; ``folder``: of graphs that earlier runs have kept, None to keep none.
     """
     if min_blocks and not has_subclasses(module, example_inputs):
         try:
             pieces = take_apart(module, example_inputs, min_blocks)
             if pieces is not None:
                 return pieces.compile(
-                    lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times))
+                    lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times, folder))
                 )
         except RestartAnalysis:  # Dynamo traces once more
             raise
         except Exception as error:
             log.debug("equal blocks are captured one by one: %s", error)
-    return _compile_whole(module, example_inputs, compile_graph, 1)
+    return _compile_whole(module, example_inputs, compile_graph, 1, folder)
 
 
 def _compile_whole(
-    module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], compile_graph: CompileGraph, times: int
+    module: fx.GraphModule,
+    example_inputs: Sequence[torch.Tensor],
+    compile_graph: CompileGraph,
+    times: int,
+    folder: Path | None,
 ) -> Callable[..., Any]:
-    def compile_forward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if replay is not None:
+    def compile_phase(graph: fx.GraphModule, phase: str, is_plain: bool | None) -> tuple[Call, bool]:
+        if phase == "forward" and replay is not None:
             replay.note_graph(graph)
-        return compile_graph(graph, "forward", times)
-
-    def compile_backward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(graph, "backward", times)
-
-    def compile_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        call = compile_graph(graph, "inference", times)
-        if not needs_wrapper and is_plain_graph(graph, example_inputs):
+        if is_plain is not None:
+            _read[phase] += 1
+        else:
+            is_plain = phase == "inference" and not needs_wrapper and is_plain_graph(graph, example_inputs)
+        call = compile_graph(graph, phase, times)
+        if is_plain and not needs_wrapper:
             plain.append(call)
-        return call
+        return call, is_plain
 
-    plain: list[Callable[[list[Any]], Any]] = []
+    plain: list[Call] = []
     has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
-    needs_wrapper = not needs_no_switch or has_subclasses(module, example_inputs)
+    of_subclasses = has_subclasses(module, example_inputs)
+    needs_wrapper = not needs_no_switch or of_subclasses
+    keeping = _keeping(compile_phase, None if of_subclasses else folder)
+
+    def compiler(phase: str) -> Any:
+        if keeping is not None:
+            return keeping.compiler(phase)
+        return lambda graph, inputs: compile_phase(graph, phase, None)[0]
+
     backend = aot_autograd(
-        fw_compiler=compile_forward,
-        bw_compiler=compile_backward,
-        inference_compiler=compile_inference,
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
         partition_fn=partition,
     )
     # A donated buffer would be lost for a second backward pass (retain_graph=True), and none of our kernels takes one.
-    with torch._functorch.config.patch(donated_buffer=False), replayed(module) as replay:
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        replayed(module) as replay,
+        keeping.active() if keeping is not None else contextlib.nullcontext(),
+    ):
         compiled: Callable[..., Any] = backend(module, example_inputs)
     if len(plain) == 1:
         note_plain_graph(compiled, plain[0])
     return compiled
+
+
+_read: Counter[str] = Counter()
+
+
+def graphs_read() -> int:
+    """Graphs of this process that an earlier run had kept."""
+    return _read.total()
+
+
+def _keeping(compile_phase: CompilePhase, folder: Path | None) -> Keeping | None:
+    """Where graphs are kept and with which they may be; needs much of torch that other versions may not have."""
+    if folder is None:
+        return None
+    try:
+        from autofuse.capture.kept_graphs import IS_SUPPORTED, Keeping
+    except ImportError as error:
+        log.debug("graphs are not kept with this torch: %s", error)
+        return None
+    return Keeping(compile_phase, folder) if IS_SUPPORTED else None
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -199,12 +199,23 @@ def import_graph(module: fx.GraphModule) -> ImportedGraph:
         dims=dims,
         devices=devices,
         refusals=tuple(refusals),
-        parameters=_parameters(module),
+        parameters=parameters_of(module),
     )
 
 
-def _parameters(module: fx.GraphModule) -> frozenset[str]:
+_NOTE = "autofuse_parameters"
+
+
+def note_parameters(module: fx.GraphModule, names: frozenset[str]) -> None:
+    """Remember on a graph what is known of its placeholders only while AOTAutograd makes it."""
+    module.meta[_NOTE] = names
+
+
+def parameters_of(module: fx.GraphModule) -> frozenset[str]:
     """Placeholders that AOTAutograd knows to be the same tensors at each call: parameters and buffers."""
+    noted = module.meta.get(_NOTE)
+    if isinstance(noted, frozenset):
+        return noted
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     fixed = set(metadata.static_input_indices or ()) if metadata is not None else set()

@@ -302,6 +302,7 @@ class RootRecord:
     capture_seconds: float = 0.0
     predicted_capture_seconds: float = 0.0
     dynamic_dims: tuple[tuple[str, int], ...] = ()  # (argument path, dim)
+    kept_graphs: int = 0  # that an earlier run had traced
 
 
 @dataclass(frozen=True)

@@ -45,14 +45,17 @@ class CaptureAdvice:
 
 
 def learn_cost(records: Sequence[RootRecord], default: float) -> float:
-    """Seconds of capture per op of the forward, from captures of this store; ``default`` before the first.
+    """Seconds of capture per op of the forward, from captures of this store that traced; ``default`` before the first.
 
     The median, so that one capture on a busy machine does not scare all others off.
     """
     seen = [
         max(0.0, record.capture_seconds - _FIXED_SECONDS) / record.operations
         for record in records
-        if record.state == "captured" and record.operations > 0 and record.capture_seconds > 0.0
+        if record.state == "captured"
+        and record.operations > 0
+        and record.capture_seconds > 0.0
+        and not record.kept_graphs
     ]
     return max(median(seen), 1e-4) if seen else default
 
@@ -105,6 +108,7 @@ def advise_capture(
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
     if known is not None and known.state == "captured":
+        predicted = known.capture_seconds or predicted  # less where its graphs were kept
         # Captured by order, or in a run far longer than this one will be if it is as the last: then it has to pay anew.
         if not calls:
             return CaptureAdvice(False, "not_yet", "one call tells how long a run like the last one takes", predicted)

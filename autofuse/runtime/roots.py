@@ -227,6 +227,7 @@ class Root:
         self.total_us = 0.0
         self.eager_seconds = 0.0  # forward and, by the observed ratio, backward
         self.capture_seconds = 0.0
+        self.kept_graphs = 0
         self.predicted_seconds = 0.0
         self.failures = 0
         self._peaks = roots.peaks(key, name)
@@ -449,6 +450,7 @@ class Root:
         session, dynamo = self.session, self._dynamo
         assert dynamo is not None
         graphs, paused = len(session.routers), session.tuning.paused_seconds
+        read = dynamo.graphs_read()
         restore_random_state = keep_random_state(self._device)
         began = time.perf_counter()
         try:
@@ -464,6 +466,7 @@ class Root:
         if len(session.routers) != graphs:
             seconds = time.perf_counter() - began - (session.tuning.paused_seconds - paused)
             self.capture_seconds += seconds
+            self.kept_graphs += dynamo.graphs_read() - read
             session.capture_seconds += seconds
             session.disturbances += 1
         return result
@@ -628,6 +631,7 @@ class Root:
             capture_seconds=self.capture_seconds,
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
+            kept_graphs=self.kept_graphs,
         )
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -213,6 +214,14 @@ class Session:
         if self.settings.run.debug >= 3:
             for node in nodes:
                 say(f"{router.phase}: {node.label}: {node.operation_names}")
+
+    @property
+    def graphs_folder(self) -> Path | None:
+        """Where traced graphs are kept, None where none are."""
+        settings = self.settings
+        if not settings.capture.keep_graphs or not self.backstage.usable:
+            return None
+        return settings.run.store.with_name(settings.run.store.name + ".graphs")
 
     # ---- devices ------------------------------------------------------------------------------------
 

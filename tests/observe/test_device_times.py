@@ -256,6 +256,7 @@ def test_steps_of_a_captured_root_are_times_of_its_stream(on_fake_gpu: tuple[Fak
         mark_dynamic=lambda *a: None,
         capture_settings=lambda limit: torch.no_grad(),
         CAPTURE_ERRORS=(ZeroDivisionError,),
+        graphs_read=lambda: 0,
     )
     for _ in range(3):
         call(of, model)

@@ -72,6 +72,7 @@ def test_a_gain_is_measured_though_no_size_comes_twice(tmp_path: Any, monkeypatc
         mark_dynamic=lambda *a: None,
         capture_settings=lambda limit: torch.no_grad(),
         CAPTURE_ERRORS=(ZeroDivisionError,),
+        graphs_read=lambda: 0,
     )
     monkeypatch.setattr(of.session, "fused_since_mark", lambda: 3)
     draw = random.Random(0)

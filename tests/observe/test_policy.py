@@ -108,6 +108,9 @@ def test_cost_is_learnt_from_captures() -> None:
     assert learn_cost([record(state="eager", operations=10, capture_seconds=9.0)], 0.02) == 0.02
     records = [record(operations=100, capture_seconds=s) for s in (1.3, 2.3, 90.3)]
     assert learn_cost(records, 0.02) == pytest.approx(0.02)
+    kept = record(operations=100, capture_seconds=0.4, kept_graphs=2)
+    assert learn_cost([*records, kept, kept, kept], 0.02) == pytest.approx(0.02), "nothing was traced there"
+    assert advice(calls=1, spent_seconds=0.05, known=kept).predicted_seconds == 0.4, "but this root's own cost it is"
     assert learn_cost([record(operations=100, capture_seconds=0.1)], 0.02) > 0
 
 

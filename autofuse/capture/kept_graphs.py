@@ -1,0 +1,268 @@
+"""Graphs that AOTAutograd has made, kept in files beside the store: the next run need not trace and differentiate anew.
+
+In: a compilation of AOTAutograd's, and a folder. Out: the same compilation; where the folder holds what an earlier run
+made of the same graph of Dynamo's with the same kinds of inputs, that is planned and called, and nothing is traced.
+Guarantee: a graph is the same where its code, the kinds of all its values and every switch that tracing asks are, and
+where torch's guards on sizes hold for the present ones; what cannot be kept or read is traced as ever.
+A kept graph brings the shape environment that it was traced in, so that what was proved of its sizes still is.
+
+Half of a capture is AOTAutograd's: see `docs/ARCHITECTURE.md`. Whoever may write to the folder may write to the kernels
+of the store as well: both are code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import GmWrapper
+from torch._functorch._aot_autograd import autograd_cache
+from torch._functorch._aot_autograd.autograd_cache import (
+    AOTAutogradCache,
+    AOTAutogradCachePickler,
+    BypassAOTAutogradCache,
+)
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._inductor.output_code import OutputCode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autofuse.capture.graph_import import note_parameters, parameters_of
+from autofuse.capture.passes import backward_of, note_backward
+
+log = logging.getLogger(__name__)
+
+Call = Callable[[list[Any]], Any]
+
+MOST_FILES = 128  # the oldest go
+_READ = ("val", "desc", "stack_trace")  # what the stages after capture read of a node
+_OPTIONS = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _READ)
+
+
+@dataclass
+class Keeping:
+    """One call of AOTAutograd: what its graphs become, and what they were where they are kept.
+
+    ``compile_graph(graph, phase, is_plain)``: whether AOTAutograd's wrapper has nothing to do for an inference graph
+    (`is_plain_graph`), None where that is still to be found out; gives the callable, and the answer.
+    """
+
+    compile_graph: Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]
+    folder: Path
+    backward: fx.GraphModule | None = field(default=None, init=False)  # of a forward graph that was read
+
+    def compile(self, graph: fx.GraphModule, phase: str) -> Call:
+        """A graph that AOTAutograd has just made."""
+        data = _written(graph, phase)
+        call, is_plain = self.compile_graph(graph, phase, None)
+        call.__wrapped__ = KeptGraph(phase, data, is_plain)  # type: ignore[attr-defined]  # where torch looks for it
+        return call
+
+    def compiler(self, phase: str) -> Any:
+        """As AOTAutograd wants it."""
+
+        def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+            return self.compile(graph, phase)
+
+        return SerializableAOTDispatchCompiler(OutputCode, compiler)
+
+    def compile_kept(self, kept: KeptGraph) -> Call:
+        """A graph of an earlier run. Raises what reading it raises."""
+        if kept.phase == "backward":
+            graph = self.backward
+            if graph is None:
+                raise BypassAOTAutogradCache("the forward graph came without its backward graph")
+        else:
+            graph, self.backward = _read(kept.data)
+        return self.compile_graph(graph, kept.phase, kept.is_plain)[0]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """While AOTAutograd compiles: it looks into the folder first, and leaves there what it made."""
+        place = self.folder / _version()
+        before = getattr(_active, "keeping", None)
+        _active.keeping = self
+        try:
+            with (
+                torch._functorch.config.patch(_SETTINGS),
+                _replaced(AOTAutogradCache, "_get_tmp_dir", classmethod(lambda cls: str(place))),
+                _replaced(autograd_cache, "autograd_cache_key", key_of),
+            ):
+                yield
+        finally:
+            _active.keeping = before
+            with contextlib.suppress(OSError):
+                prune(self.folder)
+
+
+class KeptGraph(OutputCode):  # type: ignore[misc]
+    """A graph as torch's cache stores it: bytes in the file, a callable once it was read."""
+
+    def __init__(self, phase: str, data: bytes | None, is_plain: bool) -> None:
+        super().__init__()
+        self._boxed_call = True
+        self.phase = phase
+        self.data = data
+        self.is_plain = is_plain
+        self._call: Call | None = None
+
+    def __call__(self, inputs: Any) -> Any:
+        assert self._call is not None
+        return self._call(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        if self.data is None:
+            raise BypassAOTAutogradCache(f"a {self.phase} graph that cannot be written")
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        keeping = getattr(_active, "keeping", None)
+        if keeping is None:
+            raise BypassAOTAutogradCache("read outside of a capture")
+        self._call = keeping.compile_kept(self)
+        self.data = None
+
+
+# ---- writing and reading -------------------------------------------------------------------------------------------
+
+
+def _written(graph: fx.GraphModule, phase: str) -> bytes | None:
+    """A graph as bytes, a forward graph with its backward graph; None where it holds what cannot be written."""
+    counterpart = backward_of(graph) if phase == "forward" else None
+    if phase == "backward":
+        return b""  # lies with its forward graph, which found the halves of attentions in it
+    if phase == "forward" and counterpart is None:
+        return None
+    backward, results = (counterpart.backward, counterpart.results) if counterpart is not None else (None, 0)
+    try:
+        with _without_meta(graph, backward):
+            found: bytes = GraphPickler.dumps((graph, parameters_of(graph), backward, results), _OPTIONS)
+        return found
+    except Exception as error:
+        log.debug("a %s graph is not kept: %s", phase, error)
+        return None
+
+
+def _read(data: bytes | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    graph, parameters, backward, results = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    note_parameters(graph, parameters)
+    graph.recompile()
+    if backward is not None:
+        backward.recompile()
+        note_backward(graph, backward, results)
+    return graph, backward
+
+
+@contextlib.contextmanager
+def _without_meta(*graphs: fx.GraphModule | None) -> Iterator[None]:
+    """Notes on whole graphs refer to much that does not belong to them."""
+    present = [graph for graph in graphs if graph is not None]
+    before = [graph.meta for graph in present]
+    for graph in present:
+        graph.meta = {}
+    try:
+        yield
+    finally:
+        for graph, meta in zip(present, before, strict=True):
+            graph.meta = meta
+
+
+# ---- torch's cache, for one compilation ------------------------------------------------------------------------------
+
+_active = threading.local()
+_SETTINGS = {
+    "enable_autograd_cache": True,
+    "bundled_autograd_cache": True,
+    "strict_autograd_cache": False,
+    "force_non_lazy_backward_lowering": True,  # both graphs lie in one file
+}
+# What is of use here is nobody's promise: with a torch that lacks some of it nothing is kept.
+IS_SUPPORTED = all(hasattr(torch._functorch.config, name) for name in _SETTINGS) and all(
+    hasattr(autograd_cache, name) for name in ("autograd_cache_key", "check_cacheable", "sanitize_gm_for_cache")
+)
+
+
+def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -> tuple[str, list[str]]:
+    """Stands in for torch's key, which tells apart all that Inductor does, and imports it: 1 s and more.
+
+    Raises what says that the graph cannot be kept. More than torch's key has the fake values of all nodes: what Dynamo
+    found while it traced, such as dtypes that follow from a default.
+    """
+    graph = module.gm if isinstance(module, GmWrapper) else module
+    with autograd_cache.sanitize_gm_for_cache(graph):
+        autograd_cache.check_cacheable(graph)
+        if any("triton" in str(node.target) for node in graph.graph.nodes):
+            raise BypassAOTAutogradCache("kernels of the script's own")
+        values = [(node.op, _kinds(node.meta.get("example_value"))) for node in graph.graph.nodes]
+        details = (graph, list(inputs), config, values, _switches())
+        return f"autofuse-{AOTAutogradCachePickler(graph).get_hash(details)}", []
+
+
+def _kinds(value: Any) -> Any:
+    """Shape, strides, dtype and so on of fake tensors; sizes as they are written, which guards tell apart."""
+    if isinstance(value, torch.Tensor):
+        kind = (str(value.layout), str(value.dtype), str(value.device), value.requires_grad)
+        is_plain = value.layout is torch.strided
+        return (*kind, str(tuple(value.shape)), str(tuple(value.stride())) if is_plain else "")
+    if isinstance(value, list | tuple):
+        return tuple(map(_kinds, value))
+    return str(value) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else repr(type(value))
+
+
+def _switches() -> tuple[str, ...]:
+    """What operators AOTAutograd's trace may choose by, beside its inputs."""
+    devices = torch._C._autocast_supported_devices()
+    found = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        [(d, str(torch.get_autocast_dtype(d))) for d in devices if torch.is_autocast_enabled(d)],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.cuda.is_available() and torch.cuda.get_device_name(),
+        torch._functorch.config.save_config(),
+    )
+    return tuple(map(str, found))
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@cache
+def _version() -> str:
+    """Of the code that makes graphs what they are; torch's own is part of each key."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def prune(folder: Path, most: int = MOST_FILES) -> None:
+    """Remove the oldest files beyond ``most``, and folders left empty."""
+    files = [(path.stat().st_mtime, path) for path in folder.rglob("*") if path.is_file()]
+    for _, path in sorted(files)[: max(0, len(files) - most)]:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()

@@ -1,0 +1,275 @@
+"""Graphs kept from one capture to the next: the same results as eager's, found again, never mistaken for another."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from autofuse.capture import kept_graphs
+from autofuse.capture.backend import compile_with
+from autofuse.pipeline import route_graph
+from autofuse.runtime.session import Session
+from autofuse.settings import load
+
+
+class Block(nn.Module):
+    """Attention written out, dropout, a batch norm whose statistics are written, a number that is asked of sizes."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.transpose(-2, -1)) / 4.0
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = self.drop(F.softmax(scores.masked_fill(later, float("-inf")), -1))
+        x = x + self.drop(self.out(weights @ v))
+        return x + self.norm(x.transpose(1, 2)).transpose(1, 2) * x.shape[1]
+
+
+class Views(nn.Module):
+    """Outputs that are views of inputs and of each other, an input that is written to."""
+
+    def forward(self, x):
+        x.mul_(2.0)
+        y = (x + 1.0).relu()
+        return y, y.transpose(0, 1), x[1:], x.shape[0]
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)))
+
+
+@pytest.fixture
+def capture(tmp_path):
+    """``capture(module)``: as a new run would see it, with the graphs that earlier ones have kept."""
+
+    def start(module, folder=tmp_path / "graphs", **options):
+        torch._dynamo.reset()
+        counters.clear()
+        values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "off", "run.quiet": True}
+        session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+
+        def backend(graph, inputs):
+            call = compile_with(graph, inputs, lambda g, phase, times: route_graph(g, phase, session, times), 0, folder)
+            assert not session._said
+            return call
+
+        return torch.compile(module, backend=backend, **options)
+
+    return start
+
+
+def found():
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def train(module, sizes=(5, 7, 4)):
+    """Results, gradients, statistics and the generator's state, call after call."""
+    seen = []
+    for size in sizes:
+        torch.manual_seed(size)
+        x = torch.randn(3, size, 16, requires_grad=True)
+        result = module(x)
+        result.square().mean().backward()
+        seen += [result.detach(), x.grad, torch.get_rng_state()]
+    original = getattr(module, "_orig_mod", module)
+    return [*seen, *(p.grad for p in original.parameters()), *(b.clone() for b in original.buffers())]
+
+
+def same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_training_from_kept_graphs_is_eagers(capture):
+    model = Block()
+    expected = train(copy.deepcopy(model))
+    for hits in (0, 1):
+        same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
+        assert found() == hits
+
+
+def test_a_static_graph_with_its_backward_pass_is_kept_too(capture):
+    model = Block()
+    expected = train(copy.deepcopy(model), (6, 6))
+    for hits in (0, 1):
+        same(train(capture(copy.deepcopy(model)), (6, 6)), expected)
+        assert found() == hits
+
+
+def test_gradients_of_gradients_still_come_from_eager(capture):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def second(module):
+        (first,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), list(model.parameters()), allow_unused=True)
+
+    expected = second(model)
+    for hits in (0, 1):
+        for ours, theirs in zip(second(capture(model)), expected, strict=True):
+            assert (ours is None) == (theirs is None) and (ours is None or torch.allclose(ours, theirs))
+        assert found() == hits
+
+
+def test_inference_views_and_writes(capture):
+    for hits in (0, 1):
+        fast = capture(Views(), dynamic=True)
+        for size in (4, 6):
+            x = torch.randn(size, 5)
+            y = x.clone()
+            with torch.no_grad():
+                ours, theirs = fast(x), Views()(y)
+            assert torch.equal(x, y) and ours[3] == theirs[3] == size
+            assert ours[1]._base is ours[0]._base or ours[1].data_ptr() == ours[0].data_ptr()
+            assert ours[2].data_ptr() == x[1:].data_ptr()
+            same(ours[:3], theirs[:3])
+        assert found() == hits
+
+
+def test_another_modules_weights_are_not_those_of_the_run_before(capture):
+    x = torch.randn(2, 3, 9, 9)
+    for seed, hits in ((0, 0), (1, 1)):
+        torch.manual_seed(seed)
+        model = Convolution().eval()
+        with torch.no_grad():
+            assert torch.allclose(capture(model)(x), model(x), atol=1e-6)
+        assert found() == hits
+
+
+def test_what_changes_the_trace_is_not_found(capture):
+    class Defaults(nn.Module):
+        def forward(self, x):
+            return x + torch.ones(x.shape[0]) * torch.arange(x.shape[0]).mean(dtype=torch.get_default_dtype())
+
+    model, x = Defaults(), torch.randn(6)
+    linear, y = nn.Linear(6, 6), torch.randn(2, 6)
+
+    def run(module, value):
+        result = capture(module)(value)
+        assert torch.equal(result, module(value)) and result.dtype == module(value).dtype
+        return found()
+
+    assert run(model, x) == 0 and run(model, x) == 1
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run(model, x) == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert run(model, x) == 1 and run(model, x.double()) == 0 and run(model, torch.randn(12)[::2]) == 0
+    assert run(linear, y) == 0 and run(linear, y) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(linear, y) == 0 and run(linear, y) == 1
+    with torch.no_grad():
+        assert run(linear, y) == 0 and run(linear, y) == 1
+    assert run(linear.requires_grad_(False), y) == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "folder"])
+def test_a_damaged_file_is_traced_anew(capture, tmp_path, damage):
+    model = Block()
+    expected = train(copy.deepcopy(model))
+    train(capture(copy.deepcopy(model), dynamic=True))
+    files = [path for path in (tmp_path / "graphs").rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        whole = path.read_bytes()
+        path.write_bytes({"cut": whole[: len(whole) // 2], "garbage": os.urandom(500)}.get(damage, b""))
+        if damage == "folder":
+            path.unlink()
+            path.mkdir()
+    same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
+    assert found() == 0
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_graphs(capture, tmp_path):
+    (tmp_path / "file").write_text("")
+    model = Block()
+    expected = train(copy.deepcopy(model))
+    same(train(capture(copy.deepcopy(model), tmp_path / "file" / "graphs", dynamic=True)), expected)
+
+
+def test_what_cannot_be_written_is_captured_as_ever(capture, monkeypatch, tmp_path):
+    def refuse(*args):
+        raise NotImplementedError("no such operator")
+
+    monkeypatch.setattr(kept_graphs.GraphPickler, "dumps", refuse)
+    model = Block()
+    expected = train(copy.deepcopy(model))
+    for _ in range(2):
+        same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
+        assert found() == 0
+
+
+def test_nothing_of_torchs_own_is_left_changed(capture):
+    before = (vars(kept_graphs.AOTAutogradCache)["_get_tmp_dir"], kept_graphs.autograd_cache.autograd_cache_key)
+    settings = torch._functorch.config.save_config()
+    train(capture(Block(), dynamic=True))
+    assert before == (
+        vars(kept_graphs.AOTAutogradCache)["_get_tmp_dir"],
+        kept_graphs.autograd_cache.autograd_cache_key,
+    )
+    assert settings == torch._functorch.config.save_config()
+
+
+def test_the_oldest_go(tmp_path):
+    for number in range(6):
+        path = tmp_path / "version" / f"key{number}" / "file"
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+        os.utime(path, (number, number))
+    kept_graphs.prune(tmp_path, 4)
+    assert sorted(path.name for path in (tmp_path / "version").iterdir()) == ["key2", "key3", "key4", "key5"]
+    kept_graphs.prune(tmp_path / "nowhere")
+
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    x = torch.randn(20 + step, 64)
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(repr(loss.item()))
+from torch._dynamo.utils import counters
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_the_next_run_of_a_script_finds_them(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(*options):
+        command = [sys.executable, "-m", "autofuse", "run", "--tune", "off", "--store", str(tmp_path / "s.sqlite3")]
+        result = subprocess.run(
+            [*command, "--set", "capture.at_once=true", *options, str(script)], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.split()
+
+    first, second = run(), run()
+    assert (tmp_path / "s.sqlite3.graphs").is_dir()
+    assert first[:-1] == second[:-1] and first[-1] == "0" and int(second[-1]) > 0
+    off = run("--set", "capture.keep_graphs=false")
+    assert off == first
