@@ -200,11 +200,35 @@ def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -
     graph = module.gm if isinstance(module, GmWrapper) else module
     with autograd_cache.sanitize_gm_for_cache(graph):
         autograd_cache.check_cacheable(graph)
-        if any("triton" in str(node.target) for node in graph.graph.nodes):
-            raise BypassAOTAutogradCache("kernels of the script's own")
+        problem = next((problem for node in graph.graph.nodes if (problem := _problem(node))), "") or _sharing(inputs)
+        if problem:
+            raise BypassAOTAutogradCache(problem)
         values = [(node.op, _kinds(node.meta.get("example_value"))) for node in graph.graph.nodes]
         details = (graph, list(inputs), config, values, _switches())
         return f"autofuse-{AOTAutogradCachePickler(graph).get_hash(details)}", []
+
+
+def _problem(node: fx.Node) -> str:
+    """Why what becomes of a node may change though its graph does not; "" where it may not."""
+    if node.op == "call_module":
+        return "a module that is called as a whole"
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"{target}: checkpoints, branches, autograd functions and kernels of the script's own"
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        is_own = str(target).partition(".")[0] not in _OF_TORCH
+        return f"{target}: an operator whose gradient the script may define" if is_own else ""
+    return ""
+
+
+_OF_TORCH = ("aten", "prims", "prim")
+
+
+def _sharing(inputs: Sequence[Any]) -> str:
+    """Inputs in one storage bring guards of AOTAutograd's that the cache does not know."""
+    plain = [t for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+    storages = {t.untyped_storage()._cdata for t in plain}
+    return "" if len(storages) == len(plain) else "inputs that share memory"
 
 
 def _kinds(value: Any) -> Any:

@@ -273,3 +273,53 @@ def test_the_next_run_of_a_script_finds_them(tmp_path):
     assert first[:-1] == second[:-1] and first[-1] == "0" and int(second[-1]) > 0
     off = run("--set", "capture.keep_graphs=false")
     assert off == first
+
+
+@torch.library.custom_op("autofuse_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3.0
+
+
+def checkpointed(x):
+    return torch.utils.checkpoint.checkpoint(lambda y: y.sin().exp(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("function", [twice, Scaled.apply, checkpointed], ids=["operator", "function", "checkpoint"])
+def test_what_the_script_may_define_anew_is_not_kept(capture, tmp_path, function):
+    x = torch.randn(4, 5, requires_grad=function is not twice)  # whose gradient is not defined
+    for _ in range(2):
+        result = capture(lambda x: function(x) + x.relu())(x)
+        assert torch.equal(result, function(x) + x.relu()) and found() == 0
+    assert not [path for path in (tmp_path / "graphs").rglob("*") if path.is_file()]
+
+
+def test_inputs_in_one_storage_are_traced_anew(capture):
+    def write(x, y):
+        x.mul_(2.0)
+        return x * y
+
+    def pair(overlaps):
+        base = torch.arange(12.0)
+        return (base[:8], base[4:]) if overlaps else (base[:8].clone(), base[4:].clone())
+
+    def run(overlaps):
+        ours, theirs = pair(overlaps), pair(overlaps)
+        same((capture(write, dynamic=True)(*ours), *ours), (write(*theirs), *theirs))
+        return found()
+
+    assert [run(False), run(True), run(False), run(True)] == [0, 0, 1, 0]
