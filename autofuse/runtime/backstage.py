@@ -7,17 +7,52 @@ fails is reported in one line and then left alone; the script goes on with what 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Event, KernelRecord, RunStart, TuneRequest
 
-TICK_SECONDS = 0.1
+TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
+CALM_TICK_SECONDS = 0.25
 FLUSH_SECONDS = 1.0
+# A thread that computes in Python keeps another one from the interpreter for 5 ms whenever that comes back from an
+# operator. So work here is done in pieces, with rests in between in which the script finds the interpreter free.
+BREATH_SECONDS = 0.0003
+AT_ONCE = 2  # requests written in one piece while the script runs
+MOST_SHARE = 0.02  # of the time, for what is counted again and again
+
+
+def breathe() -> None:
+    """Between two pieces of work in the background."""
+    time.sleep(BREATH_SECONDS)
+
+
+class Pace:
+    """When to do again what takes long if a run has seen many shapes: seldom enough for it to take a small share."""
+
+    def __init__(self, share: float = MOST_SHARE, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share = share
+        self._clock = clock
+        self._next = -math.inf
+
+    def is_due(self) -> bool:
+        return self._clock() >= self._next
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around the work."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            now = self._clock()
+            self._next = now + (now - began) / self._share
 
 
 class Backstage:
@@ -154,7 +189,7 @@ class Backstage:
             if stopping:
                 self._write_posted(self._store, self.run_id)
                 return
-            self._wake.wait(TICK_SECONDS)
+            self._wake.wait(TICK_SECONDS.get(self._start.mode, CALM_TICK_SECONDS))
             self._wake.clear()
 
     def _write_posted(self, store: Store, run_id: int) -> None:
@@ -162,9 +197,13 @@ class Backstage:
             requests, self._requests = self._requests, []
             events, self._events = self._events, []
             ticket = self._posted
-        if requests:
-            store.add_requests(requests)
-            self._open_work = self._count_open(store)
+        while requests:
+            piece, requests = requests[:AT_ONCE], requests[AT_ONCE:]
+            store.add_requests(piece)
+            if requests:
+                breathe()
+            else:
+                self._open_work = self._count_open(store)
         for event in events:
             store.add_event(run_id, event)
         if ticket != self._written:

@@ -12,7 +12,7 @@ import functools
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,10 +20,12 @@ import torch
 
 from autofuse.errors import DeviceError, ShapeError
 from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Bucket
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.halves import forward_call
 from autofuse.runtime.launch import Entry, NodeCall, make_checked, make_launcher, make_unfused, node_symbol_values
 from autofuse.runtime.program import NodeSlot, Program
+from autofuse.tuner.buckets import bucket_of
 from autofuse.ways.training import SDPA_TRAINING
 
 # Live times of this many sampled calls are kept for each node of a plan.
@@ -111,6 +113,11 @@ class NodeState:
     skipped_by: int | None = None  # the half of an attention that may run in its place
 
     @functools.cached_property
+    def bucket(self) -> Bucket:
+        """The bucket of its values."""
+        return bucket_of(self.values)
+
+    @functools.cached_property
     def unfused(self) -> NodeCall:
         """Eager's operations; made where they are needed, since most plans run kernels."""
         return make_unfused(self.form, self.values, self.slot.device)
@@ -138,12 +145,20 @@ class Plan:
                 self.nodes[index].skipped_by = number
         # A group without a callable runs its nodes and products one by one. Empty until the first call.
         self.calls: tuple[NodeCall | None, ...] = ()
-        self.is_decided = False  # the catalogue knows a decision for every node that can run
+        self.open = set(range(len(self.nodes)))  # nodes that can run and for which the catalogue knows no decision
+        self.is_asked = False  # all of these have been handed to the tuner
+        # Calls of plans of one bucket are added up. A number that the graph takes beside sizes may be negative.
+        self.bucket = bucket_of([max(value, 0) for value in key])
         # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
         self._node_times = [deque[float](maxlen=KEPT_SAMPLES) for _ in self.nodes]
         self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
         # Of the nodes of GPUs; the generated code starts and stops them.
         self.timers: dict[int, Timer] = {}
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the catalogue knows a decision for every node that can run."""
+        return not self.open
 
     def fused_calls(self, node: NodeState) -> int:
         """Calls of the node that ran a fused kernel so far."""
@@ -213,6 +228,10 @@ class GraphRouter:
         self._lock = threading.Lock()  # guards creation and change, never a call
         # Groups first: the members of one that runs as a whole are not asked about.
         self._order = sorted(range(len(program.slots)), key=lambda index: not program.slots[index].is_group)
+        self._places: dict[str, list[int]] = {}  # of each node and group, by its fusion_id
+        for index, slot in enumerate(program.slots):
+            self._places.setdefault(slot.node.fusion_id, []).append(index)
+        self._groups = frozenset(slot.node.fusion_id for slot in program.slots if slot.is_group)
         self._checked: dict[int, int] = {}  # first calls of a node whose inputs were as promised, by its place
 
     def __call__(self, args: list[Any]) -> Any:
@@ -258,17 +277,28 @@ class GraphRouter:
                 self.pending.pop(key, None)
         return plan
 
-    def refresh(self, plan: Plan) -> bool:
-        """Resolve the plan's nodes anew; returns whether a callable changed."""
+    def concerned(self, fusion_ids: Collection[str] | None) -> Sequence[int]:
+        """Nodes that new decisions on these may change, in the order in which they are to be asked; None: all.
+
+        A group that begins or ends to run as a whole changes what its members do.
+        """
+        if fusion_ids is None or any(f in self._groups for f in fusion_ids):
+            return self._order
+        return [index for f in fusion_ids for index in self._places.get(f, ())]
+
+    def refresh(self, plan: Plan, concerned: Sequence[int] | None = None) -> bool:
+        """Resolve the plan's nodes, or those ``concerned``, anew; returns whether a callable changed."""
         with self._lock:
             calls: list[NodeCall | None] = list(plan.calls) or [None] * len(plan.nodes)
-            changed, plan.is_decided = not plan.calls, True
-            for index in self._order:
+            changed = not plan.calls
+            for index in self._order if concerned is None or changed else concerned:
                 node = plan.nodes[index]
+                plan.open.discard(index)
                 if node.broken or node.covered:
                     continue
                 choice = _usable(node, self.catalogue.choose(node.fusion_id, node.values, node.slot.device))
-                plan.is_decided &= choice.known
+                if not choice.known:
+                    plan.open.add(index)
                 tag = choice.tag if choice.entry is not None else ""
                 if not choice.known or (tag == node.tag and choice.in_one == node.in_one):
                     continue

@@ -41,7 +41,7 @@ from autofuse.optimizer.router import OptimizerRouter
 from autofuse.pattern_file import read_patterns
 from autofuse.runtime import roots
 from autofuse.runtime.backends import CPU, Backends, Place
-from autofuse.runtime.backstage import Backstage, load_missing
+from autofuse.runtime.backstage import Backstage, Pace, breathe, load_missing
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.checking import check_against
 from autofuse.runtime.gpu import launcher, philox
@@ -107,6 +107,7 @@ class Session:
         changed = {name: str(value) for name, value in settings.changed().items()}
         start = RunStart(command, self.device, self.versions, settings.run.tune, os.getpid(), changed)
         self._written_calls: dict[tuple[str, Bucket], int] = {}
+        self._pace = Pace()
         self.backstage = Backstage(
             settings.run.store, start, collect=self._collect, absorb=self._absorb, report=self.say_once
         )
@@ -340,7 +341,8 @@ class Session:
         load_missing(store, wanted, self.shelf.add)
         if rows or wanted:
             self.tuning.news_at = time.perf_counter()
-            self.refresh_plans()
+            late = set(wanted) - {d.compile_key for _, d in rows}  # kernels of decisions that were known before
+            self.refresh_plans(None if late else {d.key.fusion_id for _, d in rows})
         return bool(rows)
 
     def mark_plans(self) -> None:
@@ -354,11 +356,14 @@ class Session:
         plans = [plan for router in self.routers for plan in list(router.plans.values())]
         return sum(plan.fused_nodes for plan in plans if plan.count != plan.seen)
 
-    def refresh_plans(self) -> None:
+    def refresh_plans(self, fusion_ids: Collection[str] | None = None) -> None:
+        """Let plans follow what is decided anew on these nodes, on all where None."""
         for router in list(self.routers):
-            for plan in router.all_plans():
-                if router.refresh(plan):
+            concerned = router.concerned(fusion_ids)
+            for plan in router.all_plans() if concerned else ():
+                if router.refresh(plan, concerned):
                     self.disturbances += 1
+                breathe()
 
     def _prepare_launcher(self, store: Store) -> None:
         """The launcher of GPU kernels in C, from the store or compiled; without one they go through ctypes."""
@@ -381,12 +386,9 @@ class Session:
         steps, self.steps = self.steps, []
         if steps:
             store.add_step_samples(run_id, (StepSample(*fields) for fields in steps))
-        uses = [*node_uses(self), *self.optimizers.uses()]
-        if not final:  # shares of the run's time change all the time; at its end they are written
-            uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]
-        self._written_calls |= {(use.fusion_id, use.bucket): use.calls for use in uses}
-        if uses:
-            store.put_node_uses(run_id, uses)
+        if final or self._pace.is_due():
+            with self._pace.measured():
+                self._collect_uses(store, run_id, final)
         new = self.refusals[self._written_refusals :]
         if new:
             self._written_refusals += len(new)
@@ -397,13 +399,22 @@ class Session:
             store.put_op_profiles(run_id, self.roots.observer.profiles())
             store.put_dim_histograms(run_id, self.roots.observer.histograms())
             store.finish_run(run_id, self.totals())
-        else:
+
+    def _collect_uses(self, store: Store, run_id: int, final: bool) -> None:
+        uses = [*node_uses(self), *self.optimizers.uses()]
+        if not final:  # shares of the run's time change all the time; at its end they are written
+            uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]
+        self._written_calls |= {(use.fusion_id, use.bucket): use.calls for use in uses}
+        if uses:
+            store.put_node_uses(run_id, uses)
+        if not final:
             store.update_totals(run_id, self.totals())
 
     def totals(self) -> RunTotals:
         fused = unfused = 0
         for router in list(self.routers):
             for plan in router.all_plans():
+                breathe()
                 for node in plan.nodes:
                     done = plan.fused_calls(node)
                     fused += done

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.runtime.backends import Place
+from autofuse.runtime.backstage import breathe
 from autofuse.runtime.router import NodeState, Plan
 from autofuse.tuner import daemon
-from autofuse.tuner.buckets import bucket_of
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
@@ -33,7 +33,7 @@ class TuningClient:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._posted: dict[str, int] = {}  # calls already reported, by decision key
+        self._posted: set[tuple[str, Bucket, str, int]] = set()  # what has been asked for
         self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
 
@@ -127,7 +127,7 @@ class TuningClient:
         session = self._session
         if not self.enabled or time.perf_counter() - self.news_at > session.settings.tuner.budget_seconds:
             return False
-        return any(map(self._open_nodes, self._hot_plans(session.mode)))
+        return any(not plan.is_decided and self._open_nodes(plan) for plan in self._hot_plans(session.mode))
 
     # ---- called on the background thread ---------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class TuningClient:
 
     def _report_misses(self) -> None:
         plans = [p for r in list(self._session.routers) for p in r.all_plans()]
-        missed = {(node.fusion_id, bucket_of(node.values).label) for p in plans for _, node in self._undecided(p)}
+        missed = {(node.fusion_id, node.bucket) for p in plans for _, node in self._undecided(p)}
         if missed:
             self._session.say_once(
                 "frozen_miss",
@@ -172,11 +172,10 @@ class TuningClient:
         """Plans whose bucket has been called often enough; each shape by itself may come but once."""
         found: list[Plan] = []
         for router in list(self._session.routers):
-            plans = [(plan, bucket_of([max(value, 0) for value in plan.key])) for plan in router.all_plans()]
-            calls: Counter[Bucket] = Counter()
-            for plan, bucket in plans:
-                calls[bucket] += plan.count
-            found += [plan for plan, bucket in plans if plan.count and calls[bucket] >= CALLS_BEFORE_TUNING[mode]]
+            plans, calls = list(router.all_plans()), Counter[Bucket]()
+            for plan in plans:
+                calls[plan.bucket] += plan.count
+            found += [plan for plan in plans if plan.count and calls[plan.bucket] >= CALLS_BEFORE_TUNING[mode]]
         return found
 
     def _ensure_daemon(self) -> None:
@@ -200,30 +199,31 @@ class TuningClient:
         return [(index, node, place) for index, node, place in places if place is not None]
 
     def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
-        """One request for each undecided node and bucket, with the calls not yet reported."""
+        """One request for each undecided node and bucket that has not been asked for, with the calls so far."""
         session = self._session
-        found: dict[str, TuneRequest] = {}
+        found: dict[tuple[str, Bucket, str, int], TuneRequest] = {}
         for plan in plans:
+            if plan.is_asked or plan.is_decided:
+                continue
+            breathe()
             for index, node, place in self._open_nodes(plan):
-                bucket = bucket_of(node.values)
-                key = DecisionKey(node.fusion_id, bucket.label, place.key, place.threads, session.versions)
+                known = (node.fusion_id, node.bucket, place.key, place.threads)
+                if known in self._posted:
+                    continue
                 request = TuneRequest(
-                    key=key,
+                    key=DecisionKey(node.fusion_id, node.bucket.label, place.key, place.threads, session.versions),
                     node=node.slot.node.to_json(),
-                    bucket=bucket,
+                    bucket=node.bucket,
                     shapes=(ObservedShape(node.values, plan.count),),
                     calls=plan.count,
                     unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
                     estimated_speedup=session.estimates.get(node.fusion_id, 1.0),
                     run_id=session.backstage.run_id,
                 )
-                found[key.digest] = _merge(found.get(key.digest), request)
-        fresh: list[TuneRequest] = []
-        for digest, request in found.items():
-            if digest not in self._posted:
-                fresh.append(request)
-                self._posted[digest] = request.calls
-        return fresh
+                found[known] = _merge(found.get(known), request)
+            plan.is_asked = True
+        self._posted |= set(found)
+        return list(found.values())
 
 
 def _merge(first: TuneRequest | None, second: TuneRequest) -> TuneRequest:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autofuse.ir.records import Bucket, NodeUse, ObservedShape
+from autofuse.runtime.backstage import breathe
 from autofuse.runtime.router import NodeState
-from autofuse.tuner.buckets import bucket_of
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
@@ -32,13 +32,13 @@ class _Sum:
 
 def node_uses(session: Session) -> list[NodeUse]:
     """One record for each node and bucket, with the counters so far."""
-    sums: dict[tuple[str, str], _Sum] = {}
+    sums: dict[tuple[str, Bucket], _Sum] = {}
     run_us = max(session.roots.step_us_total, 1e-9)
     for router in list(session.routers):
         for plan in router.all_plans():
+            breathe()
             for index, node in enumerate(plan.nodes):
-                bucket = bucket_of(node.values)
-                total = sums.setdefault((node.fusion_id, bucket.label), _Sum(node, bucket))
+                total = sums.setdefault((node.fusion_id, node.bucket), _Sum(node, node.bucket))
                 calls = plan.calls_of(node)
                 if node.slot.is_group:
                     # Until a way of it runs, its nodes are counted, each by itself.
