@@ -106,8 +106,11 @@ def _compile_whole(
     with (
         torch._functorch.config.patch(donated_buffer=False),
         replayed(module) as replay,
-        keeping.active() if keeping is not None else contextlib.nullcontext(),
+        contextlib.ExitStack() as stack,
     ):
+        if keeping is not None:  # torch's cache warns of each file that it cannot read or write
+            stack.enter_context(_not_of_our_traces.active())
+            stack.enter_context(keeping.active())
         compiled: Callable[..., Any] = backend(module, example_inputs)
     if len(plain) == 1:
         note_plain_graph(compiled, plain[0])

@@ -32,6 +32,7 @@ from torch._functorch._aot_autograd.autograd_cache import (
     BypassAOTAutogradCache,
 )
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._guards import TracingContext
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
@@ -39,12 +40,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.graph_import import note_parameters, parameters_of
 from autofuse.capture.passes import backward_of, note_backward
+from autofuse.capture.repeats import free_symbols_of
 
 log = logging.getLogger(__name__)
 
 Call = Callable[[list[Any]], Any]
 
-MOST_FILES = 128  # the oldest go
+MOST_FILES, MOST_BYTES = 128, 256 << 20  # the oldest go
 _READ = ("val", "desc", "stack_trace")  # what the stages after capture read of a node
 _OPTIONS = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _READ)
 
@@ -63,10 +65,16 @@ class Keeping:
 
     def compile(self, graph: fx.GraphModule, phase: str) -> Call:
         """A graph that AOTAutograd has just made."""
-        data = _written(graph, phase)
+        data = _written(graph, phase) if not self._is_guarded_apart() else None
         call, is_plain = self.compile_graph(graph, phase, None)
         call.__wrapped__ = KeptGraph(phase, data, is_plain)  # type: ignore[attr-defined]  # where torch looks for it
         return call
+
+    @staticmethod
+    def _is_guarded_apart() -> bool:
+        """Whether one of several inputs in one storage is written to: AOTAutograd's guards on that are not kept."""
+        context = TracingContext.try_get()
+        return context is None or bool(context.guards_context.aotautograd_guards)
 
     def compiler(self, phase: str) -> Any:
         """As AOTAutograd wants it."""
@@ -95,6 +103,7 @@ class Keeping:
         try:
             with (
                 torch._functorch.config.patch(_SETTINGS),
+                _replaced(autograd_cache, "CacheArtifactRecorder", _NoRecorder),
                 _replaced(AOTAutogradCache, "_get_tmp_dir", classmethod(lambda cls: str(place))),
                 _replaced(autograd_cache, "autograd_cache_key", key_of),
             ):
@@ -142,6 +151,8 @@ def _written(graph: fx.GraphModule, phase: str) -> bytes | None:
         return b""  # lies with its forward graph, which found the halves of attentions in it
     if phase == "forward" and counterpart is None:
         return None
+    if _has_higher_order(graph) or (counterpart is not None and _has_higher_order(counterpart.backward)):
+        return None  # tokens of effects, which torch's cache does not put back; graphs within graphs
     backward, results = (counterpart.backward, counterpart.results) if counterpart is not None else (None, 0)
     try:
         with _without_meta(graph, backward):
@@ -150,6 +161,10 @@ def _written(graph: fx.GraphModule, phase: str) -> bytes | None:
     except Exception as error:
         log.debug("a %s graph is not kept: %s", phase, error)
         return None
+
+
+def _has_higher_order(graph: fx.GraphModule) -> bool:
+    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph.graph.nodes)
 
 
 def _read(data: bytes | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
@@ -183,11 +198,13 @@ _SETTINGS = {
     "enable_autograd_cache": True,
     "bundled_autograd_cache": True,
     "strict_autograd_cache": False,
+    "enable_remote_autograd_cache": False,
     "force_non_lazy_backward_lowering": True,  # both graphs lie in one file
 }
 # What is of use here is nobody's promise: with a torch that lacks some of it nothing is kept.
 IS_SUPPORTED = all(hasattr(torch._functorch.config, name) for name in _SETTINGS) and all(
-    hasattr(autograd_cache, name) for name in ("autograd_cache_key", "check_cacheable", "sanitize_gm_for_cache")
+    hasattr(autograd_cache, name)
+    for name in ("autograd_cache_key", "check_cacheable", "sanitize_gm_for_cache", "CacheArtifactRecorder")
 )
 
 
@@ -200,11 +217,11 @@ def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -
     graph = module.gm if isinstance(module, GmWrapper) else module
     with autograd_cache.sanitize_gm_for_cache(graph):
         autograd_cache.check_cacheable(graph)
-        problem = next((problem for node in graph.graph.nodes if (problem := _problem(node))), "") or _sharing(inputs)
+        problem = next(filter(None, map(_problem, graph.graph.nodes)), "") or _unguarded(inputs)
         if problem:
             raise BypassAOTAutogradCache(problem)
         values = [(node.op, _kinds(node.meta.get("example_value"))) for node in graph.graph.nodes]
-        details = (graph, list(inputs), config, values, _switches())
+        details = (graph, list(inputs), config, values, _sharing(inputs), _switches())
         return f"autofuse-{AOTAutogradCachePickler(graph).get_hash(details)}", []
 
 
@@ -216,19 +233,29 @@ def _problem(node: fx.Node) -> str:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"{target}: checkpoints, branches, autograd functions and kernels of the script's own"
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        is_own = str(target).partition(".")[0] not in _OF_TORCH
+        is_own = str(target).partition(".")[0] not in _OPERATORS
         return f"{target}: an operator whose gradient the script may define" if is_own else ""
+    if callable(target) and (getattr(target, "__module__", None) or "torch").partition(".")[0] not in _FUNCTIONS:
+        return f"{target}: a function of the script's own"
     return ""
 
 
-_OF_TORCH = ("aten", "prims", "prim")
+_OPERATORS = ("aten", "prims", "prim")
+_FUNCTIONS = ("torch", "_operator", "operator", "math", "builtins", "einops")
 
 
-def _sharing(inputs: Sequence[Any]) -> str:
-    """Inputs in one storage bring guards of AOTAutograd's that the cache does not know."""
+def _unguarded(inputs: Sequence[Any]) -> str:
+    """Sizes that are no input themselves: the cache's guards cannot speak of them."""
+    plain = {t.node.expr for t in inputs if isinstance(t, torch.SymInt)}
+    unknown = {symbol for t in inputs for symbol in free_symbols_of(t)} - plain
+    return f"sizes that are no inputs: {unknown}" if unknown else ""
+
+
+def _sharing(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Which inputs lie in one storage: for each the place of the first one there."""
     plain = [t for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-    storages = {t.untyped_storage()._cdata for t in plain}
-    return "" if len(storages) == len(plain) else "inputs that share memory"
+    storages = [t.untyped_storage()._cdata for t in plain]
+    return tuple(map(storages.index, storages))
 
 
 def _kinds(value: Any) -> Any:
@@ -258,10 +285,30 @@ def _switches() -> tuple[str, ...]:
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        torch._C._get_sdp_priority_order(),
+        torch.backends.opt_einsum.is_available(),
+        torch.backends.opt_einsum.enabled,
+        torch.backends.opt_einsum.strategy,
+        torch.is_autocast_cache_enabled(),
+        torch.backends.cpu.get_cpu_capability(),
         torch.cuda.is_available() and torch.cuda.get_device_name(),
         torch._functorch.config.save_config(),
+        _version(),
     )
     return tuple(map(str, found))
+
+
+class _NoRecorder:
+    """Entries are not held in memory too, and are no part of what the script may save of torch's caches."""
+
+    def __init__(self, kind: str, key: str) -> None:
+        pass
+
+    def record(self, content: Any) -> None:
+        pass
+
+    record_if_present = record
 
 
 @contextlib.contextmanager
@@ -276,17 +323,20 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @cache
 def _version() -> str:
-    """Of the code that makes graphs what they are; torch's own is part of each key."""
-    digest = hashlib.sha256(torch.__version__.encode())
+    """Of the code that makes graphs what they are."""
+    digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def prune(folder: Path, most: int = MOST_FILES) -> None:
-    """Remove the oldest files beyond ``most``, and folders left empty."""
-    files = [(path.stat().st_mtime, path) for path in folder.rglob("*") if path.is_file()]
-    for _, path in sorted(files)[: max(0, len(files) - most)]:
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()
+def prune(folder: Path, most: int = MOST_FILES, most_bytes: int = MOST_BYTES) -> None:
+    """Remove the oldest files beyond ``most`` and ``most_bytes``, and folders left empty."""
+    files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
+    kept_bytes = 0
+    for number, (stat, path) in enumerate(sorted(files, key=lambda item: -item[0].st_mtime)):
+        kept_bytes += stat.st_size
+        if number >= most or kept_bytes > most_bytes:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()

@@ -16,7 +16,7 @@ import inspect
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -317,6 +317,8 @@ def take_apart(module: fx.GraphModule, inputs: Sequence[Any], min_blocks: int) -
     calls = [(name, i, o) for name, i, o in [("ahead", _inputs_of(ahead), _taken(ahead, later))] if ahead]
     calls += [("block", list(i), list(o)) for i, o in zip(repeats.inputs, repeats.outputs, strict=True)]
     calls += [("after", _inputs_of(after), _taken(after, [output]))] if after else []
+    sizes = _sizes(examples)
+    calls = [(name, [*i, *_unread_sizes(i, sizes)], o) for name, i, o in calls]
     texts = {"ahead": ahead, "block": nodes[repeats.start : repeats.start + repeats.length], "after": after}
 
     graph = fx.Graph()
@@ -332,6 +334,31 @@ def take_apart(module: fx.GraphModule, inputs: Sequence[Any], min_blocks: int) -
             copies[node] = graph.call_function(operator.getitem, (call, index))
     graph.output(fx.node.map_arg(output.args[0], lambda node: copies[node]))
     return Pieces(fx.GraphModule(pieces, graph, "Pieces"), wanted)
+
+
+def _sizes(examples: Mapping[fx.Node, Any]) -> dict[Any, fx.Node]:
+    """Inputs that are symbols of the shape environment, by these."""
+    found = {node: value.node.expr for node, value in examples.items() if isinstance(value, torch.SymInt)}
+    return {expr: node for node, expr in found.items() if expr.is_Symbol}
+
+
+def _unread_sizes(taken: Sequence[fx.Node], sizes: Mapping[Any, fx.Node]) -> list[fx.Node]:
+    """Symbols in the shapes of what a piece takes: as a whole graph has them, whether it reads them or not.
+
+    Guards of a kept graph are about inputs (`kept_graphs`), and a size that is none would go unguarded.
+    """
+    symbols = {symbol for node in taken for symbol in free_symbols_of(_value(node))}
+    return [sizes[symbol] for symbol in sorted(symbols, key=str) if symbol in sizes and sizes[symbol] not in taken]
+
+
+def free_symbols_of(value: Any) -> set[Any]:
+    """Symbols in a size, or in a tensor's shape, strides and offset."""
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout is torch.strided else ()
+        numbers: Sequence[Any] = (*value.shape, *strides, *((value.storage_offset(),) if strides else ()))
+    else:
+        numbers = (value,)
+    return {s for number in numbers if isinstance(number, torch.SymInt) for s in number.node.expr.free_symbols}
 
 
 def _taken(nodes: Sequence[fx.Node], by: Sequence[fx.Node]) -> list[fx.Node]:

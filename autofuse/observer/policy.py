@@ -45,18 +45,13 @@ class CaptureAdvice:
 
 
 def learn_cost(records: Sequence[RootRecord], default: float) -> float:
-    """Seconds of capture per op of the forward, from captures of this store that traced; ``default`` before the first.
+    """Seconds of capture per op of the forward, from captures of this store, those that traced where there are some.
 
     The median, so that one capture on a busy machine does not scare all others off.
     """
-    seen = [
-        max(0.0, record.capture_seconds - _FIXED_SECONDS) / record.operations
-        for record in records
-        if record.state == "captured"
-        and record.operations > 0
-        and record.capture_seconds > 0.0
-        and not record.kept_graphs
-    ]
+    captured = [r for r in records if r.state == "captured" and r.operations > 0 and r.capture_seconds > 0.0]
+    traced = [r for r in captured if not r.kept_graphs]
+    seen = [max(0.0, r.capture_seconds - _FIXED_SECONDS) / r.operations for r in traced or captured]
     return max(median(seen), 1e-4) if seen else default
 
 

@@ -52,6 +52,7 @@ ROOT_REASONS = {
     "too_expensive": "capture would take longer than allowed",
     "capture_failed": "could not be captured",
     "slower_than_eager": "released: captured steps were slower than eager",
+    "slower_untuned": "released for this run: captured steps were slower than eager, not all kernels are tuned yet",
     "no_gain": "released: captured steps were no faster than eager",
     "asked": "captured because the script asked for it",
 }

@@ -9,6 +9,7 @@ its graph's own operations run as if there were no half.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,12 @@ from autofuse.ways.training import DEVICES, SOFTMAX_BACKWARD, TrainingAttention,
 _NOTE = "autofuse_halves"
 LONGEST_PAUSE = 255  # calls
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _is_compiled_autograd() -> bool:
+    """Whether the script has torch trace the backward pass: then it is AOTAutograd's graph, which knows no halves."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 @dataclass(eq=False)
@@ -169,7 +176,7 @@ def forward_call(
         nonlocal pause, left
         # Hooks on saved tensors: a checkpoint wants the sizes of the first run when it runs the graph again, by which
         # time a half may be ready or decided that was not; and whatever others do to values, they know no bytes.
-        if not pair.is_ready or _top_hooks(True) is not None:
+        if not pair.is_ready or _top_hooks(True) is not None or _is_compiled_autograd():
             return None
         if left:
             left -= 1

@@ -56,6 +56,7 @@ SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in t
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
+UNTUNED = "slower_untuned"
 # Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
 MAX_EXACT = 16
 
@@ -612,7 +613,8 @@ class Root:
         is_short = us < SHORT_CALL_US
         reason = advise_release(self._ratios, is_short, self.session.settings.capture.release_factor)
         if reason is not None and not self.session.tuning.expects_more():
-            self.state, self.reason = "eager", reason
+            # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
+            self.state, self.reason = "eager", UNTUNED if self.session.tuning.has_open() else reason
             self._is_small = is_short
             self.detail = f"captured steps take {1 / statistics.median(self._ratios):.2f}x of eager's"
         elif is_unsure(self._ratios):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
 # In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
-CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}
+CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2, "off": 3}
 POLL_SECONDS = 0.05
 
 
@@ -122,12 +122,18 @@ class TuningClient:
     def expects_more(self) -> bool:
         """Whether kernels are still to come for what has been captured: in this run, or in the next one.
 
-        Not for ever: a daemon whose budget is spent, or that has died, decides nothing any more.
+        Beside the script not for ever: a daemon whose budget is spent, or that has died, decides nothing any more.
         """
         session = self._session
-        if not self.enabled or time.perf_counter() - self.news_at > session.settings.tuner.budget_seconds:
+        silence = time.perf_counter() - self.news_at
+        if not self.enabled or (session.mode != "after" and silence > session.settings.tuner.budget_seconds):
             return False
-        return any(not plan.is_decided and self._open_nodes(plan) for plan in self._hot_plans(session.mode))
+        return self.has_open()
+
+    def has_open(self) -> bool:
+        """Whether nodes that are called often enough are still to be tuned, now or ever."""
+        hot = self._hot_plans(self._session.mode)
+        return any(not plan.is_decided and self._open_nodes(plan) for plan in hot)
 
     # ---- called on the background thread ---------------------------------------------------------------
 

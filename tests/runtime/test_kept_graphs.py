@@ -57,14 +57,16 @@ class Convolution(nn.Module):
 def capture(tmp_path):
     """``capture(module)``: as a new run would see it, with the graphs that earlier ones have kept."""
 
-    def start(module, folder=tmp_path / "graphs", **options):
+    def start(module, folder=tmp_path / "graphs", blocks=0, **options):
         torch._dynamo.reset()
         counters.clear()
         values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "off", "run.quiet": True}
         session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
 
         def backend(graph, inputs):
-            call = compile_with(graph, inputs, lambda g, phase, times: route_graph(g, phase, session, times), 0, folder)
+            call = compile_with(
+                graph, inputs, lambda g, phase, times: route_graph(g, phase, session, times), blocks, folder
+            )
             assert not session._said
             return call
 
@@ -323,3 +325,46 @@ def test_inputs_in_one_storage_are_traced_anew(capture):
         return found()
 
     assert [run(False), run(True), run(False), run(True)] == [0, 0, 1, 0]
+
+
+def test_effects_whose_tokens_torchs_cache_forgets_are_not_kept(capture):
+    a, b = torch.randn(4, 4) + 4.0 * torch.eye(4), torch.randn(4, 2)
+    for _ in range(2):
+        result = capture(lambda a, b: torch.linalg.solve(a, b).relu())(a, b)
+        assert torch.equal(result, torch.linalg.solve(a, b).relu()) and found() == 0
+
+
+def test_equal_blocks_are_kept_with_guards_on_all_their_sizes(capture, tmp_path):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU()) for _ in range(6))
+
+        def forward(self, x):
+            if x.shape[1] > 10:
+                x = x + 1.0
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    model = Deep()
+    for size, hits in ((5, False), (6, True), (20, None), (5, True)):
+        twin = copy.deepcopy(model)
+        fast = capture(model, blocks=2, dynamic=True)
+        x = torch.randn(3, size, 16)
+        fast(x).square().sum().backward()
+        twin(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        model.zero_grad()
+        assert hits is None or bool(found()) == hits
+
+
+def test_files_beyond_the_bytes_go_too(tmp_path):
+    for number in range(4):
+        path = tmp_path / f"key{number}" / "file"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (number, number))
+    kept_graphs.prune(tmp_path, 10, 250)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key2", "key3"]
