@@ -51,6 +51,7 @@ ROOT_REASONS = {
     "too_small": "too fast per call for capture to gain",
     "too_expensive": "capture would take longer than allowed",
     "capture_failed": "could not be captured",
+    "kept_graph_failed": "the graph that an earlier run kept did not run; the next run traces it anew",
     "slower_than_eager": "released: captured steps were slower than eager",
     "slower_untuned": "released for this run: captured steps were slower than eager, not all kernels are tuned yet",
     "no_gain": "released: captured steps were no faster than eager",

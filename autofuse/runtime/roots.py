@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import statistics
 import sys
 import time
@@ -458,10 +459,13 @@ class Root:
             dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
             with dynamo.capture_settings(session.settings.capture.recompile_limit):
                 result = trace(module, *args, **kwargs)
-        except dynamo.CAPTURE_ERRORS as error:
+        except Exception as error:
+            from_kept = dynamo.graphs_read() != read
+            if not isinstance(error, dynamo.CAPTURE_ERRORS) and not from_kept:
+                raise
             restore_random_state()
             result = self.roots.tracker.call_original(module, args, kwargs)
-            self._fail(error)  # only now: what eager raises as well is the user's own error
+            self._fail(error, from_kept)  # only now: what eager raises as well is the user's own error
             return result
         shape.is_new = False
         if len(session.routers) != graphs:
@@ -532,9 +536,12 @@ class Root:
         self.state = "captured"
         self.roots.observer.decide(self.key)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, from_kept: bool) -> None:
+        """``from_kept``: with graphs of an earlier run, which are given up: the next run traces anew."""
         self.failures += 1
-        self.state, self.reason = "eager", "capture_failed"
+        self.state, self.reason = "eager", "kept_graph_failed" if from_kept else "capture_failed"
+        if from_kept and self.session.graphs_folder is not None:
+            shutil.rmtree(self.session.graphs_folder, ignore_errors=True)
         self.roots.observer.decide(self.key)
         self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
         self.session.report_fallback("capture_failed", f"{self.name} stays eager: it could not be captured", error)

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from autofuse.capture import kept_graphs
 from autofuse.capture.backend import compile_with
 from autofuse.pipeline import route_graph
-from autofuse.runtime.session import Session
+from autofuse.runtime.session import Session, start_session
 from autofuse.settings import load
 
 
@@ -358,6 +358,39 @@ def test_equal_blocks_are_kept_with_guards_on_all_their_sizes(capture, tmp_path)
             assert torch.equal(ours.grad, theirs.grad)
         model.zero_grad()
         assert hits is None or bool(found()) == hits
+
+
+def test_a_kept_graph_that_does_not_run_leaves_the_script_alone(tmp_path, monkeypatch):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(4, 8)
+    values = {
+        "run.store": tmp_path / "s.sqlite3", "run.tune": "off", "run.quiet": True, "capture.at_once": True
+    }  # fmt: skip
+
+    def run():
+        torch._dynamo.reset()
+        session = start_session(load(cli=values, environ={}, cwd=tmp_path), "test")
+        try:
+            with torch.no_grad():
+                results = [model(x) for _ in range(3)]
+            (root,) = session.roots.groups.values()
+        finally:
+            session.finish(0)
+        assert all(torch.allclose(result, expected, atol=1e-6) for result in results)
+        return root.state, root.reason
+
+    with torch.no_grad():
+        expected = model(x)
+    assert run() == ("captured", "first_call")
+    whole = kept_graphs.Keeping.compile_kept
+
+    def broken(args):
+        raise ValueError("not enough values to unpack")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_graphs.Keeping, "compile_kept", lambda self, kept: (whole(self, kept), broken)[1])
+        assert run() == ("eager", "kept_graph_failed")
+    assert not (tmp_path / "s.sqlite3.graphs").exists()
+    assert run() == ("captured", "first_call")
 
 
 def test_files_beyond_the_bytes_go_too(tmp_path):
