@@ -298,6 +298,8 @@ def _roots(report: Report) -> Table:
         if root.dynamic_dims:
             dims = ", ".join(f"{argument} dim {dim}" for argument, dim in root.dynamic_dims)
             why.append(f"\ndynamic: {words.shorten(dims, 120)}", "dim")
+        if root.kept_graphs:
+            why.append(f"\n{words.plural(root.kept_graphs, 'graph')} traced by an earlier run", "dim")
         capture = words.seconds(root.capture_seconds) if root.capture_seconds else "–"
         table.add_row(root.name, Text(root.state, styles.get(root.state, "")), f"{root.calls:,}", capture, why)
     return table
