@@ -13,6 +13,11 @@ import_interpreted()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# A machine that others keep busy says nothing about a test's strategy.
+settings.register_profile("busy", settings.default, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True)
