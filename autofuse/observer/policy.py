@@ -103,7 +103,8 @@ def advise_capture(
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
     if known is not None and known.state == "captured":
-        predicted = known.capture_seconds or predicted  # less where its graphs were kept
+        if known.capture_seconds:
+            predicted = min(predicted, known.capture_seconds)  # less where its graphs were kept
         # Captured by order, or in a run far longer than this one will be if it is as the last: then it has to pay anew.
         if not calls:
             return CaptureAdvice(False, "not_yet", "one call tells how long a run like the last one takes", predicted)

@@ -111,6 +111,8 @@ def test_cost_is_learnt_from_captures() -> None:
     kept = record(operations=100, capture_seconds=0.4, kept_graphs=2)
     assert learn_cost([*records, kept, kept, kept], 0.02) == pytest.approx(0.02), "nothing was traced there"
     assert advice(calls=1, spent_seconds=0.05, known=kept).predicted_seconds == 0.4, "but this root's own cost it is"
+    by_order = record(operations=0, capture_seconds=9.0, calls=12)  # nobody asked what it would cost
+    assert advice(calls=1, spent_seconds=0.01, operations=None, known=by_order).reason == "known_to_pay"
     assert learn_cost([record(operations=100, capture_seconds=0.1)], 0.02) > 0
 
 
