@@ -267,7 +267,9 @@ def copy_of(place: Path, target: Path) -> Path:
     """A store as it is now, without what belongs to its daemon."""
     target.mkdir(parents=True, exist_ok=True)
     for file in place.glob("store.sqlite3*"):
-        if ".daemon" not in file.name and not file.name.endswith((".lock", ".urgent")):
+        if file.is_dir():
+            shutil.copytree(file, target / file.name)  # kept graphs
+        elif ".daemon" not in file.name and not file.name.endswith((".lock", ".urgent")):
             shutil.copy2(file, target / file.name)
     return target
 
