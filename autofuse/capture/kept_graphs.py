@@ -201,10 +201,15 @@ _SETTINGS = {
     "enable_remote_autograd_cache": False,
     "force_non_lazy_backward_lowering": True,  # both graphs lie in one file
 }
-# What is of use here is nobody's promise: with a torch that lacks some of it nothing is kept.
-IS_SUPPORTED = all(hasattr(torch._functorch.config, name) for name in _SETTINGS) and all(
-    hasattr(autograd_cache, name)
-    for name in ("autograd_cache_key", "check_cacheable", "sanitize_gm_for_cache", "CacheArtifactRecorder")
+# What is of use here is nobody's promise: with a torch that lacks some of it nothing is kept, nor with an older one, in
+# which names may mean something else. Not tried there.
+IS_SUPPORTED = (
+    torch.__version__ >= (2, 13)
+    and all(hasattr(torch._functorch.config, name) for name in _SETTINGS)
+    and all(
+        hasattr(autograd_cache, name)
+        for name in ("autograd_cache_key", "check_cacheable", "sanitize_gm_for_cache", "CacheArtifactRecorder")
+    )
 )
 
 
