@@ -115,12 +115,12 @@ def test_the_other_two_ways_in(tuned, tmp_path, expected):
 
 def test_background_and_after_mode_leave_work_to_the_daemon(tmp_path):
     store = tmp_path / "s.sqlite3"
-    # Long enough that capture pays: by the rule, the time spent in eager must reach what capture is expected to take.
-    options = ("--set", "capture.predicted_seconds_per_op=0.00001", "--set", "capture.min_root_us=0", *QUICK)
-    long = [float(line) for line in run([sys.executable, str(SCRIPT), "250"]).stdout.split()]
+    # Whether a capture pays, and which steps are the faster ones, is up to the machine: neither is asked here.
+    options = ("--set", "capture.at_once=true", "--set", "capture.held_out_share=0", *QUICK)
+    long = [float(line) for line in run([sys.executable, str(SCRIPT), "60"]).stdout.split()]
     try:
-        result = autofuse("run", "--tune", "after", "--store", store, *options, SCRIPT, 250)
-        check_losses(result, long, tolerance=0.02)  # rounding grows over the steps
+        result = autofuse("run", "--tune", "after", "--store", store, *options, SCRIPT, 60)
+        check_losses(result, long, tolerance=1e-3)  # rounding grows over the steps
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             found = report(store)
@@ -130,10 +130,8 @@ def test_background_and_after_mode_leave_work_to_the_daemon(tmp_path):
         assert found["queue"]["done"] > 0 and found["totals"]["fused_calls"] == 0
     finally:
         autofuse("daemon", "stop", "--store", store)
-    # 250 steps take less than a capture: only a longer run pays for one.
-    longer = [float(line) for line in run([sys.executable, str(SCRIPT), "1200"]).stdout.split()]
-    result = autofuse("run", "--tune", "background", "--store", store, *options, SCRIPT, 1200)
-    check_losses(result, longer, tolerance=0.02)
+    result = autofuse("run", "--tune", "background", "--store", store, *options, SCRIPT, 60)
+    check_losses(result, long, tolerance=1e-3)
     autofuse("daemon", "stop", "--store", store)
     assert report(store)["totals"]["fused_calls"] > 0
 
