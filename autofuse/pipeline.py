@@ -34,10 +34,10 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
     """
     try:
         if split_dropout(module):
-            session.prepare_generator()
+            session.planner.prepare_generator()
         planned = _plan(module, session, phase)
         router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
-        session.add_router(router, planned.graph, planned.nodes, planned.halves)
+        session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
         if phase == "backward":
             for half in planned.halves:
                 half.pair.is_ready = True
@@ -57,7 +57,7 @@ class _Planned:
 
 
 def _plan(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
-    drawn = regenerate_dropout(module, session.draws_as_eager)
+    drawn = regenerate_dropout(module, session.planner.draws_as_eager)
     try:
         return _plan_as_it_is(module, session, phase)
     except ShapeError:
@@ -81,7 +81,7 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Pla
         imported.parameters,
         {ref: str(device) for ref, device in imported.devices.items()},
     )
-    halves = session.plan_halves(imported, phase)
+    halves = session.planner.plan_halves(imported, phase)
     if halves:
         try:
             return _plan_nodes(imported, graph, halves, session, phase)
@@ -94,8 +94,8 @@ def _plan_nodes(
     imported: ImportedGraph, graph: FusionGraph, halves: list[Half], session: Session, phase: str
 ) -> _Planned:
     """Raises ShapeError where no program can be made."""
-    nodes = session.plan_nodes(graph, [half.names for half in halves])
-    groups = session.plan_groups(graph, nodes, imported.derived, halves)
+    nodes = session.planner.plan_nodes(graph, [half.names for half in halves])
+    groups = session.planner.plan_groups(graph, nodes, imported.derived, halves)
     is_backward, reuses = phase == "backward", not session.settings.run.check  # a check runs both on the same inputs
     try:
         program = build_program(imported, nodes, groups, halves, is_backward, reuses)

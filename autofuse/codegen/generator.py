@@ -22,8 +22,6 @@ from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config
 from autofuse.ir.shape import evaluate
 
-CODEGEN_VERSION = "6"  # changes whenever equal nodes would get other text; part of every decision key
-
 Variant = Literal["c_generic", "c_specialised"]
 
 

@@ -1,6 +1,7 @@
-"""The script's side of optimizer steps: torch's functional optimizers, each replaced by one that asks what has won.
+"""The script's side of optimizer steps: each asks what has won.
 
-In: the calls that ``Optimizer.step`` makes, one for each parameter group. Out: the same update, by the winner.
+In: a call of torch's functional optimizers, one for each parameter group, as `hook` hands it on. Out: the same update,
+by the winner.
 Guarantee: states are torch's own, so ``state_dict`` is what it always was; what a kernel may not have (sparse, complex,
 tensor learning rates, gradient scalers, tensors laid out unlike each other or on several devices) goes to torch as the
 script called it, and so does everything after a failure; version counters move as torch moves them. While a CUDA graph
@@ -9,9 +10,6 @@ is recorded, torch's own functions are.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,9 +18,9 @@ import torch
 
 from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, Event, NodeUse, ObservedShape, TuneRequest
 from autofuse.optimizer.calls import StepCall, VendorCall, make_call
-from autofuse.optimizer.form import ALGORITHMS, DTYPES, StepForm, flags_of
+from autofuse.optimizer.form import DTYPES, StepForm, flags_of
 from autofuse.optimizer.tensors import NOT_MADE, written
-from autofuse.runtime.backends import CPU
+from autofuse.runtime.devices import CPU
 from autofuse.runtime.gpu.capturing import is_capturing
 
 if TYPE_CHECKING:
@@ -55,42 +53,16 @@ class OptimizerRouter:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._originals: dict[str, Callable[..., None]] = {}
         self._groups: dict[tuple[Any, ...], Group] = {}
 
-    def install(self) -> None:
-        """Stand in for torch's functions; what cannot be replaced stays as it is."""
-        for name in ALGORITHMS:
-            module = importlib.import_module(f"torch.optim.{name}")
-            original = getattr(module, name, None)
-            if original is None or not {"params"} <= set(inspect.signature(original).parameters):
-                continue
-            self._originals[name] = original
-            setattr(module, name, self._replacement(name, original))
-
-    def uninstall(self) -> None:
-        for name, original in self._originals.items():
-            setattr(importlib.import_module(f"torch.optim.{name}"), name, original)
-        self._originals = {}
-
-    def _replacement(self, algorithm: str, original: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            try:
-                bound = signature.bind(*args, **kwargs)
-                bound.apply_defaults()
-                group = self._group(algorithm, bound.arguments)
-            except Exception as error:
-                self._session.report_fallback("optimizer_unknown", "an optimizer's step stays torch's own", error)
-                group = None
-            if group is None or not self._step(group, original, bound.arguments):
-                original(*args, **kwargs)
-
-        return step
+    def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
+        """Whether the step was made; otherwise it is torch's."""
+        try:
+            group = self._group(algorithm, arguments)
+        except Exception as error:
+            self._session.report_fallback("optimizer_unknown", "an optimizer's step stays torch's own", error)
+            return False
+        return group is not None and self._step(group, original, arguments)
 
     # ---- one step ------------------------------------------------------------------------------------
 
@@ -116,8 +88,7 @@ class OptimizerRouter:
             counters = "device" if any(t.device.type != "cpu" for t in steps) else "host"
             sizes = tuple(p.numel() for p in params)
             form = StepForm(algorithm, flags, dtype, sizes, asked, device.type, counters)
-            if device != CPU:
-                self._session.use_device(device)
+            self._session.use_device(device)
             known = next((g for g in self._groups.values() if g.form == form and g.device == device), None)
             group = self._groups[key] = Group(form, device)
             if any(p.device != device for p in params):
@@ -165,18 +136,18 @@ class OptimizerRouter:
 
     def _look_up(self, group: Group, original: Callable[..., None]) -> None:
         session, form = self._session, group.form
-        place = session.backends.place(group.device)
+        place = session.catalogue.backends.place(group.device)
         if place is None:
             return
-        decision = session.table.find(form.fusion_id, (), place)
+        decision = session.catalogue.table.find(form.fusion_id, (), place)
         if decision is None:
             self._wait(group)
-            decision = session.table.find(form.fusion_id, (), place)
+            decision = session.catalogue.table.find(form.fusion_id, (), place)
         if decision is None:
             return
         variant = decision.candidate.variant
         if decision.compile_key is not None:
-            entry = session.shelf.entry(decision.compile_key, group.device)
+            entry = session.catalogue.shelf.entry(decision.compile_key, group.device)
             if entry is None:
                 return  # not read yet
             group.call = make_call(form, entry, group.device)
@@ -201,7 +172,7 @@ class OptimizerRouter:
             hot = group.steps >= STEPS_BEFORE_TUNING.get(session.mode, 1)
             if place is None or group.is_broken or group.is_posted or not hot:
                 continue
-            if session.table.find(group.form.fusion_id, (), place) is not None:
+            if session.catalogue.table.find(group.form.fusion_id, (), place) is not None:
                 continue
             group.is_posted = True
             form = group.form

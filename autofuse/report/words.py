@@ -50,6 +50,7 @@ ROOT_REASONS = {
     "known_to_pay": "captured at once: an earlier run found that it pays",
     "too_small": "too fast per call for capture to gain",
     "too_expensive": "capture would take longer than allowed",
+    "nothing_to_run": "no kernel is stored for its device, and none can be made",
     "capture_failed": "could not be captured",
     "kept_graph_failed": "the graph that an earlier run kept did not run; the next run traces it anew",
     "slower_than_eager": "released: captured steps were slower than eager",

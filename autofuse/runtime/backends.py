@@ -8,6 +8,7 @@ first to start CUDA. What one backend lacks does not touch the other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,12 +22,10 @@ from autofuse.codegen.triton.key import find_triton
 from autofuse.errors import CompilerError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import DeviceInfo, KernelRecord
-from autofuse.runtime.devices import gpu_device
+from autofuse.runtime.devices import CPU, gpu_device
 from autofuse.runtime.gpu.modules import load_artifact
 from autofuse.runtime.launch import Entry
 from autofuse.ways.bundle import is_bundle, unpack
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,25 @@ class CpuBackend:
     """C kernels, compiled by the system's compiler."""
 
     def __init__(self, cc: str | None) -> None:
-        self.toolchain: Toolchain | None = None
-        self.problem: tuple[str, str] | None = None
+        self._cc = cc
+
+    @functools.cached_property
+    def _found(self) -> Toolchain | CompilerError:
+        """Looked for when somebody asks: 0.5 s of its probes."""
         try:
-            self.toolchain = find_toolchain(cc)
+            return find_toolchain(self._cc)
         except CompilerError as error:
-            self.problem = "no_compiler", f"{error} Work on the CPU runs on eager's kernels."
+            return error
+
+    @property
+    def toolchain(self) -> Toolchain | None:
+        return self._found if isinstance(self._found, Toolchain) else None
+
+    @property
+    def problem(self) -> tuple[str, str] | None:
+        if isinstance(self._found, Toolchain):
+            return None
+        return "no_compiler", f"{self._found} Work on the CPU runs on eager's kernels."
 
     def describe(self, device: torch.device) -> DeviceInfo:
         return cpu_device()
@@ -102,14 +114,15 @@ class Backends:
         self.cpu = CpuBackend(cc)
         self._by_type: dict[str, Backend] = {"cpu": self.cpu, "cuda": GpuBackend()}
         self._in_use: dict[torch.device, DeviceInfo] = {CPU: self.cpu.describe(CPU)}
-        self._seen = {CPU}
+        self._seen: set[torch.device] = set()
 
     def use(self, device: torch.device) -> bool:
         """Take note of a device; True the first time, for one that nodes can run on."""
         if device in self._seen or device.type not in self._by_type:
             return False
         self._seen.add(device)  # first: what cannot be described is not asked again
-        self._in_use = {**self._in_use, device: self._by_type[device.type].describe(device)}
+        if device not in self._in_use:
+            self._in_use = {**self._in_use, device: self._by_type[device.type].describe(device)}
         return True
 
     def in_use(self, device_type: str) -> bool:

@@ -13,10 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
-from autofuse.ir.records import Event, KernelRecord, RunStart, TuneRequest
+from autofuse.ir.records import Event, RunStart, TuneRequest
+
+if TYPE_CHECKING:
+    from autofuse.db.store import Store
 
 TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
 CALM_TICK_SECONDS = 0.25
@@ -84,6 +87,7 @@ class Backstage:
         self._events: list[Event] = []
         self._lock = threading.Lock()
         self._open_work: int | None = None  # requests of this run not finished; None: not known
+        self._is_new = not path.exists()
         self._broken = False
         self._stale = False  # what was absorbed does not cover all devices in use
         self._absorbed_again = threading.Event()
@@ -102,8 +106,8 @@ class Backstage:
         return not self._broken
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait until decisions of earlier runs are in memory."""
-        return self._ready.wait(seconds)
+        """Wait until what earlier runs have left is in memory; for a store that this run makes nobody need wait."""
+        return self._is_new or self._ready.wait(seconds)
 
     def absorb_again(self, seconds: float) -> bool:
         """Read decisions and kernels anew, since more devices are in use; wait for it, so long at most."""
@@ -162,6 +166,8 @@ class Backstage:
                 self._store.close()
 
     def _open(self) -> None:
+        from autofuse.db.store import Store  # 0.5 s, in which the script need not wait
+
         self._store = Store.open(self._path)
         self.run_id = self._store.start_run(self._start)
         self._absorb(self._store)
@@ -218,13 +224,3 @@ class Backstage:
     def _fail(self, message: str) -> None:
         self._broken = True
         self._report("store_unusable", f"{message} The script goes on; nothing is stored or tuned in this run.")
-
-
-def load_missing(store: Store, wanted: list[str], add: Callable[[str, KernelRecord | None], None]) -> int:
-    """Read kernels by compile key; returns how many were found."""
-    found = 0
-    for digest in wanted:
-        record = store.get_kernel(digest)
-        add(digest, record)
-        found += record is not None
-    return found

@@ -1,6 +1,6 @@
-"""What is decided and what is loaded, in memory: the script's side of the store.
+"""What is decided and what is loaded, in memory: the script's side of the store, and the devices it is for.
 
-In: decisions and kernels that the background thread read. Out: the choice for a node in one shape, at one place.
+In: decisions and kernels that the background thread reads. Out: the choice for a node in one shape, at one place.
 Guarantee: a look-up never blocks and never touches a file; of several decisions for a model of device the narrowest
 bucket wins, then the latest. Kernels are loaded once for each device, and none while the script records a CUDA graph.
 """
@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from autofuse.codegen.c.build import Toolchain
+from autofuse.db.store import Store
+from autofuse.errors import CompilerError, StoreError
 from autofuse.ir.records import EAGER, IN_ONE, Decision, KernelRecord
-from autofuse.runtime.backends import Place
-from autofuse.runtime.gpu import capturing
+from autofuse.runtime.backends import Backends, Place
+from autofuse.runtime.gpu import capturing, launcher
 from autofuse.runtime.launch import Entry
 from autofuse.runtime.router import UNKNOWN, Choice
+from autofuse.setting_groups import RunSettings
 
 
 class DecisionTable:
@@ -107,3 +112,85 @@ def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Seq
         # Known, but its kernel is not: eager until it is.
         return Choice(known=shelf.has(decision.compile_key))
     return Choice(known=True, entry=entry, tag=decision.compile_key)
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """What was new."""
+
+    has_decisions: bool
+    fusion_ids: frozenset[str] | None  # of the nodes concerned, None: any
+
+
+class Catalogue:
+    """All of it: devices in use, decisions for their models, kernels."""
+
+    def __init__(self, settings: RunSettings, versions: str, report: Callable[[str, str, BaseException], None]) -> None:
+        """``versions``: of the decisions that count; ``report(kind, what, error)`` says what failed."""
+        self.backends = Backends(settings.cc or None)
+        self.table = DecisionTable()
+        self.shelf = KernelShelf(self.backends.load)
+        self._versions = versions
+        self._report = report
+        self._absorbed: dict[str, int] = {}  # newest decision read, by model of device
+        self._launcher_ready = False
+        self._fuel = settings.fuel
+        self._fuelled: dict[str, bool] = {}
+
+    @property
+    def toolchain(self) -> Toolchain | None:
+        """The C compiler, None where there is none."""
+        return self.backends.cpu.toolchain
+
+    def tunable(self, device: torch.device) -> Place | None:
+        """Where a node's decisions belong, None where nothing can be tuned for the device."""
+        return None if self.backends.problem(device) else self.backends.place(device)
+
+    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
+        """What is decided for a node, as far as its kernel is here and ``run.fuel`` lasts."""
+        place = self.backends.place(device)
+        if place is None:
+            return UNKNOWN
+        try:
+            choice = choose(self.table, self.shelf, fusion_id, values, place)
+        except Exception as error:
+            self._report("kernel_unusable", "a stored kernel could not be loaded; its node runs eager", error)
+            return UNKNOWN
+        if choice.entry is not None and self._fuel is not None:
+            allowed = self._fuelled.setdefault(fusion_id, sum(self._fuelled.values()) < self._fuel)
+            return choice if allowed else Choice(known=True)
+        return choice
+
+    # ---- on the background thread --------------------------------------------------------------------
+
+    def absorb(self, store: Store) -> Absorbed | None:
+        """Read new decisions and the kernels they name; None where there were none."""
+        self._prepare_launcher(store)
+        rows = []
+        for key in self.backends.models():
+            found = store.decisions(key, self._versions, self._absorbed.get(key, 0))
+            if found:
+                self._absorbed[key] = max(number for number, _ in found)
+                rows += found
+        self.table.update(d for _, d in rows)
+        wanted = [key for key in self.table.kernels() if not self.shelf.has(key)]
+        for digest in wanted:
+            self.shelf.add(digest, store.get_kernel(digest))
+        if not rows and not wanted:
+            return None
+        late = set(wanted) - {d.compile_key for _, d in rows}  # kernels of decisions that were known before
+        return Absorbed(bool(rows), None if late else frozenset(d.key.fusion_id for _, d in rows))
+
+    def _prepare_launcher(self, store: Store) -> None:
+        """The launcher of GPU kernels in C, from the store or compiled; without one they go through ctypes."""
+        if self._launcher_ready or not self.backends.in_use("cuda") or self.toolchain is None:
+            return
+        self._launcher_ready = True
+        try:
+            record = store.get_kernel(launcher.launcher_key(self.toolchain).digest)
+            if record is None:
+                record = launcher.compile_launcher(self.toolchain)
+                store.put_kernel(record)
+            launcher.install(record.binary)
+        except (CompilerError, StoreError, OSError) as error:
+            self._report("slow_launcher", "GPU kernels are launched through ctypes, some us slower", error)

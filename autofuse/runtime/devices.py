@@ -14,6 +14,8 @@ from autofuse.ir.records import DeviceInfo
 from autofuse.observer.device_timer import EventCalls, EventTimer
 from autofuse.runtime.gpu.capturing import is_capturing
 
+CPU = torch.device("cpu")
+
 
 def gpu_device(index: int) -> DeviceInfo:
     """The model of a device that torch calls ``cuda:index``. Starts CUDA where nothing has yet."""

@@ -30,8 +30,7 @@ from autofuse.observer.observer import Observer
 from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, advise_release, is_unsure, learn_cost
 from autofuse.observer.roots import Attached, RootTracker, root_key
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path, without_sizes
-from autofuse.runtime.backends import CPU
-from autofuse.runtime.devices import event_timer, keep_random_state
+from autofuse.runtime.devices import CPU, event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
 
 if TYPE_CHECKING:
@@ -486,9 +485,6 @@ class Root:
     def _decide(self, module: torch.nn.Module) -> None:
         session, capture = self.session, self.session.settings.capture
         device = self._find_device(module)
-        session.use_device(device)
-        if session.tunable(device) is None and not len(session.table) and not capture.at_once:
-            return
         observer = self.roots.observer
         if self.calls == 1:
             # Decisions of earlier runs are read while the script imports; a moment more is well spent.
@@ -516,7 +512,13 @@ class Root:
         self.reason, self.detail = advice.reason, advice.detail
         self.predicted_seconds = advice.predicted_seconds
         if advice.capture:
-            self.capture()
+            session.use_device(device)
+            if session.tunable(device) is None and not len(session.catalogue.table) and not capture.at_once:
+                self.state, self.reason = "eager", "nothing_to_run"
+                self.detail = "no kernel is stored for this device, and none can be made for it"
+                self.roots.observer.decide(self.key)
+            else:
+                self.capture()
         elif advice.final:
             self.state = "eager"
             self._is_small = advice.reason == "too_small"

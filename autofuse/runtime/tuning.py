@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
-from autofuse.runtime.backends import Place
 from autofuse.runtime.backstage import breathe
-from autofuse.runtime.router import NodeState, Plan
-from autofuse.tuner import daemon
 
 if TYPE_CHECKING:
+    from autofuse.runtime.backends import Place
+    from autofuse.runtime.router import NodeState, Plan
     from autofuse.runtime.session import Session
 
 # In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
@@ -82,6 +81,7 @@ class TuningClient:
 
     def _wait_for_daemon(self, total: int, deadline: float) -> None:
         from autofuse.report.progress import TuningProgress  # 0.1 s of rich, for scripts that wait
+        from autofuse.tuner import daemon
 
         session = self._session
         restarts, began = 0, time.perf_counter()
@@ -116,6 +116,8 @@ class TuningClient:
 
     def _touch(self) -> None:
         """Tell the daemon that a script waits: it need not yield."""
+        from autofuse.tuner import daemon
+
         with contextlib.suppress(OSError):
             daemon.urgent_path(self._session.settings).touch()
 
@@ -185,6 +187,8 @@ class TuningClient:
         return found
 
     def _ensure_daemon(self) -> None:
+        from autofuse.tuner import daemon  # here: the store comes with it, which the background thread imports
+
         try:
             daemon.ensure_running(self._session.settings)
         except (AutofuseError, OSError) as error:
@@ -223,7 +227,7 @@ class TuningClient:
                     shapes=(ObservedShape(node.values, plan.count),),
                     calls=plan.count,
                     unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
-                    estimated_speedup=session.estimates.get(node.fusion_id, 1.0),
+                    estimated_speedup=session.planner.estimates.get(node.fusion_id, 1.0),
                     run_id=session.backstage.run_id,
                 )
                 found[known] = _merge(found.get(known), request)

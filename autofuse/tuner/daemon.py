@@ -128,6 +128,7 @@ def _start(settings: Settings) -> int:
             cwd="/",
             env=environment,
         )
+    lower_priority(settings.tuner.nice, process.pid)  # from its first moment: its imports take a core for seconds
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         pid = running_pid(settings)

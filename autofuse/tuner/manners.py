@@ -99,20 +99,20 @@ def _busy_seconds() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
-def lower_priority(nice: int) -> None:
-    """Yield to everything: CPU, disk. Children inherit it."""
+def lower_priority(nice: int, pid: int = 0) -> None:
+    """Let a process, 0 for this one, yield to everything: CPU, disk. Its children inherit it; twice is as once."""
     with contextlib.suppress(OSError):
-        os.nice(nice)
+        os.setpriority(os.PRIO_PROCESS, pid, max(nice, os.getpriority(os.PRIO_PROCESS, pid)))
     if nice >= 10:
         # Batch: a script's thread that wakes up gets its core back at once. Not SCHED_IDLE: beside a script whose
         # threads spin on every core it would get nothing at all, and no kernel would ever be tuned.
         with contextlib.suppress(OSError, AttributeError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
         with contextlib.suppress(OSError, ValueError, AttributeError, psutil.Error):
-            psutil.Process().ionice(_IDLE_IO)
+            psutil.Process(pid or None).ionice(_IDLE_IO)
         # Where the kernel groups processes by session, ours is as heavy as the script's whatever its nice value is.
         with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(nice))
+            Path(f"/proc/{pid or 'self'}/autogroup").write_text(str(nice))
 
 
 def is_alive(pid: int) -> bool:

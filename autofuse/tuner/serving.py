@@ -9,7 +9,6 @@ cannot be used just now, its requests fail at once, so that nobody waits for the
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import socket
@@ -21,8 +20,8 @@ from typing import IO
 import psutil
 
 from autofuse.codegen.c.build import find_toolchain
-from autofuse.codegen.generator import CODEGEN_VERSION
 from autofuse.codegen.triton.key import find_triton
+from autofuse.codegen.version import versions
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
@@ -73,12 +72,6 @@ NOT_READY_SECONDS = 60.0  # how long that is believed: each try starts a process
 OTHER_DEVICES = ("cuda:", "interpreter:")  # beginnings of keys: every GPU of this machine
 CUT_BELOW = 1.15  # speedup of one kernel below which it is also tried as two
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
-
-
-def versions() -> str:
-    """What besides the device a decision depends on, as sessions write it, without importing torch."""
-    minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
-    return f"torch {minor}, codegen {CODEGEN_VERSION}"
 
 
 class TuningLoop:

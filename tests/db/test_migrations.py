@@ -16,7 +16,7 @@ from sqlalchemy import create_engine
 from store_records import DEVICE, TRITON_FILES, VERSIONS, decision, gpu_kernel, kernel, use
 
 from autofuse.db import connection as opening
-from autofuse.db.migrate import revisions
+from autofuse.db.migrate import revisions, upgrade
 from autofuse.db.models import Base
 from autofuse.db.store import Store
 from autofuse.errors import StoreVersionError
@@ -30,11 +30,32 @@ def set_revision(path: Path, revision: str) -> None:
     connection.close()
 
 
-def test_migrations_make_what_the_models_say(store: Store, path: Path) -> None:
-    engine = create_engine(f"sqlite:///{path}")
-    with engine.connect() as connection:
+def schema_of(path: Path) -> dict[str, object]:
+    """Tables with their columns, keys and indices, whatever their order; what marks the file as ours."""
+    with sqlite3.connect(path) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found: dict[str, object] = {"id": connection.execute("PRAGMA application_id").fetchone()}
+        found["version"] = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+        for table in tables:
+            indices = connection.execute(f"PRAGMA index_list({table})").fetchall()
+            keyed = [(connection.execute(f"PRAGMA index_info({i[1]})").fetchall(), i[2], i[3]) for i in indices]
+            found[table] = (
+                sorted(repr(column[1:]) for column in connection.execute(f"PRAGMA table_info({table})")),
+                sorted(repr(key[2:]) for key in connection.execute(f"PRAGMA foreign_key_list({table})")),
+                sorted(repr(([name for _, _, name in columns], *rest)) for columns, *rest in keyed),
+            )
+    connection.close()
+    return found
+
+
+def test_migrations_make_what_the_models_say(store: Store, path: Path, tmp_path: Path) -> None:
+    migrated = tmp_path / "migrated.db"
+    engine = create_engine(f"sqlite:///{migrated}")
+    with engine.begin() as connection:
+        upgrade(connection)
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
     engine.dispose()
+    assert schema_of(migrated) == schema_of(path)  # a new store is made from the models
 
 
 def test_known_revisions_are_alembics() -> None:

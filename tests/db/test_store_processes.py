@@ -84,28 +84,48 @@ def test_a_writer_killed_in_mid_transaction_leaves_no_trace(store: Store, path: 
     connection.close()
 
 
-def test_an_upgrade_killed_half_way_leaves_an_empty_file(path: Path) -> None:
+def killed_half_way(path: Path, code: str) -> None:
+    """Open a store in a process that ``code`` has end at the wrong moment."""
     code = f"""
 import os, signal
 from pathlib import Path
-from alembic import op
+def kill(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+{code}
 from autofuse.db.store import Store
-original, made = op.create_table, []
-def create_table(name, *args, **kwargs):
-    made.append(name)
-    if len(made) == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(name, *args, **kwargs)
-op.create_table = create_table
 Store.open(Path({str(path)!r}))
 """
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+
+
+def test_a_store_killed_half_made_is_an_empty_file(path: Path) -> None:
+    code = """
+from sqlalchemy import event
+from autofuse.db.models import Base
+event.listen(Base.metadata.sorted_tables[5], "after_create", kill)
+"""
+    killed_half_way(path, code)
     connection = sqlite3.connect(path)
     assert connection.execute("SELECT name FROM sqlite_master").fetchall() == []
     connection.close()
     with Store.open(path) as store:
         assert store.runs() == []
+
+
+def test_an_upgrade_killed_half_way_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+    connection = sqlite3.connect(path)
+    connection.executescript((Path(__file__).with_name("assets") / "schema_0001.sql").read_text())
+    before = connection.execute("SELECT name, sql FROM sqlite_master").fetchall()
+    connection.close()
+    path.chmod(0o600)
+    killed_half_way(path, "from alembic import op; op.create_table = kill")
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT name, sql FROM sqlite_master").fetchall() == before
+    connection.close()
+    with Store.open(path) as store:
+        assert store.run(1).command == "train.py"
 
 
 def test_a_request_is_taken_once(path: Path) -> None:

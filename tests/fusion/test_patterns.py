@@ -61,8 +61,8 @@ def planned(session, model, *inputs):
         split_dropout(module)
         imported = import_graph(module)
         g = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)
-        nodes = session.plan_nodes(g)
-        found.append((nodes, session.plan_groups(g, nodes, imported.derived)))
+        nodes = session.planner.plan_nodes(g)
+        found.append((nodes, session.planner.plan_groups(g, nodes, imported.derived)))
         return boxed(module.forward)
 
     torch.compile(model, backend=lambda module, example: compile_with(module, example, keep))(*inputs)
@@ -76,7 +76,7 @@ def refusals(session):
 
 
 def used(session):
-    return session.engine.get_fusion_stats()["patterns_used"]
+    return session.planner.engine.get_fusion_stats()["patterns_used"]
 
 
 # ---- the seeds' examples ------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def used(session):
 
 def test_linear_relu_dropout_in_training(tmp_path):
     session = make_session(tmp_path)
-    session.engine.register_pattern(ACTIVATION)
+    session.planner.engine.register_pattern(ACTIVATION)
     nodes, groups = planned(session, Activation().train(), torch.randn(8, 16))
     assert any(name.startswith("relu + dropout_scale") for name in nodes)
     assert any(name.startswith("addmm + relu + dropout_scale") for name in groups)
@@ -93,7 +93,7 @@ def test_linear_relu_dropout_in_training(tmp_path):
 
 def test_attention_with_scale_and_mask(tmp_path):
     session = make_session(tmp_path)
-    session.engine.register_pattern(ATTENTION)
+    session.planner.engine.register_pattern(ATTENTION)
     heads = [torch.randn(2, 4, size, 8) for size in (6, 7, 7)]
     _, groups = planned(session, Attention(), *heads, torch.randn(6, 7))
     assert groups == ["bmm + div + add + softmax + bmm"]
@@ -102,7 +102,7 @@ def test_attention_with_scale_and_mask(tmp_path):
 
 def test_a_pattern_that_no_group_takes_in_is_refused(tmp_path):
     session = make_session(tmp_path)
-    session.engine.register_pattern(FusionPattern("two_products", ["linear", "linear"], "matmul"))
+    session.planner.engine.register_pattern(FusionPattern("two_products", ["linear", "linear"], "matmul"))
     planned(session, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8))
     assert refusals(session) == ["pattern 'two_products': nothing here can run these operators as one"]
     assert "two_products" not in used(session)
@@ -110,7 +110,7 @@ def test_a_pattern_that_no_group_takes_in_is_refused(tmp_path):
 
 def test_what_is_switched_off_is_named(tmp_path):
     session = make_session(tmp_path, enable_matmul=False)
-    session.engine.register_pattern(ACTIVATION)
+    session.planner.engine.register_pattern(ACTIVATION)
     _, groups = planned(session, Activation(), torch.randn(8, 16))
     assert groups == [] and refusals(session) == [
         "pattern 'custom_activation': enable_matmul is off, which addmm needs"
@@ -159,7 +159,7 @@ def test_python_registration_reaches_the_running_session_and_later_ones(tmp_path
     autofuse.register_pattern(FusionPattern("low", ["mul", "relu"]), priority=-1)
     autofuse.register_pattern(ACTIVATION)
     for session in (running, make_session(tmp_path)):
-        assert [p.name for p in session.engine.patterns] == ["custom_activation", "low"]
+        assert [p.name for p in session.planner.engine.patterns] == ["custom_activation", "low"]
         planned(session, Activation(), torch.randn(8, 16))
         assert used(session)["custom_activation"] == 1
     with pytest.raises(FusionError, match="'low' twice"):
@@ -179,7 +179,7 @@ def test_larger_priority_goes_first():
 
 def test_enabled_patterns_choose(tmp_path):
     session = make_session(tmp_path, enabled_patterns="other")
-    session.engine.register_pattern(ACTIVATION)
+    session.planner.engine.register_pattern(ACTIVATION)
     planned(session, Activation(), torch.randn(8, 16))
     assert "custom_activation" not in used(session)
 
@@ -202,8 +202,10 @@ priority = 10
 def test_a_session_reads_the_file_that_is_set(tmp_path):
     (tmp_path / "patterns.toml").write_text(SEEDS)
     session = make_session(tmp_path, patterns="patterns.toml")
-    session._load_patterns()
-    assert session.engine.patterns == [FusionPattern("fused_attention", ATTENTION.ops, "attention", 10), ACTIVATION]
+    assert session.planner.engine.patterns == [
+        FusionPattern("fused_attention", ATTENTION.ops, "attention", 10),
+        ACTIVATION,
+    ]
     planned(session, Activation(), torch.randn(8, 16))
     assert used(session)["custom_activation"] == 1
 
@@ -254,8 +256,7 @@ def test_other_ways_in_say_it_once_and_go_on(tmp_path, capfd):
     (tmp_path / "patterns.toml").write_text("nonsense = 1")
     names = {"run.store": str(tmp_path / "s.db"), "fusion.patterns": str(tmp_path / "patterns.toml")}
     session = Session(load(names, {}, tmp_path), "test")
-    session._load_patterns()
-    assert session.engine.patterns == [] and "expected tables [[pattern]]" in capfd.readouterr().err
+    assert session.planner.engine.patterns == [] and "expected tables [[pattern]]" in capfd.readouterr().err
 
 
 def test_unknown_operators_are_refused_with_the_nearest_names():

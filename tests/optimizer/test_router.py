@@ -20,8 +20,8 @@ from autofuse.codegen.triton.source import TritonSource
 from autofuse.ir.operation import NodeForm
 from autofuse.optimizer import router
 from autofuse.optimizer.form import StepForm
+from autofuse.optimizer.hook import OptimizerHook
 from autofuse.optimizer.printer import print_step
-from autofuse.optimizer.router import OptimizerRouter
 from autofuse.optimizer.triton_printer import print_triton_step
 from autofuse.runtime.backends import Place
 from autofuse.tuner.interpreter_worker import Interpreted
@@ -39,12 +39,18 @@ class Calls:
         self.events: list[str] = []
         self.backstage = SimpleNamespace(post_event=lambda event: self.events.append(event.message))
         self.mode, self.threads = "background", 2
-        self.backends = SimpleNamespace(place=lambda _: "cpu")
+        self.is_loaded = True
         candidate = SimpleNamespace(variant=variant)
         decision = SimpleNamespace(candidate=candidate, compile_key="key" if variant.endswith("_multi") else None)
-        self.table = SimpleNamespace(find=lambda *_: decision)
-        self.shelf = SimpleNamespace(entry=lambda *_: self._entry())
-        self.router = OptimizerRouter(self)  # type: ignore[arg-type]
+        self.catalogue = SimpleNamespace(
+            backends=SimpleNamespace(place=lambda _: "cpu"),
+            table=SimpleNamespace(find=lambda *_: decision),
+            shelf=SimpleNamespace(entry=lambda *_: self._entry()),
+        )
+        self.hook = OptimizerHook(self)  # type: ignore[arg-type]
+        router = self.hook._load()
+        assert router is not None
+        self.router = router
 
     def _entry(self) -> Any:
         form = next(g.form for g in self.router._groups.values() if g.call is None)
@@ -86,9 +92,9 @@ class Counted(Interpreted):
 @pytest.fixture
 def calls(request: pytest.FixtureRequest) -> Iterator[Calls]:
     made = Calls(getattr(request, "param", "c_multi"))
-    made.router.install()
+    made.hook.install()
     yield made
-    made.router.uninstall()
+    made.hook.uninstall()
 
 
 def trained(name: str, params: list[Tensor], steps: int = 4, **options: Any) -> torch.optim.Optimizer:
@@ -111,7 +117,7 @@ def both(calls: Calls, name: str, make: Callable[[], list[Tensor]], **options: A
     """Parameters after the same steps: under the router, compared with torch's own."""
     ours, plain = make(), make()
     trained(name, ours, **options)
-    calls.router.uninstall()
+    calls.hook.uninstall()
     trained(name, plain, **options)
     for found, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -225,7 +231,7 @@ def test_new_gradients_states_and_rates_are_seen(calls: Calls) -> None:
 
     ours = run()
     assert calls.kernels == 7
-    calls.router.uninstall()
+    calls.hook.uninstall()
     for found, expected in zip(ours, run(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -258,9 +264,9 @@ def on_gpu(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(router, "DEVICES", ("cpu", "meta"))
     monkeypatch.setattr(router, "is_capturing", lambda: recording[0])
     place = Place(META, "cuda:GPU:1:sm_90:1GiB", 0)
-    calls.backends = SimpleNamespace(place=lambda device: place if device == META else None)
-    calls.tunable = calls.backends.place  # type: ignore[attr-defined]
-    calls.table = SimpleNamespace(find=lambda *_: None)
+    calls.catalogue.backends = SimpleNamespace(place=lambda device: place if device == META else None)
+    calls.tunable = calls.catalogue.backends.place  # type: ignore[attr-defined]
+    calls.catalogue.table = SimpleNamespace(find=lambda *_: None)
     calls.versions = "torch 2.13"  # type: ignore[attr-defined]
     calls.backstage = SimpleNamespace(post_event=lambda event: calls.events.append(event.message), run_id=1)
     return recording
@@ -298,7 +304,7 @@ def test_parameters_on_several_devices_are_torchs_own(calls: Calls, on_gpu: list
 
 def test_a_recorded_graph_has_torchs_own_step(calls: Calls, on_gpu: list[bool]) -> None:
     looked: list[Any] = []
-    calls.table = SimpleNamespace(find=lambda *found: looked.append(found))
+    calls.catalogue.table = SimpleNamespace(find=lambda *found: looked.append(found))
     on_gpu[0] = True
     params = meta_parameters(4)
     trained("SGD", params, lr=0.1)

@@ -343,7 +343,7 @@ def test_requests_name_the_model_of_the_nodes_device(session_with):
 @pytest.mark.parametrize(
     "missing, environment, kinds, said",
     [
-        ((), {"AUTOFUSE_CC": "/nowhere/cc"}, {"cuda"}, set()),
+        ((), {"AUTOFUSE_CC": "/nowhere/cc"}, {"cuda"}, {"no_compiler"}),
         (("triton",), {}, {"cpu"}, {"no_triton"}),
     ],
 )
@@ -352,7 +352,7 @@ def test_what_one_backend_lacks_does_not_stop_the_other(session_with, missing, e
     requests = requests_of(session, both, GPU, GPU, "cpu")
     assert {r.key.device.partition(":")[0] for r in requests} == kinds
     assert set(session._said) == said
-    problems = {d.type: session.backends.problem(d) for d in (GPU, torch.device("cpu"))}
+    problems = {d.type: session.catalogue.backends.problem(d) for d in (GPU, torch.device("cpu"))}
     assert {kind for kind, problem in problems.items() if problem is None} == kinds
 
 
@@ -414,7 +414,7 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
             store.put_decision(Decision(key, bucket, candidate, compile_key, 2.0, 1.0, 2.0, 1.9, 2.1, "won"))
     session.backstage.start()
     try:
-        assert session.backstage.wait_ready(10.0) and not len(session.table)
+        assert session.backstage.wait_ready(10.0) and not len(session.catalogue.table)
         session.use_device(GPU)
         choice = session.choose("n", (), GPU)
         assert isinstance(choice.entry, LoadedArtifact) and choice.entry.device_index == 0
@@ -425,4 +425,4 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
     finally:
         session.backstage.stop()
     with Store.open(session.settings.run.store) as store:
-        assert store.get_kernel(launcher.launcher_key(session.toolchain).digest).name == "af_launch"
+        assert store.get_kernel(launcher.launcher_key(session.catalogue.toolchain).digest).name == "af_launch"

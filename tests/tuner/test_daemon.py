@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from autofuse.codegen.generator import CODEGEN_VERSION
+from autofuse.codegen.version import CODEGEN_VERSION, versions
 from autofuse.db.store import Store
 from autofuse.errors import DaemonError
 from autofuse.ir.device import cpu_device
@@ -25,7 +25,7 @@ from autofuse.ir.records import RunStart, TuneRequest
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon
 from autofuse.tuner.manners import BURST_SECONDS, CpuShare, OtherWork
-from autofuse.tuner.serving import TuningLoop, versions
+from autofuse.tuner.serving import TuningLoop
 from tests.tuner.nodes import chain_form, matmul_form, request
 
 FORM = chain_form()
