@@ -97,10 +97,13 @@ class OptimizerHook:
         return isinstance(params, list) and bool(params) and getattr(params[0], "is_cuda", False)
 
     def _load(self) -> OptimizerRouter | None:
+        began = perf_counter()
         try:
             from autofuse.optimizer.router import OptimizerRouter
 
+            assert self._session.catalogue is not None  # brings it
             self.router = OptimizerRouter(self._session)
+            self._session.capture_seconds += perf_counter() - began
         except Exception as error:
             self._failed = True
             self._session.report_fallback("optimizer_unknown", "optimizers' steps stay torch's own", error)

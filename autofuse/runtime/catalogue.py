@@ -142,10 +142,6 @@ class Catalogue:
         """The C compiler, None where there is none."""
         return self.backends.cpu.toolchain
 
-    def tunable(self, device: torch.device) -> Place | None:
-        """Where a node's decisions belong, None where nothing can be tuned for the device."""
-        return None if self.backends.problem(device) else self.backends.place(device)
-
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
         """What is decided for a node, as far as its kernel is here and ``run.fuel`` lasts."""
         place = self.backends.place(device)

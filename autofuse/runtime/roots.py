@@ -512,8 +512,11 @@ class Root:
         self.reason, self.detail = advice.reason, advice.detail
         self.predicted_seconds = advice.predicted_seconds
         if advice.capture:
+            began = time.perf_counter()
             session.use_device(device)
-            if session.tunable(device) is None and not len(session.catalogue.table) and not capture.at_once:
+            is_useless = session.tunable(device) is None and not len(session.catalogue.table)
+            session.capture_seconds += time.perf_counter() - began
+            if is_useless and not capture.at_once:
                 self.state, self.reason = "eager", "nothing_to_run"
                 self.detail = "no kernel is stored for this device, and none can be made for it"
                 self.roots.observer.decide(self.key)

@@ -68,6 +68,7 @@ class Session:
         self._finished = False
         self._exit_code: int | None = None
         self._knows_roots = False
+        self._unusable: set[torch.device] = set()
         self._loading = threading.RLock()
         self._catalogue: Catalogue | None = None
         self._planner: Planner | None = None
@@ -154,28 +155,28 @@ class Session:
         return settings.run.store.with_name(settings.run.store.name + ".graphs")
 
     def use_device(self, device: torch.device) -> None:
-        """The script has tensors there: read what is decided for its model, say once what it lacks."""
+        """The script has tensors there: read what is decided for its model."""
         try:
             is_new = self.catalogue.backends.use(device)
         except Exception as error:
             self.report_fallback("device_unknown", f"{device} runs on eager's kernels", error)
             return
         if is_new:
-            self.say_problem(device)
             self.backstage.absorb_again(ABSORB_SECONDS)
-
-    def say_problem(self, device: torch.device) -> None:
-        problem = self.catalogue.backends.problem(device)
-        if problem is not None:
-            self.say_once(*problem)
 
     def make_timer(self, device: torch.device) -> NodeTimer:
         """For one node of a GPU."""
         return NodeTimer(self.roots.timer, device.index)
 
     def tunable(self, device: torch.device) -> Place | None:
-        """Where a node's decisions belong, None where nothing can be tuned for the device."""
-        return self.catalogue.tunable(device)
+        """Where a node's decisions belong; None where nothing can be tuned for the device, which is said once."""
+        problem = self.catalogue.backends.problem(device)
+        if problem is None:
+            return self.catalogue.backends.place(device)
+        if device not in self._unusable:
+            self._unusable.add(device)
+            self.say_once(*problem)
+        return None
 
     @property
     def threads(self) -> int:

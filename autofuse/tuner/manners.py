@@ -18,6 +18,8 @@ import psutil
 
 BURST_SECONDS = 0.25  # CPU time that may be used at once before the share counts
 NAP_SECONDS = 0.05
+LEAST_PERCENT = 1.0  # of one core
+SETTLED_SECONDS = 120.0  # a script that has run for so long is taken for one that goes on
 LOOK_SECONDS = 0.5
 OTHERS_SHARE = 0.3  # of one core: more than a desktop at rest, less than any training
 _IDLE_IO = 3  # ionice's class "idle"
@@ -28,17 +30,18 @@ class CpuShare:
 
     def __init__(
         self,
-        percent: float,
+        percent: Callable[[], float],
         cpu_seconds: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``percent`` of one core; ``cpu_seconds``: used so far by all that counts."""
-        self._share = percent / 100.0
+        """``percent`` of one core, just now; ``cpu_seconds``: used so far by all that counts."""
+        self._percent = percent
         self._cpu_seconds = cpu_seconds
         self._clock = clock
         self._sleep = sleep
         self._tokens = BURST_SECONDS
+        self._share = percent() / 100.0
         self._seen = (clock(), cpu_seconds())
         self.rested_seconds = 0.0
 
@@ -56,9 +59,19 @@ class CpuShare:
 
     def _account(self) -> None:
         at, used = self._clock(), self._cpu_seconds()
+        self._share = max(self._percent(), LEAST_PERCENT) / 100.0
         earned = (at - self._seen[0]) * self._share
         self._tokens = min(BURST_SECONDS, self._tokens + earned - max(0.0, used - self._seen[1]))
         self._seen = (at, used)
+
+
+def young_share(age_seconds: float) -> float:
+    """The part of its share that the daemon takes beside a script of this age.
+
+    What is tuned beside a script that ends within a minute comes too late for it, and no later for the next run if it
+    is tuned when the script has ended; where the script fills all cores each second of it is lost.
+    """
+    return min(1.0, max(0.0, age_seconds) / SETTLED_SECONDS)
 
 
 def cpu_seconds(*worker_pids: int) -> float:

@@ -46,7 +46,7 @@ from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, Trito
 from autofuse.tuner.buckets import distance
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
 from autofuse.tuner.job import Job, JobLimits, Outcome
-from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive
+from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive, young_share
 from autofuse.tuner.pipes import Interrupted
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.visible_devices import as_seen_by
@@ -100,13 +100,13 @@ class TuningLoop:
         self._compiler: TritonCompiler | None = None
         self._versions = versions()
         self._started_at = time.time()
-        self._share = CpuShare(settings.tuner.cpu_percent, self._cpu_seconds)
+        self._scripts: tuple[float, float | None] = (0.0, None)  # when looked, age of the youngest script that runs
+        self._share = CpuShare(self._percent, self._cpu_seconds)
         self._others = OtherWork(self._cpu_seconds)
         self._winners: dict[str, dict[Bucket, Config]] = {}
         self._spent: dict[int, float] = {}  # seconds of work by run
         self._parked: list[TuneRequest] = []  # of runs whose budget is spent
         self._parked_at = 0.0
-        self._scripts = (0.0, False)  # when looked, whether one runs
         self._seen_version = -1
         self._looked_at = 0.0
         self._beat_at = 0.0
@@ -454,15 +454,21 @@ class TuningLoop:
 
     def _disturbs(self) -> bool:
         """Whether there is anybody to yield to: a script of ours, or whatever else keeps the machine busy."""
-        return self._others.is_busy() or self._a_script_runs()
+        return self._others.is_busy() or self._script_age() is not None
 
-    def _a_script_runs(self) -> bool:
-        looked_at, found = self._scripts
+    def _percent(self) -> float:
+        age = self._script_age()
+        return self.settings.tuner.cpu_percent * (1.0 if age is None else young_share(age))
+
+    def _script_age(self) -> float | None:
+        """Seconds that the youngest running script of this store has run, None where there is none."""
+        looked_at, age = self._scripts
         if time.monotonic() - looked_at > SCRIPTS_SECONDS:
             runs = self._store.runs(RECENT_RUNS)
-            found = any(run.finished_at is None and is_alive(run.pid) for run in runs)
-            self._scripts = (time.monotonic(), found)
-        return found
+            began = [run.started_at for run in runs if run.finished_at is None and is_alive(run.pid)]
+            age = time.time() - max(began) if began else None
+            self._scripts = (time.monotonic(), age)
+        return age
 
     def _beat(self, state: str, at_once: bool = False) -> None:
         if at_once or time.monotonic() - self._beat_at > HEARTBEAT_SECONDS:

@@ -90,11 +90,10 @@ def test_the_second_run_fuses_from_its_first_call_and_tunes_nothing(tuned, expec
 
 def test_frozen_and_off_use_what_is_stored(tuned, expected):
     store, _ = tuned
-    before = report(store)["queue"]
     for option in (("--frozen",), ("--tune", "off")):
         check_losses(autofuse("run", *option, "--store", store, SCRIPT), expected)
-    after = report(store)
-    assert after["totals"]["fused_calls"] > 0 and after["queue"] == before
+        found = report(store)
+        assert found["totals"]["fused_calls"] > 0 and not any(found["queue"].values())  # this run asked for nothing
 
 
 def test_the_other_two_ways_in(tuned, tmp_path, expected):

@@ -18,7 +18,7 @@ from autofuse.codegen.c.build import compile_source, find_toolchain, flags_for
 from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.triton.source import TritonSource
 from autofuse.ir.operation import NodeForm
-from autofuse.optimizer import router
+from autofuse.optimizer import hook, router
 from autofuse.optimizer.form import StepForm
 from autofuse.optimizer.hook import OptimizerHook
 from autofuse.optimizer.printer import print_step
@@ -38,7 +38,7 @@ class Calls:
         self.said: list[str] = []
         self.events: list[str] = []
         self.backstage = SimpleNamespace(post_event=lambda event: self.events.append(event.message))
-        self.mode, self.threads = "background", 2
+        self.mode, self.threads, self.capture_seconds = "background", 2, 0.0
         self.is_loaded = True
         candidate = SimpleNamespace(variant=variant)
         decision = SimpleNamespace(candidate=candidate, compile_key="key" if variant.endswith("_multi") else None)
@@ -312,3 +312,28 @@ def test_a_recorded_graph_has_torchs_own_step(calls: Calls, on_gpu: list[bool]) 
     on_gpu[0] = False
     trained("SGD", params, lr=0.1)
     assert looked
+
+
+def test_a_script_pays_for_the_router_once_it_has_spent_as_much(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls.is_loaded = False
+    calls.hook.router = None
+    first = trained("SGD", parameters(8), 3)
+    assert calls.hook.router is None and 0.0 < calls.hook._spent < hook.IMPORT_SECONDS and not calls.kernels
+    monkeypatch.setattr(hook, "IMPORT_SECONDS", calls.hook._spent)
+    second = trained("SGD", parameters(8), 3)
+    assert calls.hook.router is not None and calls.capture_seconds > 0.0
+    assert torch.equal(first.param_groups[0]["params"][0], second.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize("way", ["loaded", "wait"])
+def test_the_router_comes_at_once_where_it_costs_no_more(calls: Calls, way: str) -> None:
+    calls.hook.router = None
+    calls.is_loaded, calls.mode = way == "loaded", "wait" if way == "wait" else "background"
+    trained("SGD", parameters(8), 1)
+    assert calls.hook.router is not None
+
+
+def test_a_router_that_cannot_be_brought_is_said_once(calls: Calls) -> None:
+    calls.hook.router, calls.catalogue = None, None  # type: ignore[assignment]
+    trained("SGD", parameters(8), 3)
+    assert calls.hook.router is None and len(calls.said) == 1 and "stay torch's own" in calls.said[0]

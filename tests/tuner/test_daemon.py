@@ -24,7 +24,7 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.records import RunStart, TuneRequest
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon
-from autofuse.tuner.manners import BURST_SECONDS, CpuShare, OtherWork
+from autofuse.tuner.manners import BURST_SECONDS, SETTLED_SECONDS, CpuShare, OtherWork, young_share
 from autofuse.tuner.serving import TuningLoop
 from tests.tuner.nodes import chain_form, matmul_form, request
 
@@ -239,7 +239,7 @@ class Clock:
 
 def test_the_share_of_a_core_is_kept() -> None:
     clock = Clock()
-    share = CpuShare(25.0, lambda: clock.used, lambda: clock.now, clock.sleep)
+    share = CpuShare(lambda: 25.0, lambda: clock.used, lambda: clock.now, clock.sleep)
     for _ in range(40):
         share.rest(lambda: True)
         clock.work(0.1)
@@ -247,9 +247,23 @@ def test_the_share_of_a_core_is_kept() -> None:
     assert share.rested_seconds == pytest.approx(clock.now - clock.used)
 
 
+def test_little_is_taken_beside_a_script_that_has_only_begun() -> None:
+    clock = Clock()
+    share = CpuShare(lambda: 50.0 * young_share(clock.now), lambda: clock.used, lambda: clock.now, clock.sleep)
+    used = {}
+    while clock.now < 4 * SETTLED_SECONDS:
+        share.rest(lambda: True)
+        clock.work(0.1)
+        used[round(clock.now)] = clock.used
+    minute = max(seconds for seconds in used if seconds <= SETTLED_SECONDS / 2)
+    assert used[minute] <= 0.5 * minute / 4 + 2 * BURST_SECONDS  # the mean of the shares so far is a quarter
+    assert clock.used == pytest.approx(0.5 * (clock.now - SETTLED_SECONDS / 2), rel=0.02)
+    assert young_share(-5.0) == 0.0 and young_share(1e9) == 1.0
+
+
 def test_nobody_rests_while_somebody_waits_and_nothing_is_owed_for_it() -> None:
     clock = Clock()
-    share = CpuShare(10.0, lambda: clock.used, lambda: clock.now, clock.sleep)
+    share = CpuShare(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep)
     clock.work(100.0)
     share.rest(lambda: False)
     assert share.rested_seconds == 0.0
