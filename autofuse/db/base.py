@@ -9,6 +9,7 @@ a store may be used from several threads (one at a time) and survives a fork.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sqlite3
@@ -17,10 +18,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.exc import SQLAlchemyError
 
 from autofuse.db import models
@@ -124,30 +125,35 @@ def upsert(
 ) -> None:
     """Insert ``rows``; where ``keys`` exist already, bring the columns ``update`` up to date."""
     values = [dict(row) for row in rows]
-    if not values:
-        return
+    if values:
+        connection.execute(_upsert(model, tuple(keys), tuple(update)), values)
+
+
+@functools.cache
+def _upsert(model: type[models.Base], keys: tuple[str, ...], update: tuple[str, ...]) -> Insert:
+    """Once for each: making a statement takes longer than running it."""
     statement = insert(model)
-    if update:
-        statement = statement.on_conflict_do_update(
-            index_elements=list(keys), set_={name: statement.excluded[name] for name in update}
-        )
-    else:
-        statement = statement.on_conflict_do_nothing(index_elements=list(keys))
-    connection.execute(statement, values)
+    if not update:
+        return statement.on_conflict_do_nothing(index_elements=list(keys))
+    return statement.on_conflict_do_update(
+        index_elements=list(keys), set_={name: statement.excluded[name] for name in update}
+    )
 
 
-def put_key(connection: Connection, key: DecisionKey) -> str:
-    """Store the fields of ``key`` beside its digest, and return the digest."""
-    row = {
-        "digest": key.digest,
-        "fusion_id": key.fusion_id,
-        "bucket": key.bucket,
-        "device": key.device,
-        "threads": key.threads,
-        "versions": key.versions,
-    }
-    upsert(connection, models.DecisionKeyRow, [row], ["digest"], [])
-    return key.digest
+def put_keys(connection: Connection, keys: Iterable[DecisionKey]) -> None:
+    """Store the fields of keys beside their digests."""
+    rows = [
+        {
+            "digest": key.digest,
+            "fusion_id": key.fusion_id,
+            "bucket": key.bucket,
+            "device": key.device,
+            "threads": key.threads,
+            "versions": key.versions,
+        }
+        for key in keys
+    ]
+    upsert(connection, models.DecisionKeyRow, rows, ["digest"], [])
 
 
 def key_of(row: Any) -> DecisionKey:
@@ -155,29 +161,39 @@ def key_of(row: Any) -> DecisionKey:
     return DecisionKey(row.fusion_id, row.bucket, row.device, row.threads, row.versions)
 
 
-def put_node(
-    connection: Connection, fusion_id: str, form: Mapping[str, Any], label: str, operations: str, source: str
-) -> None:
-    """Store a node; a text that is known by now fills one that was not."""
-    row = {
-        "fusion_id": fusion_id,
-        "label": label,
-        "operations": operations,
-        "form": dict(form),
-        "source": source,
-        "first_seen_at": now(),
-    }
-    known = [name for name in ("label", "operations", "source") if row[name]]
-    upsert(connection, models.Node, [row], ["fusion_id"], known)
+class NodeText(NamedTuple):
+    """A node with what is known of it for people."""
+
+    fusion_id: str
+    form: Mapping[str, Any]
+    operations: str
+    label: str = ""
+    source: str = ""
 
 
-def put_bucket(connection: Connection, fusion_id: str, bucket: Bucket) -> int:
-    """Store a bucket of a node and return its id."""
-    row = {"fusion_id": fusion_id, "label": bucket.label, "ranges": ranges_json(bucket)}
-    upsert(connection, models.BucketRow, [row], ["fusion_id", "label"], [])
+def put_nodes(connection: Connection, nodes: Iterable[NodeText]) -> None:
+    """Store nodes; a text that is known by now fills one that was not."""
+    texts = ("label", "operations", "source")
+    rows: dict[str, dict[str, Any]] = {}
+    for node in nodes:
+        row = rows.setdefault(node.fusion_id, {**dict.fromkeys(texts, ""), "first_seen_at": now()})
+        row |= {name: value for name, value in node._asdict().items() if value}
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # by the texts that are known
+    for row in rows.values():
+        alike.setdefault(tuple(name for name in texts if row[name]), []).append(row)
+    for known, group in alike.items():
+        upsert(connection, models.Node, group, ["fusion_id"], known)
+
+
+def put_buckets(connection: Connection, buckets: Iterable[tuple[str, Bucket]]) -> dict[tuple[str, str], int]:
+    """Store buckets of nodes, by fusion_id; their row numbers by fusion_id and label."""
+    rows = {(of, bucket.label): {"fusion_id": of, "label": bucket.label, "ranges": ranges_json(bucket)}
+            for of, bucket in buckets}  # fmt: skip
+    upsert(connection, models.BucketRow, rows.values(), ["fusion_id", "label"], [])
     table = models.BucketRow
-    query = select(table.id).where(table.fusion_id == fusion_id, table.label == bucket.label)
-    return connection.execute(query).scalar_one()
+    query = select(table.fusion_id, table.label, table.id).where(table.fusion_id.in_({of for of, _ in rows}))
+    found = {(of, label): number for of, label, number in connection.execute(query)}
+    return {key: found[key] for key in rows}
 
 
 def add_event_row(connection: Connection, run_id: int | None, event: Event) -> None:

@@ -16,7 +16,18 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from autofuse.db import kernel_cache, models, triton_files
-from autofuse.db.base import StoreBase, as_tuples, bucket_of, clean, key_of, key_text, now, put_key, ranges_json, upsert
+from autofuse.db.base import (
+    StoreBase,
+    as_tuples,
+    bucket_of,
+    clean,
+    key_of,
+    key_text,
+    now,
+    put_keys,
+    ranges_json,
+    upsert,
+)
 from autofuse.db.connection import is_private
 from autofuse.db.rows import KernelSource, StoredDecision, StoredMeasurement
 from autofuse.ir.records import Candidate, Decision, DecisionKey, KernelRecord, Measurement
@@ -38,7 +49,8 @@ class TuneResults(StoreBase):
             return
         table, at = models.CandidateRow, now()
         with self._write() as connection:
-            digest = put_key(connection, key)
+            digest = key.digest
+            put_keys(connection, [key])
             candidates = [
                 {"key": digest, "variant": item.candidate.variant, "config": key_text(item.candidate.config)}
                 for item in measurements
@@ -87,7 +99,8 @@ class TuneResults(StoreBase):
     def put_decision(self, decision: Decision) -> int:
         """Append a decision, which stands from now on; return its id."""
         with self._write() as connection:
-            digest = put_key(connection, decision.key)
+            digest = decision.key.digest
+            put_keys(connection, [decision.key])
             run_id = connection.execute(
                 select(models.Request.run_id).where(models.Request.key == digest)
             ).scalar_one_or_none()

@@ -17,14 +17,15 @@ from sqlalchemy.dialects.sqlite import insert
 
 from autofuse.db import models
 from autofuse.db.base import (
+    NodeText,
     StoreBase,
     as_tuples,
     bucket_of,
     clean,
     key_text,
     now,
-    put_bucket,
-    put_node,
+    put_buckets,
+    put_nodes,
     record_of,
     shapes_json,
     shapes_of,
@@ -170,26 +171,29 @@ class RunLog(StoreBase):
 
     def put_node_uses(self, run_id: int, uses: Iterable[NodeUse]) -> None:
         """Replace the counters of nodes in buckets of this run."""
+        uses = list(uses)
+        new = {_identity(use): use for use in uses if _identity(use) not in self._buckets}
         known = dict(self._buckets)  # of this transaction, until it is committed
         with self._write() as connection:
-            rows = []
-            for use in uses:
-                key = (use.fusion_id, use.bucket.label, use.source)
-                if key not in known:
-                    put_node(connection, use.fusion_id, use.node, use.label, use.operations, use.source)
-                    known[key] = put_bucket(connection, use.fusion_id, use.bucket)
-                rows.append(
-                    {
-                        "run_id": run_id,
-                        "bucket_id": known[key],
-                        "calls": use.calls,
-                        "fused_calls": use.fused_calls,
-                        "live_us": use.live_us,
-                        "time_share": use.time_share,
-                        "shapes": shapes_json(use.shapes),
-                        "source": use.source,
-                    }
+            if new:
+                put_nodes(
+                    connection, (NodeText(u.fusion_id, u.node, u.operations, u.label, u.source) for u in new.values())
                 )
+                numbers = put_buckets(connection, ((use.fusion_id, use.bucket) for use in new.values()))
+                known |= {key: numbers[use.fusion_id, use.bucket.label] for key, use in new.items()}
+            rows = [
+                {
+                    "run_id": run_id,
+                    "bucket_id": known[_identity(use)],
+                    "calls": use.calls,
+                    "fused_calls": use.fused_calls,
+                    "live_us": use.live_us,
+                    "time_share": use.time_share,
+                    "shapes": shapes_json(use.shapes),
+                    "source": use.source,
+                }
+                for use in uses
+            ]
             counters = ["calls", "fused_calls", "live_us", "time_share", "shapes", "source"]
             upsert(connection, models.NodeUseRow, rows, ["run_id", "bucket_id"], counters)
         self._buckets = known
@@ -342,6 +346,10 @@ class RunLog(StoreBase):
 
 
 # ---- rows -------------------------------------------------------------------------------------------
+
+
+def _identity(use: NodeUse) -> tuple[str, str, str]:
+    return use.fusion_id, use.bucket.label, use.source
 
 
 def _put_totals(connection: Connection, run_id: int, totals: RunTotals) -> None:

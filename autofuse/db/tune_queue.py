@@ -16,20 +16,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from sqlalchemy import Connection, func, or_, select, update
+from sqlalchemy import Connection, bindparam, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from autofuse.db import models
 from autofuse.db.base import (
+    NodeText,
     StoreBase,
     as_tuples,
     bucket_of,
     clean,
     key_of,
     now,
-    put_bucket,
-    put_key,
-    put_node,
+    put_buckets,
+    put_keys,
+    put_nodes,
     record_of,
     shapes_json,
     upsert,
@@ -51,11 +52,17 @@ class TuneQueue(StoreBase):
         A key that is queued or in work merges the observed shapes and calls and keeps its state. One that is
         decided or has failed is ignored, unless ``force`` asks for it anew.
         """
-        requests = list(requests)
-        if not requests:
+        pieces: list[dict[str, TuneRequest]] = []
+        for request in requests:
+            digest = request.key.digest
+            piece = next((piece for piece in pieces if digest not in piece), None)
+            if piece is None:
+                pieces.append(piece := {})
+            piece[digest] = request
+        if not pieces:
             return 0
         with self._write() as connection:
-            return sum(_add_request(connection, request, force) for request in requests)
+            return sum(_add_requests(connection, piece, force) for piece in pieces)
 
     def next_request(self, *devices: str, versions: str | None = None, pid: int | None = None) -> TuneRequest | None:
         """Take the queued request with the largest expected saving, or None; ``pid`` (ours) works on it now.
@@ -188,61 +195,87 @@ class TuneQueue(StoreBase):
 # ---- merging ------------------------------------------------------------------------------------------
 
 
-def _add_request(connection: Connection, request: TuneRequest, force: bool) -> bool:
-    """Insert or merge one request; whether it waits now and did not before."""
-    table = models.Request
-    digest = put_key(connection, request.key)
-    old = connection.execute(select(table).where(table.key == digest)).one_or_none()
-    decided = connection.execute(select(models.DecisionRow.id).where(models.DecisionRow.key == digest).limit(1)).first()
-    closed = decided is not None or (old is not None and old.status == "failed")
-    waits = old is not None and old.status in ("queued", "running")
-    if closed and not force and not waits:
-        return False
-    if old is None:
-        put_node(connection, request.key.fusion_id, request.node, "", _operations(request.node), "")
-        connection.execute(
-            insert(table).values(
-                key=digest,
-                bucket_id=put_bucket(connection, request.key.fusion_id, request.bucket),
-                calls=0,
-                unfused_us=0.0,
-                estimated_speedup=1.0,
-                expected_saving_us=0.0,
-                status="queued",
-                host="",
-                attempts=0,
-                message="",
-                created_at=now(),
-                updated_at=now(),
-            )
+def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], force: bool) -> int:
+    """Insert or merge requests by their keys' digests; how many wait now and did not before.
+
+    All at once, for a script that asks for hundreds shares its interpreter with this.
+    """
+    table, decisions = models.Request, models.DecisionRow
+    put_keys(connection, (request.key for request in requests.values()))
+    old = {row.key: row for row in connection.execute(select(table).where(table.key.in_(requests)))}
+    decided = set(connection.execute(select(decisions.key).where(decisions.key.in_(requests))).scalars())
+    waiting = {digest for digest, row in old.items() if row.status in ("queued", "running")}
+    closed = decided | {digest for digest, row in old.items() if row.status == "failed"}
+    if not force:
+        requests = {d: request for d, request in requests.items() if d in waiting or d not in closed}
+    if not requests:
+        return 0
+    _insert(connection, {d: request for d, request in requests.items() if d not in old})
+    calls = _merge(connection, requests)
+    rows = []
+    for digest, request in requests.items():
+        before = old.get(digest)
+        unfused_us = request.unfused_us or (before.unfused_us if before else 0.0)
+        merged = replace(request, calls=calls[digest], unfused_us=unfused_us)
+        again = {} if digest in waiting else {"status": "queued", "attempts": 0, "message": ""}
+        kept = {name: getattr(before, name) for name in ("status", "attempts", "message")} if before else {}
+        rows.append(
+            {
+                "digest": digest,
+                "calls": merged.calls,
+                "unfused_us": merged.unfused_us,
+                "estimated_speedup": merged.estimated_speedup,
+                "expected_saving_us": merged.expected_saving_us,
+                "run_id": request.run_id or (before.run_id if before else None),
+                "updated_at": now(),
+                **(again or kept),
+            }
         )
-    calls = _merge(connection, digest, request)
-    merged = replace(request, calls=calls, unfused_us=request.unfused_us or (old.unfused_us if old else 0.0))
-    values: dict[str, Any] = {
-        "calls": calls,
-        "unfused_us": merged.unfused_us,
-        "estimated_speedup": merged.estimated_speedup,
-        "expected_saving_us": merged.expected_saving_us,
-        "run_id": request.run_id or (old.run_id if old else None),
-        "updated_at": now(),
-    }
-    if not waits:
-        values |= {"status": "queued", "attempts": 0, "message": ""}
-    connection.execute(update(table).where(table.key == digest).values(**values))
-    return not waits
+    names = [name for name in rows[0] if name != "digest"]
+    changes: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
+    connection.execute(
+        update(table).where(table.key == bindparam("of")).values(**changes),
+        [{"of": row["digest"], **{f"new_{name}": row[name] for name in names}} for row in rows],
+    )
+    return len(requests.keys() - waiting)
 
 
-def _merge(connection: Connection, digest: str, request: TuneRequest) -> int:
-    """Store what the run of ``request`` saw so far; the calls of all runs."""
+def _insert(connection: Connection, requests: Mapping[str, TuneRequest]) -> None:
+    """Rows for requests that have none, without their counters."""
+    if not requests:
+        return
+    put_nodes(connection, (NodeText(r.key.fusion_id, r.node, _operations(r.node)) for r in requests.values()))
+    buckets = put_buckets(connection, ((r.key.fusion_id, r.bucket) for r in requests.values()))
+    rows = [
+        {
+            "key": digest,
+            "bucket_id": buckets[request.key.fusion_id, request.bucket.label],
+            "calls": 0,
+            "unfused_us": 0.0,
+            "estimated_speedup": 1.0,
+            "expected_saving_us": 0.0,
+            "status": "queued",
+            "host": "",
+            "attempts": 0,
+            "message": "",
+            "created_at": now(),
+            "updated_at": now(),
+        }
+        for digest, request in requests.items()
+    ]
+    connection.execute(insert(models.Request), rows)
+
+
+def _merge(connection: Connection, requests: Mapping[str, TuneRequest]) -> dict[str, int]:
+    """Store what the runs of requests saw so far; for each the calls of all runs."""
     table = models.RequestRun
-    row = {
-        "key": digest,
-        "run_id": request.run_id or _NO_RUN,
-        "calls": request.calls,
-        "shapes": shapes_json(request.shapes),
-    }
-    upsert(connection, table, [row], ["key", "run_id"], ["calls", "shapes"])
-    return connection.execute(select(func.sum(table.calls)).where(table.key == digest)).scalar_one()
+    rows = [
+        {"key": digest, "run_id": r.run_id or _NO_RUN, "calls": r.calls, "shapes": shapes_json(r.shapes)}
+        for digest, r in requests.items()
+    ]
+    upsert(connection, table, rows, ["key", "run_id"], ["calls", "shapes"])
+    query = select(table.key, func.sum(table.calls)).where(table.key.in_(requests)).group_by(table.key)
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def _merged_shapes(connection: Connection, digest: str) -> tuple[ObservedShape, ...]:

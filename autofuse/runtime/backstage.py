@@ -27,7 +27,7 @@ FLUSH_SECONDS = 1.0
 # A thread that computes in Python keeps another one from the interpreter for 5 ms whenever that comes back from an
 # operator. So work here is done in pieces, with rests in between in which the script finds the interpreter free.
 BREATH_SECONDS = 0.0003
-AT_ONCE = 2  # requests written in one piece while the script runs
+AT_ONCE = 16  # requests written in one piece while the script runs
 MOST_SHARE = 0.02  # of the time, for what is counted again and again
 
 
