@@ -24,6 +24,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from autofuse import late
 from autofuse.errors import UsageError
 
 
@@ -182,6 +183,8 @@ def _prepare_module(name: str) -> _Prepared:
 
 def _set_path(folder: str, *, always: bool = False) -> None:
     """Give the script its own ``sys.path[0]`` in place of ours; neither exists in safe-path mode."""
+    if "autofuse.runtime.session" in sys.modules and late.is_shadowed(folder):
+        late.import_all()
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif always:  # python puts a folder or zip file that it runs on the path even then

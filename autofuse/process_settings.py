@@ -13,7 +13,9 @@ import platform
 from collections.abc import Sequence
 from typing import Final
 
-from autofuse.db.glance import setting_decisions
+from autofuse.db.rows import SettingTrial
+from autofuse.db.store import Store
+from autofuse.errors import StoreError
 from autofuse.settings import Settings
 
 MALLOC: Final = "process.malloc"  # the setting's name, in trials and in reports
@@ -57,7 +59,7 @@ def resolve(settings: Settings, workload: str, device_key: str) -> Settings:
     """The settings with ``auto`` replaced by what trials of this script on this kind of machine have shown."""
     if settings.process.malloc != "auto":
         return settings
-    decision = latest_decision(setting_decisions(settings.run.store, device_key, MALLOC), workload) or "off"
+    decision = latest_decision(_trials(settings, device_key), workload) or "off"
     return settings.with_values({MALLOC: decision}, origin="measured" if decision == "on" else "not measured to win")
 
 
@@ -69,13 +71,21 @@ def apply_process_settings(settings: Settings) -> None:
         apply_threads(settings.process.threads)
 
 
-def latest_decision(decisions: Sequence[tuple[str, str]], workload: str) -> str | None:
-    """ "on" or "off" by the newest trial of the same script, whatever its arguments were; None without one.
+def _trials(settings: Settings, device_key: str) -> list[SettingTrial]:
+    if not settings.run.store.exists():
+        return []
+    try:
+        with Store.open(settings.run.store, readonly=True) as store:
+            return store.setting_trials(device_key)
+    except StoreError:
+        return []  # the session opens the store too, and says what is wrong with it
 
-    ``decisions``: (workload, decision), the newest last.
-    """
+
+def latest_decision(trials: Sequence[SettingTrial], workload: str) -> str | None:
+    """ "on" or "off" by the newest trial of the same script, whatever its arguments were; None without one."""
     script = script_of(workload)
-    return next((found for of, found in reversed(decisions) if script_of(of) == script), None)
+    fitting = [t for t in trials if t.setting == MALLOC and script_of(t.workload) == script]
+    return fitting[-1].decision if fitting else None
 
 
 def script_of(workload: str) -> str:

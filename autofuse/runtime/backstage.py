@@ -1,7 +1,8 @@
 """The background thread of a script: everything that touches the store.
 
 In: records posted by the script. Out: decisions and kernels put into memory, plans refreshed.
-Guarantee: the script never waits for the store, except where it asked to (``wait`` mode). A store that
+Guarantee: the script never waits for the store, except where it asked to (``wait`` mode). The thread imports no package
+that the script might import at the same time: two threads in one circle of imports see half of a module. A store that
 fails is reported in one line and then left alone; the script goes on with what is in memory.
 """
 
@@ -13,13 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Event, RunStart, TuneRequest
-
-if TYPE_CHECKING:
-    from autofuse.db.store import Store
 
 TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
 CALM_TICK_SECONDS = 0.25
@@ -166,8 +164,6 @@ class Backstage:
                 self._store.close()
 
     def _open(self) -> None:
-        from autofuse.db.store import Store  # 0.5 s, in which the script need not wait
-
         self._store = Store.open(self._path)
         self.run_id = self._store.start_run(self._start)
         self._absorb(self._store)

@@ -512,20 +512,28 @@ class Root:
         self.reason, self.detail = advice.reason, advice.detail
         self.predicted_seconds = advice.predicted_seconds
         if advice.capture:
-            began = time.perf_counter()
-            session.use_device(device)
-            is_useless = session.tunable(device) is None and not len(session.catalogue.table)
-            session.capture_seconds += time.perf_counter() - began
-            if is_useless and not capture.at_once:
-                self.state, self.reason = "eager", "nothing_to_run"
-                self.detail = "no kernel is stored for this device, and none can be made for it"
-                self.roots.observer.decide(self.key)
-            else:
-                self.capture()
+            try:
+                self._capture_for(device)
+            except Exception as error:
+                self._fail(error, False)
         elif advice.final:
             self.state = "eager"
             self._is_small = advice.reason == "too_small"
             self.roots.observer.decide(self.key)
+
+    def _capture_for(self, device: torch.device) -> None:
+        """Capture, unless there is nothing to run then: no kernel is stored for the device, and none can be made."""
+        session = self.session
+        began = time.perf_counter()
+        session.use_device(device)
+        is_useless = session.tunable(device) is None and not len(session.catalogue.table)
+        session.capture_seconds += time.perf_counter() - began
+        if not is_useless or session.settings.capture.at_once:
+            self.capture()
+            return
+        self.state, self.reason = "eager", "nothing_to_run"
+        self.detail = "no kernel is stored for this device, and none can be made for it"
+        self.roots.observer.decide(self.key)
 
     def capture(self) -> None:
         """From the next call on, run the captured graph."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.runtime.backstage import breathe
+from autofuse.tuner import daemon
 
 if TYPE_CHECKING:
     from autofuse.runtime.backends import Place
@@ -81,7 +82,6 @@ class TuningClient:
 
     def _wait_for_daemon(self, total: int, deadline: float) -> None:
         from autofuse.report.progress import TuningProgress  # 0.1 s of rich, for scripts that wait
-        from autofuse.tuner import daemon
 
         session = self._session
         restarts, began = 0, time.perf_counter()
@@ -116,8 +116,6 @@ class TuningClient:
 
     def _touch(self) -> None:
         """Tell the daemon that a script waits: it need not yield."""
-        from autofuse.tuner import daemon
-
         with contextlib.suppress(OSError):
             daemon.urgent_path(self._session.settings).touch()
 
@@ -187,8 +185,6 @@ class TuningClient:
         return found
 
     def _ensure_daemon(self) -> None:
-        from autofuse.tuner import daemon  # here: the store comes with it, which the background thread imports
-
         try:
             daemon.ensure_running(self._session.settings)
         except (AutofuseError, OSError) as error:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from autofuse.db.glance import setting_decisions
 from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
@@ -85,24 +84,11 @@ def test_a_script_is_the_same_with_other_arguments(command: str, script: str) ->
 
 
 def test_the_newest_trial_of_the_script_stands() -> None:
-    on, off = ("train.py --steps 3", "on"), ("train.py", "off")
+    on, off = trial_of(*[1.2] * 6), trial_of(*[1.0] * 6)
     assert latest_decision([off, on], "sub/train.py --steps 9") == "on"
     assert latest_decision([on, off], "train.py") == "off"
     assert latest_decision([on], "other.py") is None
-
-
-def test_a_glance_at_a_store_sees_what_the_store_says(tmp_path: Path) -> None:
-    path = tmp_path / "with space#.sqlite3"
-    assert setting_decisions(path, "cpu", MALLOC) == [] and not path.exists()
-    with Store.open(path) as store:
-        for trial in (trial_of(*[1.2] * 6), replace(trial_of(*[1.2] * 6), setting="process.threads")):
-            store.put_setting_trial(trial)
-            store.put_setting_trial(replace(trial, workload="other.py", decision="off"))
-        told = [(t.workload, t.decision) for t in store.setting_trials("cpu") if t.setting == MALLOC]
-        assert setting_decisions(path, "cpu", MALLOC) == told and len(told) == 2
-    assert setting_decisions(path, "another", MALLOC) == []
-    path.write_bytes(b"no database" * 1000)
-    assert setting_decisions(path, "cpu", MALLOC) == []
+    assert latest_decision([replace(on, setting="process.threads")], "train.py") is None
 
 
 def test_auto_follows_the_store(tmp_path: Path) -> None:
