@@ -9,8 +9,6 @@ from pathlib import Path
 from autofuse import late
 
 SCRIPT = """
-import sys
-assert "sympy" not in sys.modules
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters())
