@@ -183,8 +183,8 @@ def _prepare_module(name: str) -> _Prepared:
 
 def _set_path(folder: str, *, always: bool = False) -> None:
     """Give the script its own ``sys.path[0]`` in place of ours; neither exists in safe-path mode."""
-    if "autofuse.runtime.session" in sys.modules and late.is_shadowed(folder):
-        late.import_all()
+    if "autofuse.runtime.session" in sys.modules:
+        late.import_for(folder)
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif always:  # python puts a folder or zip file that it runs on the path even then

@@ -6,8 +6,10 @@ has such a name in it, everything is imported before the script runs.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
+import sys
 
 NAMES = (
     "alembic", "colorsys", "configparser", "graphlib", "html", "mako", "markupsafe", "mpmath", "pygments", "rich",
@@ -24,12 +26,19 @@ _MODULES = (
 )
 
 
-def is_shadowed(folder: str) -> bool:
-    """Whether a module in ``folder`` has the name of one that is imported late."""
-    return any(importlib.machinery.PathFinder.find_spec(name, [folder]) is not None for name in NAMES)
+def shadowed(folder: str) -> list[str]:
+    """Names of modules in ``folder`` that are also those of ones imported late."""
+    found = ((name, importlib.machinery.PathFinder.find_spec(name, [folder])) for name in NAMES)
+    return [name for name, spec in found if spec is not None and spec.loader is not None]
 
 
-def import_all() -> None:
-    """Now, not later."""
+def import_for(folder: str) -> None:
+    """Import all of it now if ``folder`` has such a name, and leave the name to the script."""
+    names = shadowed(folder)
+    if not names:
+        return
     for name in _MODULES:
-        importlib.import_module(name)
+        with contextlib.suppress(Exception):  # whoever needs it meets the error again, and says it
+            importlib.import_module(name)
+    for loaded in [n for n in sys.modules if n.partition(".")[0] in names]:
+        del sys.modules[loaded]

@@ -20,7 +20,6 @@ from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.key import find_triton
 from autofuse.errors import CompilerError
-from autofuse.ir.device import cpu_device
 from autofuse.ir.records import DeviceInfo, KernelRecord
 from autofuse.runtime.devices import CPU, gpu_device
 from autofuse.runtime.gpu.modules import load_artifact
@@ -54,15 +53,16 @@ class Backend(Protocol):
 class CpuBackend:
     """C kernels, compiled by the system's compiler."""
 
-    def __init__(self, cc: str | None) -> None:
+    def __init__(self, cc: str | None, device: DeviceInfo) -> None:
         self._cc = cc
+        self._device = device
 
     @functools.cached_property
-    def _found(self) -> Toolchain | CompilerError:
+    def _found(self) -> Toolchain | CompilerError | OSError:
         """Looked for when somebody asks: 0.5 s of its probes."""
         try:
             return find_toolchain(self._cc)
-        except CompilerError as error:
+        except (CompilerError, OSError) as error:  # the latter: no folder for temporary files
             return error
 
     @property
@@ -76,7 +76,7 @@ class CpuBackend:
         return "no_compiler", f"{self._found} Work on the CPU runs on eager's kernels."
 
     def describe(self, device: torch.device) -> DeviceInfo:
-        return cpu_device()
+        return self._device
 
     def threads(self) -> int:
         """Read anew each time: the script may change it at any time."""
@@ -110,8 +110,9 @@ class GpuBackend:
 class Backends:
     """The devices in use."""
 
-    def __init__(self, cc: str | None) -> None:
-        self.cpu = CpuBackend(cc)
+    def __init__(self, cc: str | None, cpu: DeviceInfo) -> None:
+        """``cpu``: as it was before the script could pin its threads to some of the cores."""
+        self.cpu = CpuBackend(cc, cpu)
         self._by_type: dict[str, Backend] = {"cpu": self.cpu, "cuda": GpuBackend()}
         self._in_use: dict[torch.device, DeviceInfo] = {CPU: self.cpu.describe(CPU)}
         self._seen: set[torch.device] = set()

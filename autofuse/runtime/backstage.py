@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,7 +86,8 @@ class Backstage:
         self._events: list[Event] = []
         self._lock = threading.Lock()
         self._open_work: int | None = None  # requests of this run not finished; None: not known
-        self._is_new = not path.exists()
+        self._pid = os.getpid()
+        self._is_new = not os.path.exists(path)  # unlike Path's, never an error
         self._broken = False
         self._stale = False  # what was absorbed does not cover all devices in use
         self._absorbed_again = threading.Event()
@@ -100,12 +102,12 @@ class Backstage:
 
     @property
     def usable(self) -> bool:
-        """Whether the store is open, or still being opened."""
-        return not self._broken
+        """Whether the store is open, or still being opened; not in a forked child, which has no such thread."""
+        return not self._broken and self._pid == os.getpid()
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until what earlier runs have left is in memory; for a store that this run makes nobody need wait."""
-        return self._is_new or self._ready.wait(seconds)
+        return self._is_new or not self.usable or self._ready.wait(seconds)
 
     def absorb_again(self, seconds: float) -> bool:
         """Read decisions and kernels anew, since more devices are in use; wait for it, so long at most."""

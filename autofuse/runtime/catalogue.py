@@ -16,7 +16,7 @@ import torch
 from autofuse.codegen.c.build import Toolchain
 from autofuse.db.store import Store
 from autofuse.errors import CompilerError, StoreError
-from autofuse.ir.records import EAGER, IN_ONE, Decision, KernelRecord
+from autofuse.ir.records import EAGER, IN_ONE, Decision, DeviceInfo, KernelRecord
 from autofuse.runtime.backends import Backends, Place
 from autofuse.runtime.gpu import capturing, launcher
 from autofuse.runtime.launch import Entry
@@ -125,9 +125,15 @@ class Absorbed:
 class Catalogue:
     """All of it: devices in use, decisions for their models, kernels."""
 
-    def __init__(self, settings: RunSettings, versions: str, report: Callable[[str, str, BaseException], None]) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        cpu: DeviceInfo,
+        versions: str,
+        report: Callable[[str, str, BaseException], None],
+    ) -> None:
         """``versions``: of the decisions that count; ``report(kind, what, error)`` says what failed."""
-        self.backends = Backends(settings.cc or None)
+        self.backends = Backends(settings.cc or None, cpu)
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
         self._versions = versions

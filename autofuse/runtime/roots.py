@@ -522,7 +522,7 @@ class Root:
             self.roots.observer.decide(self.key)
 
     def _capture_for(self, device: torch.device) -> None:
-        """Capture, unless there is nothing to run then: no kernel is stored for the device, and none can be made."""
+        """Capture, unless there is nothing to run then: no kernel is known for the device yet, and none can be made."""
         session = self.session
         began = time.perf_counter()
         session.use_device(device)
@@ -531,9 +531,7 @@ class Root:
         if not is_useless or session.settings.capture.at_once:
             self.capture()
             return
-        self.state, self.reason = "eager", "nothing_to_run"
-        self.detail = "no kernel is stored for this device, and none can be made for it"
-        self.roots.observer.decide(self.key)
+        self.reason, self.detail = "nothing_to_run", "no kernel is stored for this device, and none can be made for it"
 
     def capture(self) -> None:
         """From the next call on, run the captured graph."""

@@ -120,7 +120,7 @@ class Session:
         with self._loading:
             if self._planner is not None:
                 return
-            self._catalogue = Catalogue(self.settings.run, self.versions, self.report_fallback)
+            self._catalogue = Catalogue(self.settings.run, self.device, self.versions, self.report_fallback)
             self._planner = Planner(self)
 
     # ---- telling the person -----------------------------------------------------------------------
@@ -345,6 +345,12 @@ def current_session() -> Session | None:
         return None
     if settings.run.disable:
         return None
-    session = start_session(settings, " ".join(sys.argv) or "python")
+    try:
+        session = start_session(settings, " ".join(sys.argv) or "python")
+    except Exception as error:
+        say(
+            f"the script runs without autofuse ({type(error).__name__}: {error}); 'autofuse doctor' looks for the cause"
+        )
+        return None
     atexit.register(session.finish, None)
     return session

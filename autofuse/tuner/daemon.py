@@ -182,7 +182,8 @@ def serve(settings: Settings) -> None:
     """Be the daemon until stopped or idle. Ends the process with an exit code where there is nothing to serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    lower_priority(settings.tuner.nice)
+    if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand: otherwise its starter did it
+        lower_priority(settings.tuner.nice)
     try:
         with _lock(settings):
             from autofuse.tuner.serving import TuningLoop  # not for scripts, which only start daemons

@@ -71,7 +71,7 @@ def young_share(age_seconds: float) -> float:
     What is tuned beside a script that ends within a minute comes too late for it, and no later for the next run if it
     is tuned when the script has ended; where the script fills all cores each second of it is lost.
     """
-    return min(1.0, max(0.0, age_seconds) / SETTLED_SECONDS)
+    return min(1.0, age_seconds / SETTLED_SECONDS) if age_seconds >= 0.0 else 1.0  # less: the clock was set back
 
 
 def cpu_seconds(*worker_pids: int) -> float:
@@ -113,9 +113,9 @@ def _busy_seconds() -> float:
 
 
 def lower_priority(nice: int, pid: int = 0) -> None:
-    """Let a process, 0 for this one, yield to everything: CPU, disk. Its children inherit it; twice is as once."""
+    """Let a process, 0 for this one, yield to everything: CPU, disk. Its children inherit it."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, max(nice, os.getpriority(os.PRIO_PROCESS, pid)))
+        os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, pid) + nice))
     if nice >= 10:
         # Batch: a script's thread that wakes up gets its core back at once. Not SCHED_IDLE: beside a script whose
         # threads spin on every core it would get nothing at all, and no kernel would ever be tuned.

@@ -100,7 +100,7 @@ class TuningLoop:
         self._compiler: TritonCompiler | None = None
         self._versions = versions()
         self._started_at = time.time()
-        self._scripts: tuple[float, float | None] = (0.0, None)  # when looked, age of the youngest script that runs
+        self._scripts: tuple[float, float | None] = (0.0, None)  # when looked, age of the oldest script that runs
         self._share = CpuShare(self._percent, self._cpu_seconds)
         self._others = OtherWork(self._cpu_seconds)
         self._winners: dict[str, dict[Bucket, Config]] = {}
@@ -461,12 +461,12 @@ class TuningLoop:
         return self.settings.tuner.cpu_percent * (1.0 if age is None else young_share(age))
 
     def _script_age(self) -> float | None:
-        """Seconds that the youngest running script of this store has run, None where there is none."""
+        """Seconds that the oldest running script of this store has run, None where there is none."""
         looked_at, age = self._scripts
         if time.monotonic() - looked_at > SCRIPTS_SECONDS:
             runs = self._store.runs(RECENT_RUNS)
             began = [run.started_at for run in runs if run.finished_at is None and is_alive(run.pid)]
-            age = time.time() - max(began) if began else None
+            age = time.time() - min(began) if began else None
             self._scripts = (time.monotonic(), age)
         return age
 

@@ -10,6 +10,8 @@ from autofuse import late
 
 SCRIPT = """
 import torch
+import html
+assert html.mine
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters())
 for step in range(6):
@@ -26,7 +28,8 @@ import autofuse.cli.app, autofuse.cli.run, autofuse.cli.launch, torch, torch.opt
 import autofuse.process_settings, autofuse.runtime.session
 from autofuse import late
 before = {name.partition(".")[0] for name in sys.modules}
-late.import_all()
+late.shadowed = lambda folder: ["nothing of that name"]
+late.import_for("")
 new = {name.partition(".")[0] for name in sys.modules} - before
 print(*(n for n in sorted(new) if "cython" not in n and n not in late.NAMES))
 print(*(n for n in ("alembic", "sympy", "optuna", "triton") if n in before))
@@ -36,10 +39,12 @@ print(*(n for n in ("alembic", "sympy", "optuna", "triton") if n in before))
 
 
 def test_a_folder_with_such_names(tmp_path: Path) -> None:
-    assert not late.is_shadowed(str(tmp_path))
+    (tmp_path / "configparser").mkdir()  # no module
+    assert not late.shadowed(str(tmp_path))
     for name in ("alembic", "mako", "rich"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
-    assert late.is_shadowed(str(tmp_path))
+    (tmp_path / "html.py").write_text("mine = True")
+    assert late.shadowed(str(tmp_path)) == ["alembic", "html", "mako", "rich"]
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "autofuse", "run", "--tune", "off", "--store", str(tmp_path / "s.sqlite3")]
     done = subprocess.run(

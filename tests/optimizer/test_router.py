@@ -37,7 +37,7 @@ class Calls:
         self.used: list[torch.device] = []
         self.said: list[str] = []
         self.events: list[str] = []
-        self.backstage = SimpleNamespace(post_event=lambda event: self.events.append(event.message))
+        self.backstage = SimpleNamespace(post_event=lambda event: self.events.append(event.message), usable=True)
         self.mode, self.threads, self.capture_seconds = "background", 2, 0.0
         self.is_loaded = True
         candidate = SimpleNamespace(variant=variant)
@@ -329,6 +329,10 @@ def test_a_script_pays_for_the_router_once_it_has_spent_as_much(calls: Calls, mo
 def test_the_router_comes_at_once_where_it_costs_no_more(calls: Calls, way: str) -> None:
     calls.hook.router = None
     calls.is_loaded, calls.mode = way == "loaded", "wait" if way == "wait" else "background"
+    calls.backstage.usable = False  # as in a forked child
+    trained("SGD", parameters(8), 1)
+    assert calls.hook.router is None
+    calls.backstage.usable = True
     trained("SGD", parameters(8), 1)
     assert calls.hook.router is not None
 

@@ -258,7 +258,7 @@ def test_little_is_taken_beside_a_script_that_has_only_begun() -> None:
     minute = max(seconds for seconds in used if seconds <= SETTLED_SECONDS / 2)
     assert used[minute] <= 0.5 * minute / 4 + 2 * BURST_SECONDS  # the mean of the shares so far is a quarter
     assert clock.used == pytest.approx(0.5 * (clock.now - SETTLED_SECONDS / 2), rel=0.02)
-    assert young_share(-5.0) == 0.0 and young_share(1e9) == 1.0
+    assert young_share(-5.0) == 1.0 and young_share(1e9) == 1.0
 
 
 def test_nobody_rests_while_somebody_waits_and_nothing_is_owed_for_it() -> None:
