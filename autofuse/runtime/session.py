@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -47,6 +47,13 @@ _current: Session | None = None
 _lock = threading.Lock()
 
 
+class _Loaded(NamedTuple):
+    """What comes with the first capture."""
+
+    catalogue: Catalogue
+    planner: Planner
+
+
 class Session:
     """One process that autofuse watches. `start_session` makes it, `finish` ends it."""
 
@@ -70,8 +77,7 @@ class Session:
         self._knows_roots = False
         self._unusable: set[torch.device] = set()
         self._loading = threading.RLock()
-        self._catalogue: Catalogue | None = None
-        self._planner: Planner | None = None
+        self._loaded: _Loaded | None = None
         changed = {name: str(value) for name, value in settings.changed().items()}
         start = RunStart(command, self.device, self.versions, settings.run.tune, os.getpid(), changed)
         self._written_calls: dict[tuple[str, Bucket], int] = {}
@@ -95,33 +101,27 @@ class Session:
     @property
     def is_loaded(self) -> bool:
         """Whether planner and catalogue are there."""
-        return self._planner is not None
+        return self._loaded is not None
 
     @property
     def catalogue(self) -> Catalogue:
         """Devices in use, decisions and kernels; brought by the first who asks."""
-        if self._catalogue is None:
-            self._load()
-        assert self._catalogue is not None
-        return self._catalogue
+        return (self._loaded or self._load()).catalogue
 
     @property
     def planner(self) -> Planner:
         """Plans graphs; brought by the first who asks."""
-        if self._planner is None:
-            self._load()
-        assert self._planner is not None
-        return self._planner
+        return (self._loaded or self._load()).planner
 
-    def _load(self) -> None:
+    def _load(self) -> _Loaded:
         from autofuse.runtime.catalogue import Catalogue
         from autofuse.runtime.planner import Planner
 
         with self._loading:
-            if self._planner is not None:
-                return
-            self._catalogue = Catalogue(self.settings.run, self.device, self.versions, self.report_fallback)
-            self._planner = Planner(self)
+            if self._loaded is None:
+                catalogue = Catalogue(self.settings.run, self.device, self.versions, self.report_fallback)
+                self._loaded = _Loaded(catalogue, Planner(self))
+            return self._loaded
 
     # ---- telling the person -----------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Session:
         if not self._knows_roots:
             self._knows_roots = True
             self.roots.known.update(store.roots())
-        found = self._catalogue.absorb(store) if self._catalogue is not None else None
+        found = self._loaded.catalogue.absorb(store) if self._loaded is not None else None
         if found is None:
             return False
         self.tuning.news_at = time.perf_counter()
@@ -313,8 +313,8 @@ class Session:
         self._exit_code = exit_code if exit_code is not None else 0
         self.roots.uninstall()
         self.optimizers.uninstall()
-        if self._planner is not None:
-            self._planner.graphs.post(self.backstage.post_event)
+        if self._loaded is not None:
+            self._loaded.planner.graphs.post(self.backstage.post_event)
         self.tuning.hand_over()
         self.backstage.stop()
         with _lock:
