@@ -45,6 +45,9 @@ THREADS_KNOB = "threads"  # of the code generator: the caller's thread count, or
 # A race whose winner is open goes on for up to this many times its rounds. On a simulated shared machine a gain of 10 %
 # is found in 76 % of tries, with 4 in half of them.
 LONGER = 6
+# The same with the generic winner as the rival: the two are mostly alike, which no number of rounds decides, and with
+# six times the rounds these races took half of a job's samples.
+LONGER_AGAINST_WINNER = 2
 FINALISTS = 4
 CLOSE = 0.1  # finalists are within this share of the first: the noise of a screening
 TAKES = 3  # winners that may turn out wrong before the rest is given up
@@ -328,11 +331,11 @@ class Job:
                 return finalists[:count]
         return finalists
 
-    def _at_length(self) -> RaceRules:
-        """A race that decides."""
+    def _at_length(self, longer: int = LONGER) -> RaceRules:
+        """A race that decides; ``longer``: times its rounds at most, while its winner is open."""
         rounds = max(LEAST_PAIRS, self.limits.rounds)
         budget = max(0.5, min(self.limits.job_seconds / 4, self._seconds_left()))
-        return RaceRules(rounds, LONGER * rounds, budget, self.limits.margin, LEAST_PAIRS, self.limits.job_seconds)
+        return RaceRules(rounds, longer * rounds, budget, self.limits.margin, LEAST_PAIRS, self.limits.job_seconds)
 
     def _of_default_threads(self, ranked: Sequence[_Entrant]) -> Sequence[_Entrant]:
         """Those that use threads as the default does, where a busy machine was timed on one thread.
@@ -480,7 +483,8 @@ class Job:
     def _beats(self, entrant: _Entrant, rival: _Entrant, values: tuple[int, ...]) -> bool:
         """Whether a candidate beats eager and the rival, each as surely as eager alone has to be beaten."""
         for enough in (wins, confirms):
-            result = self._race([rival, entrant], values, replace(self._at_length(), incumbent=1))
+            rules = replace(self._at_length(LONGER_AGAINST_WINNER), incumbent=1)
+            result = self._race([rival, entrant], values, rules)
             if result is None or entrant.comparison is None or entrant.trades(self.limits.margin):
                 return False
             comparisons = (entrant.comparison, compare(result.samples[1], result.samples[2]))
