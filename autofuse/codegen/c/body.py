@@ -15,13 +15,15 @@ from collections.abc import Mapping
 from autofuse.codegen.c.knobs import can_stream, is_streamable
 from autofuse.codegen.c.scalar import memory_type, store_text
 from autofuse.codegen.c.values import ValuePrinter
-from autofuse.codegen.dtypes import VALUE_TYPE
+from autofuse.codegen.dims import dim_text
+from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
 from autofuse.codegen.loops import COST, Access, LoopKernel, Store
 from autofuse.codegen.phases import Phase, Plan
 
 BLOCK = 256  # columns whose partial sums stay in the compute dtype; their sums are added in double
 FLUSH = 32  # rows whose column sums stay in the compute dtype
 TILE = 512  # columns of a non-temporal store's tile
+LINE_BYTES = 64
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
 
 
@@ -206,21 +208,44 @@ class Body(ValuePrinter):
         clauses += "".join(f" reduction(|:nan{n})" for n in scalars if self._reducer(n).nan_flag)
         inner = [f"  {line}" for line in self._columns(phase)]
         packs = any(self._memory(s.access) == "float16" for s in phase.stores)
+        ahead = self._next_row(phase)
         if (self.streams or packs) and is_streamable(self.kernel, phase):
-            return self._tiled(phase, start, stop)
+            return self._tiled(phase, start, stop, ahead)
         if not blocked:
             return [f"#pragma omp simd{clauses}", f"for (int64_t c = {start}; c < {stop}; ++c) {{", *inner, "}"]
         lines = [
             f"for (int64_t b = {start}; b < {stop}; b += {self.block}) {{",
             f"  const int64_t b_end = {stop} - b < {self.block} ? {stop} : b + {self.block};",
         ]
-        lines += [f"  {self._reducer(n).accumulator} p{n} = 0;" for n in blocked]
+        lines += [f"  {self._reducer(n).accumulator} p{n} = 0;" for n in blocked] + ahead
         lines += [f"  #pragma omp simd{clauses}", "  for (int64_t c = b; c < b_end; ++c) {"]
         lines += [f"  {line}" for line in inner]
         lines += ["  }", *(f"  t{n} += p{n};" for n in blocked), "}"]
         return lines
 
-    def _tiled(self, phase: Phase, start: str, stop: str) -> list[str]:
+    def _next_row(self, phase: Phase) -> list[str]:
+        """Ask for the next row while a block's arithmetic goes on: else memory waits for it, and it for memory.
+
+        For tensors that are larger than the caches. The pass that first reads a row needs no such help.
+        """
+        costly = [p for p in self.plan.phases if p.stage > 0 and self._is_costly(p)]
+        if not self.streams or not costly or phase is not costly[0] or len(self.kernel.cols) > 1:
+            return []
+        lines = []
+        for value in self.kernel.values:
+            if value.op != "load" or not isinstance(value.attr, Access):
+                continue
+            strides, name = dict(value.attr.strides), self._pointers[value.attr]
+            step = LINE_BYTES // DTYPES[self._memory(value.attr)].nbytes
+            if self.kernel.rows and self.kernel.rows[-1] in strides and strides.get(self.last) == 1:
+                place = f"&{name}[c + {dim_text(strides[self.kernel.rows[-1]])}]"
+                lines.append(f"  for (int64_t c = b; c < b_end; c += {step}) __builtin_prefetch({place});")
+        return list(dict.fromkeys(lines))
+
+    def _is_costly(self, phase: Phase) -> bool:
+        return any(COST.get(self.kernel.values[n].op, 1) >= 12 for n in phase.values)
+
+    def _tiled(self, phase: Phase, start: str, stop: str, ahead: list[str]) -> list[str]:
         """Columns in tiles that stay in the first cache, then are converted to half, or go to memory past the caches.
 
         No compiler vectorises conversions to half with the CPU's own instructions, which need half of the time.
@@ -243,7 +268,7 @@ class Body(ValuePrinter):
                 stores.append(f"    {self.store(dataclasses.replace(store, value=value))}")
             if self.streams:
                 after.append(f"  af_stream({target}, tile{k}, (b_end - b) * (int64_t)sizeof(tile{k}[0]));")
-        lines += ["  #pragma omp simd", "  for (int64_t c = b; c < b_end; ++c) {"]
+        lines += [*ahead, "  #pragma omp simd", "  for (int64_t c = b; c < b_end; ++c) {"]
         values = dataclasses.replace(phase, stores=())
         lines += [f"    {line}" for line in self._columns(values)] + stores + ["  }"]
         return [*lines, *after, "}"]

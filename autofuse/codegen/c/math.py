@@ -3,7 +3,9 @@
 Out: C functions. Why not libmvec for these two: a call spills every vector register, and for each masked score
 (exp of -inf) libmvec leaves its fast path: an attention softmax ran at 1.5 ns an element, now at a third of it
 (EPYC 9004, 512-bit, gcc 12, 2026). Errors against double: exp 1.0 ulp (libmvec 2.6), erf 5.9 ulp or 3.5e-7 (4.0).
-Guarantee: NaN stays NaN, exp overflows to Inf where expf does and is 0 below 1.8e-38, erf saturates at 1.
+A softmax's exp never sees more than 0: without what large arguments need, its pass takes a fifth fewer instructions.
+Guarantee: NaN stays NaN, exp overflows to Inf where expf does and is 0 below 1.8e-38, or of what is never positive
+below 0.71 of the smallest normal number; erf saturates at 1.
 """
 
 from __future__ import annotations
@@ -31,6 +33,26 @@ INLINE_MATH: dict[str, str] = {
   return x <= 88.72283f ? y : x * INFINITY;
 }
 """,
+    "af_exp_nonpositive_f32": """static inline float af_exp_nonpositive_f32(float x) {  /* x <= 0 or NaN; as above */
+  const float c = x < -88.0f ? -88.0f : x;  /* n is -127 there */
+  const float t = c * 1.44269504f + 12583039.0f;  /* 1.5 * 2^23 + 127: the low bits of t are the exponent of 2^n */
+  const float n = t - 12583039.0f;
+  const float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (p * (r * r) + r) + 1.0f;
+  uint32_t k;
+  memcpy(&k, &t, 4);
+  k <<= 23;
+  float y;
+  memcpy(&y, &k, 4);  /* 2^n, 0 for n = -127 */
+  return p * y;
+}
+""",
     "af_erf_f32": """static inline float af_erf_f32(float x) {  /* x P(x^2) / Q(x^2), fitted on [0, 3.85] to 1.4e-8 */
   float c = x > 3.85f ? 3.85f : x;
   c = c < -3.85f ? -3.85f : c;
@@ -53,4 +75,8 @@ INLINE_MATH: dict[str, str] = {
 }
 
 # (op, dtype) -> function that replaces the library's when a kernel's ``math`` knob is "inline"
-INLINE_CALLS: dict[tuple[str, str], str] = {("exp", "float32"): "af_exp_f32", ("erf", "float32"): "af_erf_f32"}
+INLINE_CALLS: dict[tuple[str, str], str] = {
+    ("exp", "float32"): "af_exp_f32",
+    ("exp_nonpositive", "float32"): "af_exp_nonpositive_f32",
+    ("erf", "float32"): "af_erf_f32",
+}

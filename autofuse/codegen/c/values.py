@@ -104,11 +104,22 @@ class ValuePrinter:
             )
         if (narrow := self._position_test(number, c)) is not None:
             return narrow
+        if value.op == "exp" and self.inline_math and self._is_nonpositive(value.args[0]):
+            value = dataclasses.replace(value, op="exp_nonpositive" if value.dtype == "float32" else "exp")
         operands = [self.kernel.values[a] for a in value.args]
         plain = [o.op == "const" and o.attr != "nan" for o in operands]
         return expression(
             value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain, self.inline_math
         )
+
+    def _is_nonpositive(self, number: int) -> bool:
+        """Whether a value is never above 0: what is left of a row's values without the largest of them."""
+        value = self.kernel.values[number]
+        if value.op != "sub":
+            return False
+        each, top = value.args
+        largest = self.kernel.values[top]
+        return largest.op == "row_reduce" and largest.attr in ("peak", "max") and largest.args == (each,)
 
     def _position_test(self, number: int, c: str) -> str | None:
         """A comparison of the column's position with something known per row, in 32 bits.
