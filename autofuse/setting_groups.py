@@ -69,10 +69,10 @@ class CaptureSettings(Group):
     """When a module is captured as a graph."""
 
     predicted_seconds_per_op: float = declare(
-        0.02, "Expected cost of capture per operator, until measured.", unit="s", low=0.0
+        0.025, "Expected cost of capture per operator where Python is fast, until measured.", unit="s", low=0.0
     )
     max_seconds: float = declare(
-        120.0, "A module whose capture is expected to take longer stays eager.", unit="s", low=0.0
+        300.0, "A module whose capture is expected to take longer stays eager.", unit="s", low=0.0
     )
     min_root_us: float = declare(200.0, "Modules faster than this per call stay eager.", unit="µs", low=0.0)
     min_inference_root_us: float = declare(

@@ -22,6 +22,7 @@ from autofuse.ir.records import RootRecord
 
 # Tracing forward alone leaves out autograd's joint graph, about half of AOT's share (design, 2026-11).
 _FORWARD_ONLY_SHARE = 0.6
+# As long as Python takes on the machine of the defaults (`capture.speed`):
 _FIXED_SECONDS = 0.3  # what a capture pays whatever the graph
 _IMPORT_SECONDS = 1.0  # what the first one of a process pays beside: Dynamo and AOTAutograd (torch 2.13)
 _CALLS_TO_JUDGE_SIZE = 3
@@ -55,9 +56,11 @@ def learn_cost(records: Sequence[RootRecord], default: float) -> float:
     return max(median(seen), 1e-4) if seen else default
 
 
-def predict_seconds(operations: int, seconds_per_op: float, backward: bool = True, is_first: bool = False) -> float:
+def predict_seconds(
+    operations: int, seconds_per_op: float, backward: bool = True, is_first: bool = False, slowness: float = 1.0
+) -> float:
     """Expected stall of capturing a root with this many aten calls in its forward."""
-    fixed = _FIXED_SECONDS + (_IMPORT_SECONDS if is_first else 0.0)
+    fixed = slowness * (_FIXED_SECONDS + (_IMPORT_SECONDS if is_first else 0.0))
     return fixed + operations * seconds_per_op * (1.0 if backward else _FORWARD_ONLY_SHARE)
 
 
@@ -74,6 +77,7 @@ def advise_capture(
     calls: int,
     backward: bool = True,
     is_first: bool = False,
+    slowness: float = 1.0,
     min_root_us: float = 200.0,
     max_seconds: float = 120.0,
     failures: int = 0,
@@ -87,10 +91,10 @@ def advise_capture(
     """Should this root be captured before its next call?
 
     ``spent_seconds``: eager time in the root so far, backward included; ``operations``: aten calls in one forward, None
-    while unknown; ``is_first``: Dynamo is not imported yet; ``calls``: finished calls; ``at_once``: someone waits for
-    the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for what their shapes tell;
-    ``at_first_call``: the graph itself is asked for, whatever it costs; ``call_us``: typical time of a call where
-    known, otherwise the mean; ``known``: what earlier runs found out about this root.
+    while unknown; ``is_first``: Dynamo is not imported yet; ``slowness``: of this machine's Python; ``calls``: finished
+    calls; ``at_once``: someone waits for the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for
+    what their shapes tell; ``at_first_call``: the graph itself is asked for, whatever it costs; ``call_us``: typical
+    time of a call where known, otherwise the mean; ``known``: what earlier runs found out about this root.
     """
     if failures >= max_failures:
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
@@ -98,7 +102,7 @@ def advise_capture(
         return CaptureAdvice(True, "first_call", "capture.at_once is set")
     if operations is None and known is not None and known.operations:
         operations = known.operations
-    predicted = 0.0 if operations is None else predict_seconds(operations, seconds_per_op, backward, is_first)
+    predicted = 0.0 if operations is None else predict_seconds(operations, seconds_per_op, backward, is_first, slowness)
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from autofuse.capture.speed import slowness
 from autofuse.ir.records import RootRecord
 from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
 from autofuse.observer.config import ObserverConfig
@@ -151,7 +152,7 @@ class Roots:
                 yield record
 
     def seconds_per_op(self) -> float:
-        default = self.session.settings.capture.predicted_seconds_per_op
+        default = self.session.settings.capture.predicted_seconds_per_op * slowness()
         return learn_cost([*self.known.values(), *(r.record() for r in self.groups.values())], default)
 
 
@@ -497,6 +498,7 @@ class Root:
             backward=torch.is_grad_enabled(),
             is_first="torch._dynamo" not in sys.modules,
             seconds_per_op=self.roots.seconds_per_op(),
+            slowness=slowness(),
             calls=self.calls - 1,
             min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
             max_seconds=capture.max_seconds,

@@ -11,7 +11,7 @@ nothing, so the convolutions of a net are a group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +58,10 @@ def channels_last(form: NodeForm) -> NodeForm | None:
         return None
     if not writer.changed:
         return None
-    return replace(form, operations=live(writer.operations, outputs), outputs=outputs)
+    operations = live(writer.operations, outputs)
+    for name in writer.indexed:
+        operations = _early(operations, name)
+    return replace(form, operations=operations, outputs=outputs)
 
 
 def layouts(form: NodeForm) -> list[Rewrite]:
@@ -74,6 +77,24 @@ def layouts(form: NodeForm) -> list[Rewrite]:
     ]
 
 
+def _early(operations: Sequence[Operation], name: str) -> tuple[Operation, ...]:
+    """An operation, and what follows from it without the results of others, before all that it does not need."""
+    inputs = {op.name: {ref.name for ref in op.inputs} for op in operations}
+    if name not in inputs:
+        return tuple(operations)
+    first, open_names = {name}, [name]
+    while open_names:
+        needed = inputs[open_names.pop()] & inputs.keys() - first
+        first |= needed
+        open_names += needed
+    branch = {name}
+    for op in operations:
+        if op.name not in first and inputs[op.name] & branch and inputs[op.name] & inputs.keys() <= first:
+            branch.add(op.name)
+            first.add(op.name)
+    return tuple(sorted(operations, key=lambda op: op.name not in first))
+
+
 class _Writer:
     """Writes each operation anew. What it makes channels last has a name of its own."""
 
@@ -83,6 +104,9 @@ class _Writer:
         self.last: dict[ValueRef, ValueRef] = {}  # what is at hand channels last
         self.was: dict[ValueRef, ValueRef] = {ValueRef(name): ValueRef(name) for name in graph.inputs}  # as it was
         self.changed = False
+        # Poolings that give indices too, twice as large as an image and read by nobody: they come early, so that no
+        # other branch's results lie in memory beside them.
+        self.indexed: list[str] = []
 
     def add(self, op: Operation) -> None:
         weight = {op.args[1]} if op.target == _VENDOR or op.short_name in CONVOLUTIONS else set()
@@ -116,6 +140,8 @@ class _Writer:
         if info(target).kind not in FUSIBLE and target != _VENDOR:
             target, args = ATEN, (target, *args)
         self.operations.append(replace(op, name=name, target=target, args=args, outputs=outputs))
+        if len(outputs) > 1:
+            self.indexed.append(name)
         for index, spec in enumerate(outputs):
             (self.last if is_image(spec) else self.was)[ValueRef(op.name, index)] = ValueRef(name, index)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autofuse.capture.speed import slowness
 from autofuse.errors import SettingsError
 from autofuse.ir.records import RootRecord
 from autofuse.observer.policy import (
@@ -58,6 +59,12 @@ def test_ski_rental_costs_at_most_twice_the_best_choice(
         paid = spent
     best = min(price, min(steps, 500) * step)
     assert paid <= 2 * best + step
+
+
+def test_a_slow_machine_expects_more() -> None:
+    fast, slow = (advice(seconds_per_op=0.01 * by, slowness=by, is_first=True).predicted_seconds for by in (1.0, 2.5))
+    assert slow == pytest.approx(2.5 * fast)
+    assert slowness() > 0.0 and slowness() == slowness(), "measured once"
 
 
 def test_reasons() -> None:

@@ -169,6 +169,13 @@ def test_between_its_convolutions_nothing_is_turned() -> None:
     assert sorted(steps) == sorted(["clone", *["convolution"] * 3, "aten", "cat + clone"])
 
 
+def test_a_pooling_that_gives_indices_is_done_before_other_branches_hold_memory() -> None:
+    (group,) = groups_of(NETS["branches"](), torch.randn(2, 8, 10, 14))
+    for way in last_ways(group):
+        (at,) = (n for n, op in enumerate(way.form.operations) if "max_pool2d" in str(op.args[0]))
+        assert at == 1, "after the copy of the image that it reads"
+
+
 def test_results_lie_as_eagers_where_its_parts_run_as_eager_too() -> None:
     module, x = NETS["both"](), torch.randn(2, 8, 10, 14)
     (group,) = groups_of(module, x, ())
