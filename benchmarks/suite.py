@@ -66,20 +66,44 @@ def models_table(found: dict[str, Any]) -> list[str]:
         over, ours = row.get("autofuse_over", {}), row["contenders"].get("autofuse", {})
         others = ("eager", "eager, same settings", "compile", "compile dynamic")
         nodes = f"{ours.get('fused_nodes')} of {ours.get('nodes')}"
-        limit = f"{row['limit_over_eager']:.2f}" if "limit_over_eager" in row else "-"
         ratios = (times(over.get(name)) for name in others)
-        rows.append([row["model"], *ratios, limit, nodes, "; ".join(row["left_out"])[:120]])
+        rows.append([row["model"], *ratios, at_most(row), nodes, row["commit"], "; ".join(row["left_out"])[:120]])
     heads = (
         "model",
         "over eager",
         "over eager, same settings",
         "over compile",
         "over compile dynamic",
-        "at most, over eager",
+        "at most, over eager, compile",
         "nodes fused",
+        "commit",
         "",
     )
     return table(heads, rows)
+
+
+def at_most(row: dict[str, Any]) -> str:
+    """How many times as fast as eager and as torch.compile's better mode a step of products alone would be."""
+    deck = {name: found["deck_seconds"]["median"] for name, found in row["contenders"].items()}
+    products = row["contenders"].get("eager, same settings", {}).get("products_seconds")
+    compiled = [seconds for name, seconds in deck.items() if name.startswith("compile")]
+    if not products or "eager" not in deck:
+        return "-"
+    found = [deck["eager"] / products, *([min(compiled) / products] if compiled else [])]
+    return ", ".join(f"{ratio:.2f}" for ratio in found)
+
+
+def startup_table(found: dict[str, Any]) -> list[str]:
+    """Seconds from launch to a step; of several rounds the median."""
+    figures = next(iter(found["figures"].values()))
+    marks = list(figures["seconds_to"])
+    rows = []
+    for name in figures["seconds_to"][marks[0]]:
+        seconds = (figures["seconds_to"][mark].get(name) for mark in marks)
+        late = figures["ms_a_step_in_the_second_half"].get(name)
+        cells = [f"{entry['median']:.1f}" if entry else "-" for entry in seconds]
+        rows.append([name, *cells, f"{late['median']:.0f}" if late else "-"])
+    return table(["", *(f"s to step {mark}" for mark in marks), "ms a step in the second half"], rows)
 
 
 @dataclass(frozen=True)
@@ -106,7 +130,7 @@ PARTS: tuple[Part, ...] = (
     Part("models", "Whole models on shapes that vary, training steps and inference.", (),
          ("--quick", "--only", "mlp"), models_table),
     Part("memory", "Peak memory of a step beside eager's.", (), ("--quick",)),
-    Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm."),
+    Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm.", table=startup_table),
     Part("capture", "What capturing a 12-layer GPT-2 costs beside torch.compile's tracing back end."),
     Part("trap", "What a contender saw first against what it is then to be fast on."),
     Part("regret", "What the tuner chose against the best of the whole search space."),
@@ -137,23 +161,27 @@ def page() -> str:
     """RESULTS.md, of what lies in results/."""
     lines = ["# Results", "", "Written by `python benchmarks/suite.py --page` from the JSON files in `results/`."]
     for part in PARTS:
-        path = RESULTS / f"{part.name}.json"
-        lines += ["", f"## {part.name}", "", part.question, ""]
-        if not path.exists():
-            lines.append("Not measured yet.")
-            continue
+        lines += ["", f"## {part.name}", "", part.question]
+        # `models.json`, and `models_<machine>.json` where it was run on another machine too.
+        paths = [p for p in sorted(RESULTS.glob(f"{part.name}*.json")) if p.stem.split("_")[0] == part.name]
+        lines += part_lines(part, paths) if paths else ["", "Not measured yet."]
+    return "\n".join(lines) + "\n"
+
+
+def part_lines(part: Part, paths: Sequence[Path]) -> list[str]:
+    lines = []
+    for path in paths:
         found = json.loads(path.read_text())
         machine = found["machine"]
-        lines.append(
-            f"`{found['command']}` on {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
-            f"{machine['date']}."
-        )
-        if "bars" not in found:
-            lines += ["", f"Its figures are in [results/{part.name}.json](results/{part.name}.json)."]
-        lines += ["", *(f"- {name.replace('_', ' ')}: {said(value)}" for name, value in found.get("bars", {}).items())]
-        if part.table is not None:
-            lines += ["", *part.table(found)]
-    return "\n".join(lines) + "\n"
+        lines += [
+            "",
+            f"`{found['command']}` on {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']},",
+        ]
+        lines += [f"{machine['date']} ([{path.name}](results/{path.name}))."]
+        bars = [f"- {name.replace('_', ' ')}: {said(value)}" for name, value in found.get("bars", {}).items()]
+        lines += ["", *bars] if bars else []
+        lines += ["", *part.table(found)] if part.table is not None else []
+    return lines
 
 
 def said(value: Any) -> str:
