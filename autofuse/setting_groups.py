@@ -140,6 +140,12 @@ class TunerSettings(Group):
     cpu_percent: float = declare(
         50.0, "Share of one core that the daemon may use beside a running script.", unit="%", low=1.0, high=100.0
     )
+    start_after_seconds: float = declare(
+        60.0,
+        "A daemon is started beside a script that has run for so long; for a shorter one when it ends.",
+        unit="s",
+        low=0.0,
+    )
     memory_bytes: int = declare(4 << 30, "Memory that the tuning worker may use.", unit="bytes", low=64 << 20)
     gpu_memory_bytes: int = declare(
         8 << 30, "Memory of a GPU that its tuning worker may use.", unit="bytes", low=64 << 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autofuse.runtime.backends import Place
     from autofuse.runtime.router import NodeState, Plan
     from autofuse.runtime.session import Session
+    from autofuse.settings import Settings
 
 # In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
 CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2, "off": 3}
@@ -34,6 +35,7 @@ class TuningClient:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._posted: set[tuple[str, Bucket, str, int]] = set()  # what has been asked for
+        self._lacks_daemon = False  # work was handed in that no daemon was started for
         self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
 
@@ -138,7 +140,11 @@ class TuningClient:
     # ---- called on the background thread ---------------------------------------------------------------
 
     def post_new_work(self) -> None:
-        """In background mode: ask for what has become hot since the last time."""
+        """In background mode: ask for what has become hot since the last time.
+
+        A daemon's first seconds are imports, which a script that fills all cores feels; one that ends soon has nothing
+        of them. So beside a young script none is started.
+        """
         session = self._session
         if session.mode != "background" or not self.enabled:
             return
@@ -147,14 +153,23 @@ class TuningClient:
         if requests:
             self.news_at = time.perf_counter()
             session.backstage.post_requests(requests)
+            self._lacks_daemon = True
+        age = time.perf_counter() - session.started
+        if self._lacks_daemon and age >= session.settings.tuner.start_after_seconds:
+            self._lacks_daemon = False
             self._ensure_daemon()
 
     def hand_over(self) -> None:
-        """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""
+        """At the end of the script: in ``after`` mode the work begins now, and what a script too short for a daemon
+        beside it has asked for; a frozen run says what it missed."""
         session = self._session
         if session.settings.run.frozen:
             self._report_misses()
-        if session.mode != "after" or not self.enabled:
+        if not self.enabled:
+            return
+        if session.mode == "background" and self._lacks_daemon:
+            self._ensure_daemon(daemon.launch)
+        if session.mode != "after":
             return
         requests = self._requests(self._hot_plans("after"))
         requests += session.optimizers.requests()
@@ -184,9 +199,9 @@ class TuningClient:
             found += [plan for plan in plans if plan.count and calls[plan.bucket] >= CALLS_BEFORE_TUNING[mode]]
         return found
 
-    def _ensure_daemon(self) -> None:
+    def _ensure_daemon(self, start: Callable[[Settings], object] | None = None) -> None:
         try:
-            daemon.ensure_running(self._session.settings)
+            (start or daemon.ensure_running)(self._session.settings)
         except (AutofuseError, OSError) as error:
             self._session.report_fallback("daemon_unusable", "no tuning daemon; nodes stay on eager's kernels", error)
 

@@ -113,22 +113,24 @@ def ensure_running(settings: Settings) -> int:
         raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
 
 
+def launch(settings: Settings) -> None:
+    """Start a daemon where there is none, and do not wait for it: for a process that is about to end.
+
+    Raises DaemonError. Of two that are launched at once the one that comes later to the store ends.
+    """
+    if running_pid(settings) is not None:
+        return
+    try:
+        _beside(settings, "").parent.mkdir(parents=True, exist_ok=True)
+        process = _spawn(settings)
+    except OSError as error:
+        raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
+    process.returncode = 0  # it outlives this process on purpose: no warning that it still runs
+
+
 def _start(settings: Settings) -> int:
     path = log_path(settings)
-    if path.exists() and path.stat().st_size > LOG_BYTES:
-        os.replace(path, path.with_name(path.name + ".old"))
-    command, environment = python_module("autofuse")
-    with open(path, "ab") as output:
-        process = subprocess.Popen(
-            [*command, "daemon", "serve", *settings.as_arguments()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # outlives the script and its terminal
-            cwd="/",
-            env=environment,
-        )
-    lower_priority(settings.tuner.nice, process.pid)  # from its first moment: its imports take a core for seconds
+    process = _spawn(settings)
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         pid = running_pid(settings)
@@ -148,6 +150,25 @@ def _start(settings: Settings) -> int:
         raise DaemonError(f"expected a store without a daemon, found that another container or user serves it: {path}")
     process.kill()
     raise DaemonError(f"expected the tuning daemon to start within {START_SECONDS:.0f} s{_look(settings)}")
+
+
+def _spawn(settings: Settings) -> subprocess.Popen[bytes]:
+    path = log_path(settings)
+    if path.exists() and path.stat().st_size > LOG_BYTES:
+        os.replace(path, path.with_name(path.name + ".old"))
+    command, environment = python_module("autofuse")
+    with open(path, "ab") as output:
+        process = subprocess.Popen(
+            [*command, "daemon", "serve", *settings.as_arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # outlives the script and its terminal
+            cwd="/",
+            env=environment,
+        )
+    lower_priority(settings.tuner.nice, process.pid)  # from its first moment: its imports take a core for seconds
+    return process
 
 
 def _look(settings: Settings) -> str:

@@ -51,6 +51,37 @@ def test_shapes_that_come_once_are_asked_for_by_their_bucket(asked):
     assert len(asked("background", [40, 50, 60, 100, 110, 120])) == 2
 
 
+def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_ends(tmp_path, monkeypatch):
+    began = []
+    for name in ("ensure_running", "launch"):
+        monkeypatch.setattr(f"autofuse.tuner.daemon.{name}", lambda settings, name=name: began.append(name))
+
+    def session_with_work():
+        values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
+        session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+        monkeypatch.setattr(session.backstage, "post_requests", lambda requests: 0)
+        monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()] if not began else [])
+        return session
+
+    session = session_with_work()
+    session.tuning.post_new_work()
+    assert began == [], "a young script has its cores to itself"
+    session.started -= 61.0
+    monkeypatch.setattr(session.tuning, "_requests", lambda plans: [])
+    session.tuning.post_new_work()
+    session.tuning.post_new_work()
+    assert began == ["ensure_running"], "what it asked for before is not forgotten"
+    session.tuning.hand_over()
+    assert began == ["ensure_running"]
+    began.clear()
+    session = session_with_work()
+    session.tuning.hand_over()
+    assert began == [], "nothing was asked for"
+    session.tuning.post_new_work()
+    session.tuning.hand_over()
+    assert began == ["launch"]
+
+
 def test_a_bucket_that_is_seldom_called_is_not(asked):
     assert asked("background", [40, 50]) == []
     assert asked("background", [20, 40, 80, 160]) == [], "each in a bucket of its own"
