@@ -13,7 +13,7 @@ is, with tuning in the background, and torch.compile of the model, as it is and 
 for autofuse: `startup_scripts/train_varying.py`, a GPT of 4 layers, width 256, 2,000 tokens, with dropout and AdamW. It
 notes the clock after each step; times run from the launch of the process, so that imports, capture, compilation and
 the daemon at work are in them. Cold: autofuse has no store, torch.compile an empty cache directory. Warm: autofuse has
-a copy of a store whose daemon has worked off what a cold run of 200 steps had asked for, torch.compile the cache
+a copy of a store whose daemon has worked off what a run of 200 steps "at once" had asked for, torch.compile the cache
 directory of the cold run before it. "at once" is autofuse without a store that captures at the first call, whatever
 that costs: the other choice in hindsight. "no tuning" is with --tune off: what captured graphs cost and gain without a
 daemon beside them. Daemons are stopped when their script has ended; files are in the page cache
@@ -251,11 +251,11 @@ def wait_for_daemon(place: Path) -> dict[str, Any]:
 
 
 def tuned_store(run: Benchmark) -> Path:
-    """The folder of a store that has seen a cold run of 200 steps and all tuning that it asked for."""
+    """The folder of a store that has seen a run of 200 steps with a capture, and all tuning that it asked for."""
     place = run.keep or run.folder / "tuned"
     if not (place / "tuned.json").exists():
-        launch(run, "tuning", 0, "autofuse cold", run_steps(run), place)
-        run.runs.pop()  # it is a cold run as others, but not one of a round
+        launch(run, "tuning", 0, "autofuse at once", run_steps(run), place)
+        run.runs.pop()  # not one of a round
         found = wait_for_daemon(place)
         (place / "tuned.json").write_text(json.dumps(found))
         print(f"tuning went on for {found['seconds']:.0f} s after the run: {found}", flush=True)
