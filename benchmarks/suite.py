@@ -95,7 +95,14 @@ def at_most(row: dict[str, Any]) -> str:
 
 def startup_table(found: dict[str, Any]) -> list[str]:
     """Seconds from launch to a step; of several rounds the median."""
-    figures = next(iter(found["figures"].values()))
+    lines: list[str] = []
+    for part, figures in found["figures"].items():
+        if "seconds_to" in figures:
+            lines += [f"{part}:", "", *startup_part(figures), ""]
+    return lines[:-1]
+
+
+def startup_part(figures: dict[str, Any]) -> list[str]:
     marks = list(figures["seconds_to"])
     rows = []
     for name in figures["seconds_to"][marks[0]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 
-CODEGEN_VERSION = "6"  # changes whenever equal nodes would get other text; part of every decision key
+CODEGEN_VERSION = "7"  # changes whenever equal nodes would get other text; part of every decision key
 
 
 def versions() -> str:
-    """As it stands in decision keys: "torch 2.13, codegen 6". Scripts and daemons agree on it; imports no torch."""
+    """As it stands in decision keys: "torch 2.13, codegen 7". Scripts and daemons agree on it; imports no torch."""
     minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
     return f"torch {minor}, codegen {CODEGEN_VERSION}"

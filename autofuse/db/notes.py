@@ -39,7 +39,7 @@ class RunNotes(RunLog):
             _add_change(connection, run_id, record)
 
     def roots(self, device_key: str | None = None, versions: str | None = None) -> dict[str, RootRecord]:
-        """The latest state of each root over all runs of a device and of versions.
+        """What was decided last of each root over all runs of a device and of versions, else its latest state.
 
         Without arguments: of the device and the versions of the run that this object started, of all if none.
         """
@@ -49,7 +49,7 @@ class RunNotes(RunLog):
             select(root.root, root.record)
             .join(run, root.run_id == run.id)
             .join(device, run.device_id == device.id)
-            .order_by(root.updated_at, root.id)  # a later row replaces an earlier one below
+            .order_by(root.state != "observing", root.updated_at, root.id)  # a later row replaces an earlier one below
         )
         if device_key is not None:
             query = query.where(device.key == device_key)

@@ -25,6 +25,8 @@ _FORWARD_ONLY_SHARE = 0.6
 # As long as Python takes on the machine of the defaults (`capture.speed`):
 _FIXED_SECONDS = 0.3  # what a capture pays whatever the graph
 _IMPORT_SECONDS = 1.0  # what the first one of a process pays beside: Dynamo and AOTAutograd (torch 2.13)
+# A loss that is not worth a guess: how long the last run was says little of this one, and small modules start fused.
+_TRIFLE_SECONDS = 1.5
 _USUAL_SAVING = 0.25  # of a root's time in eager: models gain 1.2 to 2.1x, 1.4 in the mean
 _CALLS_TO_JUDGE_SIZE = 3
 _CALLS_TO_SETTLE_SIZE = 20
@@ -79,23 +81,27 @@ def advise_capture(
     backward: bool = True,
     is_first: bool = False,
     slowness: float = 1.0,
+    first_seconds: float = 0.0,
     min_root_us: float = 200.0,
     max_seconds: float = 120.0,
     failures: int = 0,
     max_failures: int = 1,
     at_once: bool = False,
     at_first_call: bool = False,
+    uses_known: bool = False,
     min_calls: int = 2,
     call_us: float | None = None,
     known: RootRecord | None = None,
 ) -> CaptureAdvice:
     """Should this root be captured before its next call?
 
-    ``spent_seconds``: eager time in the root so far, backward included; ``operations``: aten calls in one forward, None
-    while unknown; ``is_first``: Dynamo is not imported yet; ``slowness``: of this machine's Python; ``calls``: finished
-    calls; ``at_once``: someone waits for the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for
-    what their shapes tell; ``at_first_call``: the graph itself is asked for, whatever it costs; ``call_us``: typical
-    time of a call where known, otherwise the mean; ``known``: what earlier runs found out about this root.
+    ``spent_seconds``: eager time in the root so far, backward included, ``first_seconds`` of them in the first call,
+    which warms up what it runs; ``operations``: aten calls in one forward, None while unknown; ``is_first``: Dynamo is
+    not imported yet; ``slowness``: of this machine's Python; ``calls``: finished calls; ``at_once``: someone waits for
+    the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for what their shapes tell;
+    ``at_first_call``: the graph itself is asked for, whatever it costs; ``uses_known``: so is what the store has
+    (``--frozen``); ``call_us``: typical time of a call where known, otherwise the mean; ``known``: what earlier runs
+    found out about this root.
     """
     if failures >= max_failures:
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
@@ -107,20 +113,14 @@ def advise_capture(
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
-    if known is not None and known.state == "captured":
-        if known.capture_seconds:
-            predicted = min(predicted, known.capture_seconds)  # less where its graphs were kept
+    was_captured = known is not None and known.state == "captured"
+    if known is not None and was_captured:
+        if known.capture_seconds:  # less than predicted where its graphs were kept
+            predicted = min(predicted or known.capture_seconds, known.capture_seconds)
         if not calls:
-            return CaptureAdvice(False, "not_yet", "one call tells how long a run like the last one takes", predicted)
-        saved = _USUAL_SAVING * known.calls * spent_seconds / calls
-        if saved >= predicted:
+            return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
+        if at_once or uses_known:
             return CaptureAdvice(True, "known_to_pay", "captured in an earlier run", predicted)
-        # Captured by order, or too late to pay. Rent would be paid for nothing, unless this run turns out to be longer.
-        if calls < known.calls and not at_once:
-            detail = f"a run of {known.calls} calls, as the last one, would save about {saved:.1f} s"
-            return CaptureAdvice(
-                False, "not_yet", f"{detail}, capture is expected to take {predicted:.1f} s", predicted
-            )
     if calls >= _CALLS_TO_JUDGE_SIZE:
         typical_us = spent_seconds / calls * 1e6 if call_us is None else call_us
         if typical_us < min_root_us:
@@ -129,6 +129,19 @@ def advise_capture(
     if predicted > max_seconds:
         detail = f"capture is expected to take {predicted:.0f} s, more than {max_seconds:.0f} s"
         return CaptureAdvice(False, "too_expensive", detail, predicted, final=True)
+    if known is not None and was_captured:
+        if calls < _CALLS_TO_JUDGE_SIZE:
+            return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
+        saved = _USUAL_SAVING * known.calls * (spent_seconds - first_seconds) / (calls - 1)
+        if saved + slowness * _TRIFLE_SECONDS >= predicted:
+            return CaptureAdvice(True, "known_to_pay", "captured in an earlier run", predicted)
+        # Captured by order, or too late to pay. Rent would be paid for nothing, unless this run turns out to be longer.
+        if calls < known.calls:
+            detail = (
+                f"{known.calls} calls, as many as in the last captured run, would save about {saved:.1f} s, "
+                f"capture is expected to take {predicted:.1f} s"
+            )
+            return CaptureAdvice(False, "not_yet", detail, predicted)
     if at_once:
         if calls >= min_calls:
             return CaptureAdvice(True, "at_once", f"captured after {calls} calls: the run waits for tuning", predicted)

@@ -95,6 +95,7 @@ class Backstage:
         self._posted = 0
         self._written = 0
         self.run_id: int | None = None
+        self.has_leftovers = False  # requests of earlier runs wait in the store
         self._thread = threading.Thread(target=self._run, name="autofuse", daemon=True)
 
     def start(self) -> None:
@@ -168,6 +169,7 @@ class Backstage:
     def _open(self) -> None:
         self._store = Store.open(self._path)
         self.run_id = self._store.start_run(self._start)
+        self.has_leftovers = not self._is_new and self._store.queue_length().queued > 0
         self._absorb(self._store)
         self._ready.set()
 

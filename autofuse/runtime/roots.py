@@ -228,6 +228,7 @@ class Root:
         self.calls = 0
         self.total_us = 0.0
         self.eager_seconds = 0.0  # forward and, by the observed ratio, backward
+        self.first_seconds = 0.0  # of the first call
         self.capture_seconds = 0.0
         self.kept_graphs = 0
         self.predicted_seconds = 0.0
@@ -421,6 +422,7 @@ class Root:
     def _add_eager(self, seconds: float) -> None:
         ratio = self.roots.observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
         self.eager_seconds += seconds * (1.0 + (ratio or 0.0))
+        self.first_seconds = self.first_seconds or self.eager_seconds
 
     def _add_device_time(self, host_seconds: float, was_plain: bool, nanoseconds: int | None) -> None:
         """What a call took is the larger of the host's time and the device's."""
@@ -494,6 +496,7 @@ class Root:
         smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
         advice = advise_capture(
             spent_seconds=self.eager_seconds,
+            first_seconds=self.first_seconds,
             operations=observer.ops_in_forward(self.key),
             backward=torch.is_grad_enabled(),
             is_first="torch._dynamo" not in sys.modules,
@@ -507,6 +510,7 @@ class Root:
             # At once, but not blind: a first trace of one shape only would be thrown away at the next.
             at_once=session.mode == "wait",
             at_first_call=capture.at_once,
+            uses_known=session.settings.run.frozen,
             min_calls=1 if observer.dynamic_dims(self.key) else CALLS_OF_ONE_SHAPE,
             call_us=typical * 1e6 if typical is not None else None,
             known=self.roots.known.get(self.key),
@@ -641,6 +645,9 @@ class Root:
             self._held_out.extend()
 
     def record(self) -> RootRecord:
+        known = self.roots.known.get(self.key)
+        # Captured before a step of it was sampled: as many as an earlier run saw.
+        operations = self.roots.observer.ops_in_forward(self.key) or (known.operations if known is not None else 0)
         return RootRecord(
             root=self.key,
             name=self.name,
@@ -649,7 +656,7 @@ class Root:
             detail=self.detail,
             calls=self.all_calls,
             eager_seconds=self.eager_seconds,
-            operations=self.roots.observer.ops_in_forward(self.key) or 0,
+            operations=operations,
             capture_seconds=self.capture_seconds,
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),

@@ -317,6 +317,7 @@ class Session:
             self._loaded.planner.graphs.post(self.backstage.post_event)
         self.tuning.hand_over()
         self.backstage.stop()
+        self.tuning.leave_to_daemon()
         with _lock:
             if _current is self:
                 _current = None

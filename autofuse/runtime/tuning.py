@@ -127,7 +127,7 @@ class TuningClient:
         Beside the script not for ever: a daemon whose budget is spent, or that has died, decides nothing any more.
         """
         session = self._session
-        silence = time.perf_counter() - self.news_at
+        silence = 0.0 if self._lacks_daemon else time.perf_counter() - self.news_at
         if not self.enabled or (session.mode != "after" and silence > session.settings.tuner.budget_seconds):
             return False
         return self.has_open()
@@ -155,20 +155,20 @@ class TuningClient:
             session.backstage.post_requests(requests)
             self._lacks_daemon = True
         age = time.perf_counter() - session.started
-        if self._lacks_daemon and age >= session.settings.tuner.start_after_seconds:
+        # What an earlier run has asked for and nobody has worked on: its daemon ended with it, as in a container.
+        is_late = session.backstage.has_leftovers or age >= session.settings.tuner.start_after_seconds
+        if self._lacks_daemon and is_late:
             self._lacks_daemon = False
             self._ensure_daemon()
+            self.news_at = time.perf_counter()
 
     def hand_over(self) -> None:
-        """At the end of the script: in ``after`` mode the work begins now, and what a script too short for a daemon
-        beside it has asked for; a frozen run says what it missed."""
+        """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""
         session = self._session
         if session.settings.run.frozen:
             self._report_misses()
         if not self.enabled:
             return
-        if session.mode == "background" and self._lacks_daemon:
-            self._ensure_daemon(daemon.launch)
         if session.mode != "after":
             return
         requests = self._requests(self._hot_plans("after"))
@@ -176,6 +176,11 @@ class TuningClient:
         if requests:
             session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
             self._ensure_daemon()
+
+    def leave_to_daemon(self) -> None:
+        """When all is written: work that a script too short for a daemon beside it has asked for begins now."""
+        if self._lacks_daemon and self.enabled:
+            self._ensure_daemon(daemon.launch)
 
     def _report_misses(self) -> None:
         plans = [p for r in list(self._session.routers) for p in r.all_plans()]

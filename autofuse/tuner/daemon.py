@@ -116,16 +116,19 @@ def ensure_running(settings: Settings) -> int:
 def launch(settings: Settings) -> None:
     """Start a daemon where there is none, and do not wait for it: for a process that is about to end.
 
-    Raises DaemonError. Of two that are launched at once the one that comes later to the store ends.
+    Raises DaemonError. It is announced at once, so that whoever wants to end it before it has begun finds it.
     """
-    if running_pid(settings) is not None:
-        return
     try:
         _beside(settings, "").parent.mkdir(parents=True, exist_ok=True)
-        process = _spawn(settings)
-    except OSError as error:
+        with FileLock(_beside(settings, ".start.lock"), timeout=0):
+            if running_pid(settings) is None:
+                process = _spawn(settings)
+                _announce(settings, process.pid)
+                process.returncode = 0  # it outlives this process on purpose: no warning that it still runs
+    except Timeout:
+        return  # somebody starts one
+    except (OSError, NotImplementedError, psutil.Error) as error:
         raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
-    process.returncode = 0  # it outlives this process on purpose: no warning that it still runs
 
 
 def _start(settings: Settings) -> int:
@@ -246,6 +249,13 @@ def _lock(settings: Settings) -> FileLock:
     return FileLock(_beside(settings, ".daemon.lock"), timeout=1.0)
 
 
+def _announce(settings: Settings, pid: int) -> None:
+    path = _pid_path(settings)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps({"pid": pid, "created_at": psutil.Process(pid).create_time()}))
+    os.replace(fresh, path)
+
+
 @contextlib.contextmanager
 def _announced(settings: Settings, loop: TuningLoop) -> Iterator[None]:
     """While it runs, the loop has its process number beside the store, and ends at SIGTERM and SIGINT."""
@@ -256,15 +266,12 @@ def _announced(settings: Settings, loop: TuningLoop) -> Iterator[None]:
 
     main = threading.current_thread() is threading.main_thread()
     before = {n: signal.signal(n, ask) for n in (signal.SIGTERM, signal.SIGINT)} if main else {}
-    path = _pid_path(settings)
     try:
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(json.dumps({"pid": os.getpid(), "created_at": psutil.Process().create_time()}))
-        os.replace(fresh, path)
+        _announce(settings, os.getpid())
         yield
     finally:
         loop.close()
-        path.unlink(missing_ok=True)
+        _pid_path(settings).unlink(missing_ok=True)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -132,13 +132,19 @@ def test_roots_are_known_across_runs_of_the_same_device(store: Store, path: Path
     elsewhere = store.start_run(start(device=DeviceInfo("cpu", "Other", 8, "avx2")))
     store.put_root(elsewhere, replace(root, state="eager"))
 
-    store.start_run(start())
-    assert store.roots() == {"Model[8x8]": captured}
+    later = store.start_run(start())
+    store.put_root(later, replace(root, calls=2))
+    assert store.roots() == {"Model[8x8]": captured}, "a run too short to decide anything takes nothing back"
     with Store.open(path, readonly=True) as reader:
         assert reader.roots()["Model[8x8]"].state == "eager"
         assert reader.roots(DEVICE.key, VERSIONS)["Model[8x8]"] == captured
         assert reader.roots(DEVICE.key, "torch 9") == {}
-        assert [change.state for change in reader.root_changes("Model[8x8]")] == ["observing", "captured", "eager"]
+        assert [change.state for change in reader.root_changes("Model[8x8]")] == [
+            "observing",
+            "captured",
+            "eager",
+            "observing",
+        ]
         assert reader.run_roots(first) == [captured]
 
 

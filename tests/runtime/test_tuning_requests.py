@@ -71,15 +71,21 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     session.tuning.post_new_work()
     session.tuning.post_new_work()
     assert began == ["ensure_running"], "what it asked for before is not forgotten"
-    session.tuning.hand_over()
+    session.tuning.leave_to_daemon()
     assert began == ["ensure_running"]
     began.clear()
     session = session_with_work()
-    session.tuning.hand_over()
+    session.tuning.leave_to_daemon()
     assert began == [], "nothing was asked for"
     session.tuning.post_new_work()
-    session.tuning.hand_over()
+    assert session.tuning._lacks_daemon and began == []
+    session.tuning.leave_to_daemon()
     assert began == ["launch"]
+    began.clear()
+    session = session_with_work()
+    session.backstage.has_leftovers = True
+    session.tuning.post_new_work()
+    assert began == ["ensure_running"], "of a run whose daemon ended with it"
 
 
 def test_a_bucket_that_is_seldom_called_is_not(asked):

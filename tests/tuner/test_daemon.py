@@ -105,6 +105,19 @@ def test_a_daemon_killed_in_mid_tuning_loses_nothing(settings: Settings) -> None
         assert len(store.decisions()) == 2
 
 
+def test_a_launched_daemon_is_found_before_it_has_begun(settings: Settings) -> None:
+    queue(settings, request(FORM, (12,)))
+    daemon.launch(settings)
+    pid = daemon.running_pid(settings)
+    assert pid is not None
+    daemon.launch(settings)
+    assert daemon.running_pid(settings) == pid, "no second one"
+    assert daemon.stop(settings) is True and daemon.running_pid(settings) is None
+    daemon.launch(settings)
+    with Store.open(settings.run.store) as store:
+        wait_until(lambda: store.queue_length().done == 1)
+
+
 def test_stop_gives_the_request_back(settings: Settings) -> None:
     queue(settings, request(FORM, (24,)))
     pid = daemon.ensure_running(settings)
