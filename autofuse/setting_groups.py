@@ -141,7 +141,7 @@ class TunerSettings(Group):
         50.0, "Share of one core that the daemon may use beside a running script.", unit="%", low=1.0, high=100.0
     )
     start_after_seconds: float = declare(
-        60.0,
+        30.0,
         "A daemon is started beside a script that has run for so long; for a shorter one when it ends.",
         unit="s",
         low=0.0,

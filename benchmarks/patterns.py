@@ -11,8 +11,10 @@ figures at memory-sized shapes.
 All contenders of a row take turns in one process, on the same tensors and with the same parameters; figures are medians
 of rounds, ratios are taken round by round and carry a 95 % interval. autofuse is what `autofuse run --tune wait` gives:
 modules are roots, captured and left in eager by the usual rules, with kernels from its own daemon and a store of this
-run. Its and torch.compile's stalls are not timed; they are counted beside the row. malloc is set alike for all
-contenders (``--malloc off``: as glibc has it). Results are written to benchmarks/results/patterns.json after each row.
+run. Its and torch.compile's stalls are not timed; they are counted beside the row. torch.compile's mode max-autotune is
+among the contenders where it is asked for: on a CPU it differs in rows with products, and takes minutes for each. malloc
+is set alike for all contenders (``--malloc off``: as glibc has it). Results are written to
+benchmarks/results/patterns.json after each row.
 """
 
 from __future__ import annotations
@@ -49,7 +51,13 @@ from autofuse.settings import load
 from autofuse.tuner import daemon
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
-CONTENDERS = ("eager", "compile", "compile dynamic", "autofuse")
+COMPILED: dict[str, dict[str, Any]] = {  # how torch.compile is asked
+    "compile": {},
+    "compile dynamic": {"dynamic": True},
+    "compile max-autotune": {"mode": "max-autotune-no-cudagraphs"},  # on a CPU: templates for products, minutes a row
+}
+CONTENDERS = ("eager", *COMPILED, "autofuse")
+USUAL = ("eager", "compile", "compile dynamic", "autofuse")
 UNAVOIDABLE = "unavoidable"
 AGAIN = "eager again"  # what two identical modules differ by: their results lie elsewhere in memory
 ROUNDS = 15
@@ -161,7 +169,7 @@ def prepare(
     if contender in ("eager", AGAIN):
         module.__dict__["_compiled_call_impl"] = None  # as a class without our hook has it
         return Prepared(calls, 0.0, count_call(calls[0]))
-    module.compile(dynamic=True if contender == "compile dynamic" else None)
+    module.compile(**COMPILED[contender])
     with inductor_counters() as generated:
         stall = first_calls(calls)
     if len(calls) > 1:
@@ -388,7 +396,7 @@ def prepare_adamw(
         def whole_step() -> None:  # as torch's documentation compiles optimizers
             optimizer.step()
 
-        step = torch.compile(whole_step, dynamic=True if contender == "compile dynamic" else None)
+        step = torch.compile(whole_step, **COMPILED[contender])
     paused = run.session.tuning.paused_seconds
     if contender == "autofuse":
         for _ in range(8):
@@ -448,9 +456,9 @@ def bars(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             found[f"geometric_mean_over_{name.replace(' ', '_')}"] = {"ratio": round(mean, 3), "rows": len(ratios)}
     best = [
-        min(r["autofuse_over"][n]["median"] for n in ("compile", "compile dynamic") if n in r["autofuse_over"])
+        min(r["autofuse_over"][n]["median"] for n in COMPILED if n in r["autofuse_over"])
         for r in free
-        if "compile" in r["autofuse_over"]
+        if any(n in r["autofuse_over"] for n in COMPILED)
     ]
     if best:
         mean = math.exp(sum(map(math.log, best)) / len(best))
@@ -501,7 +509,7 @@ def asked() -> argparse.Namespace:
         __doc__, "patterns", quick="short tuning, few rounds; proves nothing about speed", only="rows", malloc=True
     )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of cache, memory, ragged")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--contenders", default=",".join(USUAL), help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--minutes", type=float, default=9.5, help="torch.compile is left out of rows after this time")
     parser.add_argument("--store", type=Path, help="a store to keep; a temporary one by default")
     return parse(parser)

@@ -45,7 +45,7 @@ def patterns_table(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         over, ours = row.get("autofuse_over", {}), row["contenders"].get("autofuse", {})
         kernels = [str(row["contenders"].get(n, {}).get("kernels", "-")) for n in ("eager", "compile", "autofuse")]
-        best = [over[name] for name in ("compile", "compile dynamic") if name in over]
+        best = [entry for name, entry in over.items() if name.startswith("compile")]
         better = min(best, key=lambda o: o["median"], default=None)
         found_here = (times(over.get("eager")), times(better), ", ".join(kernels), ours.get("state", ""))
         rows.append([row["row"], row["shape"], *found_here])
