@@ -12,8 +12,8 @@ All contenders of a row take turns in one process, on the same tensors and with 
 of rounds, ratios are taken round by round and carry a 95 % interval. autofuse is what `autofuse run --tune wait` gives:
 modules are roots, captured and left in eager by the usual rules, with kernels from its own daemon and a store of this
 run. Its and torch.compile's stalls are not timed; they are counted beside the row. torch.compile's mode max-autotune is
-among the contenders where it is asked for: on a CPU it differs in rows with products, and takes minutes for each. malloc
-is set alike for all contenders (``--malloc off``: as glibc has it). Results are written to
+among the contenders where it is asked for: on a CPU it differs in rows with products, and takes minutes for each.
+malloc is set alike for all contenders (``--malloc off``: as glibc has it). Results are written to
 benchmarks/results/patterns.json after each row.
 """
 
