@@ -10,12 +10,8 @@ below 0.71 of the smallest normal number; erf saturates at 1.
 
 from __future__ import annotations
 
-INLINE_MATH: dict[str, str] = {
-    "af_exp_f32": """static inline float af_exp_f32(float x) {  /* x = n log 2 + r, |r| <= log(2) / 2 */
-  const float c = 89.0f < x ? 89.0f : x;  /* comparisons let NaN through */
-  const float t = c * 1.44269504f + 12582912.0f;  /* 1.5 * 2^23: the low bits of t are n, rounded */
-  const float n = t - 12582912.0f;
-  const float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
+# e^r as p, for x = n log 2 + r: what both functions of exp share.
+_EXP_OF_REST = """  const float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -23,7 +19,16 @@ INLINE_MATH: dict[str, str] = {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = (p * (r * r) + r) + 1.0f;
-  uint32_t k, u;
+"""
+
+INLINE_MATH: dict[str, str] = {
+    "af_exp_f32": """static inline float af_exp_f32(float x) {  /* x = n log 2 + r, |r| <= log(2) / 2 */
+  const float c = 89.0f < x ? 89.0f : x;  /* comparisons let NaN through */
+  const float t = c * 1.44269504f + 12582912.0f;  /* 1.5 * 2^23: the low bits of t are n, rounded */
+  const float n = t - 12582912.0f;
+"""
+    + _EXP_OF_REST
+    + """  uint32_t k, u;
   memcpy(&k, &t, 4);
   memcpy(&u, &p, 4);
   u += k << 23;  /* times 2^n */
@@ -37,15 +42,9 @@ INLINE_MATH: dict[str, str] = {
   const float c = x < -88.0f ? -88.0f : x;  /* n is -127 there */
   const float t = c * 1.44269504f + 12583039.0f;  /* 1.5 * 2^23 + 127: the low bits of t are the exponent of 2^n */
   const float n = t - 12583039.0f;
-  const float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * (r * r) + r) + 1.0f;
-  uint32_t k;
+"""
+    + _EXP_OF_REST
+    + """  uint32_t k;
   memcpy(&k, &t, 4);
   k <<= 23;
   float y;
