@@ -12,8 +12,11 @@ from pathlib import Path
 def main() -> int:
     """Run the command line; returns the exit code, or ends the process as the user's script ended."""
     # Imported here: under ``python -m`` the path is only right once this file runs, see below.
-    from autofuse.cli.app import parse
-    from autofuse.cli.launch import launch
+    from autofuse import collector
+
+    with collector.paused():
+        from autofuse.cli.app import parse
+        from autofuse.cli.launch import launch
 
     outcome = parse(sys.argv[1:])
     return outcome if isinstance(outcome, int) else launch(outcome)

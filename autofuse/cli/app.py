@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import click
 
-from autofuse import __version__
+from autofuse import __version__, collector
 from autofuse.cli.job import RunJob
 from autofuse.cli.output import say
 from autofuse.errors import AutofuseError
@@ -55,7 +55,8 @@ class _LazyGroup(click.Group):
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None
-        command = importlib.import_module(entry.module).command
+        with collector.paused():
+            command = importlib.import_module(entry.module).command
         assert isinstance(command, click.Command)
         return command
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autofuse import collector
 from autofuse.cli.job import RunJob
 from autofuse.cli.output import one_line, say
 from autofuse.errors import UsageError
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 def launch(job: RunJob) -> int:
     """Run the script to its end and leave the process as it did; returns only where there was nothing to run."""
-    session = _begin(job.settings, job.target.command) if job.settings else None
+    with collector.paused():
+        session = _begin(job.settings, job.target.command) if job.settings else None
+        if session is not None:
+            collector.leave_out_what_is_there()
     try:
         ending = run_target(job.target)
     except UsageError as error:

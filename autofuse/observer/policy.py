@@ -29,6 +29,7 @@ _IMPORT_SECONDS = 1.0  # what the first one of a process pays beside: Dynamo and
 _TRIFLE_SECONDS = 1.5
 _USUAL_SAVING = 0.25  # of a root's time in eager: models gain 1.2 to 2.1x, 1.4 in the mean
 _CALLS_TO_JUDGE_SIZE = 3
+_CALLS_TO_JUDGE_LENGTH = 6  # one of the first is sampled, and takes several times as long
 _CALLS_TO_SETTLE_SIZE = 20
 
 _NEAR = 6  # calls before a held-out one, with which it is compared
@@ -130,7 +131,7 @@ def advise_capture(
         detail = f"capture is expected to take {predicted:.0f} s, more than {max_seconds:.0f} s"
         return CaptureAdvice(False, "too_expensive", detail, predicted, final=True)
     if known is not None and was_captured:
-        if calls < _CALLS_TO_JUDGE_SIZE:
+        if calls < _CALLS_TO_JUDGE_LENGTH:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
         saved = _USUAL_SAVING * known.calls * (spent_seconds - first_seconds) / (calls - 1)
         if saved + slowness * _TRIFLE_SECONDS >= predicted:

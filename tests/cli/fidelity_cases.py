@@ -53,6 +53,26 @@ ENDINGS = [
     script("raise SystemExit class", "raise SystemExit"),
     script("os._exit", "import os, sys; print('x', flush=True); os._exit(9)"),
     script(
+        "what only a collection at the end finds",
+        """
+        import gc, weakref
+        class Cycle:
+            def __init__(self, name):
+                self.me, self.file = self, open(name, "w")
+                self.file.write("kept")
+            def __del__(self):
+                print("deleted", flush=True)
+        first = Cycle("first.txt")
+        weak = weakref.ref(first)
+        del first
+        print(weak() is None, gc.isenabled(), gc.get_threshold(), gc.collect() > 0, weak() is None)
+        print(open("first.txt").read(), any(type(o) is Cycle for o in gc.get_objects()))
+        left = Cycle("left.txt")
+        print(any(o is left for o in gc.get_objects()))
+        del left
+        """,
+    ),
+    script(
         "uncaught exception",
         """
         def inner(x):

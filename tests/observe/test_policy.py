@@ -98,14 +98,16 @@ def test_a_warm_store_knows_better() -> None:
     known = record(operations=80, capture_seconds=3.0, calls=500)
     assert advice(calls=0, spent_seconds=0.0, known=known).reason == "not_yet"
     assert not advice(calls=1, spent_seconds=5.0, known=known).capture, "a first call warms up"
-    found = advice(calls=3, spent_seconds=5.1, first_seconds=5.0, operations=None, known=known)
+    sampled = {"spent_seconds": 6.1, "first_seconds": 5.0, "operations": None, "known": known}
+    assert not advice(calls=3, **sampled).capture, "one of the first calls is sampled, and looks long"
+    found = advice(calls=6, **sampled)
     assert found.capture
     assert found.reason == "known_to_pay"
     assert found.predicted_seconds > 1.0
     assert advice(calls=1, spent_seconds=0.05, known=known, at_once=True).capture, "someone waits for it"
-    warmed = advice(calls=3, spent_seconds=5.0, first_seconds=4.999, known=known)
+    warmed = advice(calls=6, spent_seconds=5.0, first_seconds=4.999, known=known)
     assert not warmed.capture, "its first call says nothing about those to come"
-    short = advice(calls=3, spent_seconds=0.15, operations=None, known=record(operations=80, calls=4))
+    short = advice(calls=6, spent_seconds=0.3, operations=None, known=record(operations=80, calls=4))
     assert not short.capture, "a run as long as the last one would not pay for the capture"
     some = record(operations=300, capture_seconds=6.0, calls=80)  # 8 s in eager, of which a capture saves 2
     early = advice(calls=50, spent_seconds=5.0, operations=300, known=some)
@@ -115,7 +117,7 @@ def test_a_warm_store_knows_better() -> None:
     assert advice(calls=80, spent_seconds=8.0, operations=300, known=some).capture, "longer than the last run"
     assert advice(calls=1, spent_seconds=0.1, known=some, uses_known=True).capture, "a frozen run uses what is stored"
     small = record(operations=300, capture_seconds=1.7, calls=80)
-    assert advice(calls=3, spent_seconds=0.03, operations=300, known=small).capture, "little is at stake"
+    assert advice(calls=6, spent_seconds=0.06, operations=300, known=small).capture, "little is at stake"
     failed = advice(calls=0, known=record(state="eager", reason="capture_failed", detail="no"))
     assert failed.final
     assert "no" in failed.detail
@@ -132,7 +134,7 @@ def test_cost_is_learnt_from_captures() -> None:
     assert learn_cost([*records, kept, kept, kept], 0.02) == pytest.approx(0.02), "nothing was traced there"
     assert advice(calls=1, spent_seconds=0.05, known=kept).predicted_seconds == 0.4, "but this root's own cost it is"
     by_order = record(operations=0, capture_seconds=9.0, calls=12)  # nobody asked what it would cost
-    found = advice(calls=3, spent_seconds=0.01, operations=None, known=by_order)
+    found = advice(calls=6, spent_seconds=0.02, operations=None, known=by_order)
     assert not found.capture and found.predicted_seconds == 9.0, "what it took then is known"
     assert learn_cost([record(operations=100, capture_seconds=0.1)], 0.02) > 0
 
