@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector while autofuse starts.
+"""Python's cyclic garbage collector while autofuse starts, and while it traces.
 
 What is imported before the script lives as long as the process. To look through it again and again while it is
 imported, and once more when the interpreter ends, takes as long as all our own imports; so both are left out.

@@ -24,6 +24,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
 
+from autofuse import collector
 from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph, plain_call
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
@@ -205,13 +206,16 @@ _not_of_our_traces = _NotOfOurTraces()
 
 @contextlib.contextmanager
 def capture_settings(recompile_limit: int) -> Iterator[None]:
-    """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside."""
+    """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside.
+
+    The garbage collector rests meanwhile: in a process that has imported much it takes a tenth of a trace.
+    """
     config = torch._dynamo.config
     ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
     # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
     hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
     patched = config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit, **hooks)
-    with patched, _not_of_our_traces.active():
+    with patched, _not_of_our_traces.active(), collector.paused():
         yield
 
 

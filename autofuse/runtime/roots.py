@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from autofuse import collector
 from autofuse.capture.speed import slowness
 from autofuse.ir.records import RootRecord
 from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
@@ -544,8 +545,9 @@ class Root:
         self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
         began = time.perf_counter()
-        from autofuse.capture import backend as dynamo
-        from autofuse.pipeline import backend
+        with collector.paused():
+            from autofuse.capture import backend as dynamo
+            from autofuse.pipeline import backend
 
         self.session.capture_seconds += time.perf_counter() - began
         self._dynamo = dynamo
