@@ -154,8 +154,11 @@ class Observer:
                 self._sampler.spend(time.perf_counter() - began)
 
     def reopen(self, root: str) -> None:
-        """The root is open again (released from its graph, or its shapes drifted): sample it again."""
+        """The root is open again, for its sizes are others: sample it again. Times of calls so far are forgotten."""
         self._sampler.reopen(root)
+        known = self._roots.get(root)
+        if known is not None:
+            known.seconds.clear()
 
     def stop(self) -> None:
         """End the observation; what was learnt stays readable."""

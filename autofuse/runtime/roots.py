@@ -29,9 +29,10 @@ from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
-from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, advise_release, is_unsure, learn_cost
+from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, is_unsure, learn_cost
 from autofuse.observer.roots import Attached, RootTracker, root_key
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path, without_sizes
+from autofuse.observer.verdicts import PAIRS_BEFORE_RELEASE, Verdicts
 from autofuse.runtime.devices import CPU, event_timer, keep_random_state
 from autofuse.runtime.gpu import capturing
 
@@ -45,8 +46,6 @@ log = logging.getLogger(__name__)
 
 # After so many calls of one and the same shape, a waiting run takes it for the only one.
 CALLS_OF_ONE_SHAPE = 3
-# A released root must have lost to this many held-out calls; below that the difference may be noise.
-PAIRS_BEFORE_RELEASE = 12
 PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at least
 # What a captured root's call costs more than a released one's, where caches are full of other things: hook, guards;
 # where the call is timed, signature and statistics too.
@@ -59,8 +58,11 @@ SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in t
 MAX_DIRECT = 4
 MAX_LEARNT = 32
 UNTUNED = "slower_untuned"
+BY_SIZE = ("too_small", "slower_than_eager", "no_gain", UNTUNED)  # reasons that say nothing of much larger calls
+KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
 # Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
 MAX_EXACT = 16
+QUIET_AFTER = 64  # calls one after the other whose sizes stay in eager: then they skip the handler
 
 
 class Roots:
@@ -240,17 +242,20 @@ class Root:
         self._shapes: dict[Any, Shape] = {}  # by signature
         self._sizes: dict[str, Sizes] = {}
         self._newest: Shape | None = None
-        capture = self.session.settings.capture
-        self._held_out = HeldOutCalls(capture.held_out_share, PAIRS_BEFORE_RELEASE)
+        self._held_out = self._new_held_out()
         self._is_small = False  # counting its calls costs what can be seen
-        self._released: list[Attached] = []  # modules whose calls skip the handler
+        self._released: set[Attached] = set()  # modules whose calls skip the handler, or did
+        self._left_alone = 0  # calls one after the other that stayed in eager for their size
+        self._observed_calls = 0  # since the root was opened
+        self._observed_elements = deque[int](maxlen=16)  # of the last of them
+        self._is_reopened = False  # for sizes that nothing was known of
         self._open: OpenStep | None = None
         self._brief: Brief | None = None
         self._device: torch.device | None = None
         self._on_gpu = False
         self.late = LateTimes(roots.timer)  # what the device has not told yet
         self._call_us: float | None = None  # of the open step, where it has no backward pass
-        self._ratios: deque[float] = deque(maxlen=64)
+        self._verdicts = Verdicts()
 
     # ---- a call --------------------------------------------------------------------------------------
 
@@ -269,7 +274,14 @@ class Root:
         if self.late:
             self.late.collect()
         self.calls += 1
+        if self._verdicts.any_lost:
+            elements = _elements_of(args, kwargs)
+            if self._verdicts.is_lost(elements):
+                return self._leave_alone(module, args, kwargs, now)
+            self._welcome(module)
         if self.state == "observing" and not capturing.is_capturing():
+            self._observed_calls += 1
+            self._observed_elements.append(_elements_of(args, kwargs))
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs)
             self._decide(module)
@@ -278,10 +290,33 @@ class Root:
         if self.state == "captured":
             return self._routed(module, args, kwargs, now)
         if self.state == "eager":
-            if self._is_small:
-                self._released.append(self.roots.tracker.release(module))
             self._open = OpenStep(now, None, Held.NO, self.calls, 0, None)
         return self.roots.tracker.call_original(module, args, kwargs)
+
+    def _leave_alone(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
+        """A call of a size that stays in eager."""
+        self._left_alone += 1
+        if (self._is_small and self.state == "eager") or self._left_alone >= QUIET_AFTER:
+            self._released.add(self.roots.tracker.release(module))
+        self._open = OpenStep(now, None, Held.NO, self.calls, 0, None)
+        return self.roots.tracker.call_original(module, args, kwargs)
+
+    def _welcome(self, module: torch.nn.Module) -> None:
+        """A call of a size that did not lose, of a root some of whose sizes did."""
+        self._left_alone = 0
+        if self._released:
+            self.roots.tracker.wake(module)
+        if self.state == "eager" and self.reason in BY_SIZE and not capturing.is_capturing():
+            # All that is known is of other sizes. These pay for a capture of their own, as those of a new root do.
+            self.state, self.reason, self.detail = "observing", "not_yet", ""
+            self._is_reopened = True
+            self._observed_calls, self.eager_seconds, self.first_seconds = 0, 0.0, 0.0
+            self._observed_elements.clear()
+            self._held_out = self._new_held_out()
+            self.roots.observer.reopen(self.key)
+
+    def _new_held_out(self) -> HeldOutCalls:
+        return HeldOutCalls(self.session.settings.capture.held_out_share, PAIRS_BEFORE_RELEASE)
 
     def _routed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a captured root; once all is known of its shape, 4 us of ours."""
@@ -355,6 +390,8 @@ class Root:
             return False
         free = self._held_out.free()
         if free < 2 or not all(s.direct and not s.is_eager and len(s.sizes.recent) >= PAIRED for s in shapes.values()):
+            return False
+        if self._verdicts.any_lost:  # a code that fits all sizes would run those as well that stay in eager
             return False
         self._held_out.skip(free)
         found = {id(direct.manager): direct for s in shapes.values() for direct in s.direct}
@@ -490,7 +527,7 @@ class Root:
         session, capture = self.session, self.session.settings.capture
         device = self._find_device(module)
         observer = self.roots.observer
-        if self.calls == 1:
+        if self._observed_calls == 1:
             # Decisions of earlier runs are read while the script imports; a moment more is well spent.
             session.backstage.wait_ready(2.0)
         typical = observer.typical_seconds(self.key)
@@ -503,7 +540,7 @@ class Root:
             is_first="torch._dynamo" not in sys.modules,
             seconds_per_op=self.roots.seconds_per_op(),
             slowness=slowness(),
-            calls=self.calls - 1,
+            calls=self._observed_calls - 1,
             min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
             max_seconds=capture.max_seconds,
             failures=self.failures,
@@ -514,7 +551,7 @@ class Root:
             uses_known=session.settings.run.frozen,
             min_calls=1 if observer.dynamic_dims(self.key) else CALLS_OF_ONE_SHAPE,
             call_us=typical * 1e6 if typical is not None else None,
-            known=self.roots.known.get(self.key),
+            known=None if self._is_reopened else self.roots.known.get(self.key),
         )
         self.reason, self.detail = advice.reason, advice.detail
         self.predicted_seconds = advice.predicted_seconds
@@ -526,6 +563,10 @@ class Root:
         elif advice.final:
             self.state = "eager"
             self._is_small = advice.reason == "too_small"
+            if advice.reason in BY_SIZE:
+                # What an earlier run found out, it may have found out on larger calls than these.
+                reach = 1 if self._is_small else KNOWN_REACH
+                self._verdicts.lose_up_to(reach * round(statistics.median(self._observed_elements)))
             self.roots.observer.decide(self.key)
 
     def _capture_for(self, device: torch.device) -> None:
@@ -551,7 +592,8 @@ class Root:
 
         self.session.capture_seconds += time.perf_counter() - began
         self._dynamo = dynamo
-        self._captured = dynamo.compile_root(self.name, backend)
+        if self._captured is None:
+            self._captured = dynamo.compile_root(self.name, backend)
         self.state = "captured"
         self.roots.observer.decide(self.key)
 
@@ -591,7 +633,7 @@ class Root:
             if fused != shape.fused:
                 if shape.is_counted:  # what was measured before is no longer so
                     shape.sizes.recent.clear()
-                    self._ratios.clear()
+                    self._verdicts.clear()
                 shape.fused, shape.is_counted = fused, True
             shape.fused_at = -1 if is_disturbed else disturbances
         is_left_out = is_disturbed or is_watched or held is Held.COLD
@@ -633,17 +675,24 @@ class Root:
             outside_us = 0.0 if self._call_us is not None else HOOK_US
             added_us = BRIEF_US if len(self._shapes) <= MAX_BRIEF else HOOK_US
             captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
-            self._ratios.append(max(us - outside_us, 0.0) / captured_us)
-        if len(self._ratios) < PAIRS_BEFORE_RELEASE:
+            self._verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)
+        ratios = self._verdicts.ratios(shape.elements)
+        if len(ratios) < PAIRS_BEFORE_RELEASE:
             return
-        is_short = us < SHORT_CALL_US
-        reason = advise_release(self._ratios, is_short, self.session.settings.capture.release_factor)
-        if reason is not None and not self.session.tuning.expects_more():
-            # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
-            self.state, self.reason = "eager", UNTUNED if self.session.tuning.has_open() else reason
+        if self.session.tuning.expects_more():
+            loss = None
+        else:
+            is_short = us < SHORT_CALL_US
+            loss = self._verdicts.judge(shape.elements, is_short, self.session.settings.capture.release_factor)
+        if loss is not None:
             self._is_small = is_short
-            self.detail = f"captured steps take {1 / statistics.median(self._ratios):.2f}x of eager's"
-        elif is_unsure(self._ratios):
+            self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
+            if all(self._verdicts.is_lost(known.elements) for known in self._shapes.values()):
+                # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
+                self.state, self.reason = "eager", UNTUNED if self.session.tuning.has_open() else loss.reason
+            else:
+                self.detail = f"calls of about {shape.elements} elements stay in eager: {self.detail}"
+        elif is_unsure(ratios):
             self._held_out.extend()
 
     def record(self) -> RootRecord:
@@ -664,6 +713,14 @@ class Root:
             dynamic_dims=self.dynamic_dims(),
             kept_graphs=self.kept_graphs,
         )
+
+
+def _elements_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How large a call is; 1 where its tensors do not tell, as nested ones do not."""
+    try:
+        return count_elements(call_signature(args, kwargs))
+    except Exception:
+        return 1
 
 
 def has_fast_path(module: torch.nn.Module) -> bool:

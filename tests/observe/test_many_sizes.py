@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,41 +51,135 @@ def test_near_are_the_last_steps_of_about_the_size() -> None:
     assert sizes.near(400) == []
 
 
-def test_a_gain_is_measured_though_no_size_comes_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take 1 us an element in eager and half of that captured, by a clock that nothing else moves."""
-    environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-    of = Session(load(environ=environment), "test").roots
-    clock = [0.0]
-    monkeypatch.setattr(roots, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    model = nn.Identity()
-    root = of.root_of(model)
+Cost = Callable[[int], float]  # us of a call of so many elements
+
+
+class Bench:
+    """A root whose calls take what they are said to take, by a clock that nothing else moves."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, eager: Cost, captured: Cost, **more: str) -> None:
+        environment = {"AUTOFUSE_STORE": str(folder / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
+        self.roots = Session(load(environ=environment | more), "test").roots
+        self.eager_calls: list[int] = []  # their elements
+        self.captured_calls: list[int] = []
+        clock = [0.0]
+        patch.setattr(roots, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        self.model = nn.Identity()
+        self.root = root = self.roots.root_of(self.model)
+
+        def run(cost: Cost, calls: list[int], x: torch.Tensor) -> torch.Tensor:
+            clock[0] += cost(x.numel()) / 1e6
+            calls.append(x.numel())
+            return x
+
+        patch.setattr(
+            self.roots.tracker, "call_original", lambda module, args, kwargs: run(eager, self.eager_calls, *args)
+        )
+        root._captured = SimpleNamespace(  # type: ignore[assignment]
+            trace=lambda module, x: run(captured, self.captured_calls, x),
+            settled=lambda module, x: run(captured, self.captured_calls, x),
+            direct=SimpleNamespace(find=lambda *args: None),
+        )
+        root._dynamo = SimpleNamespace(  # type: ignore[assignment]
+            mark_dynamic=lambda *a: None,
+            capture_settings=lambda limit: torch.no_grad(),
+            CAPTURE_ERRORS=(ZeroDivisionError,),
+            graphs_read=lambda: 0,
+        )
+        patch.setattr(root, "capture", lambda: setattr(root, "state", "captured"))
+        patch.setattr(self.roots.session, "fused_since_mark", lambda: 3)
+
+    def call(self, sizes: Iterable[int]) -> None:
+        self.eager_calls.clear()
+        self.captured_calls.clear()
+        with torch.no_grad():
+            for size in sizes:
+                self.root.call(self.model, (torch.empty(size),), {})
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def one(*costs: Cost, **more: str) -> Bench:
+        made.append(Bench(tmp_path, monkeypatch, *costs, **more))
+        return made[-1]
+
+    yield one
+    for bench in made:
+        bench.roots.uninstall()
+
+
+def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: n, lambda n: n / 2)
+    root = bench.root
     root.state = "captured"
-
-    def run(us_per_element: float, x: torch.Tensor) -> torch.Tensor:
-        clock[0] += x.numel() * us_per_element / 1e6
-        return x
-
-    monkeypatch.setattr(of.tracker, "call_original", lambda module, args, kwargs: run(1.0, *args))
-    root._captured = SimpleNamespace(  # type: ignore[assignment]
-        trace=lambda module, x: run(0.5, x),
-        direct=SimpleNamespace(find=lambda *args: None),
-    )
-    root._dynamo = SimpleNamespace(  # type: ignore[assignment]
-        mark_dynamic=lambda *a: None,
-        capture_settings=lambda limit: torch.no_grad(),
-        CAPTURE_ERRORS=(ZeroDivisionError,),
-        graphs_read=lambda: 0,
-    )
-    monkeypatch.setattr(of.session, "fused_since_mark", lambda: 3)
-    draw = random.Random(0)
-    sizes = draw.sample(range(20_000, 80_000), 400)
-    with torch.no_grad():
-        for size in sizes:
-            root.call(model, (torch.empty(size),), {})
-    of.uninstall()
-    samples = [StepSample(*fields) for fields in of.session.steps]
+    sizes = random.Random(0).sample(range(20_000, 80_000), 400)
+    bench.call(sizes)
+    samples = [StepSample(*fields) for fields in bench.roots.session.steps]
     assert len(samples) == 399 and len({s.signature for s in samples}) == MAX_EXACT + 1
     assert all(s.elements == sizes[s.index - 1] for s in samples)
     speedup = measure_gain(samples, 0.0).speedup
     assert speedup.pairs >= 5 * PAIRED and speedup.median == pytest.approx(2.0)
-    assert root.state == "captured" and len(root._ratios) >= 12
+    assert root.state == "captured" and len(root._verdicts.ratios(40_000)) >= 12
+
+
+# Captured, a call takes 100 us more and half of what eager takes for each element: it pays from 200 elements on, and
+# with what the hook takes from about 250.
+SMALL, LARGE = 64, 4096
+LOSES_SMALL = (lambda n: float(n + 50), lambda n: n / 2 + 150.0)
+
+
+def test_what_tiny_calls_lose_does_not_keep_large_ones_in_eager(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL, AUTOFUSE_CAPTURE_AT_ONCE="true")
+    bench.root.state = "captured"
+    bench.call([SMALL] * 1200)
+    assert bench.root.state == "eager" and bench.root.reason == "slower_than_eager"
+    assert bench.root.session.roots.tracker.attach(bench.model).is_quiet
+    bench.call([LARGE] * 1200)
+    assert bench.root.state == "captured"
+    assert not bench.roots.tracker.attach(bench.model).is_quiet
+    assert len(bench.captured_calls) > 1000
+    bench.call([SMALL, LARGE] * 200)
+    assert set(bench.captured_calls) == {LARGE} and bench.eager_calls.count(SMALL) == 200
+
+
+def test_what_large_calls_gain_does_not_keep_tiny_ones_captured(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    bench.root.state = "captured"
+    bench.call([LARGE] * 1200)
+    assert len(bench.captured_calls) > 1000
+    bench.call([SMALL] * 1600)
+    bench.call([SMALL] * 100)
+    assert not bench.captured_calls, "tiny ones have lost by now"
+    assert bench.root.state == "captured" and "64 elements stay in eager" in bench.root.detail
+    assert bench.roots.tracker.attach(bench.model).is_quiet, "nothing else came for a while"
+    bench.call([LARGE] * 300)
+    assert len(bench.captured_calls) > 250
+
+
+def test_a_root_too_small_to_capture_is_looked_at_again_when_it_grows(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: n / 10 + 5.0, lambda n: n / 20)
+    bench.call([SMALL] * 60)
+    assert (bench.root.state, bench.root.reason) == ("eager", "too_small")
+    bench.call([1 << 22])
+    assert bench.root.state == "observing"
+    bench.call([1 << 22] * 60)
+    assert bench.root.reason != "too_small", "0.4 s a call"
+
+
+def test_a_call_that_does_not_tell_its_size_is_the_smallest() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(RuntimeError):
+        call_signature((nested,), {})
+    assert roots._elements_of((nested,), {}) == 1
+    assert roots._elements_of((torch.ones(2, 3), 7), {"x": [torch.ones(4)]}) == 10
+
+
+def test_what_has_failed_is_not_tried_for_every_new_size(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    bench.root.state = "captured"
+    bench.call([SMALL] * 1200)
+    bench.root.reason = "capture_failed"
+    bench.call([LARGE, LARGE * 4] * 4)
+    assert bench.root.state == "eager" and not bench.captured_calls
