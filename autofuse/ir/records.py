@@ -303,6 +303,7 @@ class RootRecord:
     predicted_capture_seconds: float = 0.0
     dynamic_dims: tuple[tuple[str, int], ...] = ()  # (argument path, dim)
     kept_graphs: int = 0  # that an earlier run had traced
+    judged_elements: int = 0  # of its arguments, in the largest calls that a verdict for eager is about; 0: not known
 
 
 @dataclass(frozen=True)

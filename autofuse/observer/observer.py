@@ -144,14 +144,19 @@ class Observer:
         """The root is captured or stays eager for good: sampling it has no more use."""
         with self._lock:
             self._sampler.decide(root)
-            # The session need not tell of this root's calls any more, so the step would never end.
-            if root == self._anchor and self._recorder.is_mine and not self._stopped:
-                began = time.perf_counter()
-                try:
-                    self._finish_step()
-                except Exception:
-                    self._give_up()
-                self._sampler.spend(time.perf_counter() - began)
+            self.end_step(root)
+
+    def end_step(self, root: str) -> None:
+        """The session need not tell of this root's next calls, so a step of it that is recorded would never end."""
+        if root != self._anchor or not self._recorder.is_mine or self._stopped:
+            return
+        with self._lock:
+            began = time.perf_counter()
+            try:
+                self._finish_step()
+            except Exception:
+                self._give_up()
+            self._sampler.spend(time.perf_counter() - began)
 
     def reopen(self, root: str) -> None:
         """The root is open again, for its sizes are others: sample it again. Times of calls so far are forgotten."""

@@ -52,7 +52,7 @@ _TRANSPARENT = {
     "torch.ao.quantization.stubs.QuantWrapper",
 }
 _MODULE_CALL = torch.nn.Module.__call__
-PROBE_EVERY = 32  # calls of a released module
+PROBE_EVERY = 31  # calls of a released module; a prime, for scripts alternate
 
 
 def classify(kind_of: type) -> Kind:
@@ -83,6 +83,7 @@ class Attached:
     def __init__(self, tracker: RootTracker, module: torch.nn.Module) -> None:
         self.calls = 0  # quiet ones, without those that the handler saw
         self.is_quiet = False
+        self.is_final = False  # the handler has no interest in any call of it
         self._until_probe = PROBE_EVERY
         self._tracker = tracker
         self._module = weakref.ref(module)
@@ -103,7 +104,7 @@ class Attached:
             return (module._call_impl if runner is None else runner)(*args, **kwargs)
         if self.is_quiet:
             self._until_probe -= 1
-            if self._until_probe:
+            if self._until_probe > 0 or self.is_final:
                 self.calls += 1
                 return _run_whole(module, *args, **kwargs)
             self._until_probe = PROBE_EVERY

@@ -45,6 +45,12 @@ class Verdicts:
         found = magnitude(elements)
         return found <= self._lost_up_to or found in self._lost
 
+    @property
+    def lost_elements(self) -> int:
+        """Of the largest calls that stay in eager; 0 where none do."""
+        largest = max(self._lost_up_to, *self._lost) if self._lost else self._lost_up_to
+        return int(4 ** (largest + 1)) - 1
+
     def lose_up_to(self, elements: int) -> None:
         """All calls of at most this magnitude stay in eager."""
         self._lost_up_to = max(self._lost_up_to, magnitude(elements))
@@ -73,9 +79,12 @@ class Verdicts:
         reason = advise_release(ratios, is_short, release_factor)
         if reason is None:
             return None
-        # Magnitudes with pairs enough of their own have been judged by those.
-        few = {m for m, own in self._ratios.items() if len(own) < PAIRS_BEFORE_RELEASE}
-        losers = few if magnitude(elements) in few else {magnitude(elements)}
+        # Magnitudes with pairs enough of their own have been judged by those; of the others none goes that won its few.
+        few = {m for m, its in self._ratios.items() if len(its) < PAIRS_BEFORE_RELEASE and median(its) < 1.0}
+        own = magnitude(elements)
+        losers = {own} if len(self._ratios.get(own, ())) >= PAIRS_BEFORE_RELEASE else few
+        if not losers:
+            return None
         self._lost |= losers
         for loser in losers:
             del self._ratios[loser]

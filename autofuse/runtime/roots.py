@@ -134,7 +134,7 @@ class Roots:
             root = self.root_of(module)
         except Exception as error:
             self.session.report_fallback("root_unknown", f"{type(module).__name__} stays eager", error)
-            self.tracker.release(module)
+            self.tracker.release(module).is_final = True
             return self.tracker.call_original(module, args, kwargs)
         return root.call(module, args, kwargs)
 
@@ -249,6 +249,8 @@ class Root:
         self._observed_calls = 0  # since the root was opened
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
         self._is_reopened = False  # for sizes that nothing was known of
+        self._decided: tuple[str, str] | None = None  # why it was left in eager before; holds until it is captured
+        self._spent_before = 0.0  # of eager_seconds
         self._open: OpenStep | None = None
         self._brief: Brief | None = None
         self._device: torch.device | None = None
@@ -296,8 +298,15 @@ class Root:
     def _leave_alone(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a size that stays in eager."""
         self._left_alone += 1
-        if (self._is_small and self.state == "eager") or self._left_alone >= QUIET_AFTER:
+        if self.state == "eager":
+            is_quiet = self._is_small or self._left_alone >= QUIET_AFTER
+        else:
+            # Not where the few calls that warm up a CUDA graph would go unseen, nor where others' steps end with these.
+            is_quiet = self._left_alone >= 4 * QUIET_AFTER and not (self._on_gpu or torch.is_grad_enabled())
+        if is_quiet and self.roots.tracker.is_installed:
             self._released.add(self.roots.tracker.release(module))
+        if self.state == "observing":
+            self.roots.observer.end_step(self.key)  # which would go on until the next call of another size
         self._open = OpenStep(now, None, Held.NO, self.calls, 0, None)
         return self.roots.tracker.call_original(module, args, kwargs)
 
@@ -308,9 +317,11 @@ class Root:
             self.roots.tracker.wake(module)
         if self.state == "eager" and self.reason in BY_SIZE and not capturing.is_capturing():
             # All that is known is of other sizes. These pay for a capture of their own, as those of a new root do.
+            self._decided = self._decided or (self.reason, self.detail)
             self.state, self.reason, self.detail = "observing", "not_yet", ""
             self._is_reopened = True
-            self._observed_calls, self.eager_seconds, self.first_seconds = 0, 0.0, 0.0
+            self._spent_before = self.eager_seconds
+            self._observed_calls, self.first_seconds = 0, 0.0
             self._observed_elements.clear()
             self._held_out = self._new_held_out()
             self.roots.observer.reopen(self.key)
@@ -460,7 +471,7 @@ class Root:
     def _add_eager(self, seconds: float) -> None:
         ratio = self.roots.observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
         self.eager_seconds += seconds * (1.0 + (ratio or 0.0))
-        self.first_seconds = self.first_seconds or self.eager_seconds
+        self.first_seconds = self.first_seconds or self.eager_seconds - self._spent_before
 
     def _add_device_time(self, host_seconds: float, was_plain: bool, nanoseconds: int | None) -> None:
         """What a call took is the larger of the host's time and the device's."""
@@ -533,7 +544,7 @@ class Root:
         typical = observer.typical_seconds(self.key)
         smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
         advice = advise_capture(
-            spent_seconds=self.eager_seconds,
+            spent_seconds=self.eager_seconds - self._spent_before,
             first_seconds=self.first_seconds,
             operations=observer.ops_in_forward(self.key),
             backward=torch.is_grad_enabled(),
@@ -551,7 +562,7 @@ class Root:
             uses_known=session.settings.run.frozen,
             min_calls=1 if observer.dynamic_dims(self.key) else CALLS_OF_ONE_SHAPE,
             call_us=typical * 1e6 if typical is not None else None,
-            known=None if self._is_reopened else self.roots.known.get(self.key),
+            known=self._find_known(),
         )
         self.reason, self.detail = advice.reason, advice.detail
         self.predicted_seconds = advice.predicted_seconds
@@ -564,10 +575,22 @@ class Root:
             self.state = "eager"
             self._is_small = advice.reason == "too_small"
             if advice.reason in BY_SIZE:
-                # What an earlier run found out, it may have found out on larger calls than these.
-                reach = 1 if self._is_small else KNOWN_REACH
+                known = self.roots.known.get(self.key)
+                # A store of an older version does not tell how large the calls were that it knows of.
+                reach = 1 if self._is_small or (known is not None and known.judged_elements) else KNOWN_REACH
                 self._verdicts.lose_up_to(reach * round(statistics.median(self._observed_elements)))
             self.roots.observer.decide(self.key)
+
+    def _find_known(self) -> RootRecord | None:
+        """What earlier runs found out, where it is about calls like the present one."""
+        known = None if self._is_reopened else self.roots.known.get(self.key)
+        if known is None or known.state != "eager" or known.reason not in BY_SIZE or not known.judged_elements:
+            return known
+        self._verdicts.lose_up_to(known.judged_elements)
+        if self._verdicts.is_lost(self._observed_elements[-1]):
+            return known
+        self._is_reopened = True
+        return None
 
     def _capture_for(self, device: torch.device) -> None:
         """Capture, unless there is nothing to run then: no kernel is known for the device yet, and none can be made."""
@@ -594,7 +617,7 @@ class Root:
         self._dynamo = dynamo
         if self._captured is None:
             self._captured = dynamo.compile_root(self.name, backend)
-        self.state = "captured"
+        self.state, self._decided = "captured", None
         self.roots.observer.decide(self.key)
 
     def _fail(self, error: BaseException, from_kept: bool) -> None:
@@ -673,7 +696,8 @@ class Root:
         if len(near) >= PAIRED:
             # Released, the module would be as fast as a held-out call is without the hook.
             outside_us = 0.0 if self._call_us is not None else HOOK_US
-            added_us = BRIEF_US if len(self._shapes) <= MAX_BRIEF else HOOK_US
+            has_briefs = len(self._shapes) <= MAX_BRIEF and not self._verdicts.any_lost
+            added_us = BRIEF_US if has_briefs else HOOK_US
             captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
             self._verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)
         ratios = self._verdicts.ratios(shape.elements)
@@ -687,7 +711,9 @@ class Root:
         if loss is not None:
             self._is_small = is_short
             self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
-            if all(self._verdicts.is_lost(known.elements) for known in self._shapes.values()):
+            # A shape that came once or twice has no say: no pair of it will ever be known.
+            seen = [known for known in self._shapes.values() if len(known.sizes.near(known.elements)) >= PAIRED]
+            if all(self._verdicts.is_lost(known.elements) for known in seen):
                 # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
                 self.state, self.reason = "eager", UNTUNED if self.session.tuning.has_open() else loss.reason
             else:
@@ -697,14 +723,18 @@ class Root:
 
     def record(self) -> RootRecord:
         known = self.roots.known.get(self.key)
+        state, reason, detail = self.state, self.reason, self.detail
+        if self._decided is not None and state != "captured":
+            # Sizes of which nothing is known yet do not undo what is known of the others.
+            state, (reason, detail) = "eager", self._decided
         # Captured before a step of it was sampled: as many as an earlier run saw.
         operations = self.roots.observer.ops_in_forward(self.key) or (known.operations if known is not None else 0)
         return RootRecord(
             root=self.key,
             name=self.name,
-            state=self.state,  # type: ignore[arg-type]
-            reason=self.reason,
-            detail=self.detail,
+            state=state,  # type: ignore[arg-type]
+            reason=reason,
+            detail=detail,
             calls=self.all_calls,
             eager_seconds=self.eager_seconds,
             operations=operations,
@@ -712,6 +742,7 @@ class Root:
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
             kept_graphs=self.kept_graphs,
+            judged_elements=self._verdicts.lost_elements,
         )
 
 

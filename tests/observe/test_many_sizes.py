@@ -88,6 +88,7 @@ class Bench:
         )
         patch.setattr(root, "capture", lambda: setattr(root, "state", "captured"))
         patch.setattr(self.roots.session, "fused_since_mark", lambda: 3)
+        patch.setattr(self.roots.tracker, "is_installed", True)
 
     def call(self, sizes: Iterable[int]) -> None:
         self.eager_calls.clear()
@@ -135,7 +136,7 @@ def test_what_tiny_calls_lose_does_not_keep_large_ones_in_eager(make: Callable[.
     bench.root.state = "captured"
     bench.call([SMALL] * 1200)
     assert bench.root.state == "eager" and bench.root.reason == "slower_than_eager"
-    assert bench.root.session.roots.tracker.attach(bench.model).is_quiet
+    assert bench.roots.tracker.attach(bench.model).is_quiet
     bench.call([LARGE] * 1200)
     assert bench.root.state == "captured"
     assert not bench.roots.tracker.attach(bench.model).is_quiet
@@ -150,12 +151,26 @@ def test_what_large_calls_gain_does_not_keep_tiny_ones_captured(make: Callable[.
     bench.call([LARGE] * 1200)
     assert len(bench.captured_calls) > 1000
     bench.call([SMALL] * 1600)
-    bench.call([SMALL] * 100)
+    bench.call([SMALL] * 300)
     assert not bench.captured_calls, "tiny ones have lost by now"
     assert bench.root.state == "captured" and "64 elements stay in eager" in bench.root.detail
     assert bench.roots.tracker.attach(bench.model).is_quiet, "nothing else came for a while"
     bench.call([LARGE] * 300)
     assert len(bench.captured_calls) > 250
+
+
+def test_a_size_that_comes_now_and_then_does_not_undo_what_is_known(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    bench.root.state = "captured"
+    odd = SMALL // 4  # the last batch of an epoch
+    bench.call(([SMALL] * 60 + [odd]) * 20)
+    assert bench.root.state in ("eager", "observing"), "though the odd one has no pairs"
+    bench.call([odd])
+    record = bench.root.record()
+    assert (record.state, record.reason) == ("eager", "slower_than_eager"), "what later runs read"
+    bench.call([SMALL])
+    observer = bench.roots.observer
+    assert observer._anchor is None, "no sampled step waits for the next odd one"
 
 
 def test_a_root_too_small_to_capture_is_looked_at_again_when_it_grows(make: Callable[..., Bench]) -> None:
@@ -166,6 +181,24 @@ def test_a_root_too_small_to_capture_is_looked_at_again_when_it_grows(make: Call
     assert bench.root.state == "observing"
     bench.call([1 << 22] * 60)
     assert bench.root.reason != "too_small", "0.4 s a call"
+
+
+@pytest.mark.parametrize("first", [SMALL, LARGE])
+def test_what_an_earlier_run_found_out_holds_for_calls_as_large_as_its_own(
+    make: Callable[..., Bench], first: int
+) -> None:
+    earlier = make(*LOSES_SMALL)
+    earlier.root.state = "captured"
+    earlier.call([SMALL] * 1200)
+    record = earlier.root.record()
+    assert (record.state, record.reason) == ("eager", "slower_than_eager") and SMALL <= record.judged_elements < LARGE
+    later = make(*LOSES_SMALL)
+    later.roots.known[later.root.key] = record
+    later.call([first, SMALL])
+    assert later.root.state == ("eager" if first == SMALL else "observing")
+    later.call([LARGE])
+    assert (later.root.state, later.root.reason) == ("observing", "not_observed"), "large ones may pay for a capture"
+    assert later.root._observed_calls == (1 if first == SMALL else 2), "small ones are no part of what is weighed"
 
 
 def test_a_call_that_does_not_tell_its_size_is_the_smallest() -> None:

@@ -35,10 +35,26 @@ def test_a_magnitude_that_loses_leaves_the_others_alone() -> None:
     assert found.ratios(64) == found.ratios(4096), "its pairs are gone"
 
 
+def test_the_largest_that_lost_is_known() -> None:
+    found = verdicts(small=(64, 0.7, MANY))
+    assert found.lost_elements == 0
+    found.judge(64, True, 1.02)
+    assert magnitude(found.lost_elements) == magnitude(64)
+    found.lose_up_to(5000)
+    assert magnitude(found.lost_elements) == magnitude(5000) != magnitude(found.lost_elements + 1)
+
+
 def test_few_pairs_of_each_are_judged_together_and_lose_together() -> None:
     found = verdicts(one=(64, 0.7, MANY // 2), other=(4096, 0.8, MANY // 2))
     assert found.judge(64, False, 1.02) is not None
     assert found.is_lost(64) and found.is_lost(4096) and not found.is_lost(1 << 20)
+
+
+def test_what_won_its_few_pairs_does_not_lose_with_the_others() -> None:
+    found = verdicts(large=(4096, 2.0, 1), small=(64, 0.8, MANY - 1))
+    assert found.judge(4096, True, 1.02) is not None
+    assert found.is_lost(64) and not found.is_lost(4096)
+    assert verdicts(large=(4096, 2.0, 1)).judge(16, True, 1.02) is None
 
 
 def test_whoever_has_been_judged_by_its_own_pairs_is_not_judged_by_those_of_others() -> None:
