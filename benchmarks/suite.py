@@ -99,7 +99,34 @@ def startup_table(found: dict[str, Any]) -> list[str]:
     for part, figures in found["figures"].items():
         if "seconds_to" in figures:
             lines += [f"{part}:", "", *startup_part(figures), ""]
+        elif part == "short":
+            lines += ["short scripts:", "", *short_part(figures), ""]
     return lines[:-1]
+
+
+def short_part(figures: dict[str, Any]) -> list[str]:
+    """Whole scripts of a few steps, beside eager's whole time."""
+    rows = []
+    for steps, of_length in figures.items():
+        eager = f"{of_length['eager_seconds']['median']:.1f}"
+        for name, ours in of_length.items():
+            if name != "eager_seconds":
+                over = ours["over_eager_total"]
+                ratios = f"{over['median']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
+                rows.append([name, steps, eager, ratios, str(ours["captured"])])
+    return table(["", "steps", "eager, s", "over eager", "runs that captured"], rows)
+
+
+def trap_table(found: dict[str, Any]) -> list[str]:
+    """Geometric means over the cases."""
+    rows = []
+    for shapes, contenders in found["bars"].items():
+        for name, each in contenders.items():
+            fresh = f"{each['over_fresh']:.2f} ({each['worst_over_fresh']:.2f})"
+            eager = f"{each['eager_over']:.2f}" if each["eager_over"] else "-"
+            rows.append([shapes, name, fresh, eager, f"{each['stall_seconds']:.1f}"])
+    heads = ("timed", "", "time over that without a past (worst case)", "eager's time over it", "longest stall, s")
+    return table(heads, rows)
 
 
 def startup_part(figures: dict[str, Any]) -> list[str]:
@@ -122,6 +149,7 @@ class Part:
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] | None = ("--quick",)  # None: so short that a trial would be the run
     table: Table | None = None
+    has_bars: bool = True  # that are no rows of the table
 
     def command(self, quick: bool, folder: Path) -> list[str]:
         out = ("--out", str(folder / f"{self.name}.json"))
@@ -139,7 +167,7 @@ PARTS: tuple[Part, ...] = (
     Part("memory", "Peak memory of a step beside eager's.", (), ("--quick",)),
     Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm.", table=startup_table),
     Part("capture", "What capturing a 12-layer GPT-2 costs beside torch.compile's tracing back end."),
-    Part("trap", "What a contender saw first against what it is then to be fast on."),
+    Part("trap", "What a contender saw first against what it is then to be fast on.", table=trap_table, has_bars=False),
     Part("regret", "What the tuner chose against the best of the whole search space."),
     Part("aa", "Two identical candidates in the tuner's own jobs: how many leave eager."),
     Part("bandwidth", "Memory-bound kernels against a measured copy."),
@@ -185,7 +213,11 @@ def part_lines(part: Part, paths: Sequence[Path]) -> list[str]:
             f"`{found['command']}` on {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']},",
         ]
         lines += [f"{machine['date']} ([{path.name}](results/{path.name}))."]
-        bars = [f"- {name.replace('_', ' ')}: {said(value)}" for name, value in found.get("bars", {}).items()]
+        bars = [
+            f"- {name.replace('_', ' ')}: {said(value)}"
+            for name, value in found.get("bars", {}).items()
+            if part.has_bars
+        ]
         lines += ["", *bars] if bars else []
         lines += ["", *part.table(found)] if part.table is not None else []
     return lines
