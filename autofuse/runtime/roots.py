@@ -58,7 +58,8 @@ SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in t
 MAX_DIRECT = 4
 MAX_LEARNT = 32
 UNTUNED = "slower_untuned"
-BY_SIZE = ("too_small", "slower_than_eager", "no_gain", UNTUNED)  # reasons that say nothing of much larger calls
+LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
+BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
 KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
 # Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
 MAX_EXACT = 16
@@ -584,7 +585,7 @@ class Root:
     def _find_known(self) -> RootRecord | None:
         """What earlier runs found out, where it is about calls like the present one."""
         known = None if self._is_reopened else self.roots.known.get(self.key)
-        if known is None or known.state != "eager" or known.reason not in BY_SIZE or not known.judged_elements:
+        if known is None or known.state != "eager" or known.reason not in LOST or not known.judged_elements:
             return known
         self._verdicts.lose_up_to(known.judged_elements)
         if self._verdicts.is_lost(self._observed_elements[-1]):

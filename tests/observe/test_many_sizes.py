@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autofuse.ir.records import StepSample
+from autofuse.ir.records import RootRecord, StepSample
 from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, at_size, is_close
 from autofuse.observer.signatures import call_signature, count_elements, without_sizes
 from autofuse.report import words
@@ -199,6 +199,16 @@ def test_what_an_earlier_run_found_out_holds_for_calls_as_large_as_its_own(
     later.call([LARGE])
     assert (later.root.state, later.root.reason) == ("observing", "not_observed"), "large ones may pay for a capture"
     assert later.root._observed_calls == (1 if first == SMALL else 2), "small ones are no part of what is weighed"
+
+
+def test_what_lost_without_its_kernels_may_win_in_the_next_run(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    for reason in ("slower_untuned", "too_small"):
+        bench.roots.known[bench.root.key] = RootRecord(
+            bench.root.key, "Identity", "eager", reason, judged_elements=10 * SMALL
+        )
+        bench.call([SMALL] * 2)
+        assert bench.root.state == "observing" and not bench.root._verdicts.any_lost
 
 
 def test_a_call_that_does_not_tell_its_size_is_the_smallest() -> None:
