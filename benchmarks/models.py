@@ -54,6 +54,10 @@ class Contender:
         )
         self.prepared = self._answer()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def round(self) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")

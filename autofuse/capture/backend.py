@@ -29,6 +29,7 @@ from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph,
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
+from autofuse.capture.simplify import simplify
 
 if TYPE_CHECKING:
     from autofuse.capture.kept_graphs import Keeping
@@ -76,6 +77,9 @@ def _compile_whole(
     def compile_phase(graph: fx.GraphModule, phase: str, is_plain: bool | None) -> tuple[Call, bool]:
         if phase == "forward" and replay is not None:
             replay.note_graph(graph)
+        if phase == "inference":  # the other two were simplified as one
+            simplify(graph.graph)
+            graph.recompile()
         if is_plain is not None:
             _read[phase] += 1
         else:

@@ -55,6 +55,11 @@ def _drop_aliases(graph: fx.Graph, leaving: Collection[fx.Node]) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
+        base = _view_of_view(node)
+        if base is not None:
+            source = node.args[0]
+            node.update_arg(0, base)
+            _erase_unused(graph, [source])
         rule = _SAME.get(node.target)
         same = rule(node) if rule is not None else None
         # A result must not come to share its memory with another one, or with an input.
@@ -66,6 +71,8 @@ def _drop_aliases(graph: fx.Graph, leaving: Collection[fx.Node]) -> None:
             # Of one pass: what forward has seen, it would have to keep for backward.
             key = (node.target, _hashable(node.args), _hashable(node.kwargs), node.meta.get("partitioner_tag"))
             first = seen.setdefault(key, node)
+            if first._erased:
+                first = seen[key] = node
             same = first if first is not node else None
         if same is not None:
             node.replace_all_uses_with(same)
@@ -107,12 +114,44 @@ def _whole_slice(node: fx.Node) -> fx.Node | None:
     return source if is_whole and isinstance(source, fx.Node) else None
 
 
+def _as_it_is(node: fx.Node) -> fx.Node | None:
+    """Looked at with the sizes that it has."""
+    source = node.args[0]
+    if isinstance(source, fx.Node) and _is_like(source, node) and _lies_like(node, source):
+        return source
+    return None
+
+
 _SAME: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.detach.default: _detached,
     aten.t.default: _transposed_twice,
     aten.slice.Tensor: _whole_slice,
     aten.slice_backward.default: _whole_slice,
+    aten.view.default: _as_it_is,
+    aten.expand.default: _as_it_is,
 }
+
+
+def _view_of_view(node: fx.Node) -> fx.Node | None:
+    """What the source of a view is a view of, where its elements lie in a row, so that any sizes can be looked at."""
+    source = node.args[0]
+    if node.target is not aten.view.default or not isinstance(source, fx.Node) or source.target is not node.target:
+        return None
+    base = source.args[0]
+    tags = {n.meta.get("partitioner_tag") for n in (node, source)}  # of one pass: else forward had to keep another
+    if not isinstance(base, fx.Node) or len(tags) > 1 or not _lies_in_a_row(base):
+        return None
+    return base
+
+
+def _lies_in_a_row(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    wanted: list[Any] = [1]
+    for size in reversed(value.shape[1:]):
+        wanted.append(wanted[-1] * size)
+    return bool(statically_known_true(sym_eq(tuple(value.stride()), tuple(reversed(wanted[: value.dim()])))))
 
 
 def _hashable(value: Any) -> Any:

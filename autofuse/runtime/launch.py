@@ -40,6 +40,7 @@ except ImportError:
     empty_strided_cpu = None
 
 NodeCall = Callable[..., Any]
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Composed(ABC):
@@ -150,11 +151,12 @@ def _outside_recordings(call: NodeCall, unfused: NodeCall) -> NodeCall:
     return drawing
 
 
-def empty_like_spec(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor of these sizes and strides."""
-    if empty_strided_cpu is not None:
-        return empty_strided_cpu(shape, strides, dtype)
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+# An uninitialised CPU tensor of these sizes and strides.
+empty_like_spec: Allocate = empty_strided_cpu or _empty_strided
 
 
 def _raise(error: Exception, *inputs: torch.Tensor) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -23,6 +24,7 @@ import torch
 from torch import fx
 
 from autofuse.capture.graph_import import ImportedGraph
+from autofuse.capture.passes import backward_of
 from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
 from autofuse.errors import ShapeError
@@ -30,6 +32,7 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, free_symbols, symbol
+from autofuse.runtime.bookkeeping import below, kept_books
 from autofuse.runtime.eager_calls import render_call
 from autofuse.runtime.halves import Half, backward_call
 from autofuse.ways.groups import Group
@@ -135,7 +138,13 @@ class _Builder:
         self.unsized = {name for half in halves for name in half.kept_inputs} if is_backward else set()
         self.sources = self._sources()
         self.reuse: dict[int, Pairs] = {}
-        self.namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, "floor": math.floor}
+        self.is_below = False  # most of it runs below torch's bookkeeping
+        self.namespace: dict[str, Any] = {
+            "torch": torch,
+            "clock": perf_counter,
+            "af_floor": math.floor,
+            "af_below": below,
+        }
 
     def _device_of(self, node: FusionNode) -> torch.device:
         refs = [_ref_of(name) for name in node.input_names]
@@ -178,7 +187,9 @@ class _Builder:
         head.append("    af_plan.count += 1")
         if self.slots:
             head.append(f"    ({''.join(f'af_n{i}, ' for i in range(len(self.slots)))}) = af_plan.calls")
-        body, timed = self._body(units, output)
+        booked, units = self._booked(units)
+        self.is_below = bool(units)
+        body, timed = self._body([*booked, *units], output, len(booked) if units else None)
         lines = ["def call(plans, miss, args):", *head, *body, "", "def timed_call(plans, miss, args, times):"]
         lines += [*head, *timed]
         source = "\n".join(lines)
@@ -186,6 +197,22 @@ class _Builder:
         return Program(
             self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source, self.skips, self.reuse
         )
+
+    def _booked(self, units: list[_Unit]) -> tuple[list[_Unit], list[_Unit]]:
+        """Those that run first, with torch's bookkeeping, and those that run below it. See `bookkeeping`."""
+        backward = backward_of(self.imported.module)
+        nodes = kept_books(self.imported.module.graph, backward.results if backward is not None else None)
+        if nodes is None:
+            return units, []
+        producer = {n: unit for unit in units for n in unit.outputs}
+        wanted = [producer[n] for n in nodes if n in producer]
+        booked: set[int] = set()
+        while wanted:
+            unit = wanted.pop()
+            if unit.slot is None and id(unit) not in booked:
+                booked.add(id(unit))
+                wanted += [producer[n] for n in unit.inputs if n in producer]  # sizes that are calculated
+        return [u for u in units if id(u) in booked], [u for u in units if id(u) not in booked]
 
     # ---- units ---------------------------------------------------------------------------------------
 
@@ -364,7 +391,8 @@ class _Builder:
 
     # ---- text ----------------------------------------------------------------------------------------
 
-    def _body(self, units: list[_Unit], output: fx.Node) -> tuple[list[str], list[str]]:
+    def _body(self, units: list[_Unit], output: fx.Node, start: int | None) -> tuple[list[str], list[str]]:
+        """The lines of all units, without and with measuring; from unit ``start`` on, below torch's bookkeeping."""
         kept = set(output.all_input_nodes)
         last: dict[fx.Node, int] = {}
         for index, unit in enumerate(units):
@@ -373,7 +401,10 @@ class _Builder:
         self._find_reuse(units, kept)
         plain: list[str] = []
         timed: list[str] = []
+        outside: tuple[list[str], list[str]] = ([], [])
         for index, unit in enumerate(units):
+            if index == start:
+                plain, timed, outside = [], [], (plain, timed)
             if unit.inner:
                 lines, timed_lines = self._branch(unit)
             else:
@@ -383,6 +414,11 @@ class _Builder:
             clean = [f"    del {', '.join(dead)}"] if dead else []
             plain += [*lines, *clean]
             timed += [*self._measured(unit, timed_lines), *clean]
+        if start is not None:
+            head = "    with af_below():"
+            plain, timed = (
+                [*first, head, *_indented(rest)] for first, rest in zip(outside, (plain, timed), strict=True)
+            )
         back = f"    return {self._arg(output.args[0])}"
         return [*plain, back], [*timed, back]
 
@@ -458,6 +494,8 @@ class _Builder:
             return f"{node.name} = {_in_code(unit.size)}"
         args = [self._arg(a) for a in node.args]
         kwargs = {k: self._arg(v) for k, v in node.kwargs.items()}
+        if node.target is operator.getitem:
+            return f"{node.name} = {args[0]}[{args[1]}]"
         if node.op == "get_attr":
             self.namespace[f"af_attr_{node.name}"] = _attribute(self.imported.module, str(node.target))
             return f"{node.name} = af_attr_{node.name}"
@@ -468,6 +506,8 @@ class _Builder:
             self.namespace[f"af_attr_{node.name}"] = self.imported.module.get_submodule(str(node.target))
             return f"{node.name} = af_attr_{node.name}({', '.join([*args, *(f'{k}={v}' for k, v in kwargs.items())])})"
         name = _target_name(node)
+        if name == "aten._unsafe_view.default" and self.is_below:  # it differs from a view in what is noted of it
+            name = "aten.view.default"
         return f"{node.name} = {render_call(name, args, kwargs, self.namespace, node.target)}"
 
     def _arg(self, arg: Any) -> str:
@@ -496,7 +536,8 @@ def _indented(lines: list[str]) -> list[str]:
 
 def _in_code(size: sympy.Expr) -> str:
     """A size in the names that the code has for symbols."""
-    return str(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}))
+    text = str(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}))
+    return text.replace("floor(", "af_floor(")  # `floor` may be the name of a value
 
 
 def _check_made(units: Sequence[_Unit], placeholders: Sequence[fx.Node], output: fx.Node) -> None:

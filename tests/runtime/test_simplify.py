@@ -216,3 +216,30 @@ def _lowerable(form: NodeForm) -> tuple[str, str] | None:
     except LoweringError as error:
         return error.code, str(error)
     return None
+
+
+def test_views_of_views_look_at_once() -> None:
+    def function(x: T) -> T:
+        y = (x * 2).view(-1, 12).view(-1, 3, 4).expand(-1, 3, 4).view(-1, 4)
+        return (y @ y.t()).view(-1).view(-1, 1) * 1.5
+
+    graphs = check(function, randn(12, 12))
+    assert graphs["forward"].count("aten.view.default") <= 2 and "aten.expand.default" not in graphs["forward"]
+
+
+def test_views_that_only_a_step_between_allows_stay() -> None:
+    check(lambda x: x.t().reshape(3, -1).view(-1).view(4, -1).sin(), randn(12, 12))
+    check(lambda x: (x * 2)[:, :6].unflatten(1, (2, 3)).flatten(1).view(-1, 2, 3).cos(), randn(12, 12))
+
+
+def test_graphs_without_gradients_are_simplified() -> None:
+    def function(x: T) -> T:
+        y = (x + 1).exp()
+        return y.view(-1, 3) @ y.view(-1, 3).t().t().t().detach()
+
+    run, graphs = captured(function)
+    for size in (6, 9, 3):
+        x = randn(size, 4)
+        assert torch.equal(run(x), function(x))
+    assert graphs["inference"].count("aten.view.default") == 1
+    assert graphs["inference"].count("aten.t.default") == 1 and "aten.detach.default" not in graphs["inference"]
