@@ -49,7 +49,7 @@ def is_view(node: fx.Node) -> bool:
 # ---- aliases ---------------------------------------------------------------------------------------------------------
 
 
-def _drop_aliases(graph: fx.Graph, leaving: Collection[fx.Node]) -> None:
+def _drop_aliases(graph: fx.Graph, leaving: set[fx.Node]) -> None:
     seen: dict[Any, fx.Node] = {}
     seen_outside = {base for node in leaving for base in _looked_at(node)}
     for node in list(graph.nodes):
@@ -76,8 +76,11 @@ def _drop_aliases(graph: fx.Graph, leaving: Collection[fx.Node]) -> None:
             same = first if first is not node else None
         if same is not None:
             node.replace_all_uses_with(same)
+            if node in leaving:
+                leaving.add(same)  # no other result may become it as well
+            inputs = node.all_input_nodes
             graph.erase_node(node)
-            _erase_unused(graph, node.all_input_nodes)
+            _erase_unused(graph, inputs)
 
 
 def _looked_at(node: fx.Node) -> Iterator[fx.Node]:
@@ -164,9 +167,10 @@ def _hashable(value: Any) -> Any:
 
 def _erase_unused(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
     for node in nodes:
-        if node.op == "call_function" and not node.users and not node.is_impure():
+        if node.op == "call_function" and not node.users and not node._erased and not node.is_impure():
+            inputs = node.all_input_nodes
             graph.erase_node(node)
-            _erase_unused(graph, node.all_input_nodes)
+            _erase_unused(graph, inputs)
 
 
 # ---- gradients of rows -----------------------------------------------------------------------------------------------

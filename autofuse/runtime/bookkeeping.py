@@ -17,13 +17,16 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 
-# A context in which calls of this thread skip the layer; nothing is skipped with a torch that has none.
-below: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
-    torch._C, "_AutoDispatchBelowADInplaceOrView", contextlib.nullcontext
+# A context in which calls of this thread skip the layer; None with a torch that has none.
+_below: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(
+    torch._C, "_AutoDispatchBelowADInplaceOrView", None
 )
+BELOW = "af_below() if af_dual._current_level < 0 else af_above()"  # tangents are carried along in the layers above
+NAMES = {"af_below": _below, "af_dual": forward_ad, "af_above": contextlib.nullcontext}
 
 _OWN = (bernoulli_mask, dropout_scale, philox_dropout)
 _HARMLESS_MODULES = ("_operator", "math", "builtins")  # sizes, and parts of results
@@ -34,7 +37,7 @@ def kept_books(graph: fx.Graph, results: int | None = None) -> Collection[fx.Nod
 
     ``results``: the first outputs are the caller's, the others only kept for backward; all are the caller's if None.
     """
-    if any(_may_write(node) for node in graph.nodes):
+    if _below is None or any(_may_write(node) for node in graph.nodes):
         return None
     (output,) = graph.find_nodes(op="output")
     values = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
@@ -57,7 +60,8 @@ def _may_write(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
+        # What an operator of somebody else does inside may need autograd.
+        return node.target.namespace not in ("aten", "prims") or bool(node.target._schema.is_mutable)
     known = node.target in _OWN or getattr(node.target, "__module__", "") in _HARMLESS_MODULES
     return not known and not str(getattr(node.target, "__name__", "")).startswith("sym_")
 

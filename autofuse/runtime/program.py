@@ -32,10 +32,12 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, free_symbols, symbol
-from autofuse.runtime.bookkeeping import below, kept_books
+from autofuse.runtime.bookkeeping import BELOW, NAMES, kept_books
 from autofuse.runtime.eager_calls import render_call
 from autofuse.runtime.halves import Half, backward_call
 from autofuse.ways.groups import Group
+
+LEAST_CALLS = 2  # into torch: to go below its bookkeeping takes 0.8 us, which each gives back
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _Builder:
             "torch": torch,
             "clock": perf_counter,
             "af_floor": math.floor,
-            "af_below": below,
+            **NAMES,
         }
 
     def _device_of(self, node: FusionNode) -> torch.device:
@@ -202,14 +204,17 @@ class _Builder:
         """Those that run first, with torch's bookkeeping, and those that run below it. See `bookkeeping`."""
         backward = backward_of(self.imported.module)
         nodes = kept_books(self.imported.module.graph, backward.results if backward is not None else None)
-        if nodes is None:
+        calls = sum(bool(unit.inner) or (unit.slot is None and unit.size is None) for unit in units)
+        if nodes is None or calls < LEAST_CALLS:
             return units, []
         producer = {n: unit for unit in units for n in unit.outputs}
         wanted = [producer[n] for n in nodes if n in producer]
         booked: set[int] = set()
         while wanted:
             unit = wanted.pop()
-            if unit.slot is None and id(unit) not in booked:
+            if unit.slot is not None or unit.half is not None or _effects(unit):
+                return units, []  # what it reads is not there at the beginning
+            if id(unit) not in booked:
                 booked.add(id(unit))
                 wanted += [producer[n] for n in unit.inputs if n in producer]  # sizes that are calculated
         return [u for u in units if id(u) in booked], [u for u in units if id(u) not in booked]
@@ -415,7 +420,7 @@ class _Builder:
             plain += [*lines, *clean]
             timed += [*self._measured(unit, timed_lines), *clean]
         if start is not None:
-            head = "    with af_below():"
+            head = f"    with {BELOW}:"
             plain, timed = (
                 [*first, head, *_indented(rest)] for first, rest in zip(outside, (plain, timed), strict=True)
             )

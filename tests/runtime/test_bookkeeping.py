@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autofuse.runtime import bookkeeping
-from autofuse.runtime.bookkeeping import kept_books
+from autofuse.runtime.bookkeeping import BELOW, kept_books
 from tests.runtime.test_routed_graphs import Undecided, routed
 
 T = torch.Tensor
@@ -114,16 +114,48 @@ def test_a_graph_runs_below_its_books() -> None:
     catalogue = Undecided()
     routed(inside, catalogue)(torch.randn(3, 4, 6), torch.randn(6, 8, requires_grad=True)).sum().backward()
     assert len(catalogue.routers) == 2
-    assert all("with af_below():" in router.program.source for router in catalogue.routers)
+    assert all(f"with {BELOW}:" in router.program.source for router in catalogue.routers)
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_AutoDispatchBelowADInplaceOrView"), reason="this torch has no such layer")
-def test_below_ends_with_an_error() -> None:
-    x = torch.randn(3, requires_grad=True)
-    with pytest.raises(ValueError, match="inside"), bookkeeping.below():
-        assert not x.exp().requires_grad
-        raise ValueError("inside")
-    assert x.exp().requires_grad
+def test_tangents_are_carried_along() -> None:
+    def function(x: T) -> T:
+        return (x.t() @ x).view(-1)
+
+    torch._dynamo.reset()
+    run = routed(function, Undecided())
+    x, tangent = torch.randn(4, 6), torch.randn(4, 6)
+    run(x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        ours, eagers = forward_ad.unpack_dual(run(dual)), forward_ad.unpack_dual(function(dual))
+    assert ours.tangent is not None and torch.equal(ours.tangent, eagers.tangent)
+
+
+def test_operators_of_others_keep_their_autograd() -> None:
+    library = torch.library.Library("autofuse_test_books", "DEF")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        library.impl("twice", torch.empty_like, "Meta")
+        operator = torch.ops.autofuse_test_books.twice
+        assert kept_books(traced(lambda x: operator(x.exp()).view(-1), torch.randn(4, 6))) is None
+    finally:
+        library._destroy()
+
+
+def test_sizes_that_are_calculated_come_first() -> None:
+    def function(x: T, m: T) -> tuple[T, T]:
+        rows = int((m.float() * 2).sum().item())
+        torch._check(rows > 0)
+        return x.view(rows, -1), m + 1
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = routed(function, Undecided())
+        for count in (2, 3):
+            x, m = torch.randn(12), torch.ones(count, dtype=torch.int64)
+            ours, eagers = run(x, m), function(x, m)
+            assert all(map(torch.equal, ours, eagers))
 
 
 def test_a_value_may_be_called_floor() -> None:

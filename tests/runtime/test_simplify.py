@@ -243,3 +243,14 @@ def test_graphs_without_gradients_are_simplified() -> None:
         assert torch.equal(run(x), function(x))
     assert graphs["inference"].count("aten.view.default") == 1
     assert graphs["inference"].count("aten.t.default") == 1 and "aten.detach.default" not in graphs["inference"]
+
+
+def test_results_stay_tensors_of_their_own() -> None:
+    def function(x: T) -> tuple[T, T, T]:
+        y = x * 2
+        return y.detach(), y.expand(4, 3), y.view(4, 3)
+
+    run, _ = captured(function)
+    x = randn(4, 3)
+    assert len({id(part) for part in run(x)}) == 3
+    assert all(map(torch.equal, run(x), function(x)))
