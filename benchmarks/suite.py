@@ -129,6 +129,19 @@ def trap_table(found: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def where_table(found: dict[str, Any]) -> list[str]:
+    """Milliseconds of a deck by kind, of the thread that Python runs in."""
+    entries = [entry for row in found["rows"] for entry in row["contenders"].values()]
+    kinds = list(dict.fromkeys(kind for entry in entries for kind in entry["ms"]))
+    rows = [
+        [row["model"], name, f"{entry['deck_ms']:.0f}", *(f"{entry['ms'].get(kind, 0):.0f}" for kind in kinds)]
+        for row in found["rows"]
+        for name, entry in row["contenders"].items()
+    ]
+    left = [f"Left out: {'; '.join(found['left_out'])}."] if found.get("left_out") else []
+    return [*table(["model", "", "ms a deck", *kinds], rows), *(["", *left] if left else [])]
+
+
 def startup_part(figures: dict[str, Any]) -> list[str]:
     marks = list(figures["seconds_to"])
     rows = []
@@ -164,6 +177,8 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("models", "Whole models on shapes that vary, training steps and inference.", (),
          ("--quick", "--only", "mlp"), models_table),
+    Part("where", "Where the time of a model's step goes: ms of a deck by kind, sampled.", (),
+         ("--quick",), where_table),
     Part("memory", "Peak memory of a step beside eager's.", (), ("--quick",)),
     Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm.", table=startup_table),
     Part("capture", "What capturing a 12-layer GPT-2 costs beside torch.compile's tracing back end."),
