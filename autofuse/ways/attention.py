@@ -94,6 +94,7 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
         after is not None
         and after.operation.short_name == "clone"
         and len(lead) == 2
+        and keep_order(graph, after.views[:-1])
         and _merges_heads(after.views, lead)
     ):
         chain += [*after.views, after.operation]

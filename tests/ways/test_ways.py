@@ -336,6 +336,17 @@ def test_attention_by_hand_has_torchs_own_as_a_way(name: str) -> None:
         check(group.node.form, kind, values[-1:], ("special", "large", "zeros"))
 
 
+def test_a_result_that_is_turned_twice_is_no_merging_of_heads() -> None:
+    def turned(q: T, k: T, v: T) -> T:
+        return by_hand(q, k, v).transpose(2, 3).transpose(1, 2).contiguous()  # as many rows as channels
+
+    with torch.no_grad():
+        (planned,) = plan(turned, _qkv(2, 3, 16, 16))
+    for group in planned.groups:
+        for kind in ways_of(group.node.form):
+            check(group.node.form, kind, [()])
+
+
 def test_a_row_without_any_key_gives_what_softmax_gives() -> None:
     inputs = [*_qkv(1, 4, 64), torch.ones(4, 4).tril()]
     inputs[3][2] = 0.0
