@@ -131,7 +131,9 @@ def advise_capture(
         detail = f"capture is expected to take {predicted:.0f} s, more than {max_seconds:.0f} s"
         return CaptureAdvice(False, "too_expensive", detail, predicted, final=True)
     if known is not None and was_captured:
-        if calls < _CALLS_TO_JUDGE_LENGTH:
+        # Calls so long that the rent is paid before six of them: to be sampled makes these hardly longer.
+        is_long = calls >= 2 and predicted > 0.0 and should_capture(spent_seconds - first_seconds, predicted)
+        if calls < _CALLS_TO_JUDGE_LENGTH and not is_long:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
         saved = _USUAL_SAVING * known.calls * (spent_seconds - first_seconds) / (calls - 1)
         if saved + slowness * _TRIFLE_SECONDS >= predicted:

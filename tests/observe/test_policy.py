@@ -107,6 +107,9 @@ def test_a_warm_store_knows_better() -> None:
     assert advice(calls=1, spent_seconds=0.05, known=known, at_once=True).capture, "someone waits for it"
     warmed = advice(calls=6, spent_seconds=5.0, first_seconds=4.999, known=known)
     assert not warmed.capture, "its first call says nothing about those to come"
+    long = advice(calls=2, spent_seconds=30.0, first_seconds=16.0, operations=300, known=known)
+    assert long.reason == "known_to_pay", "calls of seconds: nobody waits for six"
+    assert not advice(calls=2, spent_seconds=16.1, first_seconds=16.0, operations=300, known=known).capture
     short = advice(calls=6, spent_seconds=0.3, operations=None, known=record(operations=80, calls=4))
     assert not short.capture, "a run as long as the last one would not pay for the capture"
     some = record(operations=300, capture_seconds=6.0, calls=80)  # 8 s in eager, of which a capture saves 2
