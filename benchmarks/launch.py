@@ -42,8 +42,9 @@ from autofuse.runtime.gpu.driver import CUDA, Driver, torch_driver
 from autofuse.runtime.gpu.modules import LoadedArtifact, load_artifact
 from autofuse.runtime.gpu.record import LaunchRecord
 from autofuse.runtime.launch import empty_like_spec, make_device_launcher
+from autofuse.runtime.plans import NodeState, Plan
 from autofuse.runtime.program import build_program
-from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter, NodeState, Plan
+from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
 
 COLUMNS = 64
 REPEATS = 500  # below the length of a driver's queue of launches, which is emptied between samples

@@ -13,7 +13,7 @@ import torch
 
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.launch import NodeCall
-from autofuse.runtime.router import NodeState
+from autofuse.runtime.plans import NodeState
 
 # Two roundings of the dtype per operation of the node, and a sum's worth of slack.
 SLACK = 64.0

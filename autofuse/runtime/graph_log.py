@@ -58,6 +58,5 @@ class GraphLog:
     def post(self, post_event: Callable[[Event], None]) -> None:
         """One event a graph, with its calls so far."""
         for router, data in self._graphs:
-            calls = sum(plan.count for plan in router.all_plans())
             message = f"{data['phase']}: {data['before']['nodes']} nodes, {data['after']['nodes']} after fusion"
-            post_event(Event(GRAPH_METRICS, message, data | {"calls": calls}))
+            post_event(Event(GRAPH_METRICS, message, data | {"calls": router.calls()}))

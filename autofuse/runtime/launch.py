@@ -57,8 +57,14 @@ class Composed(ABC):
         threads: int,
         allocate: Callable[..., torch.Tensor] | None = None,
         failed: Callable[..., Any] | None = None,
+        kept: dict[str, Any] | None = None,
     ) -> NodeCall:
         """As `make_launcher`."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a callable keeps something for its place of use, such as packed weights."""
+        return False
 
 
 # What runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a way.
@@ -86,18 +92,20 @@ def make_launcher(
     allocate: Callable[..., torch.Tensor] | None = None,
     failed: Callable[..., Any] | None = None,
     reuse: Pairs = (),
+    kept: dict[str, Any] | None = None,
 ) -> NodeCall:
     """The fused callable.
 
     ``allocate(shape, strides, dtype)`` replaces the allocation of outputs in tests; ``reuse``: outputs of a C kernel
     that are written to an input instead, which nobody reads afterwards. ``failed(error, *inputs)`` answers
     in place of a launch that raised; without it the error goes to the caller. ``threads`` are those of a C kernel.
+    ``kept``: what a way keeps for its place of use, shared by the callables for all sizes there; its own if None.
     Raises ShapeError where the kernels of a GPU are not made for these sizes.
     """
     if isinstance(entry, LoadedArtifact):
         return make_device_launcher(form, entry, symbol_values, allocate, failed)
     if isinstance(entry, Composed):
-        return entry.make_call(form, symbol_values, threads, allocate, failed)
+        return entry.make_call(form, symbol_values, threads, allocate, failed, kept)
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
     call = _launcher_factory(form, () if allocate else reuse)(

@@ -8,10 +8,7 @@ graph everything stands still: what is loaded is launched, a new plan runs eager
 
 from __future__ import annotations
 
-import functools
-import statistics
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,17 +16,14 @@ from typing import Any, Protocol
 import torch
 
 from autofuse.errors import DeviceError, ShapeError
-from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Bucket
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.halves import forward_call
-from autofuse.runtime.launch import Entry, NodeCall, make_checked, make_launcher, make_unfused, node_symbol_values
-from autofuse.runtime.program import NodeSlot, Program
-from autofuse.tuner.buckets import bucket_of
+from autofuse.runtime.launch import Composed, Entry, NodeCall, make_checked, make_launcher
+from autofuse.runtime.plans import NodeState, Plan, Timer, Untimed, cover
+from autofuse.runtime.program import Program
+from autofuse.runtime.usage import Usage
 from autofuse.ways.training import SDPA_TRAINING
 
-# Live times of this many sampled calls are kept for each node of a plan.
-KEPT_SAMPLES = 32
 # First calls of a node, each in another plan, whose inputs were checked; sizes and strides of all come from one graph.
 TRUSTED_AFTER = 4
 
@@ -45,33 +39,6 @@ class Choice:
 
 
 UNKNOWN = Choice(known=False)
-
-
-class Timer(Protocol):
-    """Measures one node of a GPU by events on its stream, call after call; none of it may synchronise."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def poll(self) -> Sequence[float]:
-        """Seconds of the pairs that have finished since the last time."""
-
-
-class Untimed:
-    """A timer that measures nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def poll(self) -> Sequence[float]:
-        return ()
 
 
 class Catalogue(Protocol):
@@ -92,113 +59,6 @@ class Catalogue(Protocol):
     def sample_due(self) -> bool: ...
 
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall: ...
-
-
-@dataclass(eq=False)
-class NodeState:
-    """One node of one plan: its callables and counters."""
-
-    slot: NodeSlot
-    form: NodeForm
-    fusion_id: str
-    values: tuple[int, ...]  # of the node's own symbols
-    tag: str = ""  # kernel in use, "" for eager
-    in_one: bool = False  # of a group: runs as eager does, its members' kernels left alone
-    broken: bool = False  # failed once in this plan: eager for good
-    fused_before: int = 0  # calls on a fused kernel under earlier choices
-    since: int = 0  # the plan's count when the present choice began
-    covered: bool = False  # part of a group that runs as a whole: not called at all
-    idle_before: int = 0  # calls of the plan that went to such a group instead
-    covered_at: int = 0  # the plan's count when that began
-    skipped_by: int | None = None  # the half of an attention that may run in its place
-
-    @functools.cached_property
-    def bucket(self) -> Bucket:
-        """The bucket of its values."""
-        return bucket_of(self.values)
-
-    @functools.cached_property
-    def unfused(self) -> NodeCall:
-        """Eager's operations; made where they are needed, since most plans run kernels."""
-        return make_unfused(self.form, self.values, self.slot.device)
-
-
-class Plan:
-    """All nodes of one graph resolved for one shape signature."""
-
-    def __init__(self, router: GraphRouter, key: tuple[int, ...]) -> None:
-        self.router = router
-        self.key = key
-        self.count = 0  # calls; the generated code counts
-        self.seen = 0  # calls that the step statistics have taken note of
-        self.fused_nodes = 0
-        self.skipped = [0] * len(router.program.skips)  # calls in which half of an attention ran as a whole
-        self.is_resolved = False  # the catalogue has been asked about its nodes
-        program = router.program
-        graph_values = dict(zip(program.symbols, key, strict=True))
-        self.nodes: list[NodeState] = []
-        for slot in program.slots:
-            values = node_symbol_values(slot.symbols, graph_values)
-            self.nodes.append(NodeState(slot, slot.node.form, slot.node.fusion_id, values))
-        for number, members in enumerate(program.skips):
-            for index in members:
-                self.nodes[index].skipped_by = number
-        # A group without a callable runs its nodes and products one by one. Empty until the first call.
-        self.calls: tuple[NodeCall | None, ...] = ()
-        self.open = set(range(len(self.nodes)))  # nodes that can run and for which the catalogue knows no decision
-        self.is_asked = False  # all of these have been handed to the tuner
-        # Calls of plans of one bucket are added up. A number that the graph takes beside sizes may be negative.
-        self.bucket = bucket_of([max(value, 0) for value in key])
-        # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
-        self._node_times = [deque[float](maxlen=KEPT_SAMPLES) for _ in self.nodes]
-        self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
-        # Of the nodes of GPUs; the generated code starts and stops them.
-        self.timers: dict[int, Timer] = {}
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the catalogue knows a decision for every node that can run."""
-        return not self.open
-
-    def fused_calls(self, node: NodeState) -> int:
-        """Calls of the node that ran a fused kernel so far."""
-        if node.slot.half is not None:
-            return self.skipped[node.slot.half_number]
-        done = node.fused_before + (self.count - node.since if node.tag and not node.covered else 0)
-        return min(done, self.calls_of(node))
-
-    def calls_of(self, node: NodeState) -> int:
-        """Calls of the plan in which the node was called by itself."""
-        skipped = self.skipped[node.skipped_by] if node.skipped_by is not None else 0
-        return self.count - skipped - node.idle_before - (self.count - node.covered_at if node.covered else 0)
-
-    def start_sample(self) -> None:
-        """Before a timed call: what earlier ones measured on GPUs has come in by now."""
-        for index, node in enumerate(self.nodes):
-            if node.slot.device.type != "cpu":
-                if index not in self.timers:
-                    self.timers[index] = self.router.make_timer(node.slot.device)
-                self._node_times[index].extend(self.timers[index].poll())
-
-    def add_sample(self, seconds: float, times: list[float]) -> None:
-        """Wall times of a call: of the graph, and of the nodes that run on a CPU."""
-        for index, node in enumerate(self.nodes):
-            if node.slot.device.type == "cpu":
-                self._node_times[index].append(times[index])
-        if not self.router.on_gpu:
-            self._graph_times.append(seconds)
-
-    def live_us(self, index: int) -> float:
-        """Median of the sampled calls of one node, 0.0 without samples."""
-        return _median_us(self._node_times[index])
-
-    def graph_us(self) -> float:
-        return _median_us(self._graph_times)
-
-
-def _median_us(seconds: deque[float]) -> float:
-    found = list(seconds)
-    return statistics.median(found) * 1e6 if found else 0.0
 
 
 class GraphRouter:
@@ -222,6 +82,8 @@ class GraphRouter:
         self.on_gpu = any(slot.device.type != "cpu" for slot in program.slots)
         self.plans: dict[tuple[int, ...], Plan] = {}  # settled: found without asking
         self.pending: dict[tuple[int, ...], Plan] = {}
+        self.past = Usage()  # of plans that were let go
+        self._lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # where calls find their plan
         self.make_timer = make_timer
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
@@ -232,12 +94,18 @@ class GraphRouter:
         for index, slot in enumerate(program.slots):
             self._places.setdefault(slot.node.fusion_id, []).append(index)
         self._groups = frozenset(slot.node.fusion_id for slot in program.slots if slot.is_group)
+        self.symbols = list(dict.fromkeys(slot.symbols for slot in program.slots))
+        self.alike = _alike(program)
+        # Callables by code and sizes: layers that are alike share them, and shapes that differ in other sizes.
+        self.unfused: dict[tuple[int, tuple[int, ...]], NodeCall] = {}
+        self._fused: dict[tuple[int, tuple[int, ...], str, int], NodeCall] = {}
+        self._kept: dict[tuple[int, str], dict[str, Any]] = {}  # what entries keep for a place of use, by it and tag
         self._checked: dict[int, int] = {}  # first calls of a node whose inputs were as promised, by its place
 
     def __call__(self, args: list[Any]) -> Any:
         if self.catalogue.sample_due() and not self._stands_still():
             return self._timed(args)
-        return self.program.call(self.plans, self._miss, args)
+        return self.program.call(self._lookup, self._miss, args)
 
     def _timed(self, args: list[Any]) -> Any:
         times = [0.0] * len(self.program.slots)
@@ -251,6 +119,39 @@ class GraphRouter:
         yield from list(self.plans.values())
         yield from list(self.pending.values())
 
+    def calls(self) -> int:
+        """Of the graph, so far."""
+        return self.past.calls + sum(plan.count for plan in self.all_plans())
+
+    def add_usage(self, usage: Usage, breathe: Callable[[], None]) -> None:
+        """Count all plans, those that were let go too; ``breathe`` is called between them."""
+        with self._lock:
+            usage.merge(self.past)
+            plans = list(self.all_plans())
+        for plan in plans:
+            breathe()
+            usage.add(plan)
+
+    def let_go(self, plans: Sequence[Plan]) -> None:
+        """Forget plans, but not their counters."""
+        with self._lock:
+            for plan in plans:
+                self.past.add(plan)
+                self.plans.pop(plan.key, None)
+                self.pending.pop(plan.key, None)
+            self.past.forget_rare_shapes()
+            self.unfused.clear()  # plans that stay have theirs
+            self._fused.clear()
+
+    def note_plans(self) -> None:
+        """From now on, remember which plans run."""
+        self._lookup = _Noting(self.plans)
+
+    def fused_in_noted(self) -> int:
+        """Nodes on fused kernels in the plans that have run since then, which ends it."""
+        lookup, self._lookup = self._lookup, self.plans
+        return sum(plan.fused_nodes for plan in list(lookup.noted)) if isinstance(lookup, _Noting) else 0
+
     def _stands_still(self) -> bool:
         """Whether the script records a CUDA graph, so that nothing may change or be measured."""
         return self.on_gpu and capturing.is_capturing()
@@ -258,12 +159,17 @@ class GraphRouter:
     def _miss(self, key: tuple[int, ...]) -> Plan:
         plan = self.pending.get(key)
         if plan is None:
+            is_new = False
             with self._lock:
                 plan = self.pending.get(key) or self.plans.get(key)
                 if plan is None:
-                    plan = Plan(self, key)
-                    self.pending[key] = plan
-                    self.catalogue.new_plan(plan)
+                    plan = self.pending[key] = Plan(self, key)
+                    is_new = True
+            if is_new:
+                self.catalogue.new_plan(plan)
+        lookup = self._lookup
+        if isinstance(lookup, _Noting):
+            lookup.noted.add(plan)
         if self._stands_still():
             if not plan.calls:
                 plan.calls = tuple(map(_plain, plan.nodes))
@@ -290,13 +196,17 @@ class GraphRouter:
         """Resolve the plan's nodes, or those ``concerned``, anew; returns whether a callable changed."""
         with self._lock:
             calls: list[NodeCall | None] = list(plan.calls) or [None] * len(plan.nodes)
+            choices: dict[tuple[int, tuple[int, ...]], Choice] = {}
             changed = not plan.calls
             for index in self._order if concerned is None or changed else concerned:
                 node = plan.nodes[index]
                 plan.open.discard(index)
                 if node.broken or node.covered:
                     continue
-                choice = _usable(node, self.catalogue.choose(node.fusion_id, node.values, node.slot.device))
+                key = (node.alike, node.values)
+                if key not in choices:
+                    choices[key] = self.catalogue.choose(node.fusion_id, node.values, node.slot.device)
+                choice = _usable(node, choices[key])
                 if not choice.known:
                     plan.open.add(index)
                 tag = choice.tag if choice.entry is not None else ""
@@ -309,19 +219,16 @@ class GraphRouter:
                     node.broken, node.in_one = True, False
                     self.catalogue.node_failed(node, str(error))
                     calls[index], tag = _plain(node), ""
-                self._account(plan, node, tag)
+                _account(plan, node, tag)
                 changed = True
             if changed:
-                plan.calls = _filled(plan, calls)
+                _put(plan, calls)
             return changed
 
     def _callable(self, plan: Plan, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
+        node.fused = None
         if choice.entry is None:
             return node.unfused if choice.in_one else _plain(node)
-
-        def failed(error: Exception, *inputs: Any) -> Any:
-            settle(f"{type(error).__name__}: {error}")
-            return node.unfused(*inputs)
 
         def settle(problem: str | None) -> None:
             if self._stands_still():
@@ -329,32 +236,92 @@ class GraphRouter:
             with self._lock:
                 self._checked[index] = self._checked.get(index, 0) + (problem is None)
                 calls = list(plan.calls)
-                calls[index] = self.catalogue.wrap(node, fused) if problem is None else _plain(node)
-                if problem is not None:
-                    node.broken = True
-                    self._account(plan, node, "")
-                plan.calls = _filled(plan, calls)
+                calls[index] = self.catalogue.wrap(node, fused) if problem is None else _given_up(plan, node)
+                _put(plan, calls)
             if problem is not None:
                 self.catalogue.node_failed(node, problem)
 
         if node.slot.half is not None:
             sizes = {str(s): value for s, value in zip(node.slot.symbols, node.values, strict=True)}
-            return forward_call(node.slot.half.pair, sizes, lambda error: settle(f"{type(error).__name__}: {error}"))
-        reuse = self.program.reuse.get(index, ())
-        fused = make_launcher(node.form, choice.entry, node.values, self.catalogue.threads, failed=failed, reuse=reuse)
+            return forward_call(node.slot.half.pair, sizes, lambda error: settle(_text_of(error)))
+        node.fused = fused = self._shared(index, node, choice)
         if self._checked.get(index, 0) >= TRUSTED_AFTER:
             return self.catalogue.wrap(node, fused)
         return make_checked(node.form, node.values, fused, node.unfused, settle, node.slot.device)
 
-    @staticmethod
-    def _account(plan: Plan, node: NodeState, tag: str) -> None:
-        """Close the counter of the present choice and begin the next."""
-        node.fused_before = plan.fused_calls(node)
-        node.since = plan.count
-        node.tag = tag
-        for index in node.slot.members:
-            _cover(plan, plan.nodes[index], bool(tag) or node.in_one)
-        plan.fused_nodes = sum(1 for n in plan.nodes if n.tag and not n.covered)
+    def _shared(self, index: int, node: NodeState, choice: Choice) -> NodeCall:
+        """The callable of a kernel; nodes with the same code and sizes share it, but for what is kept for a place."""
+        assert choice.entry is not None
+        place = index if isinstance(choice.entry, Composed) and choice.entry.keeps else node.alike
+        key = (place, node.values, choice.tag, self.catalogue.threads)
+        if key in self._fused:
+            return self._fused[key]
+        unfused = node.unfused
+
+        def failed(error: Exception, *inputs: Any) -> Any:
+            self._give_up(fused, _text_of(error))
+            return unfused(*inputs)
+
+        fused = self._fused[key] = make_launcher(
+            node.form,
+            choice.entry,
+            node.values,
+            self.catalogue.threads,
+            failed=failed,
+            reuse=self.program.reuse.get(index, ()),
+            kept=self._kept.setdefault((place, choice.tag), {}),
+        )
+        return fused
+
+    def _give_up(self, fused: NodeCall, problem: str) -> None:
+        """A kernel has failed: all nodes that share its callable run eager from now on."""
+        if self._stands_still():
+            return
+        with self._lock:
+            found = [(plan, i) for plan in self.all_plans() for i, node in enumerate(plan.nodes) if node.fused is fused]
+            for plan, index in found:
+                calls = list(plan.calls)
+                calls[index] = _given_up(plan, plan.nodes[index])
+                _put(plan, calls)
+        if found:
+            plan, index = found[0]
+            self.catalogue.node_failed(plan.nodes[index], problem)
+
+
+def _alike(program: Program) -> tuple[int, ...]:
+    """For each slot, the first one that runs the same code: the same form, device and memory to write to."""
+    first: dict[Any, int] = {}
+    found = []
+    for index, slot in enumerate(program.slots):
+        key = (slot.node.fusion_id, slot.device, slot.is_group, slot.half is None, program.reuse.get(index, ()))
+        found.append(first.setdefault(key, index))
+    return tuple(found)
+
+
+def _account(plan: Plan, node: NodeState, tag: str) -> None:
+    """Close the counter of the present choice and begin the next."""
+    node.fused_before = plan.fused_calls(node)
+    node.since = plan.count
+    node.tag = tag
+    for index in node.slot.members:
+        cover(plan, plan.nodes[index], bool(tag) or node.in_one)
+
+
+def _given_up(plan: Plan, node: NodeState) -> NodeCall | None:
+    """What a node runs that stays in eager for good."""
+    node.broken, node.fused = True, None
+    _account(plan, node, "")
+    return _plain(node)
+
+
+def _put(plan: Plan, calls: Sequence[NodeCall | None]) -> None:
+    """Change what a plan runs, from its next call on."""
+    plan.calls = _filled(plan, calls)
+    plan.fused_nodes = sum(1 for node in plan.nodes if node.tag and not node.covered)
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _usable(node: NodeState, choice: Choice) -> Choice:
@@ -376,17 +343,6 @@ def _filled(plan: Plan, calls: Sequence[NodeCall | None]) -> tuple[NodeCall | No
     return tuple(_plain(node) if call is None and not node.covered else call for node, call in nodes)
 
 
-def _cover(plan: Plan, member: NodeState, covered: bool) -> None:
-    """A group begins or ends to run in place of a node."""
-    if covered == member.covered:
-        return
-    if covered:
-        member.fused_before, member.covered_at = plan.fused_calls(member), plan.count
-    else:
-        member.idle_before, member.since = plan.count - plan.calls_of(member), plan.count
-    member.covered = covered
-
-
 class _Recorder:
     """Stands in for the dict of plans in a timed call, to learn which plan ran."""
 
@@ -395,7 +351,21 @@ class _Recorder:
         self._used = used
 
     def get(self, key: tuple[int, ...]) -> Plan:
-        plan = self._router.plans.get(key) or self._router._miss(key)
+        plan = self._router._lookup.get(key) or self._router._miss(key)
         plan.start_sample()
         self._used.append(plan)
+        return plan
+
+
+class _Noting:
+    """Stands in for the dict of plans where it is to be known which of them ran."""
+
+    def __init__(self, plans: dict[tuple[int, ...], Plan]) -> None:
+        self._plans = plans
+        self.noted: set[Plan] = set()
+
+    def get(self, key: tuple[int, ...]) -> Plan | None:
+        plan = self._plans.get(key)
+        if plan is not None:
+            self.noted.add(plan)
         return plan

@@ -28,7 +28,9 @@ from autofuse.optimizer.hook import OptimizerHook
 from autofuse.runtime import roots
 from autofuse.runtime.backstage import Backstage, Pace, breathe
 from autofuse.runtime.node_timer import NodeTimer
+from autofuse.runtime.plan_limit import PlanLimit
 from autofuse.runtime.tuning import TuningClient
+from autofuse.runtime.usage import Usage, node_uses, usage_of
 from autofuse.say import say
 from autofuse.settings import Settings, load
 
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
     from autofuse.runtime.catalogue import Catalogue
     from autofuse.runtime.launch import NodeCall
     from autofuse.runtime.planner import Planner
-    from autofuse.runtime.router import Choice, GraphRouter, NodeState, Plan
+    from autofuse.runtime.plans import NodeState, Plan
+    from autofuse.runtime.router import Choice, GraphRouter
 
 ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
@@ -67,6 +70,7 @@ class Session:
         self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
         self.capture_seconds = 0.0
         self.routers: list[GraphRouter] = []
+        self._plan_limit = PlanLimit(self.routers)
         self.refusals: list[Refusal] = []
         self._written_refusals = 0
         self.steps: list[tuple[str, str, bool, int, int, float, int]] = []  # of step samples, until they are written
@@ -193,6 +197,7 @@ class Session:
 
     def new_plan(self, plan: Plan) -> None:
         """Not a disturbance: where shapes vary without end, new ones are what a run consists of."""
+        self._plan_limit.add(plan)
 
     def settle_plan(self, plan: Plan) -> bool:
         return self.tuning.settle(plan)
@@ -225,13 +230,11 @@ class Session:
     def mark_plans(self) -> None:
         """A step begins in which fused nodes are counted."""
         for router in list(self.routers):
-            for plan in list(router.plans.values()):
-                plan.seen = plan.count
+            router.note_plans()
 
     def fused_since_mark(self) -> int:
         """Nodes on fused kernels, in all graphs that have run since then."""
-        plans = [plan for router in self.routers for plan in list(router.plans.values())]
-        return sum(plan.fused_nodes for plan in plans if plan.count != plan.seen)
+        return sum(router.fused_in_noted() for router in list(self.routers))
 
     def refresh_plans(self, fusion_ids: Collection[str] | None = None) -> None:
         """Let plans follow what is decided anew on these nodes, on all where None."""
@@ -264,32 +267,24 @@ class Session:
             store.finish_run(run_id, self.totals())
 
     def _collect_uses(self, store: Store, run_id: int, final: bool) -> None:
-        uses = self.optimizers.uses()
-        if self.routers:
-            from autofuse.runtime.usage import node_uses
-
-            uses = [*node_uses(self), *uses]
+        usage = usage_of(self)
+        uses = [*node_uses(self, usage.nodes.values()), *self.optimizers.uses()]
         if not final:  # shares of the run's time change all the time; at its end they are written
             uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]
         self._written_calls |= {(use.fusion_id, use.bucket): use.calls for use in uses}
         if uses:
             store.put_node_uses(run_id, uses)
         if not final:
-            store.update_totals(run_id, self.totals())
+            store.update_totals(run_id, self.totals(usage))
 
-    def totals(self) -> RunTotals:
-        fused = unfused = 0
-        for router in list(self.routers):
-            for plan in router.all_plans():
-                breathe()
-                for node in plan.nodes:
-                    done = plan.fused_calls(node)
-                    fused += done
-                    unfused += 0 if node.slot.is_group else plan.calls_of(node) - done
+    def totals(self, usage: Usage | None = None) -> RunTotals:
+        """So far; ``usage``: of the session, if it is known."""
+        sums = (usage or usage_of(self)).nodes.values()
+        fused = sum(total.fused_calls for total in sums)
         return RunTotals(
             steps=self.roots.steps(),
             fused_calls=fused,
-            unfused_calls=unfused,
+            unfused_calls=sum(total.calls for total in sums) - fused,
             observer_seconds=self.roots.observer.cost_seconds,
             run_seconds=time.perf_counter() - self.started,
             capture_seconds=self.capture_seconds,

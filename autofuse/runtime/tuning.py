@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.runtime.backstage import breathe
+from autofuse.runtime.usage import usage_of
 from autofuse.tuner import daemon
 
 if TYPE_CHECKING:
     from autofuse.runtime.backends import Place
-    from autofuse.runtime.router import NodeState, Plan
+    from autofuse.runtime.plans import NodeState, Plan
     from autofuse.runtime.session import Session
     from autofuse.settings import Settings
 
@@ -134,8 +135,7 @@ class TuningClient:
 
     def has_open(self) -> bool:
         """Whether nodes that are called often enough are still to be tuned, now or ever."""
-        hot = self._hot_plans(self._session.mode)
-        return any(not plan.is_decided and self._open_nodes(plan) for plan in hot)
+        return any(self._open_nodes(plan) for plan in self._hot_plans(self._session.mode))
 
     # ---- called on the background thread ---------------------------------------------------------------
 
@@ -183,25 +183,29 @@ class TuningClient:
             self._ensure_daemon(daemon.launch)
 
     def _report_misses(self) -> None:
-        plans = [p for r in list(self._session.routers) for p in r.all_plans()]
-        missed = {(node.fusion_id, node.bucket) for p in plans for _, node in self._undecided(p)}
+        sums = usage_of(self._session).nodes.values()
+        missed = sum(self._is_undecided(total.node) for total in sums)
         if missed:
             self._session.say_once(
                 "frozen_miss",
-                f"{len(missed)} nodes had no stored decision and ran on eager's kernels, since the run was frozen; "
+                f"{missed} nodes had no stored decision and ran on eager's kernels, since the run was frozen; "
                 "without --frozen they would be tuned",
             )
 
     # ---- requests ----------------------------------------------------------------------------------------
 
     def _hot_plans(self, mode: str) -> list[Plan]:
-        """Plans whose bucket has been called often enough; each shape by itself may come but once."""
+        """Undecided plans whose bucket has been called often enough; each shape by itself may come but once."""
         found: list[Plan] = []
         for router in list(self._session.routers):
-            plans, calls = list(router.all_plans()), Counter[Bucket]()
+            plans = list(router.all_plans())
+            undecided = [plan for plan in plans if plan.count and not plan.is_decided]
+            if not undecided:
+                continue
+            calls = Counter(router.past.calls_by_bucket)
             for plan in plans:
                 calls[plan.bucket] += plan.count
-            found += [plan for plan in plans if plan.count and calls[plan.bucket] >= CALLS_BEFORE_TUNING[mode]]
+            found += [plan for plan in undecided if calls[plan.bucket] >= CALLS_BEFORE_TUNING[mode]]
         return found
 
     def _ensure_daemon(self, start: Callable[[Settings], object] | None = None) -> None:
@@ -210,18 +214,15 @@ class TuningClient:
         except (AutofuseError, OSError) as error:
             self._session.report_fallback("daemon_unusable", "no tuning daemon; nodes stay on eager's kernels", error)
 
-    def _undecided(self, plan: Plan) -> list[tuple[int, NodeState]]:
-        return [
-            (index, node)
-            for index, node in enumerate(plan.nodes)
-            if not node.broken
-            and not node.covered
-            and not self._session.choose(node.fusion_id, node.values, node.slot.device).known
-        ]
+    def _is_undecided(self, node: NodeState) -> bool:
+        if node.broken or node.covered:
+            return False
+        return not self._session.choose(node.fusion_id, node.values, node.slot.device).known
 
     def _open_nodes(self, plan: Plan) -> list[tuple[int, NodeState, Place]]:
         """The undecided nodes of devices that can be tuned for."""
-        places = [(index, node, self._session.tunable(node.slot.device)) for index, node in self._undecided(plan)]
+        undecided = [(index, node) for index, node in enumerate(plan.nodes) if self._is_undecided(node)]
+        places = [(index, node, self._session.tunable(node.slot.device)) for index, node in undecided]
         return [(index, node, place) for index, node, place in places if place is not None]
 
     def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
@@ -229,7 +230,7 @@ class TuningClient:
         session = self._session
         found: dict[tuple[str, Bucket, str, int], TuneRequest] = {}
         for plan in plans:
-            if plan.is_asked or plan.is_decided:
+            if plan.is_asked:
                 continue
             breathe()
             for index, node, place in self._open_nodes(plan):

@@ -1,28 +1,31 @@
 """How the nodes of a session were used, summed over the graphs and layers that share them.
 
-In: the plans of a session. Out: `NodeUse` records; the time share is of all timed steps of the run.
+In: plans, those in use and those that were let go. Out: counters of nodes, `NodeUse` records; the time share is of all
+timed steps of the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autofuse.ir.records import Bucket, NodeUse, ObservedShape
 from autofuse.runtime.backstage import breathe
-from autofuse.runtime.router import NodeState
 
 if TYPE_CHECKING:
+    from autofuse.runtime.plans import NodeState, Plan
     from autofuse.runtime.session import Session
 
 MAX_SHAPES = 64  # exact shapes kept for a node and bucket
 
 
 @dataclass
-class _Sum:
-    node: NodeState
-    bucket: Bucket
+class NodeSum:
+    """Counters of one node in one bucket."""
+
+    node: NodeState  # the first of them
     calls: int = 0
     fused_calls: int = 0
     total_us: float = 0.0  # calls times the median of sampled calls
@@ -30,31 +33,70 @@ class _Sum:
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
-def node_uses(session: Session) -> list[NodeUse]:
-    """One record for each node and bucket, with the counters so far."""
-    sums: dict[tuple[str, Bucket], _Sum] = {}
-    run_us = max(session.roots.step_us_total, 1e-9)
-    for router in list(session.routers):
-        for plan in router.all_plans():
-            breathe()
-            for index, node in enumerate(plan.nodes):
-                total = sums.setdefault((node.fusion_id, node.bucket), _Sum(node, node.bucket))
+class Usage:
+    """Counters of plans and their nodes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.calls_by_bucket: Counter[Bucket] = Counter()
+        self.nodes: dict[tuple[str, Bucket], NodeSum] = {}
+
+    def add(self, plan: Plan) -> None:
+        self.calls += plan.count
+        self.calls_by_bucket[plan.bucket] += plan.count
+        for index, node in enumerate(plan.nodes):
+            total = self._sum_of(node)
+            calls = fused = plan.fused_calls(node)
+            if not node.slot.is_group:  # until a way of it runs, its nodes are counted, each by itself
                 calls = plan.calls_of(node)
-                if node.slot.is_group:
-                    # Until a way of it runs, its nodes are counted, each by itself.
-                    calls = plan.fused_calls(node)
-                total.calls += calls
-                total.fused_calls += plan.fused_calls(node)
-                total.shapes[node.values] += calls
-                live = plan.live_us(index)
-                if live:
-                    total.total_us += live * calls
-                    total.sampled += calls
-    return [_record(session, total, run_us) for total in sums.values()]
+            total.calls += calls
+            total.fused_calls += fused
+            total.shapes[node.values] += calls
+            live = plan.live_us(index)
+            if live:
+                total.total_us += live * calls
+                total.sampled += calls
+
+    def merge(self, other: Usage) -> None:
+        self.calls += other.calls
+        self.calls_by_bucket.update(other.calls_by_bucket)
+        for found in list(other.nodes.values()):
+            total = self._sum_of(found.node)
+            total.calls += found.calls
+            total.fused_calls += found.fused_calls
+            total.total_us += found.total_us
+            total.sampled += found.sampled
+            total.shapes.update(found.shapes)
+
+    def forget_rare_shapes(self) -> None:
+        """Keep the shapes that may be written, and not all that ever were."""
+        for total in self.nodes.values():
+            if len(total.shapes) > 4 * MAX_SHAPES:
+                total.shapes = Counter(dict(total.shapes.most_common(2 * MAX_SHAPES)))
+
+    def _sum_of(self, node: NodeState) -> NodeSum:
+        key = (node.fusion_id, node.bucket)
+        if key not in self.nodes:
+            self.nodes[key] = NodeSum(node)
+        return self.nodes[key]
 
 
-def _record(session: Session, total: _Sum, run_us: float) -> NodeUse:
+def usage_of(session: Session) -> Usage:
+    """Of the whole session so far."""
+    usage = Usage()
+    for router in list(session.routers):
+        router.add_usage(usage, breathe)
+    return usage
+
+
+def node_uses(session: Session, sums: Iterable[NodeSum]) -> list[NodeUse]:
+    """One record for each node and bucket, with the counters so far."""
+    return [_record(session, total) for total in sums]
+
+
+def _record(session: Session, total: NodeSum) -> NodeUse:
     node = total.node.slot.node
+    run_us = max(session.roots.step_us_total, 1e-9)
     # Of shapes that come once none is sampled: they take what the sampled ones of their bucket take.
     live_us = total.total_us / total.sampled if total.sampled else 0.0
     return NodeUse(
@@ -62,7 +104,7 @@ def _record(session: Session, total: _Sum, run_us: float) -> NodeUse:
         node=node.to_json(),
         label=node.label,
         operations=node.operation_names,
-        bucket=total.bucket,
+        bucket=total.node.bucket,
         calls=total.calls,
         fused_calls=total.fused_calls,
         live_us=live_us,

@@ -44,6 +44,7 @@ class Interpreted(Composed):
         threads: int,
         allocate: Callable[..., torch.Tensor] | None = None,
         failed: Callable[..., Any] | None = None,
+        kept: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """The callable for one shape; what it raises goes to the caller."""
         table = dict(zip(form.symbols, symbol_values, strict=True))

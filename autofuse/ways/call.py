@@ -34,7 +34,7 @@ from autofuse.runtime.launch import (
 )
 from autofuse.ways.chains import is_contiguous
 from autofuse.ways.record import LOOP, Rows, Way, flat_ref
-from autofuse.ways.vendor import VENDORS, all_promised, as_promised
+from autofuse.ways.vendor import KEEPING, VENDORS, all_promised, as_promised
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,17 @@ class LoadedWay(Composed):
         threads: int,
         allocate: Callable[..., torch.Tensor] | None = None,
         failed: Callable[..., Any] | None = None,
+        kept: dict[str, Any] | None = None,
     ) -> NodeCall:
         """The callable for one shape; ``failed(error, *inputs)`` answers in place of a call that raised."""
         values = dict(zip(form.symbols, symbol_values, strict=True))
         if self.way.rows is None:
-            return self._program(values, threads, allocate, failed or _raise)
+            return self._program(values, threads, allocate, failed or _raise, {} if kept is None else kept)
         return self._in_blocks(self.way.rows, form, values, threads, allocate or empty_like_spec, failed or _raise)
+
+    @functools.cached_property
+    def keeps(self) -> bool:
+        return any(isinstance(step, Operation) and step.target in KEEPING for step in self.way.steps)
 
     def _program(
         self,
@@ -64,6 +69,7 @@ class LoadedWay(Composed):
         threads: int,
         allocate: Callable[..., torch.Tensor] | None,
         failed: Callable[..., Any],
+        kept: dict[str, Any],
     ) -> NodeCall:
         kernels = []
         for kernel, entry, reuse in zip(self.way.kernels, self.entries, self._reuse, strict=True):
@@ -71,7 +77,7 @@ class LoadedWay(Composed):
             kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate, reuse=reuse))
         device = torch.device(device_type(self.way.form))
         symbols = [values[name] for name in self.way.form.symbols]
-        call: NodeCall = self._make(*symbols, device, kernels, failed)
+        call: NodeCall = self._make(*symbols, device, kernels, failed, kept)
         return call
 
     @functools.cached_property
@@ -110,7 +116,7 @@ class LoadedWay(Composed):
         starts = range(0, total, rows.count)
         ends = [min(start + rows.count, total) for start in starts]
         programs = {
-            count: self._program({**values, rows.symbol: count}, threads, place, _raise)
+            count: self._program({**values, rows.symbol: count}, threads, place, _raise, {})
             for count in {end - start for start, end in zip(starts, ends, strict=True)}
         }
         blocks = [(slice(start, end), programs[end - start]) for start, end in zip(starts, ends, strict=True)]
@@ -168,7 +174,7 @@ def render(way: Way) -> tuple[str, dict[str, Any]]:
         "floor": math.floor,
     }
     inputs = ", ".join(item.name for item in form.inputs)
-    head = [f"def make({', '.join([*form.symbols, 'device', 'kernels', 'failed'])}):"]
+    head = [f"def make({', '.join([*form.symbols, 'device', 'kernels', 'failed', 'kept'])}):"]
     body: list[str] = []
     uses: list[set[str]] = []
     for step in way.steps:
@@ -176,7 +182,10 @@ def render(way: Way) -> tuple[str, dict[str, Any]]:
             head.append(f"    k{step} = kernels[{step}]")
             line, read = _part_line(way, step)
         elif step.target.startswith("vendor."):
-            head.append(f"    f_{step.name} = vendor_{step.name}()")
+            vendor = f"vendor_{step.name}()"
+            if step.target in KEEPING:  # one for all sizes
+                vendor = f"kept.get('{step.name}') or kept.setdefault('{step.name}', {vendor})"
+            head.append(f"    f_{step.name} = {vendor}")
             namespace[f"vendor_{step.name}"] = VENDORS[step.target]
             line, read = _vendor_line(step, form), {ref.name for ref in step.inputs}
         else:

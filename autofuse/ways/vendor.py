@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from autofuse.ways.training import TRAINING
 
 # oneDNN's form of these gives a number where the product is NaN (torch 2.13); eager's gives NaN.
 _LOSES_NAN: dict[str, Callable[..., Tensor]] = {"relu": F.relu_, "hardtanh": F.hardtanh_}
+MAX_PACKED = 4  # layouts of a convolution's weights, each for one size of its input
 LARGEST_SUM = 1e37  # far from where a sum of float32 or bfloat16 products overflows
 
 
@@ -65,32 +66,56 @@ def _addmm_activation(bias: Tensor, x: Tensor, weight: Tensor, use_gelu: bool) -
     return torch._addmm_activation(bias, x, weight, use_gelu=use_gelu)
 
 
+class _FoldedOnce(NamedTuple):
+    """What was folded, and into what. Replaced as a whole: two threads may run the same node."""
+
+    sources: list[Tensor | None]
+    weight: Tensor
+    offset: Tensor | None
+    packed: dict[Any, Tensor]  # by the sizes of the input that it was packed for
+
+
 class Folded:
-    """Weights and bias of a convolution as its kernel wants them: a batch norm of inference folded in, and packed."""
+    """Weights and bias of a convolution as its kernel wants them: a batch norm of inference folded in, and packed.
+
+    One for all sizes of a place of use: each has a layout of its own, of which a few are kept. Beyond these, weights
+    are packed at each call, which is what eager does.
+    """
 
     def __init__(self) -> None:
-        self._kept: list[Tensor | None] = []
-        self._result: tuple[Tensor, Tensor | None] | None = None
+        self._once: _FoldedOnce | None = None
 
     def __call__(
-        self, weight: Tensor, bias: Tensor | None, norm: Sequence[Any], pack: Callable[[Tensor], Tensor]
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Sequence[Any],
+        pack: Callable[[Tensor], Tensor],
+        sizes: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """``norm``: scale, shift, running mean, running variance, epsilon; or empty."""
+        """``norm``: scale, shift, running mean, running variance, epsilon; or empty. ``pack`` is for these sizes."""
         sources = [weight, bias, *norm[:4]]
-        on_cpu = weight.device.type == "cpu"
-        if self._result is not None and on_cpu and _all_equal(self._kept, sources):
-            return self._result
-        folded, offset = fold(weight, bias, *norm) if norm else (weight, bias)
-        if on_cpu:
-            self._kept = [None if t is None else t.detach().clone() for t in sources]
+        if weight.device.type != "cpu":
+            return fold(weight, bias, *norm) if norm else (weight, bias)
+        once = self._once
+        if once is None or not _all_equal(once.sources, sources):
             # Never the parameter itself: what is written to it must not reach what is kept.
-            self._result = pack(folded), None if offset is None else offset.detach().clone()
-            return self._result
-        return folded, offset
+            copies = [None if t is None else t.detach().clone() for t in sources]
+            folded, offset = fold(weight, bias, *norm) if norm else (copies[0], copies[1])
+            assert folded is not None
+            self._once = once = _FoldedOnce(copies, folded, offset, {})
+        key = tuple(sizes)
+        packed = once.packed.get(key)
+        if packed is None:
+            packed = pack(once.weight)
+            if len(once.packed) >= MAX_PACKED:
+                once.packed.pop(next(iter(once.packed), key), None)
+            once.packed[key] = packed
+        return packed, once.offset
 
 
-def _copied(weight: Tensor) -> Tensor:
-    return weight.detach().clone()
+def _unpacked(weight: Tensor) -> Tensor:
+    return weight.detach()
 
 
 def _packed(
@@ -159,8 +184,9 @@ def _convolution() -> Callable[..., Tensor]:
         packed: bool,
     ) -> Tensor:
         if norm or packed:
-            pack = _packed(padding, stride, dilation, groups, x.shape) if packed else _copied
-            weight, bias = folded(weight, bias, norm, pack)
+            sizes = x.shape if packed else ()
+            pack = _packed(padding, stride, dilation, groups, sizes) if packed else _unpacked
+            weight, bias = folded(weight, bias, norm, pack, sizes)
         if x.device.type == "cpu":
             # In place on a result that is still in the caches: cheaper than to look whether there could be NaN.
             after = _LOSES_NAN.get(attr)
@@ -207,6 +233,9 @@ VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
     TRAINING: lambda: both_passes,
     SUM: lambda: _sum_of_products,
 }
+
+# Of these a callable keeps something for its place of use.
+KEEPING = frozenset({"vendor.convolution.default"})
 
 
 def as_promised(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

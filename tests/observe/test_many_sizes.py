@@ -19,8 +19,9 @@ from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, at_size, is_close
 from autofuse.observer.signatures import call_signature, count_elements, without_sizes
 from autofuse.report import words
 from autofuse.report.statistics import measure_gain
-from autofuse.runtime import roots
-from autofuse.runtime.roots import MAX_EXACT, PAIRED, Sizes
+from autofuse.runtime import root as root_life
+from autofuse.runtime.root import MAX_EXACT, PAIRED, elements_of
+from autofuse.runtime.root_shapes import Sizes
 from autofuse.runtime.session import Session
 from autofuse.settings import load
 
@@ -63,7 +64,7 @@ class Bench:
         self.eager_calls: list[int] = []  # their elements
         self.captured_calls: list[int] = []
         clock = [0.0]
-        patch.setattr(roots, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        patch.setattr(root_life, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         self.model = nn.Identity()
         self.root = root = self.roots.root_of(self.model)
 
@@ -215,8 +216,8 @@ def test_a_call_that_does_not_tell_its_size_is_the_smallest() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(RuntimeError):
         call_signature((nested,), {})
-    assert roots._elements_of((nested,), {}) == 1
-    assert roots._elements_of((torch.ones(2, 3), 7), {"x": [torch.ones(4)]}) == 10
+    assert elements_of((nested,), {}) == 1
+    assert elements_of((torch.ones(2, 3), 7), {"x": [torch.ones(4)]}) == 10
 
 
 def test_what_has_failed_is_not_tried_for_every_new_size(make: Callable[..., Bench]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autofuse.capture.direct import has_subclasses
-from autofuse.runtime.roots import MAX_EXACT
+from autofuse.runtime.root import MAX_EXACT
 from autofuse.runtime.session import current_session, start_session
 from autofuse.settings import load
 

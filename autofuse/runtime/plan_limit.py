@@ -1,0 +1,55 @@
+"""How many plans a session keeps: a run may see new shapes without end.
+
+In: plans as they are made. Out: those that were used least are let go, and made anew should their shapes come again.
+Guarantee: counters of plans that are let go are kept (`GraphRouter.past`); the plan that is about to run stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autofuse.runtime.gpu import capturing
+
+if TYPE_CHECKING:
+    from autofuse.runtime.plans import Plan
+    from autofuse.runtime.router import GraphRouter
+
+MAX_NODES = 1 << 15
+KEPT_SHARE = 0.75  # of the most nodes, when some are let go: looking at all plans pays for many new ones
+
+
+class PlanLimit:
+    """Counts the nodes of all plans of a session."""
+
+    def __init__(self, routers: Sequence[GraphRouter], most_nodes: int = MAX_NODES) -> None:
+        self._routers = routers
+        self._most = most_nodes
+        self._nodes = 0
+        self._lock = threading.Lock()
+
+    def add(self, plan: Plan) -> None:
+        """A plan was made. Not to be called under a router's lock."""
+        with self._lock:
+            self._nodes += max(1, len(plan.nodes))
+            if self._nodes > self._most and not capturing.is_capturing():
+                self._let_go(plan)
+
+    def _let_go(self, newest: Plan) -> None:
+        plans = [plan for router in list(self._routers) for plan in router.all_plans() if plan is not newest]
+        # Those first that were used least since the last time, of these the oldest.
+        plans.sort(key=lambda plan: (plan.count - plan.count_before, plan.number))
+        left = sum(max(1, len(plan.nodes)) for plan in [*plans, newest])
+        number = 0
+        while number < len(plans) and left > KEPT_SHARE * self._most:
+            left -= max(1, len(plans[number].nodes))
+            number += 1
+        gone: dict[GraphRouter, list[Plan]] = {}
+        for plan in plans[:number]:
+            gone.setdefault(plan.router, []).append(plan)
+        for router, its in gone.items():
+            router.let_go(its)
+        for plan in plans[number:]:
+            plan.count_before = plan.count
+        self._nodes = left

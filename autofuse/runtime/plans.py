@@ -1,0 +1,188 @@
+"""Plans: what each node of a graph runs in one shape, its callables and counters.
+
+In: a graph's slots, the values of its symbols. Out: the callables that the generated code unpacks, counts of calls and
+times of sampled ones. Guarantee: counters never go back, whatever a node is switched to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Bucket
+from autofuse.runtime.launch import NodeCall, make_unfused, node_symbol_values
+from autofuse.runtime.program import NodeSlot
+from autofuse.tuner.buckets import bucket_of
+
+if TYPE_CHECKING:
+    from autofuse.runtime.router import GraphRouter
+
+# Live times of this many sampled calls are kept for each node of a plan.
+KEPT_SAMPLES = 32
+_numbers = itertools.count()
+
+
+class Timer(Protocol):
+    """Measures one node of a GPU by events on its stream, call after call; none of it may synchronise."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def poll(self) -> Sequence[float]:
+        """Seconds of the pairs that have finished since the last time."""
+
+
+class Untimed:
+    """A timer that measures nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def poll(self) -> Sequence[float]:
+        return ()
+
+
+@dataclass(eq=False, slots=True)
+class NodeState:
+    """One node of one plan: its callables and counters."""
+
+    slot: NodeSlot
+    form: NodeForm
+    fusion_id: str
+    values: tuple[int, ...]  # of the node's own symbols
+    alike: int  # the first slot of the graph with the same code
+    shared: dict[tuple[int, tuple[int, ...]], NodeCall]  # eager's operations, by such a slot and values
+    fused: NodeCall | None = None  # the kernel's callable in use, which others may share
+    tag: str = ""  # kernel in use, "" for eager
+    in_one: bool = False  # of a group: runs as eager does, its members' kernels left alone
+    broken: bool = False  # failed once in this plan: eager for good
+    fused_before: int = 0  # calls on a fused kernel under earlier choices
+    since: int = 0  # the plan's count when the present choice began
+    covered: bool = False  # part of a group that runs as a whole: not called at all
+    idle_before: int = 0  # calls of the plan that went to such a group instead
+    covered_at: int = 0  # the plan's count when that began
+    skipped_by: int | None = None  # the half of an attention that may run in its place
+    _bucket: Bucket | None = field(default=None, repr=False)
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket of its values."""
+        if self._bucket is None:
+            self._bucket = bucket_of(self.values)
+        return self._bucket
+
+    @property
+    def unfused(self) -> NodeCall:
+        """Eager's operations; made where they are needed, since most plans run kernels."""
+        key = (self.alike, self.values)
+        if key not in self.shared:
+            self.shared[key] = make_unfused(self.form, self.values, self.slot.device)
+        return self.shared[key]
+
+
+class Plan:
+    """All nodes of one graph resolved for one shape signature."""
+
+    def __init__(self, router: GraphRouter, key: tuple[int, ...]) -> None:
+        self.router = router
+        self.key = key
+        self.number = next(_numbers)  # of all plans, in the order they were made
+        self.count = 0  # calls; the generated code counts
+        self.count_before = 0  # of calls when plans were last let go
+        self.fused_nodes = 0
+        self.skipped = [0] * len(router.program.skips)  # calls in which half of an attention ran as a whole
+        self.is_resolved = False  # the catalogue has been asked about its nodes
+        program = router.program
+        graph_values = dict(zip(program.symbols, key, strict=True))
+        values = {symbols: node_symbol_values(symbols, graph_values) for symbols in router.symbols}
+        self.nodes = [
+            NodeState(slot, slot.node.form, slot.node.fusion_id, values[slot.symbols], alike, router.unfused)
+            for slot, alike in zip(program.slots, router.alike, strict=True)
+        ]
+        for number, members in enumerate(program.skips):
+            for index in members:
+                self.nodes[index].skipped_by = number
+        # A group without a callable runs its nodes and products one by one. Empty until the first call.
+        self.calls: tuple[NodeCall | None, ...] = ()
+        self.open: set[int] = set()  # nodes that can run and for which the catalogue knows no decision
+        self.is_asked = False  # all of these have been handed to the tuner
+        # Calls of plans of one bucket are added up. A number that the graph takes beside sizes may be negative.
+        self.bucket = bucket_of([max(value, 0) for value in key])
+        # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
+        self._node_times: dict[int, deque[float]] = {}
+        self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
+        # Of the nodes of GPUs; the generated code starts and stops them.
+        self.timers: dict[int, Timer] = {}
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the catalogue knows a decision for every node that can run."""
+        return self.is_resolved and not self.open
+
+    def fused_calls(self, node: NodeState) -> int:
+        """Calls of the node that ran a fused kernel so far."""
+        if node.slot.half is not None:
+            return self.skipped[node.slot.half_number]
+        done = node.fused_before + (self.count - node.since if node.tag and not node.covered else 0)
+        return min(done, self.calls_of(node))
+
+    def calls_of(self, node: NodeState) -> int:
+        """Calls of the plan in which the node was called by itself."""
+        skipped = self.skipped[node.skipped_by] if node.skipped_by is not None else 0
+        return self.count - skipped - node.idle_before - (self.count - node.covered_at if node.covered else 0)
+
+    def start_sample(self) -> None:
+        """Before a timed call: what earlier ones measured on GPUs has come in by now."""
+        for index, node in enumerate(self.nodes):
+            if node.slot.device.type != "cpu":
+                if index not in self.timers:
+                    self.timers[index] = self.router.make_timer(node.slot.device)
+                self._times_of(index).extend(self.timers[index].poll())
+
+    def add_sample(self, seconds: float, times: list[float]) -> None:
+        """Wall times of a call: of the graph, and of the nodes that run on a CPU."""
+        for index, node in enumerate(self.nodes):
+            if node.slot.device.type == "cpu":
+                self._times_of(index).append(times[index])
+        if not self.router.on_gpu:
+            self._graph_times.append(seconds)
+
+    def _times_of(self, index: int) -> deque[float]:
+        return self._node_times.setdefault(index, deque(maxlen=KEPT_SAMPLES))
+
+    def live_us(self, index: int) -> float:
+        """Median of the sampled calls of one node, 0.0 without samples."""
+        return _median_us(self._node_times.get(index, ()))
+
+    def graph_us(self) -> float:
+        return _median_us(self._graph_times)
+
+
+def _median_us(seconds: Collection[float]) -> float:
+    found = list(seconds)
+    return statistics.median(found) * 1e6 if found else 0.0
+
+
+def cover(plan: Plan, member: NodeState, covered: bool) -> None:
+    """A group begins or ends to run in place of a node."""
+    if covered == member.covered:
+        return
+    if covered:
+        member.fused_before, member.covered_at = plan.fused_calls(member), plan.count
+    else:
+        member.idle_before, member.since = plan.count - plan.calls_of(member), plan.count
+    member.covered = covered

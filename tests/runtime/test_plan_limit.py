@@ -1,0 +1,160 @@
+"""How many plans are kept: counters survive, frequent shapes stay, results do not change."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autofuse.runtime.launch import make_unfused
+from autofuse.runtime.plan_limit import PlanLimit
+from autofuse.runtime.plans import Plan
+from autofuse.runtime.router import Choice
+from autofuse.runtime.usage import MAX_SHAPES, Usage
+from tests.runtime.test_routed_graphs import Undecided, routed
+
+
+class Limited(Undecided):
+    """Keeps so many nodes, and takes note of each plan."""
+
+    def __init__(self, most_nodes: int) -> None:
+        super().__init__()
+        self.limit = PlanLimit(self.routers, most_nodes)
+        self.made: list[Plan] = []
+
+    def new_plan(self, plan: Plan) -> None:
+        self.made.append(plan)
+        self.limit.add(plan)
+
+    def kept(self) -> list[Plan]:
+        return [plan for router in self.routers for plan in router.all_plans()]
+
+    def usage(self) -> Usage:
+        usage = Usage()
+        for router in self.routers:
+            router.add_usage(usage, lambda: None)
+        return usage
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()).eval()
+
+
+def limited(model: nn.Module, most_nodes: int) -> tuple[Any, Limited]:
+    """The model as one graph for all numbers of rows, with a limit from now on."""
+    torch._dynamo.reset()
+    catalogue = Limited(most_nodes)
+    fast = routed(model, catalogue)
+    x = torch.randn(3, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        fast(x)
+    (router,) = catalogue.routers
+    assert len(router.program.slots) == 2
+    return fast, catalogue
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.integers(2, 12), max_size=60), plans=st.integers(1, 8))
+def test_counters_and_results_are_those_of_unlimited_plans(model: nn.Module, rows: list[int], plans: int) -> None:
+    fast, catalogue = limited(model, 2 * plans)
+    for n in rows:
+        x = torch.randn(n, 8)
+        with torch.no_grad():
+            assert torch.equal(fast(x), model(x))
+        assert 1 <= len(catalogue.kept()) <= plans
+    (router,) = catalogue.routers
+    usage, wanted = catalogue.usage(), Counter([3, *rows])
+    assert router.calls() == usage.calls == usage.calls_by_bucket.total() == len(rows) + 1
+    for fusion_id in {slot.node.fusion_id for slot in router.program.slots}:
+        sums = [total for (found, _), total in usage.nodes.items() if found == fusion_id]
+        assert sum(total.calls for total in sums) == len(rows) + 1
+        shapes = sum((total.shapes for total in sums), Counter())
+        assert {values[0]: calls for values, calls in shapes.items()} == wanted
+
+
+def test_frequent_shapes_stay_and_others_come_anew(model: nn.Module) -> None:
+    fast, catalogue = limited(model, 2 * 16)
+    frequent, seldom = torch.randn(5, 8), list(range(20, 120))
+    with torch.no_grad():
+        for n in seldom:
+            fast(torch.randn(n, 8))
+            for _ in range(2):
+                fast(frequent)
+        made = [plan.key for plan in catalogue.made]
+        assert made.count((5,)) == 1 and len(made) == len(set(made)) == 102
+        assert {key for (key,) in (plan.key for plan in catalogue.kept())} <= {5, *seldom[-16:]}
+        fast(torch.randn(20, 8))
+    assert catalogue.made[-1].key == (20,) and catalogue.kept()[-1] is catalogue.made[-1]
+
+
+def test_kernels_and_their_counts_come_back_with_a_shape(model: nn.Module) -> None:
+    fast, catalogue = limited(model, 2 * 2)
+    (router,) = catalogue.routers
+    calls = {slot.node.fusion_id: [] for slot in router.program.slots}
+
+    class Entry:
+        """Runs eager's operations, as a kernel of each node's own."""
+
+        def __init__(self, fusion_id: str) -> None:
+            self.fusion_id = fusion_id
+
+    def launcher(form: Any, entry: Entry, values: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+        plain = make_unfused(form, values)
+
+        def run(*inputs: torch.Tensor) -> Any:
+            calls[entry.fusion_id].append(values[0])
+            return plain(*inputs)
+
+        return run
+
+    catalogue.choose = lambda fusion_id, values, device: Choice(True, Entry(fusion_id), "kernel")
+    rows = [4, 5, 6, 4, 5, 6, 4]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr("autofuse.runtime.router.make_launcher", launcher)
+        for n in rows:
+            x = torch.randn(n, 8)
+            assert torch.equal(fast(x), model(x))
+    assert all(found == rows for found in calls.values())
+    fused = Counter[str]()
+    for (fusion_id, _), total in catalogue.usage().nodes.items():
+        fused[fusion_id] += total.fused_calls
+    assert set(fused.values()) == {7}, "all but the call that traced, when nothing was decided"
+
+
+def test_plans_that_run_are_noted_once_asked_for(model: nn.Module) -> None:
+    fast, catalogue = limited(model, 1 << 10)
+    (router,) = catalogue.routers
+    with torch.no_grad():
+        for n in (4, 5):
+            fast(torch.randn(n, 8))
+        for plan, fused in zip(catalogue.made, (1, 20, 300), strict=True):
+            plan.fused_nodes = fused
+        assert router.fused_in_noted() == 0
+        router.note_plans()
+        fast(torch.randn(4, 8))
+        fast(torch.randn(4, 8))
+        assert router.fused_in_noted() == 20 and router.fused_in_noted() == 0
+        router.note_plans()
+        fast(torch.randn(6, 8))
+        catalogue.made[-1].fused_nodes = 4000
+        fast(torch.randn(3, 8))
+        assert router.fused_in_noted() == 4001
+
+
+def test_of_plans_let_go_the_frequent_shapes_are_told(model: nn.Module) -> None:
+    fast, catalogue = limited(model, 2 * 4)
+    with torch.no_grad():
+        for n in range(1000, 1000 + 8 * MAX_SHAPES):
+            fast(torch.randn(n, 8))
+            if n % 50 == 0:
+                fast(torch.randn(1100, 8))
+    usage = catalogue.usage()
+    total = max(usage.nodes.values(), key=lambda found: found.calls)
+    assert len(total.shapes) <= 4 * MAX_SHAPES + 4
+    assert total.shapes.most_common(1)[0][0] == (1100,)
