@@ -142,3 +142,11 @@ def test_an_open_race_goes_on_and_a_decided_one_does_not() -> None:
     close = Machine(1, 0.1, 0.0, 0.0)
     result = race([close.call(150.0), close.call(145.0)], RaceRules(10, 40, 1e9, MARGIN), close.clock)
     assert len(result.samples[0]) > 10
+
+
+def test_a_rival_without_a_lead_does_not_make_a_race_long() -> None:
+    for incumbent, rival, is_long in ((150.0, 151.5, False), (150.0, 146.0, True)):
+        machine = Machine(3, 0.05, 0.0, 0.0)
+        calls = [machine.call(300.0), machine.call(incumbent), machine.call(rival)]
+        result = race(calls, RaceRules(15, 60, 1e9, MARGIN, drop_factor=1e9, incumbent=1), machine.clock)
+        assert (len(result.samples[1]) > 15) is is_long
