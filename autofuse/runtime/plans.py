@@ -89,9 +89,10 @@ class NodeState:
     def unfused(self) -> NodeCall:
         """Eager's operations; made where they are needed, since most plans run kernels."""
         key = (self.alike, self.values)
-        if key not in self.shared:
-            self.shared[key] = make_unfused(self.form, self.values, self.slot.device)
-        return self.shared[key]
+        call = self.shared.get(key)
+        if call is None:
+            call = self.shared[key] = make_unfused(self.form, self.values, self.slot.device)
+        return call
 
 
 class Plan:

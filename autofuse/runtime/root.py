@@ -90,6 +90,7 @@ class Root:
         self._newest: Shape | None = None
         self._fast_paths = ModuleTable[bool]()
         self._held_out = self._new_held_out()
+        self._is_marked = False  # the plans that run in the open step are noted
         self._is_small = False  # counting its calls costs what can be seen
         self._released: set[Attached] = set()  # modules whose calls skip the handler, or did
         self._left_alone = 0  # calls one after the other that stayed in eager for their size
@@ -198,7 +199,8 @@ class Root:
             is_watched, held = watch is not None, Held.COLD if watch else Held.NO
         held_out = held is not Held.NO
         if shape.fused_at != session.disturbances:
-            session.mark_plans()
+            session.mark_plans(self)
+            self._is_marked = True
         if held is Held.NO and not is_watched and is_short and self._begin_brief(shape, now, has_gradients):
             return self._run(module, args, kwargs, shape, False)
         self._open = OpenStep(now, shape, held, self.calls, session.disturbances, stretch, is_watched)
@@ -264,10 +266,12 @@ class Root:
 
     def _new_shape(self, signature: Any, module: torch.nn.Module) -> Shape:
         if len(self._shapes) >= MAX_SHAPES:
-            for old in list(itertools.islice(self._shapes, MAX_SHAPES // 4)):
-                del self._shapes[old]
-        is_one = len(self._sizes) < MAX_EXACT
-        text = str(signature) if is_one else str(without_sizes(signature))
+            seldom = (key for key, known in self._shapes.items() if not known.sizes.is_one)
+            for old in list(itertools.islice(seldom, MAX_SHAPES // 4)):
+                self._shapes.pop(old, None)
+        text = str(signature)
+        is_one = text in self._sizes or len(self._sizes) < MAX_EXACT
+        text = text if is_one else str(without_sizes(signature))
         sizes = self._sizes.setdefault(text, Sizes(text, is_one))
         # What the last new one ran may fit this one too: a graph with symbolic sizes does.
         direct = self._newest.direct if self._newest is not None else ()
@@ -501,6 +505,8 @@ class Root:
         self._open = None
         step_us = (now - began) * 1e6
         self.total_us += step_us
+        fused = self.session.fused_since_mark(self) if self._is_marked else 0
+        self._is_marked = False
         if is_watched and self._peaks is not None and shape is not None:
             is_changed = disturbances != self.session.disturbances or self.state != "captured"
             self._peaks.end(shape.sizes.text, shape.elements, held is not Held.NO, self._on_gpu, is_changed)
@@ -510,7 +516,6 @@ class Root:
         session = self.session
         is_disturbed = disturbances != session.disturbances
         if shape.fused_at != disturbances and held is Held.NO:
-            fused = session.fused_since_mark()
             if fused != shape.fused:
                 if shape.is_counted:  # what was measured before is no longer so
                     shape.sizes.recent.clear()

@@ -57,6 +57,7 @@ class Sizes:
 
     def __init__(self, text: str, is_one: bool) -> None:
         self.text = text
+        self.is_one = is_one
         self.recent = deque[tuple[int, float]](maxlen=PAIR_STEPS if is_one else PAIR_WINDOW)  # elements, us if captured
 
     def near(self, elements: int) -> list[float]:

@@ -41,6 +41,9 @@ class Choice:
 UNKNOWN = Choice(known=False)
 
 
+SharedKey = tuple[int, tuple[int, ...], str, int]  # place, values, tag, threads
+
+
 class Catalogue(Protocol):
     """What the router asks of the session. All of it in memory; none of it may block, but `settle_plan`."""
 
@@ -84,6 +87,7 @@ class GraphRouter:
         self.pending: dict[tuple[int, ...], Plan] = {}
         self.past = Usage()  # of plans that were let go
         self._lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # where calls find their plan
+        self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each who asked for them
         self.make_timer = make_timer
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
@@ -98,7 +102,8 @@ class GraphRouter:
         self.alike = _alike(program)
         # Callables by code and sizes: layers that are alike share them, and shapes that differ in other sizes.
         self.unfused: dict[tuple[int, tuple[int, ...]], NodeCall] = {}
-        self._fused: dict[tuple[int, tuple[int, ...], str, int], NodeCall] = {}
+        self._fused: dict[SharedKey, NodeCall] = {}
+        self._failed: set[SharedKey] = set()
         self._kept: dict[tuple[int, str], dict[str, Any]] = {}  # what entries keep for a place of use, by it and tag
         self._checked: dict[int, int] = {}  # first calls of a node whose inputs were as promised, by its place
 
@@ -123,7 +128,7 @@ class GraphRouter:
         """Of the graph, so far."""
         return self.past.calls + sum(plan.count for plan in self.all_plans())
 
-    def add_usage(self, usage: Usage, breathe: Callable[[], None]) -> None:
+    def add_usage(self, usage: Usage, breathe: Callable[[], None] = lambda: None) -> None:
         """Count all plans, those that were let go too; ``breathe`` is called between them."""
         with self._lock:
             usage.merge(self.past)
@@ -143,14 +148,21 @@ class GraphRouter:
             self.unfused.clear()  # plans that stay have theirs
             self._fused.clear()
 
-    def note_plans(self) -> None:
-        """From now on, remember which plans run."""
-        self._lookup = _Noting(self.plans)
+    def note_plans(self, whose: object) -> None:
+        """From now on, remember for someone which plans run."""
+        self._noted[whose] = set()
+        self._lookup = _Noting(self)
 
-    def fused_in_noted(self) -> int:
-        """Nodes on fused kernels in the plans that have run since then, which ends it."""
-        lookup, self._lookup = self._lookup, self.plans
-        return sum(plan.fused_nodes for plan in list(lookup.noted)) if isinstance(lookup, _Noting) else 0
+    def fused_in_noted(self, whose: object) -> int:
+        """Nodes on fused kernels in the plans that have run since then, which ends it; 0 if it had not begun."""
+        noted = self._noted.pop(whose, ())
+        if not self._noted:
+            self._lookup = self.plans
+        return sum(plan.fused_nodes for plan in list(noted))
+
+    def _note(self, plan: Plan) -> None:
+        for noted in list(self._noted.values()):
+            noted.add(plan)
 
     def _stands_still(self) -> bool:
         """Whether the script records a CUDA graph, so that nothing may change or be measured."""
@@ -167,9 +179,7 @@ class GraphRouter:
                     is_new = True
             if is_new:
                 self.catalogue.new_plan(plan)
-        lookup = self._lookup
-        if isinstance(lookup, _Noting):
-            lookup.noted.add(plan)
+        self._note(plan)
         if self._stands_still():
             if not plan.calls:
                 plan.calls = tuple(map(_plain, plan.nodes))
@@ -179,8 +189,8 @@ class GraphRouter:
             self.refresh(plan)
         if self.catalogue.settle_plan(plan):
             with self._lock:
-                self.plans[key] = plan
-                self.pending.pop(key, None)
+                if self.pending.get(key) is plan:
+                    self.plans[key] = self.pending.pop(key)
         return plan
 
     def concerned(self, fusion_ids: Collection[str] | None) -> Sequence[int]:
@@ -234,6 +244,8 @@ class GraphRouter:
             if self._stands_still():
                 return
             with self._lock:
+                if problem is None and node.slot.half is None and node.fused is not fused:
+                    return  # given up meanwhile, by a node that shares the kernel, or decided anew
                 self._checked[index] = self._checked.get(index, 0) + (problem is None)
                 calls = list(plan.calls)
                 calls[index] = self.catalogue.wrap(node, fused) if problem is None else _given_up(plan, node)
@@ -244,22 +256,32 @@ class GraphRouter:
         if node.slot.half is not None:
             sizes = {str(s): value for s, value in zip(node.slot.symbols, node.values, strict=True)}
             return forward_call(node.slot.half.pair, sizes, lambda error: settle(_text_of(error)))
-        node.fused = fused = self._shared(index, node, choice)
+        shared = self._shared(index, node, choice)
+        if shared is None:
+            node.broken = True
+            return _plain(node)
+        node.fused = fused = shared
         if self._checked.get(index, 0) >= TRUSTED_AFTER:
             return self.catalogue.wrap(node, fused)
         return make_checked(node.form, node.values, fused, node.unfused, settle, node.slot.device)
 
-    def _shared(self, index: int, node: NodeState, choice: Choice) -> NodeCall:
-        """The callable of a kernel; nodes with the same code and sizes share it, but for what is kept for a place."""
+    def _shared(self, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
+        """The callable of a kernel; nodes with the same code and sizes share it, but for what is kept for a place.
+
+        None for one that has failed.
+        """
         assert choice.entry is not None
         place = index if isinstance(choice.entry, Composed) and choice.entry.keeps else node.alike
         key = (place, node.values, choice.tag, self.catalogue.threads)
+        if key in self._failed:
+            return None
         if key in self._fused:
             return self._fused[key]
         unfused = node.unfused
 
         def failed(error: Exception, *inputs: Any) -> Any:
-            self._give_up(fused, _text_of(error))
+            if not _is_out_of_memory(error):  # of which a script may recover, with a smaller batch
+                self._give_up(key, fused, _text_of(error))
             return unfused(*inputs)
 
         fused = self._fused[key] = make_launcher(
@@ -273,11 +295,12 @@ class GraphRouter:
         )
         return fused
 
-    def _give_up(self, fused: NodeCall, problem: str) -> None:
+    def _give_up(self, key: SharedKey, fused: NodeCall, problem: str) -> None:
         """A kernel has failed: all nodes that share its callable run eager from now on."""
         if self._stands_still():
             return
         with self._lock:
+            self._failed.add(key)
             found = [(plan, i) for plan in self.all_plans() for i, node in enumerate(plan.nodes) if node.fused is fused]
             for plan, index in found:
                 calls = list(plan.calls)
@@ -320,6 +343,11 @@ def _put(plan: Plan, calls: Sequence[NodeCall | None]) -> None:
     plan.fused_nodes = sum(1 for node in plan.nodes if node.tag and not node.covered)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    # On a CPU a plain RuntimeError (torch 2.13).
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -360,12 +388,11 @@ class _Recorder:
 class _Noting:
     """Stands in for the dict of plans where it is to be known which of them ran."""
 
-    def __init__(self, plans: dict[tuple[int, ...], Plan]) -> None:
-        self._plans = plans
-        self.noted: set[Plan] = set()
+    def __init__(self, router: GraphRouter) -> None:
+        self._router = router
 
     def get(self, key: tuple[int, ...]) -> Plan | None:
-        plan = self._plans.get(key)
+        plan = self._router.plans.get(key)
         if plan is not None:
-            self.noted.add(plan)
+            self._router._note(plan)
         return plan

@@ -70,9 +70,9 @@ class Session:
         self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
         self.capture_seconds = 0.0
         self.routers: list[GraphRouter] = []
-        self._plan_limit = PlanLimit(self.routers)
         self.refusals: list[Refusal] = []
         self._written_refusals = 0
+        self._marks: set[object] = set()  # who wants to know which plans run
         self.steps: list[tuple[str, str, bool, int, int, float, int]] = []  # of step samples, until they are written
         self._graph_calls = 0
         self._said: Counter[str] = Counter()
@@ -90,6 +90,7 @@ class Session:
             settings.run.store, start, collect=self._collect, absorb=self._absorb, report=self.say_once
         )
         self.tuning = TuningClient(self)
+        self._plan_limit = PlanLimit(self.routers, before=self.tuning.note_leaving)
         self.roots = roots.Roots(self)
         self.optimizers = OptimizerHook(self)
 
@@ -147,6 +148,8 @@ class Session:
     # ---- graphs and devices --------------------------------------------------------------------------
 
     def add_router(self, router: GraphRouter) -> None:
+        for whose in list(self._marks):
+            router.note_plans(whose)
         self.routers.append(router)
         self.disturbances += 1
 
@@ -227,14 +230,16 @@ class Session:
         self.refresh_plans(found.fusion_ids)
         return found.has_decisions
 
-    def mark_plans(self) -> None:
-        """A step begins in which fused nodes are counted."""
+    def mark_plans(self, whose: object) -> None:
+        """A step of a root begins in which fused nodes are counted."""
+        self._marks.add(whose)
         for router in list(self.routers):
-            router.note_plans()
+            router.note_plans(whose)
 
-    def fused_since_mark(self) -> int:
+    def fused_since_mark(self, whose: object) -> int:
         """Nodes on fused kernels, in all graphs that have run since then."""
-        return sum(router.fused_in_noted() for router in list(self.routers))
+        self._marks.discard(whose)
+        return sum(router.fused_in_noted(whose) for router in list(self.routers))
 
     def refresh_plans(self, fusion_ids: Collection[str] | None = None) -> None:
         """Let plans follow what is decided anew on these nodes, on all where None."""
@@ -252,9 +257,11 @@ class Session:
         steps, self.steps = self.steps, []
         if steps:
             store.add_step_samples(run_id, (StepSample(*fields) for fields in steps))
+        usage = None
         if final or self._pace.is_due():
             with self._pace.measured():
-                self._collect_uses(store, run_id, final)
+                usage = usage_of(self, in_haste=final)
+                self._collect_uses(store, run_id, usage, final)
         new = self.refusals[self._written_refusals :]
         if new:
             self._written_refusals += len(new)
@@ -264,10 +271,9 @@ class Session:
         if final:
             store.put_op_profiles(run_id, self.roots.observer.profiles())
             store.put_dim_histograms(run_id, self.roots.observer.histograms())
-            store.finish_run(run_id, self.totals())
+            store.finish_run(run_id, self.totals(usage))
 
-    def _collect_uses(self, store: Store, run_id: int, final: bool) -> None:
-        usage = usage_of(self)
+    def _collect_uses(self, store: Store, run_id: int, usage: Usage, final: bool) -> None:
         uses = [*node_uses(self, usage.nodes.values()), *self.optimizers.uses()]
         if not final:  # shares of the run's time change all the time; at its end they are written
             uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]

@@ -36,6 +36,7 @@ class TuningClient:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._posted: set[tuple[str, Bucket, str, int]] = set()  # what has been asked for
+        self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
         self._lacks_daemon = False  # work was handed in that no daemon was started for
         self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
@@ -171,11 +172,17 @@ class TuningClient:
             return
         if session.mode != "after":
             return
-        requests = self._requests(self._hot_plans("after"))
+        requests = self._leaving + self._requests(self._hot_plans("after"))
         requests += session.optimizers.requests()
         if requests:
             session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
             self._ensure_daemon()
+
+    def note_leaving(self, plans: Sequence[Plan]) -> None:
+        """These plans are let go; what is asked for at the end only has to be taken down now. On the script's path."""
+        if self._session.mode == "after" and self.enabled:
+            leaving = set(plans)
+            self._leaving += self._requests([plan for plan in self._hot_plans("after") if plan in leaving])
 
     def leave_to_daemon(self) -> None:
         """When all is written: work that a script too short for a daemon beside it has asked for begins now."""
@@ -183,8 +190,10 @@ class TuningClient:
             self._ensure_daemon(daemon.launch)
 
     def _report_misses(self) -> None:
-        sums = usage_of(self._session).nodes.values()
-        missed = sum(self._is_undecided(total.node) for total in sums)
+        sums = usage_of(self._session, in_haste=True).nodes.values()
+        # What a group covers is not called, and is not missed.
+        eager = [total.node for total in sums if total.calls > total.fused_calls]
+        missed = sum(not self._session.choose(n.fusion_id, n.values, n.slot.device).known for n in eager)
         if missed:
             self._session.say_once(
                 "frozen_miss",

@@ -78,8 +78,8 @@ class _FoldedOnce(NamedTuple):
 class Folded:
     """Weights and bias of a convolution as its kernel wants them: a batch norm of inference folded in, and packed.
 
-    One for all sizes of a place of use: each has a layout of its own, of which a few are kept. Beyond these, weights
-    are packed at each call, which is what eager does.
+    One for all sizes of a place of use: each has a layout of its own, and the first few are kept. For other sizes
+    oneDNN brings the weights to its layout at each call, as it does in eager.
     """
 
     def __init__(self) -> None:
@@ -107,10 +107,9 @@ class Folded:
         key = tuple(sizes)
         packed = once.packed.get(key)
         if packed is None:
-            packed = pack(once.weight)
             if len(once.packed) >= MAX_PACKED:
-                once.packed.pop(next(iter(once.packed), key), None)
-            once.packed[key] = packed
+                return once.weight, once.offset
+            packed = once.packed[key] = pack(once.weight)
         return packed, once.offset
 
 

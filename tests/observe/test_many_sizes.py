@@ -88,7 +88,7 @@ class Bench:
             graphs_read=lambda: 0,
         )
         patch.setattr(root, "capture", lambda: setattr(root, "state", "captured"))
-        patch.setattr(self.roots.session, "fused_since_mark", lambda: 3)
+        patch.setattr(self.roots.session, "fused_since_mark", lambda whose: 3)
         patch.setattr(self.roots.tracker, "is_installed", True)
 
     def call(self, sizes: Iterable[int]) -> None:

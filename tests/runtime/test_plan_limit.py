@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autofuse.runtime.launch import make_unfused
-from autofuse.runtime.plan_limit import PlanLimit
+from autofuse.runtime.plan_limit import LEAST_SIZE, PlanLimit
 from autofuse.runtime.plans import Plan
 from autofuse.runtime.router import Choice
 from autofuse.runtime.usage import MAX_SHAPES, Usage
@@ -35,7 +35,7 @@ class Limited(Undecided):
     def usage(self) -> Usage:
         usage = Usage()
         for router in self.routers:
-            router.add_usage(usage, lambda: None)
+            router.add_usage(usage)
         return usage
 
 
@@ -45,10 +45,10 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()).eval()
 
 
-def limited(model: nn.Module, most_nodes: int) -> tuple[Any, Limited]:
-    """The model as one graph for all numbers of rows, with a limit from now on."""
+def limited(model: nn.Module, plans: int) -> tuple[Any, Limited]:
+    """The model as one graph for all numbers of rows, of which so many plans are kept."""
     torch._dynamo.reset()
-    catalogue = Limited(most_nodes)
+    catalogue = Limited(plans * LEAST_SIZE)
     fast = routed(model, catalogue)
     x = torch.randn(3, 8)
     torch._dynamo.mark_dynamic(x, 0)
@@ -62,12 +62,12 @@ def limited(model: nn.Module, most_nodes: int) -> tuple[Any, Limited]:
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(2, 12), max_size=60), plans=st.integers(1, 8))
 def test_counters_and_results_are_those_of_unlimited_plans(model: nn.Module, rows: list[int], plans: int) -> None:
-    fast, catalogue = limited(model, 2 * plans)
+    fast, catalogue = limited(model, plans)
     for n in rows:
         x = torch.randn(n, 8)
         with torch.no_grad():
             assert torch.equal(fast(x), model(x))
-        assert 1 <= len(catalogue.kept()) <= plans
+        assert 1 <= len(catalogue.kept()) <= plans + 1  # the one that is about to run is kept as well
     (router,) = catalogue.routers
     usage, wanted = catalogue.usage(), Counter([3, *rows])
     assert router.calls() == usage.calls == usage.calls_by_bucket.total() == len(rows) + 1
@@ -79,7 +79,7 @@ def test_counters_and_results_are_those_of_unlimited_plans(model: nn.Module, row
 
 
 def test_frequent_shapes_stay_and_others_come_anew(model: nn.Module) -> None:
-    fast, catalogue = limited(model, 2 * 16)
+    fast, catalogue = limited(model, 16)
     frequent, seldom = torch.randn(5, 8), list(range(20, 120))
     with torch.no_grad():
         for n in seldom:
@@ -94,7 +94,7 @@ def test_frequent_shapes_stay_and_others_come_anew(model: nn.Module) -> None:
 
 
 def test_kernels_and_their_counts_come_back_with_a_shape(model: nn.Module) -> None:
-    fast, catalogue = limited(model, 2 * 2)
+    fast, catalogue = limited(model, 2)
     (router,) = catalogue.routers
     calls = {slot.node.fusion_id: [] for slot in router.program.slots}
 
@@ -135,20 +135,68 @@ def test_plans_that_run_are_noted_once_asked_for(model: nn.Module) -> None:
             fast(torch.randn(n, 8))
         for plan, fused in zip(catalogue.made, (1, 20, 300), strict=True):
             plan.fused_nodes = fused
-        assert router.fused_in_noted() == 0
-        router.note_plans()
+        assert router.fused_in_noted("one") == 0
+        router.note_plans("one")
         fast(torch.randn(4, 8))
         fast(torch.randn(4, 8))
-        assert router.fused_in_noted() == 20 and router.fused_in_noted() == 0
-        router.note_plans()
+        router.note_plans("other")
+        fast(torch.randn(5, 8))
+        assert router.fused_in_noted("one") == 320 and router.fused_in_noted("one") == 0
         fast(torch.randn(6, 8))
         catalogue.made[-1].fused_nodes = 4000
         fast(torch.randn(3, 8))
-        assert router.fused_in_noted() == 4001
+        assert router.fused_in_noted("other") == 4301
+        assert router._lookup is router.plans
+
+
+def test_a_kernel_that_fails_is_given_up_by_all_that_share_it() -> None:
+    """Two layers that are alike; the second one's first call is under way when the first one's fails."""
+
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.second(torch.tanh(self.first(x)) * 2)) * 2
+
+    model = Alike().eval()
+    torch._dynamo.reset()
+    catalogue = Limited(1 << 10)
+    launches = []
+
+    def broken(*args: Any) -> None:
+        launches.append(args)
+        raise RuntimeError("no such kernel")
+
+    catalogue.choose = lambda fusion_id, values, device: Choice(True, broken, "kernel")
+    fast = routed(model, catalogue)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(fast(x), model(x))
+    (router,) = catalogue.routers
+    assert set(router.alike) == {0} and len(router.alike) == 2
+    assert len(launches) == 2, "once for each that was under way, and never again"
+    assert all(node.broken and not node.tag for plan in catalogue.kept() for node in plan.nodes)
+    assert len(catalogue.failed) == 1 and "no such kernel" in catalogue.failed[0]
+
+
+def test_memory_that_runs_out_gives_nothing_up(model: nn.Module) -> None:
+    fast, catalogue = limited(model, 1 << 10)
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for this batch")
+
+    catalogue.choose = lambda fusion_id, values, device: Choice(True, full, "kernel")
+    x = torch.randn(7, 8)
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+    assert not catalogue.failed and not any(node.broken for plan in catalogue.kept() for node in plan.nodes)
 
 
 def test_of_plans_let_go_the_frequent_shapes_are_told(model: nn.Module) -> None:
-    fast, catalogue = limited(model, 2 * 4)
+    fast, catalogue = limited(model, 4)
     with torch.no_grad():
         for n in range(1000, 1000 + 8 * MAX_SHAPES):
             fast(torch.randn(n, 8))

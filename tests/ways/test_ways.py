@@ -25,6 +25,7 @@ from autofuse.ways.cut import BLOCKS, cuts_of, ways_of
 from autofuse.ways.groups import Group
 from autofuse.ways.record import Way
 from autofuse.ways.rewrites import BIAS_APART
+from autofuse.ways.vendor import MAX_PACKED, Folded
 from tests.ways.harness import GENERATOR, Planned, check, load, plan
 
 T = torch.Tensor
@@ -546,3 +547,40 @@ def test_a_copy_of_the_second_result_of_an_operation_is_planned() -> None:
     with torch.no_grad():
         (planned,) = plan(function, [torch.randn(8, 16), torch.randn(8, 8)])
     assert [node.operation_names for node in planned.nodes] == ["clone", "tanh"]
+
+
+def test_packed_weights_are_kept_for_a_few_sizes_and_follow_the_parameter() -> None:
+    weight, folded, packs = torch.randn(4, 3, 3, 3), Folded(), list[torch.Tensor]()
+
+    def pack(source: torch.Tensor) -> torch.Tensor:
+        packs.append(source)
+        return source.clone()
+
+    def fold_all() -> None:
+        for size in (*range(MAX_PACKED + 3), *range(MAX_PACKED + 3)):
+            found, offset = folded(weight, None, (), pack, (1, 3, size, size))
+            assert torch.equal(found, weight) and offset is None
+            assert found.data_ptr() != weight.data_ptr(), "never the parameter itself"
+
+    fold_all()
+    assert len(packs) == MAX_PACKED
+    weight.data.mul_(2.0)  # no version counter tells
+    fold_all()
+    assert len(packs) == 2 * MAX_PACKED
+
+
+def test_what_is_folded_is_one_for_all_callables_of_a_place() -> None:
+    module, x = Block().eval(), torch.randn(2, 8, 9, 11)
+    with torch.no_grad():
+        (planned,) = plan(module, [x])
+        group = one_group([planned])
+        loaded, kept = load(way(group, "onednn_conv")), dict[str, Any]()
+        assert loaded.keeps
+        calls = [loaded.make_call(group.node.form, (), 2, kept=kept) for _ in range(2)]
+        ((_, folded),) = kept.items()
+        order = _inputs_of(group, module, x)
+        for _ in range(2):  # both with the parameters as they are now
+            for call in calls:
+                torch.testing.assert_close(call(*order), module(x), rtol=1e-4, atol=1e-5)
+            module.conv.weight.data.add_(0.25)
+        assert [*kept.values()] == [folded]
