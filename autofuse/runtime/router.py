@@ -225,6 +225,8 @@ class GraphRouter:
                 node.in_one = choice.in_one
                 try:
                     calls[index] = self._callable(plan, index, node, choice)
+                    if node.broken:  # what it would run has failed in another plan
+                        node.in_one, tag = False, ""
                 except (ShapeError, DeviceError) as error:
                     node.broken, node.in_one = True, False
                     self.catalogue.node_failed(node, str(error))

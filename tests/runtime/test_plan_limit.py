@@ -180,6 +180,11 @@ def test_a_kernel_that_fails_is_given_up_by_all_that_share_it() -> None:
     assert len(launches) == 2, "once for each that was under way, and never again"
     assert all(node.broken and not node.tag for plan in catalogue.kept() for node in plan.nodes)
     assert len(catalogue.failed) == 1 and "no such kernel" in catalogue.failed[0]
+    router.let_go(catalogue.kept())
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+    (plan,) = catalogue.kept()
+    assert len(launches) == 2 and not plan.fused_nodes and all(node.broken and not node.tag for node in plan.nodes)
 
 
 def test_memory_that_runs_out_gives_nothing_up(model: nn.Module) -> None:
