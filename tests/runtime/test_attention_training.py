@@ -551,7 +551,7 @@ def test_no_kernel_of_the_parts_holds_operations_of_both_passes(session: Session
         assert len({name in passes[0] for name in part.operations}) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["plain", "cross", "three dims", "causal", "padding", "each head", "causal bias", "positions"]),
     st.lists(st.integers(2, 70), min_size=2, max_size=4),

@@ -153,7 +153,7 @@ STEPS: dict[str, Callable[[T, T], T]] = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(1, 4), st.integers(1, 4)), min_size=3, max_size=9),
     st.sets(st.integers(1, 4), min_size=1, max_size=3),

