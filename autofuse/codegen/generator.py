@@ -15,7 +15,7 @@ from typing import Any, Literal
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
 from autofuse.codegen.c.knobs import default_config
 from autofuse.codegen.c.printer import print_c
-from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.c.product import default_product_config, print_product, product_refusal
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm
@@ -80,24 +80,24 @@ class FusionKernelGenerator:
         `compile_source` do.
         """
         form = form_of(node)
-        values = bind_shapes(form, concrete_shapes)
-        kernel = lower(form)
-        return self._build(form, kernel, config or default_config(kernel, values), values)
+        return self._build(form, config, bind_shapes(form, concrete_shapes))
 
     def generate_generic_kernel(self, node: Any, config: Config | None = None) -> CompiledKernel:
         """A kernel for every size: symbols are read when it is called."""
-        form = form_of(node)
-        kernel = lower(form)
-        return self._build(form, kernel, config or default_config(kernel), {})
+        return self._build(form_of(node), config, {})
 
     def can_generate_specialized(self, shapes: Sequence[Sequence[Any]]) -> bool:
         """Whether shapes are concrete, so that their sizes can be built in."""
         return all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for shape in shapes for dim in shape)
 
-    def _build(
-        self, form: NodeForm, kernel: LoopKernel, config: Config, constants: Mapping[str, int]
-    ) -> CompiledKernel:
-        source = print_c(kernel, config, constants)
+    def _build(self, form: NodeForm, config: Config | None, constants: Mapping[str, int]) -> CompiledKernel:
+        if product_refusal(form) is None:  # a product by itself, which no nest of loops is made for
+            config = config or default_product_config(form)
+            source = print_product(form, config, constants)
+        else:
+            kernel = lower(form)
+            config = config or default_config(kernel, constants or None)
+            source = print_c(kernel, config, constants)
         flags = flags_for(self.toolchain, config)
         return CompiledKernel(
             name=source.name,

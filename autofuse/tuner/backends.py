@@ -16,6 +16,7 @@ from typing import Protocol
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
 from autofuse.codegen.c.knobs import default_config, knobs_for
 from autofuse.codegen.c.printer import CSource, print_c
+from autofuse.codegen.c.product import default_product_config, print_product, product_knobs
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.triton.artifact import Artifact
@@ -76,11 +77,11 @@ class Backend(Protocol):
         """A binary that is good for ``sizes``; for all sizes of the bucket and any alignment with ``is_final``."""
 
 
-def only_loops(loop: Printable) -> LoopKernel:
+def only_product(tiled: Tiled) -> NodeForm:
     """Raises LoweringError for what only Triton prints."""
-    if isinstance(loop, Tiled):
-        raise LoweringError("no_tiles", "expected a nest of loops, found a tiled product: only Triton prints those")
-    return loop
+    if tiled.printer != MATMUL:
+        raise LoweringError("no_tiles", f"expected a product or a nest of loops, found {tiled.printer}: Triton's alone")
+    return tiled.form
 
 
 class CBackend:
@@ -95,15 +96,22 @@ class CBackend:
         self._timeout_seconds = timeout_seconds
 
     def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        return knobs_for(only_loops(loop), values)
+        if isinstance(loop, Tiled):
+            return product_knobs(only_product(loop))
+        return knobs_for(loop, values)
 
     def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
-        return default_config(only_loops(loop), values)
+        if isinstance(loop, Tiled):
+            return default_product_config(only_product(loop))
+        return default_config(loop, values)
 
     def recipe(
         self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
-        source = print_c(only_loops(loop), config, constants)
+        if isinstance(loop, Tiled):
+            source = print_product(only_product(loop), config, constants)
+        else:
+            source = print_c(loop, config, constants)
         key = compile_key(source.text, self._toolchain, flags_for(self._toolchain, config))
         return Recipe(key, lambda: self.compile(source, config))
 

@@ -16,10 +16,15 @@ from autofuse.ir.shape import Dim
 from autofuse.tuner.worker_process import CandidateProblem
 from autofuse.tuner.workshop import Built, NodeWorkshop, Workshop
 from autofuse.ways.bundle import pack
-from autofuse.ways.record import Way
+from autofuse.ways.record import LOOP, Way
 
 WAY = "way"  # the variant, and its only knob
 TunePart = Callable[[NodeForm, str, tuple[Dim, ...]], KernelRecord | None]  # form, printer, its sizes in the node's
+
+
+def _has_products(way: Way) -> bool:
+    """Whether one of its parts is a generated product."""
+    return any(part.printer != LOOP for part in way.parts)
 
 
 class WayWorkshop(NodeWorkshop):
@@ -47,6 +52,8 @@ class WayWorkshop(NodeWorkshop):
                     current = current.without(index)
                 else:
                     kernels.append(kernel)
+            if _has_products(way) and not _has_products(current):
+                continue  # aten's are faster: this is another way by now
             if kernels or current.has_vendor:  # else it is what eager does
                 self._built[way.name] = pack(current, kernels[::-1], workshop.backend.generic)
         self.names = tuple(self._built)

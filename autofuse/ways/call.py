@@ -74,11 +74,23 @@ class LoadedWay(Composed):
         kernels = []
         for kernel, entry, reuse in zip(self.way.kernels, self.entries, self._reuse, strict=True):
             own = [evaluate(size, values) for size in kernel.sizes]
-            kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate, reuse=reuse))
+            answer = failed if self._is_one_kernel else None
+            kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate, answer, reuse))
+        if self._is_one_kernel:
+            return kernels[0]
         device = torch.device(device_type(self.way.form))
         symbols = [values[name] for name in self.way.form.symbols]
         call: NodeCall = self._make(*symbols, device, kernels, failed, kept)
         return call
+
+    @functools.cached_property
+    def _is_one_kernel(self) -> bool:
+        """Whether a part takes and gives just what the way does, so that no program around it is needed."""
+        form, steps = self.way.form, self.way.steps
+        if len(steps) != 1 or not isinstance(steps[0], int):
+            return False
+        node = self.way.kernels[0].node
+        return node.input_names == tuple(item.name for item in form.inputs) and tuple(node.outputs) == form.outputs
 
     @functools.cached_property
     def _reuse(self) -> tuple[Pairs, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autofuse.codegen.c.product import PRODUCTS, product_refusal
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.attention_plan import attention_refusal
 from autofuse.codegen.triton.matmul_plan import matmul_refusal
@@ -24,6 +25,7 @@ from autofuse.ways.rewrites import BIAS_APART, rewrites
 from autofuse.ways.training import passes_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
+GENERATED = "generated_product"
 MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 
@@ -33,7 +35,7 @@ def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
     found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
     found += layouts_of(form)
-    found += [] if has_tiles else blocks_of(form)
+    found += [] if has_tiles else [*blocks_of(form), *products_of(form)]
     printer = tiles_of(form) if has_tiles else None
     if printer is not None:
         found.append(Way(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside"))
@@ -49,6 +51,17 @@ def blocks_of(form: NodeForm) -> list[Way]:
         return []
     block, rows = found
     return [Way(BLOCKS, block, parts, f"blocks of {rows.count} rows, each read back from the caches", rows)]
+
+
+def products_of(form: NodeForm) -> list[Way]:
+    """The way with products that are printed in C in place of the vendor's; none where there are no such products."""
+    graph = graph_of(form)
+    products = [op for op in form.operations if op.target in PRODUCTS]
+    printed = [op for op in products if product_refusal(build_node(graph, [op]).form) is None]
+    if not printed:
+        return []
+    parts = (*(Part((op.name,), MATMUL) for op in printed), *_parts(form))
+    return [Way(GENERATED, form, parts, "a generated product, the rest in kernels of their own")]
 
 
 def layouts_of(form: NodeForm) -> list[Way]:

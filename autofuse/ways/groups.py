@@ -21,10 +21,10 @@ from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
-from autofuse.ways.cut import TILED, blocks_of, tiles_of
+from autofuse.ways.cut import GENERATED, TILED, blocks_of, products_of, tiles_of
 from autofuse.ways.layout import CONVOLUTIONS, DEEPEST_NET, LARGEST_NET, LEAST_NET, keeps_images, layouts
 from autofuse.ways.record import map_dims
-from autofuse.ways.rewrites import LINEARS, LONE, rewrites
+from autofuse.ways.rewrites import LONE, rewrites
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 LEAST_FLOPS = 2e6  # of a lone product, some 20 us: below that Python's part of a call decides
@@ -75,7 +75,7 @@ class _Finder:
             elif op.short_name in PRODUCTS and self.config.enable_matmul:
                 self._try(self._around(op), "matmul")
         for op in self.graph.operations:  # those that nothing follows: some vendor may be faster than aten's
-            if op.short_name in LINEARS and self.config.enable_matmul and self._is_long(op):
+            if op.short_name in PRODUCTS and self.config.enable_matmul and self._is_long(op):
                 self._try({op.name}, "matmul")
 
     def _is_long(self, op: Operation) -> bool:
@@ -193,10 +193,10 @@ class _Finder:
                 return
             names_of_ways += last
         if operations[0].outputs[0].device == "cpu":
-            names_of_ways += [way.name for way in blocks_of(node.form)]
+            names_of_ways += [way.name for way in (*blocks_of(node.form), *products_of(node.form))]
         elif tiles_of(node.form) is not None:
             names_of_ways.append(TILED)
-        if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= {*LONE}):
+        if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= {*LONE, GENERATED}):
             return  # the product by itself has the same ways, and its node all of its own
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
         self.groups.append(Group(node, members, kind))

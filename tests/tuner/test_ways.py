@@ -57,7 +57,7 @@ def normalised() -> NodeForm:
 
 def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> None:
     form = linear_gelu()
-    parts, vendor, product, apart, blocks = ways_of(form)
+    parts, vendor, product, apart, blocks, generated = ways_of(form)
     assert blocks.rows is not None and blocks.rows.count > 64, "not tried at a size that one block holds"
     (kernel,) = parts.kernels
     asked = request(form, (40,), unfused_us=1000.0)
@@ -69,11 +69,15 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
         rows = store.measurements(asked.key.fusion_id)
         ways = {dict(row.measurement.candidate.config)["way"] for row in rows}
         names = {vendor.name, product.name, apart.name}
-        assert names <= ways <= {parts.name, *names}
+        assert names <= ways <= {parts.name, generated.name, *names}
         found = {d.key.fusion_id: d for _, d in store.decisions()}
         assert kernel.node.fusion_id == kernel_id(kernel.node.form, "loop")
         assert kernel.node.fusion_id in found  # tuned as a part; the request of its own asked for nothing more
         assert len(store.decision_history(kernel.node.fusion_id)) == 1
+        made = generated.kernels[0].node.form  # the product is tuned by itself too, as what the C printer has for it
+        tried = store.measurements(kernel_id(made, "matmul"))
+        assert {dict(row.measurement.candidate.config)["tile"] for row in tried if row.measurement.status == "ok"}
+        assert not [row for row in tried if row.measurement.status == "wrong"]
         decision = found[asked.key.fusion_id]
         assert "measured: " in decision.detail and vendor.name in decision.detail
         if decision.reason == "won":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autofuse.codegen.loops import LoopKernel, Param
 from autofuse.codegen.lowering.lower import describe, lower_tile
-from autofuse.codegen.triton.operands import live
+from autofuse.codegen.operands import live
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, ValueRef
 

@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from autofuse.codegen.loops import Access, Store
+from autofuse.codegen.operands import Operand
 from autofuse.codegen.triton.body import Body
 from autofuse.codegen.triton.following import Following
-from autofuse.codegen.triton.operands import Operand
 from autofuse.ir.records import make_config
 from autofuse.ir.shape import Dim, SymbolicShape, free_symbols, product
 
