@@ -122,7 +122,7 @@ def prepare(workload: Workload, session: Any) -> dict[str, Any]:
 
 
 def _products_seconds(workload: Workload) -> float:
-    """Seconds of a deck in matrix products and convolutions, which every contender leaves to the vendor.
+    """Seconds of a deck in matrix products and convolutions as aten runs them.
 
     The least of three: a bound must not hold what disturbed them. A profiler's first start is not counted.
     """

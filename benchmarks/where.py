@@ -36,6 +36,7 @@ ROUNDS = 6  # each is two passes over the deck, both of which are sampled
 # The first line that fits, tells the kind of a sample: library, symbol.
 KINDS: tuple[tuple[str, str, str], ...] = (
     ("packing operands of products", r"", r"mkl_\w*scopy|acopy|bcopy|jit_\w*copy_[ab]|brgemm_matmul_copy"),
+    ("generated products", r"^af_product", r""),
     ("products and convolutions", r"", r"mkl_|gemm|gblock|dnnl::|jit_avx|jit_uni|brg_"),
     ("products and convolutions", r"jitted-|perf-\d+\.map|\[JIT\]|^anon|memfd", r""),
     ("generated kernels", r"^af_\w+\.so|^c[a-z0-9]{50,}.*\.so|libmvec", r""),

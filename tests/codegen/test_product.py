@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
 from autofuse.codegen.c.product import TILES, plan_product, print_product, product_knobs, product_refusal
-from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import make_config
@@ -73,10 +74,14 @@ def eager(inputs: list[torch.Tensor]) -> torch.Tensor:
     return inputs[0] @ inputs[1]
 
 
-def check(form: NodeForm, inputs: list[torch.Tensor], threads: int = 2, **knobs: Any) -> None:
+@functools.cache
+def compiled(form: NodeForm, knobs: tuple[tuple[str, Any], ...]) -> CompiledKernel:
     default = {knob.name: knob.default for knob in product_knobs(form)}
-    kernel = GENERATOR.generate_generic_kernel(form, make_config({**default, **knobs}))
-    found = kernel(*inputs, threads=threads)
+    return GENERATOR.generate_generic_kernel(form, make_config({**default, **dict(knobs)}))
+
+
+def check(form: NodeForm, inputs: list[torch.Tensor], threads: int = 2, **knobs: Any) -> None:
+    found = compiled(form, tuple(knobs.items()))(*inputs, threads=threads)
     wide = [t.double() for t in inputs]
     wrong = problems(found, [eager(inputs)], [eager(wide)])
     assert not wrong, (knobs, wrong, [t.shape for t in inputs])
@@ -91,15 +96,15 @@ def test_every_tile_on_awkward_sizes(tile: str, turned: tuple[bool, bool]) -> No
     form = product(M, N, K, turned, bias=True)
     for sizes in [(1, 1, 1), (7, 5, 3), (64, 64, 64), (33, 130, 17), (16, 97, 400), (129, 48, 193), (30, 15, 576)]:
         inputs = operands(form, dict(zip(("s0", "s1", "s2"), sizes, strict=True)))
-        for panels in (False, True):
+        for panels in (False, True) if not turned[1] else (True,):  # columns far apart are always copied
             check(form, inputs, tile=tile, panels=panels)
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     sizes=st.tuples(st.integers(0, 90), st.integers(0, 150), st.integers(0, 420)),
     turned=st.sampled_from(LAYOUTS),
-    tile=st.sampled_from(ALL_TILES),
+    tile=st.sampled_from(ALL_TILES[:2]),
     panels=st.booleans(),
     bias=st.booleans(),
     threads=st.integers(1, 3),
