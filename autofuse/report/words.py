@@ -75,6 +75,7 @@ REFUSALS = {
     "groups_in_a_circle": "groups that would wait for each other",
     "kept_apart": "one side is part of an attention, which may run as a whole",
     "attention": "attention that no fused kernel computes",
+    "matmul_precision": "products that torch was asked to compute with fewer bits",
     "mixed_devices": "tensors on several devices",
     "dtype": "a dtype that kernels do not compute with",
     "no_work": "nothing to compute",
@@ -125,6 +126,11 @@ WAYS = {
     "sdpa": "scaled_dot_product_attention",
     "joined_products": "products that are added up as one",
     "sdpa_training": "scaled_dot_product_attention, forward and backward",
+    "onednn_product": "oneDNN's product",
+    "onednn_product_rows": "oneDNN's product of a copy that lies row by row",
+    "bias_apart": "the bias added by the kernel that follows",
+    "blocks": "blocks of rows that stay in the caches",
+    "generated_product": "a generated product, the rest in kernels",
     "tiled": "a tiled product with what follows inside",
 }
 _CUT = re.compile(r"cut_(\d+)_(.+)")

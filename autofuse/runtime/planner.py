@@ -7,6 +7,7 @@ metrics for the report. Guarantee: what cannot be lowered is no node; patterns t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import sympy
@@ -21,7 +22,7 @@ from autofuse.codegen.in_place import in_place
 from autofuse.errors import AutofuseError, LoweringError
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
-from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.graph import MATMULS, FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.operation import NodeForm
@@ -101,8 +102,17 @@ class Planner:
         if not self.engine.enabled:
             return []
         taken = [half.names for half in halves]
-        groups, refusals = find_groups(graph, nodes, self.engine.config, derived, taken)
-        self._refuse(refusals)
+        config = self.engine.config
+        refusals: list[Refusal] = []
+        precision = torch.get_float32_matmul_precision()
+        products = [op for op in graph.operations if op.short_name in MATMULS]
+        if config.enable_matmul and products and precision != "highest":
+            # Races compare with aten's products in full precision: they would not know what is given up.
+            config = replace(config, enable_matmul=False)
+            detail = f"torch.set_float32_matmul_precision({precision!r}): products are left to torch"
+            refusals = [Refusal("matmul_precision", False, op.short_name, detail) for op in products[:1]]
+        groups, found = find_groups(graph, nodes, config, derived, taken)
+        self._refuse([*refusals, *found])
         self._refuse(self.engine.cover([*(group.operations for group in groups), *taken]))
         return groups
 

@@ -20,6 +20,7 @@ from typing import IO
 import psutil
 
 from autofuse.codegen.c.build import find_toolchain
+from autofuse.codegen.c.product import product_flops
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.version import versions
 from autofuse.db.rows import DaemonState
@@ -53,8 +54,8 @@ from autofuse.tuner.visible_devices import as_seen_by
 from autofuse.tuner.ways import WAY, WayWorkshop
 from autofuse.tuner.worker_process import NotReady, WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
-from autofuse.ways.cut import PARTS, WHOLE, cuts_of, is_group, ways_of
-from autofuse.ways.record import LOOP, Way, kernel_id
+from autofuse.ways.cut import GENERATED, LEAST_FLOPS, PARTS, WHOLE, cuts_of, is_group, ways_of
+from autofuse.ways.record import LOOP, MATMUL, Way, kernel_id
 
 log = logging.getLogger("autofuse.daemon")
 
@@ -492,8 +493,13 @@ class TuningLoop:
 
 
 def _is_large(way: Way, request: TuneRequest, form: NodeForm) -> bool:
-    """Whether sizes of the request fill more than one block, where a way has blocks."""
+    """Whether sizes of the request are worth a way: more than one block of rows, or a product that takes its time."""
     largest = dict(zip(form.symbols, (high for _, high in request.bucket.ranges), strict=True))
+    if way.name == GENERATED:
+        products = [k for part, k in zip(way.parts, way.kernels, strict=True) if part.printer == MATMUL]
+        sizes = [[evaluate(size, largest) for size in kernel.sizes] for kernel in products]
+        flops = [product_flops(k.node.form, values) for k, values in zip(products, sizes, strict=True)]
+        return max(flops) >= LEAST_FLOPS
     return way.rows is None or evaluate(way.rows.total, largest) > way.rows.count
 
 

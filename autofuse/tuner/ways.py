@@ -23,7 +23,7 @@ TunePart = Callable[[NodeForm, str, tuple[Dim, ...]], KernelRecord | None]  # fo
 
 
 def _has_products(way: Way) -> bool:
-    """Whether one of its parts is a generated product."""
+    """Whether one of its parts is a generated product, or on a GPU an attention."""
     return any(part.printer != LOOP for part in way.parts)
 
 

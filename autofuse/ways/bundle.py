@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autofuse.ir.records import CompileKey, KernelRecord
-from autofuse.ways.record import Way
+from autofuse.ways.record import LOOP, Way
 
 if TYPE_CHECKING:
     from autofuse.runtime.launch import Entry
@@ -57,7 +57,9 @@ def describe(way: Way) -> str:
     lines = [f"{way.name}: {way.detail}" if way.detail else way.name]
     for step in way.steps:
         if isinstance(step, int):
-            lines.append(f"  one kernel: {way.kernels[step].node.operation_names}")
+            printer = way.parts[step].printer
+            kind = "one kernel" if printer == LOOP else f"one kernel in tiles ({printer})"
+            lines.append(f"  {kind}: {way.kernels[step].node.operation_names}")
         else:
             lines.append(f"  {step.target.removesuffix('.default')}")
     return "\n".join(f"// {line}" for line in lines)

@@ -26,6 +26,7 @@ from autofuse.ways.training import passes_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
+LEAST_FLOPS = 2e6  # of a product, some 20 us: below that Python's part of a call decides
 MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 

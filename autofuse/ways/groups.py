@@ -21,13 +21,13 @@ from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
-from autofuse.ways.cut import GENERATED, TILED, blocks_of, products_of, tiles_of
+from autofuse.ways.cut import GENERATED, LEAST_FLOPS, TILED, blocks_of, products_of, tiles_of
 from autofuse.ways.layout import CONVOLUTIONS, DEEPEST_NET, LARGEST_NET, LEAST_NET, keeps_images, layouts
 from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import LONE, rewrites
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
-LEAST_FLOPS = 2e6  # of a lone product, some 20 us: below that Python's part of a call decides
+LINEARS = frozenset(["mm", "addmm"])
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ class _Finder:
                 self._try(self._around(op), "conv")
             elif op.short_name in PRODUCTS and self.config.enable_matmul:
                 self._try(self._around(op), "matmul")
-        for op in self.graph.operations:  # those that nothing follows: some vendor may be faster than aten's
-            if op.short_name in PRODUCTS and self.config.enable_matmul and self._is_long(op):
+        for op in self.graph.operations:  # those that nothing follows: some vendor, or we, may be faster than aten's
+            lone = PRODUCTS if op.outputs and op.outputs[0].device == "cpu" else LINEARS
+            if op.short_name in lone and self.config.enable_matmul and self._is_long(op):
                 self._try({op.name}, "matmul")
 
     def _is_long(self, op: Operation) -> bool:

@@ -20,7 +20,7 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, floors, symbol
 
-# What prints a part: one nest of loops; on a GPU a product, or an attention, in tiles with what follows it.
+# What prints a part: one nest of loops; a product in tiles, on a GPU with what follows it; there an attention too.
 LOOP, MATMUL, ATTENTION = "loop", "matmul", "attention"
 
 

@@ -160,6 +160,44 @@ def test_a_larger_tensors_corner_is_an_operand() -> None:
     check(form, [large[:, :24], torch.randn(24, 40)])
 
 
+@pytest.mark.parametrize("sizes", [(5, 7, 0), (300, 130, 193), (64, 64, 385)])
+def test_the_number_of_threads_changes_no_bit(sizes: tuple[int, int, int]) -> None:
+    form = product(M, N, K, (False, True), bias=True)
+    inputs = operands(form, dict(zip(("s0", "s1", "s2"), sizes, strict=True)))
+    (one,), *others = (compiled(form, ())(*inputs, threads=threads) for threads in (1, 2, 3))
+    assert all(torch.equal(one, found) for (found,) in others)
+
+
+def test_a_batch_of_several_steps() -> None:
+    """The outer of two steps that are alike is told by its place."""
+    lead, rows, depth = (4, 3, 4), 8, 16
+    strided = TensorSpec(SymbolicShape((*lead, rows, depth)), "float32", SymbolicShape((16, 1000, 16, 16, 1)), "cpu")
+    copied = spec((*lead, rows, depth))
+    joined = spec((48, rows, depth))
+    form = NodeForm(
+        (NodeInput("i0", strided), NodeInput("i1", spec((48, depth, 20)))),
+        (
+            Operation("v0", "aten.clone.default", (ValueRef("i0"),), (), (copied,)),
+            Operation("v1", "aten.view.default", (ValueRef("v0"), (48, rows, depth)), (), (joined,)),
+            Operation("v2", "aten.bmm.default", (ValueRef("v1"), ValueRef("i1")), (), (spec((48, rows, 20)),)),
+        ),
+        (ValueRef("v2"),),
+        (),
+    )
+    left = torch.randn(4000).as_strided((*lead, rows, depth), (16, 1000, 16, 16, 1))
+    right = torch.randn(48, depth, 20)
+    (found,) = compiled(form, ())(left, right)
+    assert torch.allclose(found, left.reshape(48, rows, depth) @ right, atol=1e-5)
+
+
+def converted() -> NodeForm:
+    form = product(M, N, K)
+    half = NodeInput("i0", spec((M, K), dtype="bfloat16"))
+    wide = Operation("v1", "aten._to_copy.default", (ValueRef("i0"),), (("dtype", "float32"),), (spec((M, K)),))
+    made = Operation("v0", "aten.mm.default", (ValueRef("v1"), ValueRef("i1")), (), form.operations[0].outputs)
+    return NodeForm((half, form.inputs[1]), (wide, made), form.outputs, form.symbols)
+
+
 def two_products() -> NodeForm:
     form = product(M, M, M)
     second = Operation("v1", "aten.mm.default", (ValueRef("v0"), ValueRef("i1")), (), form.operations[0].outputs)
@@ -180,8 +218,9 @@ def scaled() -> NodeForm:
         (scaled(), "factor"),
         (product(M, N, K, dtype="bfloat16"), "dtype"),
         (product(M, N, K, dtype="float64"), "dtype"),
+        (converted(), "dtype"),
     ],
-    ids=["two", "factor", "bf16", "f64"],
+    ids=["two", "factor", "bf16", "f64", "converted"],
 )
 def test_what_is_refused_says_why(form: NodeForm, code: str) -> None:
     found = product_refusal(form)

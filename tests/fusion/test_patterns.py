@@ -267,3 +267,15 @@ def test_unknown_operators_are_refused_with_the_nearest_names():
 def test_readme_names_load_without_torch():
     code = "import sys, autofuse; autofuse.register_pattern; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_products_that_torch_may_round_are_left_to_it(tmp_path):
+    """A kernel of ours has all bits, and was raced against products that have them too."""
+    session = make_session(tmp_path)
+    torch.set_float32_matmul_precision("high")
+    try:
+        _, groups = planned(session, Activation(), torch.randn(8, 16))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert groups == []
+    assert [r.operations for r in session.refusals if r.code == "matmul_precision"] == ["addmm"]

@@ -16,8 +16,8 @@ from autofuse.ir.records import TuneRequest
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon, serving
 from autofuse.ways.bundle import is_bundle, unpack
-from autofuse.ways.cut import ways_of
-from autofuse.ways.record import kernel_id
+from autofuse.ways.cut import GENERATED, ways_of
+from autofuse.ways.record import MATMUL, kernel_id
 from tests.tuner.nodes import request
 from tests.ways.harness import plan
 
@@ -69,15 +69,12 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
         rows = store.measurements(asked.key.fusion_id)
         ways = {dict(row.measurement.candidate.config)["way"] for row in rows}
         names = {vendor.name, product.name, apart.name}
-        assert names <= ways <= {parts.name, generated.name, *names}
+        assert names <= ways <= {parts.name, *names}
         found = {d.key.fusion_id: d for _, d in store.decisions()}
         assert kernel.node.fusion_id == kernel_id(kernel.node.form, "loop")
         assert kernel.node.fusion_id in found  # tuned as a part; the request of its own asked for nothing more
         assert len(store.decision_history(kernel.node.fusion_id)) == 1
-        made = generated.kernels[0].node.form  # the product is tuned by itself too, as what the C printer has for it
-        tried = store.measurements(kernel_id(made, "matmul"))
-        assert {dict(row.measurement.candidate.config)["tile"] for row in tried if row.measurement.status == "ok"}
-        assert not [row for row in tried if row.measurement.status == "wrong"]
+        assert not store.measurements(kernel_id(generated.kernels[0].node.form, "matmul")), "too short to be generated"
         decision = found[asked.key.fusion_id]
         assert "measured: " in decision.detail and vendor.name in decision.detail
         if decision.reason == "won":
@@ -85,6 +82,24 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
             assert record is not None and is_bundle(record.binary)
             loaded = unpack(record.binary, lambda digest, name, binary: lambda *pointers: None)
             assert loaded.way.name == dict(decision.candidate.config)["way"]
+
+
+def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> None:
+    inputs = [torch.randn(160, 96), torch.randn(128, 96), torch.randn(128)]
+    with torch.no_grad():
+        (planned,) = plan(lambda x, w, b: torch.relu(F.linear(x, w, b)), inputs, [(0, 0)])
+    form = planned.groups[0].node.form
+    (generated,) = [way for way in ways_of(form) if way.name == GENERATED]
+    (part,) = [k.node.form for k, p in zip(generated.kernels, generated.parts, strict=True) if p.printer == MATMUL]
+    asked = request(form, (160,), unfused_us=1000.0)
+    drain(quick, asked)
+    with Store.open(quick.run.store) as store:
+        tried = [row.measurement for row in store.measurements(kernel_id(part, MATMUL))]
+        assert len({dict(m.candidate.config)["tile"] for m in tried if m.status in ("ok", "pruned")}) > 1
+        assert not [m for m in tried if m.status not in ("ok", "pruned")]
+        (decision,) = store.decision_history(kernel_id(part, MATMUL))
+        names = {dict(row.measurement.candidate.config)["way"] for row in store.measurements(asked.key.fusion_id)}
+        assert (GENERATED in names) == (decision.decision.reason == "won")
 
 
 def test_a_kernel_that_gains_little_is_also_cut(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,21 @@
 In: a `NodeForm` that is one float32 product (mm, addmm, bmm) of its inputs, seen through views; a configuration. Out:
 C text with the entry of every generated kernel, or LoweringError with a reason code, which `product_refusal` gives as
 data.
-Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order: the error is that of a
-vendor's product, or less. No element outside of the operands is read.
+Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of
+threads: about as far from the exact value as a vendor's product. No element outside of the operands is read.
 
 Why: vendors' products copy both operands into panels first, which takes a fifth of the time of the products of a small
 model's step (MKL, Xeon), and one that is made for another maker's processors leaves some of the rest (MKL, EPYC). Here
 the left operand is read where it lies, and the right one too where its rows are dense, or copied panel by panel by the
-thread that uses it. Sizes that do not vary are constants of the code.
+thread that uses it, once for each part of up to 512 rows. Sizes that do not vary are constants of the code.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
@@ -27,7 +28,7 @@ from autofuse.codegen.operands import Operand, read_operand
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.records import Config, make_config
-from autofuse.ir.shape import Dim, contiguous_strides, free_symbols
+from autofuse.ir.shape import Dim, contiguous_strides, evaluate, free_symbols
 
 # Which arguments are the operands, and which the bias that is added.
 PRODUCTS: dict[str, tuple[int, int, int | None]] = {
@@ -77,8 +78,10 @@ def plan_product(form: NodeForm) -> Product:
     spec = op.outputs[0]
     if op.kwargs:
         raise LoweringError("factor", f"expected a product without factors, found {op.kwargs}")
-    if {form.spec(ref).dtype for ref in op.inputs} | {spec.dtype} != {"float32"}:
-        raise LoweringError("dtype", f"expected a product of float32, found {spec.dtype}")
+    # Of the node's inputs, since operands are read there: a copy in between might have been a conversion.
+    dtypes = {spec.dtype, *(item.spec.dtype for item in form.inputs)}
+    if dtypes != {"float32"}:
+        raise LoweringError("dtype", f"expected a product of float32 inputs, found {', '.join(sorted(dtypes))}")
     if tuple(spec.strides) != tuple(contiguous_strides(spec.shape.dims)):
         raise LoweringError("strides", "expected a product that is written row by row")
     return Product(
@@ -90,6 +93,12 @@ def plan_product(form: NodeForm) -> Product:
         spec.shape[-1],
         form.spec(op.args[left]).shape[-1],
     )
+
+
+def product_flops(form: NodeForm, values: Sequence[int]) -> int:
+    """Additions and multiplications at these values of the node's symbols."""
+    made, named = plan_product(form), dict(zip(form.symbols, values, strict=True))
+    return 2 * math.prod(evaluate(dim, named) for dim in (made.batch, made.rows, made.cols, made.depth))
 
 
 def _bias(form: NodeForm, op: Operation, ref: ValueRef) -> str:
@@ -126,7 +135,8 @@ def _is_dense(right: Operand) -> bool:
 
 def print_product(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a product. Raises LoweringError where a size has no exact C form."""
-    made, knobs, known = plan_product(form), dict(config), constants or {}
+    made, known = plan_product(form), constants or {}
+    knobs = {**dict(default_product_config(form)), **dict(config)}
     tile_rows, vectors, bits = (int(part) for part in str(knobs["tile"]).split("x"))
     names = [item.name for item in form.inputs]
     digest = hashlib.sha256(form.text().encode()).hexdigest()[:10]
@@ -195,9 +205,8 @@ def _batch_text(operand: Operand) -> str:
     """Elements before matrix ``b`` of a batch."""
     terms = [f"(int64_t)({dim_text(operand.offset)})"]
     rest = "(b)"
-    for size, stride in reversed(operand.batch):
-        last = operand.batch[0] == (size, stride)
-        index = rest if last else f"({rest} % ({dim_text(size)}))"
+    for at, (size, stride) in reversed(list(enumerate(operand.batch))):
+        index = rest if at == 0 else f"({rest} % ({dim_text(size)}))"
         terms.append(f"{index} * ({dim_text(stride)})")
         rest = f"({rest} / ({dim_text(size)}))"
     return " + ".join(terms)
