@@ -1,4 +1,4 @@
-"""Where the operands of a product lie: matrices in the memory of inputs.
+"""The operands of a product: which arguments they are, and where they lie as matrices in the memory of inputs.
 
 In: a node and the argument of a product. Out: `Operand`, strides in elements; or LoweringError.
 Views are read through, and so are copies, which only put elements side by side; what is calculated is refused.
@@ -15,6 +15,14 @@ from autofuse.codegen.lowering.lower import Context
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, contiguous_strides
+
+# The products of matrices: which arguments are the operands, and which the bias that is added.
+ANCHORS: dict[str, tuple[int, int, int | None]] = {
+    "aten.mm.default": (0, 1, None),
+    "aten.addmm.default": (1, 2, 0),
+    "aten.bmm.default": (0, 1, None),
+    "aten.baddbmm.default": (1, 2, 0),
+}
 
 Steps = tuple[tuple[Dim, Dim], ...]  # (size, stride) of the parts of a dim, outermost first
 

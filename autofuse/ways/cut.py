@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autofuse.codegen.c.product import PRODUCTS, product_refusal
+from autofuse.codegen.c.product import product_refusal
 from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.operands import ANCHORS
 from autofuse.codegen.triton.attention_plan import attention_refusal
 from autofuse.codegen.triton.matmul_plan import matmul_refusal
 from autofuse.errors import LoweringError
@@ -57,7 +58,7 @@ def blocks_of(form: NodeForm) -> list[Way]:
 def products_of(form: NodeForm) -> list[Way]:
     """The way with products that are printed in C in place of the vendor's; none where there are no such products."""
     graph = graph_of(form)
-    products = [op for op in form.operations if op.target in PRODUCTS]
+    products = [op for op in form.operations if op.target in ANCHORS]
     printed = [op for op in products if product_refusal(build_node(graph, [op]).form) is None]
     if not printed:
         return []

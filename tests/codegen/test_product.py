@@ -211,16 +211,25 @@ def scaled() -> NodeForm:
     return NodeForm(form.inputs, (op,), form.outputs, form.symbols)
 
 
+def added_to_a_batch() -> NodeForm:
+    form = product(M, N, K, batch=symbol("s3"))
+    refs = (ValueRef("i2"), ValueRef("i0"), ValueRef("i1"))
+    op = Operation("v0", "aten.baddbmm.default", refs, (), form.operations[0].outputs)
+    inputs = (*form.inputs, NodeInput("i2", form.operations[0].outputs[0]))
+    return NodeForm(inputs, (op,), form.outputs, form.symbols)
+
+
 @pytest.mark.parametrize(
     ("form", "code"),
     [
+        (added_to_a_batch(), "bias"),
         (two_products(), "anchor"),
         (scaled(), "factor"),
         (product(M, N, K, dtype="bfloat16"), "dtype"),
         (product(M, N, K, dtype="float64"), "dtype"),
         (converted(), "dtype"),
     ],
-    ids=["two", "factor", "bf16", "f64", "converted"],
+    ids=["matrices", "two", "factor", "bf16", "f64", "converted"],
 )
 def test_what_is_refused_says_why(form: NodeForm, code: str) -> None:
     found = product_refusal(form)

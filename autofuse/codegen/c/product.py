@@ -1,8 +1,8 @@
 """A product of matrices in C: tiles of the result that stay in vector registers.
 
-In: a `NodeForm` that is one float32 product (mm, addmm, bmm) of its inputs, seen through views; a configuration. Out:
-C text with the entry of every generated kernel, or LoweringError with a reason code, which `product_refusal` gives as
-data.
+In: a `NodeForm` that is one float32 product (mm, addmm, bmm, baddbmm) of its inputs, seen through views; a configuration.
+Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `product_refusal` gives
+as data.
 Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of
 threads: about as far from the exact value as a vendor's product. No element outside of the operands is read.
 
@@ -24,18 +24,12 @@ from autofuse.codegen.c.knobs import cpu_vector_bits
 from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
 from autofuse.codegen.dims import dim_text
 from autofuse.codegen.knobs import Knob
-from autofuse.codegen.operands import Operand, read_operand
+from autofuse.codegen.operands import ANCHORS, Operand, read_operand
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, contiguous_strides, evaluate, free_symbols
 
-# Which arguments are the operands, and which the bias that is added.
-PRODUCTS: dict[str, tuple[int, int, int | None]] = {
-    "aten.mm.default": (0, 1, None),
-    "aten.addmm.default": (1, 2, 0),
-    "aten.bmm.default": (0, 1, None),
-}
 # Rows, vectors and bits of a tile, by the widest vectors: as many sums as there are registers for, in shapes that suit
 # processors which load fast, and such as add fast. The narrow one has the fewest columns to fill.
 TILES: dict[int, tuple[str, ...]] = {
@@ -70,11 +64,11 @@ def product_refusal(form: NodeForm) -> tuple[str, str] | None:
 @functools.lru_cache(maxsize=256)
 def plan_product(form: NodeForm) -> Product:
     """The product that a node is. Raises LoweringError where it is none, or more."""
-    found = [op for op in form.operations if op.target in PRODUCTS]
+    found = [op for op in form.operations if op.target in ANCHORS]
     if len(found) != 1 or form.outputs != (ValueRef(found[0].name),):
         raise LoweringError("anchor", f"expected one product of matrices and no other result, found {len(found)}")
     (op,) = found
-    left, right, bias = PRODUCTS[op.target]
+    left, right, bias = ANCHORS[op.target]
     spec = op.outputs[0]
     if op.kwargs:
         raise LoweringError("factor", f"expected a product without factors, found {op.kwargs}")

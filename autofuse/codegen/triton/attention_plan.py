@@ -11,9 +11,9 @@ import functools
 from dataclasses import dataclass, replace
 
 from autofuse.codegen.loops import Access
-from autofuse.codegen.operands import Operand, live, read_operand
+from autofuse.codegen.operands import ANCHORS, Operand, live, read_operand
 from autofuse.codegen.triton.body import extents
-from autofuse.codegen.triton.following import ANCHORS, Following, follow, kernel_name
+from autofuse.codegen.triton.following import Following, follow, kernel_name
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import Dim

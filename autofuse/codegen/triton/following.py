@@ -13,17 +13,10 @@ from dataclasses import dataclass, replace
 
 from autofuse.codegen.loops import LoopKernel, Param
 from autofuse.codegen.lowering.lower import describe, lower_tile
-from autofuse.codegen.operands import live
+from autofuse.codegen.operands import ANCHORS, live
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, ValueRef
 
-# Which arguments are the operands, and which the bias that is added.
-ANCHORS: dict[str, tuple[int, int, int | None]] = {
-    "aten.mm.default": (0, 1, None),
-    "aten.addmm.default": (1, 2, 0),
-    "aten.bmm.default": (0, 1, None),
-    "aten.baddbmm.default": (1, 2, 0),
-}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRODUCT = "product"  # the name of the product where what it is scaled and added to has the operation's own
 _VIEWS = frozenset(["view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "_unsafe_view"])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from autofuse.codegen.operands import Operand, read_operand
+from autofuse.codegen.operands import ANCHORS, Operand, read_operand
 from autofuse.codegen.triton.body import extents
-from autofuse.codegen.triton.following import ANCHORS, DTYPES, Following, follow, kernel_name
+from autofuse.codegen.triton.following import DTYPES, Following, follow, kernel_name
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.shape import Dim

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autofuse.codegen.knobs import Knob
+from autofuse.codegen.operands import ANCHORS
 from autofuse.codegen.triton.attention import print_attention
 from autofuse.codegen.triton.attention_knobs import attention_knobs, default_attention_config
 from autofuse.codegen.triton.attention_plan import attention_refusal
-from autofuse.codegen.triton.following import ANCHORS
 from autofuse.codegen.triton.matmul import print_matmul
 from autofuse.codegen.triton.matmul_knobs import default_matmul_config, matmul_knobs
 from autofuse.codegen.triton.matmul_plan import matmul_refusal
