@@ -1,6 +1,7 @@
 """A product of matrices in C: tiles of the result that stay in vector registers.
 
-In: a `NodeForm` that is one float32 product (mm, addmm, bmm, baddbmm) of its inputs, seen through views; a configuration.
+In: a `NodeForm` that is one float32 product (mm, addmm, bmm, baddbmm) of its inputs, seen through views; and a
+configuration.
 Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `product_refusal` gives
 as data.
 Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of
