@@ -65,6 +65,7 @@ class JobLimits:
     job_seconds: float
     memory_bytes: int = 2 << 30
     case_bytes: int = CASE_BYTES
+    wave: int = WAVE  # configurations that are built and screened together
 
 
 @dataclass
@@ -174,7 +175,7 @@ class Job:
         )
         entrants: dict[str, _Entrant] = {}
         failed: set[str] = set()
-        while configs := search.ask(WAVE):
+        while configs := search.ask(self.limits.wave):
             wave_began = self._clock()
             candidates = [Candidate(variant, config) for config in configs]
             made = dict(zip(configs, self._build(candidates, values), strict=True))

@@ -277,7 +277,9 @@ class TuningLoop:
             return self._part_winner(request, form, part, printer, sizes)
 
         bench = WayWorkshop(workshop, request.key.fusion_id, form, request.key.threads, request.bucket, ways, tune_part)
-        limits = replace(self._limits(request), trials=len(ways))  # few, and built already: all are tried
+        # Few, and built already: all are tried, in one wave. What comes after the first wave has to promise to pay,
+        # and beside four rewrites to a vendor's kernels a generated product would hardly ever be seen.
+        limits = replace(self._limits(request), trials=len(ways), wave=len(ways))
         outcome = Job(request, bench, limits, (), self._clock).run()
         outcome.decisions = [replace(d, detail=_ways_detail(d, outcome, ways)) for d in outcome.decisions]
         if whole is None and _parts_lost(outcome):

@@ -164,6 +164,13 @@ def test_more_is_tried_where_it_can_pay() -> None:
     assert tried[0] == WAVE and tried[1] == 24
 
 
+def test_a_wave_is_tried_in_full() -> None:
+    """What is built already is raced even where another wave would not pay: so are the ways of a group."""
+    bench = RecordedBench(LARGE, {config: us * 0.005 for config, us in bowl(3).items()}, 9.0)
+    replay(bench, JobLimits(trials=7, rounds=9, margin=0.03, job_seconds=1e9, wave=7))
+    assert len(bench.built) == 7
+
+
 def test_a_jobs_time_is_bounded() -> None:
     times = bowl(2)
     bench = RecordedBench(LARGE, times, 1800.0)
