@@ -377,6 +377,19 @@ _MEMORY: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("moves_of_parts", lambda w, x, y, z: (aten.clone.default(w), F.pad(x, (1, 2), value=0.5), aten.clone.default(y[1:]), z.flip(0), x.repeat(2, 1)), (_t(), _t(5, 7), _t(11, 3), _t(13)), ((5, 7, 11, 3, 13), (1, 1, 2, 1, 1), (3, 67, 2, 5, 257), (0, 7, 1, 0, 0))),
 )  # fmt: skip
 
+# Symbolic images where windows keep their size; strides round sizes, so images of 16 by 16 there.
+_POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
+    ("pool_max", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [1, 1], [1, 1]), (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 33, 37))),
+    ("pool_max_then", lambda x, y: aten.max_pool2d_with_indices.default(x, [3, 1], [1, 1], [1, 0])[0].relu() * 2 + y, (_t(2, 3, 9, 10), _t(3, 1, 1)), ((2, 3, 9, 10), (1, 2, 2, 5), (2, 5, 34, 67))),
+    ("pool_max_stride", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1]), (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 33))),
+    ("pool_max_dilated", lambda x: aten.max_pool2d_with_indices.default(x, [3, 2], [2, 3], [0, 0], [2, 1]), (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 33))),
+    ("pool_max_images_last", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1])[0] + 1, (_t(2, 8, 16, 16).contiguous(memory_format=torch.channels_last),), ()),
+    ("pool_max_ceil", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1], [1, 1], True), (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 33))),
+    ("pool_max_half", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2]), (_t(3, 16, 16).bfloat16(),), ()),
+    ("pool_avg", lambda x: aten.avg_pool2d.default(x, [3, 3], [1, 1], [1, 1]) * 2, (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 33, 37))),
+    ("pool_avg_divided", lambda x: aten.avg_pool2d.default(x, [2, 3], [2, 1], [0, 0], False, True, 5), (_t(3, 16, 16).half(),), ()),
+)  # fmt: skip
+
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
     "relu_batch_norm_backward group_norm_silu".split()
@@ -397,6 +410,9 @@ def _table() -> dict[str, Case]:
     cases += [
         Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"memory"}))
         for name, fn, example, sizes in _MEMORY
+    ]
+    cases += [
+        Case(name, fn, example, sizes, static=(8, 16), tags=frozenset({"pool"})) for name, fn, example, sizes in _POOLS
     ]
     return {case.name: case for case in cases}
 

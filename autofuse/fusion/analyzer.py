@@ -181,6 +181,8 @@ class FusionCandidateAnalyzer:
             return "part_leaves", "a part of the result is also needed by itself, and has other loops"
         if _reads_terminal(graph, first, second) or _reads_terminal(graph, second, first):
             return "needs_whole_reduction", "a value is complete only after all rows, and a second kernel reads it"
+        if _pools(graph, first, second) or _pools(graph, second, first):
+            return "pooled_value", "next to a pooling, a value would be made once for each window or each piece"
         if _has_outside_path(graph, home, first, second) or _has_outside_path(graph, home, second, first):
             return "cycle", "an operation between the two must run outside of the kernel"
         return None
@@ -377,6 +379,18 @@ def _reads_terminal(graph: FusionGraph, producer: _Cluster, consumer: _Cluster) 
         if level == "terminal"
     }
     return any(graph.base(ref) in terminal for op in consumer.operations for ref in op.inputs)
+
+
+def _pools(graph: FusionGraph, producer: _Cluster, consumer: _Cluster) -> bool:
+    """Whether ``consumer`` pools a value that ``producer`` makes, or puts one that is pooled there at other places."""
+    kinds = {op.name: info(op.target).kind for op in producer.operations}
+    for op in consumer.operations:
+        read = {kinds.get(graph.base(ref).name) for ref in op.inputs} - {None}
+        if read and info(op.target).kind is OpKind.POOLING:
+            return True
+        if OpKind.POOLING in read and info(op.target).kind is OpKind.MEMORY:
+            return True
+    return False
 
 
 def _part_leaves(graph: FusionGraph, first: _Cluster, second: _Cluster) -> bool:

@@ -57,6 +57,7 @@ class FusionConfig:
             OpKind.VIEW: True,
             OpKind.PART: True,
             OpKind.MEMORY: self.enable_elementwise,
+            OpKind.POOLING: self.enable_reduction,
             OpKind.REDUCTION: self.enable_reduction,
             OpKind.NORMALISATION: self.enable_reduction,
             OpKind.LOSS: self.enable_reduction,

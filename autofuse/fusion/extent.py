@@ -36,7 +36,7 @@ def extent_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Extent |
     rule = _RULES.get(op.short_name)
     if rule is not None:
         return rule(op, [spec(ref) for ref in op.inputs])
-    if kind in (OpKind.POINTWISE, OpKind.CREATION):
+    if kind in (OpKind.POINTWISE, OpKind.POOLING, OpKind.CREATION):
         levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
         return Extent(op.outputs[0].numel, None, levels)
     if kind is OpKind.MEMORY:

@@ -19,6 +19,7 @@ class OpKind(Enum):
     VIEW = "view"  # same elements under another index, free inside a kernel
     PART = "part"  # a view of some of the elements
     MEMORY = "memory"  # elements put at other places: concatenation, padding, shifts
+    POOLING = "pooling"  # one output element from the few elements of a window
     REDUCTION = "reduction"  # dims disappear or become 1
     NORMALISATION = "normalisation"  # reduction and pointwise together along the same dims
     LOSS = "loss"  # reads one element a row by an index
@@ -75,6 +76,7 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_M, 0, "cat.default stack.default constant_pad_nd.default slice_backward.default slice_scatter.default"),
     (_M, 0, "select_backward.default select_scatter.default flip.default roll.default repeat.default"),
     (_P, 0, "lift_fresh_copy.default"),
+    (OpKind.POOLING, 20, "max_pool2d_with_indices.default avg_pool2d.default"),
     (_R, 1, "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default prod.dim_int"),
     (_R, 1, "any.dim all.dim any.default all.default"),
     (_R, 4, "var.correction var_mean.correction std.correction logsumexp.default linalg_vector_norm.default"),
@@ -98,7 +100,7 @@ OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # on a GPU, wher
 OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
 OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, scale -> x * mask * scale
 
-FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W})
+FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING})
 MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))
 VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 

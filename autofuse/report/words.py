@@ -92,6 +92,8 @@ REFUSALS = {
     "layout": "tensors in an order of dims that no kernel is made for",
     "indirect": "an index computed in the kernel itself",
     "overlap": "an input that overlaps itself",
+    "pooled_value": "a pooling of a value made in the same kernel, which would be made once for each window",
+    "pooling": "a pooling without a kernel",
     "pow": "a power without a kernel",
     "reduction": "a reduction without a kernel",
     "reductions": "reductions over different dims",

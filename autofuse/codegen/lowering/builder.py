@@ -7,6 +7,7 @@ reduction over no atoms is its argument.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterable, Iterator
@@ -89,9 +90,9 @@ class Builder:
         terms, indirect = linear_terms(words, strides)
         name, offset = compute_dtype(memory_dtype), linear_offset(words, strides)
         guard, suffix = ((), "") if self.guard is None else ((self.guard,), "_if")
-        if indirect is None:
+        if not indirect:
             return self.node(f"load{suffix}", name, guard, AtomAccess(param, terms, 0, offset))
-        value, stride = indirect
+        value, stride = indirect[0] if len(indirect) == 1 else (self._places(indirect), 1)
         return self.node(f"gather{suffix}", name, (value, *guard), AtomAccess(param, terms, stride, offset))
 
     def index(self, word: Word) -> Val:
@@ -101,11 +102,15 @@ class Builder:
         place = self.node("index", "int64", (), terms) if terms else self.size(offset, "int64")
         if terms and offset != 0:
             place = self.add(place, offset)
-        if indirect is None:
+        if not indirect:
             return place
-        value, stride = indirect
-        moved = value if stride == 1 else self.apply("mul", value, self.size(stride, "int64"))
+        moved = self._places(indirect)
         return moved if not terms and offset == 0 else self.apply("add", place, moved)
+
+    def _places(self, indirect: Iterable[tuple[Val, Dim]]) -> Val:
+        """The sum of indices that are read or calculated, each times its stride."""
+        steps = [v if stride == 1 else self.apply("mul", v, self.size(stride, "int64")) for v, stride in indirect]
+        return functools.reduce(lambda x, y: self.apply("add", x, y), steps)
 
     # ---- ops
 
@@ -217,22 +222,21 @@ def _as_constant(value: Number, name: str) -> Number:
 
 def linear_terms(
     words: Iterable[Word], strides: Iterable[Dim]
-) -> tuple[tuple[tuple[Atom, Dim], ...], tuple[Val, Dim] | None]:
-    """Strides per atom of a tensor index, and the stride of its indirect part if there is one.
+) -> tuple[tuple[tuple[Atom, Dim], ...], tuple[tuple[Val, Dim], ...]]:
+    """Strides per atom of a tensor index, and its indirect parts with theirs.
 
     A dim that covers parts (p1..pk) with stride s gives pk the stride s, p(k-1) the stride s x size of pk, ...
     """
     terms: dict[Atom, Dim] = {}
-    indirect: tuple[Val, Dim] | None = None
+    indirect: list[tuple[Val, Dim]] = []
     for part, step in _steps(words, strides):
         if isinstance(part, Indirect):
-            if indirect is not None or not isinstance(part.value, Val):
-                raise LoweringError("indirect", "expected at most one indirect index in an access, found two")
-            indirect = (part.value, step)
+            assert isinstance(part.value, Val)
+            indirect.append((part.value, step))
         elif isinstance(part, Atom):
             terms[part] = as_dim(terms.get(part, 0) + step)
     kept = sorted(((a, s) for a, s in terms.items() if s != 0), key=lambda t: t[0].number)
-    return tuple(kept), indirect
+    return tuple(kept), tuple(indirect)
 
 
 def linear_offset(words: Iterable[Word], strides: Iterable[Dim]) -> Dim:

@@ -10,9 +10,10 @@ from autofuse.codegen.lowering.rules_index import INDEX_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
+from autofuse.codegen.lowering.rules_pool import POOL_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 
 RULES: dict[str, Rule] = {
-    **POINTWISE_RULES, **INDEX_RULES, **MEMORY_RULES, **REDUCE_RULES, **LOSS_RULES, **RANDOM_RULES
+    **POINTWISE_RULES, **INDEX_RULES, **MEMORY_RULES, **REDUCE_RULES, **LOSS_RULES, **RANDOM_RULES, **POOL_RULES
 }  # fmt: skip

@@ -36,7 +36,7 @@ _LAST = 2**62  # an end from here on means "to the end"
 
 
 @contextlib.contextmanager
-def _only_where(b: Builder, test: Val | None) -> Iterator[None]:
+def only_where(b: Builder, test: Val | None) -> Iterator[None]:
     """Loads within are made only where ``test`` is true."""
     outer = b.guard
     if test is not None:
@@ -181,7 +181,7 @@ def _cat(cx: Context, op: Operation, output: int, index: Index) -> Val:
     for k, (ref, start, size) in enumerate(zip(refs, starts, sizes, strict=True)):
         tests = [b.compare("ge", place, start)] if k > 0 else []
         tests += [below[k]] if k < len(below) else []
-        with _only_where(b, _all(b, tests)):
+        with only_where(b, all_of(b, tests)):
             values.append(piece(ref, _moved(index[dim], as_dim(-start), size)))
     found = values[-1]
     for test, value in reversed(list(zip(below, values, strict=False))):
@@ -189,7 +189,8 @@ def _cat(cx: Context, op: Operation, output: int, index: Index) -> Val:
     return found
 
 
-def _all(b: Builder, tests: Sequence[Val]) -> Val | None:
+def all_of(b: Builder, tests: Sequence[Val]) -> Val | None:
+    """Whether all are true; None where there are none."""
     return functools.reduce(lambda x, y: b.apply("and", x, y), tests) if tests else None
 
 
@@ -365,8 +366,8 @@ def _inserted(cx: Context, op: Operation, index: Index, window: Window, part: Va
         tests.append(b.compare("ge", place, window.start))
     if as_dim(end - window.total) != 0:
         tests.append(b.compare("lt", place, end))
-    test = _all(b, tests)
-    with _only_where(b, test):
+    test = all_of(b, tests)
+    with only_where(b, test):
         value = inside(_moved(index[dim], as_dim(-window.start), window.length))
     return value if test is None else b.where(test, value, outside())
 
@@ -446,8 +447,8 @@ def _pad(cx: Context, op: Operation, output: int, index: Index) -> Val:
         if not isinstance(after, int) or after > 0:
             tests.append(b.compare("lt", place, as_dim(before + size)))
         source = _with(source, dim, () if size == 1 else _moved(index[dim], as_dim(-before), size))
-    test = _all(b, tests)
-    with _only_where(b, test):
+    test = all_of(b, tests)
+    with only_where(b, test):
         value = cx.operand(op.args[0], source)
     filler = b.round_to(b.cast(op.arg(2, dict(op.kwargs).get("value", 0)), name), name)
     return value if test is None else b.where(test, value, filler)
@@ -485,7 +486,7 @@ def _roll(cx: Context, op: Operation, output: int, index: Index) -> Val:
         test = b.compare("ge", b.index(word), shift)
         values = []
         for guard, start in ((test, as_dim(-shift)), (b.apply("not", test), as_dim(size - shift))):
-            with _only_where(b, guard):
+            with only_where(b, guard):
                 values.append(rolled(_with(at, dim, _moved(word, start, size)), rest[1:]))
         return b.where(test, *values)
 

@@ -42,7 +42,7 @@ def _evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
     value = b.cast(cx.operand(x, index), spec.dtype)
     keep, scale = _keep_and_scale(p, value.dtype)
     terms, indirect = linear_terms(index, spec.strides)
-    if indirect is not None:
+    if indirect:
         raise LoweringError("random", "expected a place in memory that loops tell, found an indirect one")
     place = b.node("index", "int64", (), terms) if terms else b.const(0, "int64")
     if (offset := linear_offset(index, spec.strides)) != 0:

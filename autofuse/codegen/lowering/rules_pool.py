@@ -1,0 +1,174 @@
+"""Lowering rules of pooling over windows: each element of the result reads the few elements of its window.
+
+In: the index of an output. Out: the largest element of its window, or their mean, and where the largest lies.
+The elements of a window are read one by one, so a pooling is element-wise work of the loops that follow it. What it
+reads has to lie in memory: calculated here it would be so once for each window that it belongs to.
+Guarantee: nothing is read outside of the operand. A NaN wins a window, the last one if there are several, and of equal
+elements the first, as in aten; a window of nothing but -inf points to its first element.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autofuse.codegen.dtypes import is_float
+from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.index import Index, Indirect, Moved, Word, fresh_index
+from autofuse.codegen.lowering.rules_base import Custom, Rule
+from autofuse.codegen.lowering.rules_memory import all_of, only_where
+from autofuse.errors import LoweringError
+from autofuse.ir.operation import Operation
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim
+
+if TYPE_CHECKING:
+    from autofuse.codegen.lowering.lower import Context
+
+MOST_ELEMENTS = 25  # of a window; each is a load in the text of the kernel
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """How the windows lie along one dim of an image."""
+
+    dim: int
+    size: Dim  # of the image
+    count: Dim  # of windows
+    length: int
+    stride: int
+    padding: int
+    dilation: int
+
+    def start(self, step: int) -> int:
+        """Where the first window's element lies; before 0 in the padding."""
+        return step * self.dilation - self.padding
+
+    def word(self, index: Index, step: int) -> Word:
+        """The place of an element of the window at ``index``."""
+        return (Moved(self.start(step), self.size, index[self.dim], self.stride),)
+
+    def nearest(self, b: Builder, index: Index, step: int) -> Word:
+        """The same, or what is nearest to it in the image."""
+        word = self.word(index, step)
+        is_before, is_beyond = self._may_leave(step)
+        if not is_before and not is_beyond:
+            return word
+        place = b.index(word)
+        if is_before:
+            place = b.apply("maximum", place, b.const(0, "int64"))
+        if is_beyond:
+            place = b.apply("minimum", place, b.size(as_dim(self.size - 1), "int64"))
+        return (Indirect(place, self.size),)
+
+    def _may_leave(self, step: int) -> tuple[bool, bool]:
+        """Whether the element may lie before the image, and beyond it."""
+        beyond = as_dim(self.stride * (self.count - 1) + self.start(step) - self.size)  # of the last window's
+        return self.start(step) < 0, not isinstance(beyond, int) or beyond >= 0
+
+    def tests(self, b: Builder, index: Index, step: int) -> list[Val]:
+        """That the element is in the image, as far as that is not certain."""
+        place, found = b.index(self.word(index, step)), []
+        is_before, is_beyond = self._may_leave(step)
+        if is_before:
+            found.append(b.compare("ge", place, 0))
+        if is_beyond:
+            found.append(b.compare("lt", place, self.size))
+        return found
+
+
+def _axes(cx: Context, op: Operation, dilation: object = 1) -> tuple[_Axis, _Axis]:
+    """Rows and columns of the windows. Raises LoweringError where they are not of a few elements in memory."""
+    shape, result = cx.shape(op.args[0]), op.outputs[0].shape
+    lengths = _pair(op.args[1], (1, 1))
+    strides, paddings, dilations = _pair(op.arg(2, ()), lengths), _pair(op.arg(3, 0), (0, 0)), _pair(dilation, (1, 1))
+    if lengths[0] * lengths[1] > MOST_ELEMENTS:
+        raise LoweringError("pooling", f"expected windows of up to {MOST_ELEMENTS} elements, found {lengths}")
+    if not is_float(op.outputs[0].dtype):
+        raise LoweringError("pooling", f"expected floating-point numbers, found {op.outputs[0].dtype}")
+    if cx.aliased_input(op.args[0]) is None:
+        raise LoweringError("pooled_value", "expected a pooling of a tensor in memory, found one of a value made here")
+    rows, cols = (
+        _Axis(dim, shape[dim], result[dim], lengths[n], strides[n], paddings[n], dilations[n])
+        for n, dim in enumerate((len(shape) - 2, len(shape) - 1))
+    )
+    return rows, cols
+
+
+def _pair(value: object, default: tuple[int, int]) -> tuple[int, int]:
+    numbers = list(value) if isinstance(value, Sequence) else [value]
+    found = [n for n in numbers if isinstance(n, int)]
+    if len(found) != len(numbers):
+        raise LoweringError("pooling", f"expected windows of known sizes, found {value}")
+    return (found[0], found[-1]) if found else default
+
+
+def _infer(cx: Context, op: Operation) -> Sequence[Index | None]:
+    result = op.outputs[0].shape.dims
+    outer = cx.canonical(op.args[0])[: len(result) - 2]
+    return [(*outer, *fresh_index(SymbolicShape(result[-2:])))] * len(op.outputs)
+
+
+def _steps(axes: tuple[_Axis, _Axis]) -> Iterator[tuple[int, int]]:
+    return itertools.product(range(axes[0].length), range(axes[1].length))
+
+
+# ---- the largest ----------------------------------------------------------------------------------------
+
+
+def _max_pool(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """A place outside of the image counts as the nearest one in it, which every such window holds too: no element is
+    read under a test, which compilers make branches of."""
+    rows, cols = axes = _axes(cx, op, op.arg(4, 1))
+    if any(axis.dilation > 1 and (axis.padding or op.arg(5, False)) for axis in axes):
+        raise LoweringError("pooling", "expected windows without gaps where they leave the image, found a dilation")
+    b = cx.builder
+    best: Val | None = None
+    at: Val | None = None
+    for i, j in _steps(axes):
+        row, col = rows.nearest(b, index, i), cols.nearest(b, index, j)
+        value = cx.operand(op.args[0], (*index[: rows.dim], row, col))
+        place = b.add(b.mul(b.index(row), cols.size), b.index(col))
+        if best is None or at is None:
+            best, at = value, place
+            continue
+        wins = b.apply("or", b.compare("gt", value, best), b.compare("ne", value, value))
+        best, at = b.where(wins, value, best), b.where(wins, place, at)
+    assert best is not None and at is not None
+    return at if output else best
+
+
+# ---- the mean -------------------------------------------------------------------------------------------
+
+
+def _element(
+    cx: Context, op: Operation, axes: tuple[_Axis, _Axis], steps: tuple[int, int], index: Index
+) -> tuple[Val, Val | None]:
+    """An element of a window, and the test that it is in the image; None where it always is."""
+    b, at = cx.builder, list(index)
+    tests = [test for axis, step in zip(axes, steps, strict=True) for test in axis.tests(b, index, step)]
+    for axis, step in zip(axes, steps, strict=True):
+        at[axis.dim] = axis.word(index, step)
+    test = all_of(b, tests)
+    with only_where(b, test):
+        return cx.operand(op.args[0], tuple(at)), test
+
+
+def _avg_pool(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    axes, b, name = _axes(cx, op), cx.builder, op.outputs[0].dtype
+    is_padded = any(axis.padding for axis in axes)
+    if op.arg(4, False) or (is_padded and not op.arg(5, True)):
+        raise LoweringError("pooling", "expected windows of one size, found some that are cut at the border")
+    total = b.const(0, name)
+    for steps in _steps(axes):
+        value, test = _element(cx, op, axes, steps, index)
+        total = b.add(total, value if test is None else b.where(test, value, b.const(0, name)))
+    divisor = op.arg(6, None) or axes[0].length * axes[1].length
+    return b.round_to(b.div(total, divisor), name)
+
+
+POOL_RULES: dict[str, Rule] = {
+    "aten.max_pool2d_with_indices.default": Custom(_infer, _max_pool),
+    "aten.avg_pool2d.default": Custom(_infer, _avg_pool),
+}
