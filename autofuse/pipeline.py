@@ -73,14 +73,7 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Pla
     session.refusals.extend(imported.refusals)
     for device in dict.fromkeys(imported.devices.values()):
         session.use_device(device)
-    graph = FusionGraph(
-        imported.operations,
-        imported.inputs,
-        imported.outputs,
-        imported.hints,
-        imported.parameters,
-        {ref: str(device) for ref, device in imported.devices.items()},
-    )
+    graph = imported.for_fusion()
     halves = session.planner.plan_halves(imported, phase)
     if halves:
         try:
@@ -95,7 +88,7 @@ def _plan_nodes(
 ) -> _Planned:
     """Raises ShapeError where no program can be made."""
     nodes = session.planner.plan_nodes(graph, [half.names for half in halves])
-    groups = session.planner.plan_groups(graph, nodes, imported.derived, halves)
+    groups = session.planner.plan_groups(graph, nodes, halves)
     is_backward, reuses = phase == "backward", not session.settings.run.check  # a check runs both on the same inputs
     try:
         program = build_program(imported, nodes, groups, halves, is_backward, reuses)

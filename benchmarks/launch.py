@@ -34,7 +34,7 @@ from autofuse.codegen.triton.artifact import Artifact, Image, Resources
 from autofuse.codegen.triton.knobs import default_triton_config
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
-from autofuse.fusion import FusionEngine, FusionGraph
+from autofuse.fusion import FusionEngine
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.gpu import launcher
 from autofuse.runtime.gpu.calls import TorchCalls, torch_calls
@@ -151,7 +151,7 @@ def router_of(function: Callable[..., Any], rows: int) -> GraphRouter:
     with FakeTensorMode(allow_non_fake_inputs=True):
         graph = make_fx(function)(*(torch.empty(rows, COLUMNS, device="cuda") for _ in range(2)))
     imported = import_graph(graph)
-    planned = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+    planned = imported.for_fusion()
     return GraphRouter(build_program(imported, FusionEngine().fuse(planned)), OneKernel(), "inference", lambda: 0.0)
 
 

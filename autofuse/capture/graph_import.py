@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
+from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, info
 from autofuse.ir.records import Refusal
@@ -53,6 +54,13 @@ class ImportedGraph:
     devices: dict[ValueRef, torch.device]  # where each tensor lives
     refusals: tuple[Refusal, ...]  # operations that could be fused if their tensors lived on one device
     parameters: frozenset[str] = frozenset()  # inputs that are parameters or buffers
+
+    def for_fusion(self) -> FusionGraph:
+        """The graph as the planner takes it."""
+        devices = {ref: str(device) for ref, device in self.devices.items()}
+        return FusionGraph(
+            self.operations, self.inputs, self.outputs, self.hints, self.parameters, devices, self.derived
+        )
 
 
 class _Dims:

@@ -338,7 +338,8 @@ def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
     if split:  # a later output of an operation with several: it enters under a name of its own
         operations = [_with_flat_inputs(op, split) for op in operations]
         inputs |= {flat_name(ref): graph.spec(ref) for ref in split}
-    return FusionNode(operations, inputs, tuple(needed))
+    node = FusionNode(operations, inputs, tuple(needed))
+    return node.in_inputs(graph.derived) if node.reads_windows else node
 
 
 def flat_name(ref: ValueRef) -> str:

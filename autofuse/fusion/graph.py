@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import sympy
+
 from autofuse.errors import FusionError
 from autofuse.fusion.metrics import GraphMetrics, matmul_flops, measure_graph
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, TensorSpec, ValueRef
@@ -28,16 +30,19 @@ class FusionGraph:
         hints: Mapping[str, int] | None = None,
         parameters: Iterable[str] = (),
         devices: Mapping[ValueRef, str] | None = None,
+        derived: Mapping[str, sympy.Expr] | None = None,
     ) -> None:
         """``inputs``: tensors from outside by name; ``outputs``: values that must exist afterwards;
         ``hints``: a likely value of each symbol, for cost estimates only; ``parameters``: which inputs are
-        parameters or buffers of modules; ``devices``: where values live, with the index that their specs lack."""
+        parameters or buffers of modules; ``devices``: where values live, with the index that their specs lack;
+        ``derived``: symbols that stand for rounded quotients of others."""
         self.operations = tuple(operations)
         self.inputs = dict(inputs or {})
         self.outputs = tuple(outputs)
         self.hints = dict(hints or {})
         self.parameters = frozenset(parameters)
         self.devices = dict(devices or {})
+        self.derived = dict(derived or {})
         self.by_name: dict[str, Operation] = {}
         for op in self.operations:
             if op.name in self.by_name or op.name in self.inputs:

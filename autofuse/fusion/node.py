@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import sympy
 
 from autofuse.errors import FusionError
 from autofuse.fusion.extent import Extent, Level, extent_of, with_parts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
-from autofuse.ir.shape import Dim, SymbolicShape, evaluate, free_symbols, symbol
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
 
 
 class FusionNode:
@@ -126,6 +129,11 @@ class FusionNode:
         """The operations that are a kernel of their own in eager, which views are not."""
         return [op for op in self.operations if info(op.target).kind not in VIEWS]
 
+    @property
+    def reads_windows(self) -> bool:
+        """Whether sizes of its outputs are rounded quotients of its inputs', as where windows go in strides."""
+        return any(info(op.target).kind is OpKind.POOLING for op in self.operations)
+
     def validate_fusion(self) -> bool:
         """Whether the node is sound; never raises."""
         own: set[str] = set()
@@ -144,6 +152,30 @@ class FusionNode:
             all(is_move(op.target) for op in self.kernels)
             or join_extents([e for e in extents if e is not None]) is not None
         )
+
+    def in_inputs(self, derived: Mapping[str, sympy.Expr]) -> FusionNode:
+        """The node with rounded quotients instead of the symbols that stand for them: sizes follow from each other."""
+        table = {symbol(name): quotient for name, quotient in derived.items()}
+        return self.with_dims(table) if table else self
+
+    def with_dims(self, table: Mapping[sympy.Expr, sympy.Expr]) -> FusionNode:
+        """The node with every size changed."""
+        change: Callable[[Dim], Dim] = lambda dim: dim if isinstance(dim, int) else as_dim(dim.xreplace(table))  # noqa: E731
+
+        def spec(old: TensorSpec) -> TensorSpec:
+            shape, strides = (SymbolicShape(list(map(change, dims))) for dims in (old.shape, old.strides))
+            return replace(old, shape=shape, strides=strides)
+
+        operations = [
+            replace(
+                op,
+                args=map_arg(op.args, lambda ref: ref, change),
+                kwargs=tuple((k, map_arg(v, lambda ref: ref, change)) for k, v in op.kwargs),
+                outputs=tuple(map(spec, op.outputs)),
+            )
+            for op in self.operations
+        ]
+        return FusionNode(operations, {name: spec(old) for name, old in self.inputs.items()}, self.outputs)
 
     # ---- canonical form ----------------------------------------------------------------------------
 

@@ -6,11 +6,10 @@ metrics for the report. Guarantee: what cannot be lowered is no node; patterns t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import sympy
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -95,7 +94,6 @@ class Planner:
         self,
         graph: FusionGraph,
         nodes: Sequence[FusionNode],
-        derived: Mapping[str, sympy.Expr],
         halves: Sequence[Half] = (),
     ) -> list[Group]:
         """Groups of a graph: products and convolutions with the nodes around them (`find_groups`)."""
@@ -111,7 +109,7 @@ class Planner:
             config = replace(config, enable_matmul=False)
             detail = f"torch.set_float32_matmul_precision({precision!r}): products are left to torch"
             refusals = [Refusal("matmul_precision", False, op.short_name, detail) for op in products[:1]]
-        groups, found = find_groups(graph, nodes, config, derived, taken)
+        groups, found = find_groups(graph, nodes, config, taken)
         self._refuse([*refusals, *found])
         self._refuse(self.engine.cover([*(group.operations for group in groups), *taken]))
         return groups

@@ -7,10 +7,8 @@ until a way of it has won, its nodes and products run on their own, as if there 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-
-import sympy
 
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.config import FusionConfig
@@ -19,11 +17,9 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, ValueRef
 from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
-from autofuse.ir.shape import Dim, as_dim, symbol
 from autofuse.ways.attention import find_attention
 from autofuse.ways.cut import GENERATED, LEAST_FLOPS, TILED, blocks_of, products_of, tiles_of
 from autofuse.ways.layout import CONVOLUTIONS, DEEPEST_NET, LARGEST_NET, LEAST_NET, keeps_images, layouts
-from autofuse.ways.record import map_dims
 from autofuse.ways.rewrites import LONE, rewrites
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
@@ -49,7 +45,6 @@ class _Finder:
     graph: FusionGraph
     nodes: Sequence[FusionNode]
     config: FusionConfig
-    derived: Mapping[str, sympy.Expr]
     taken: frozenset[str]  # operations of attentions in training
     groups: list[Group] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
@@ -184,9 +179,7 @@ class _Finder:
         operations = sorted((self.graph.by_name[n] for n in names), key=lambda op: self.graph.position[op.name])
         if not self._is_sound(operations) or not self._is_convex(names):
             return
-        node = build_node(self.graph, operations)
-        if self.derived:  # sizes must follow from each other: a convolution's result from its input
-            node = map_dims(node, self._in_inputs)
+        node = build_node(self.graph, operations).in_inputs(self.graph.derived)  # of convolutions too
         names_of_ways = [r.name for r in rewrites(node.form)]
         if kind == "net":
             last = [r.name for r in layouts(node.form)]
@@ -204,11 +197,6 @@ class _Finder:
         self.unit.update(dict.fromkeys(names, frozenset(names)))
         detail = f"{len(node.kernels)} operations with several ways to run them: " + ", ".join(names_of_ways)
         self.refusals.append(Refusal("grouped", True, node.operation_names, detail, source=operations[0].source or ""))
-
-    def _in_inputs(self, dim: Dim) -> Dim:
-        if isinstance(dim, int):
-            return dim
-        return as_dim(dim.xreplace({symbol(name): quotient for name, quotient in self.derived.items()}))
 
     def _is_sound(self, operations: Sequence[Operation]) -> bool:
         """Whether all of it is data, on one type of device, and draws no numbers."""
@@ -249,15 +237,13 @@ def find_groups(
     graph: FusionGraph,
     nodes: Sequence[FusionNode],
     config: FusionConfig,
-    derived: Mapping[str, sympy.Expr] | None = None,
     taken: Iterable[Collection[str]] = (),
 ) -> tuple[list[Group], list[Refusal]]:
     """The groups of a planned graph, in program order, and why attentions were left alone.
 
-    ``derived``: symbols of the graph that stand for rounded quotients of others; ``taken``: operations that have other
-    ways to run already.
+    ``taken``: operations that have other ways to run already.
     """
-    finder = _Finder(graph, nodes, config, derived or {}, frozenset().union(*taken))
+    finder = _Finder(graph, nodes, config, frozenset().union(*taken))
     if config.enabled:
         finder.run()
     position = graph.position

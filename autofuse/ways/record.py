@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from autofuse.errors import FusionError
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
-from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef, map_arg
-from autofuse.ir.shape import Dim, SymbolicShape, as_dim, floors, symbol
+from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.shape import Dim, as_dim, floors, symbol
 
 # What prints a part: one nest of loops; a product in tiles, on a GPU with what follows it; there an attention too.
 LOOP, MATMUL, ATTENTION = "loop", "matmul", "attention"
@@ -144,36 +144,16 @@ class Way:
 
 
 def _kernel(node: FusionNode) -> Kernel:
-    """Loops run over plain symbols: each rounded quotient becomes one."""
+    """Loops run over plain symbols: each rounded quotient becomes one, but where windows are read."""
+    if node.reads_windows:  # a size there follows from the image's
+        return Kernel(node, tuple(map(symbol, node.symbols)))
     specs = [*node.inputs.values(), *(spec for op in node.operations for spec in op.outputs)]
     quotients = dict.fromkeys(f for spec in specs for dim in (*spec.shape, *spec.strides) for f in floors(dim))
     table = {quotient: symbol(f"d{n}") for n, quotient in enumerate(quotients)}
     if table:
-        node = map_dims(node, lambda dim: dim if isinstance(dim, int) else as_dim(dim.xreplace(table)))
+        node = node.with_dims(table)
     back = {str(new): quotient for quotient, new in table.items()}
     return Kernel(node, tuple(back.get(name, symbol(name)) for name in node.symbols))
-
-
-def map_dims(node: FusionNode, change: Callable[[Dim], Dim]) -> FusionNode:
-    """A node with every size changed."""
-
-    def spec(old: TensorSpec) -> TensorSpec:
-        return replace(
-            old,
-            shape=SymbolicShape([change(d) for d in old.shape]),
-            strides=SymbolicShape([change(d) for d in old.strides]),
-        )
-
-    operations = [
-        replace(
-            op,
-            args=map_arg(op.args, lambda ref: ref, change),
-            kwargs=tuple((k, map_arg(v, lambda ref: ref, change)) for k, v in op.kwargs),
-            outputs=tuple(map(spec, op.outputs)),
-        )
-        for op in node.operations
-    ]
-    return FusionNode(operations, {name: spec(old) for name, old in node.inputs.items()}, node.outputs)
 
 
 def graph_of(form: NodeForm) -> FusionGraph:

@@ -325,12 +325,14 @@ def test_a_residual_network_over_spatial_sizes(is_training: bool, catalogue: All
             f"{norm} + relu": 3,
             f"{norm} + add + relu": 1,
             f"{norm} + {norm} + add + relu + mean + {norm}": 1,
+            "max_pool2d_with_indices": 1,
         }
     else:
         forward, backward = ([s.node.operation_names for s in r.program.slots] for r in catalogue.routers[:2])
         norm = "native_batch_norm_legit_functional"
         assert Counter(forward) == {
             f"{norm} + relu": 3, f"{norm} + add + relu": 1, f"{norm} + {norm} + add + relu": 1, norm: 1,
+            "max_pool2d_with_indices": 1,
         }  # fmt: skip
         gradient = "threshold_backward + native_batch_norm_backward"
         assert Counter(backward) == {

@@ -11,7 +11,7 @@ from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
-from autofuse.fusion import FusionEngine, FusionGraph
+from autofuse.fusion import FusionEngine
 from autofuse.ways.groups import find_groups
 from autofuse.ways.planned import planned_kernels
 
@@ -96,7 +96,7 @@ def planned(model, shape):
 
     def keep(module, phase, times):
         imported = import_graph(module)
-        graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)
+        graph = imported.for_fusion()
         engine = FusionEngine(lowerable=lowerable)
         nodes = engine.fuse(graph)
         groups, _ = find_groups(graph, nodes, engine.config)

@@ -92,7 +92,7 @@ def captured(function, inputs):
 
     def keep(module, _):
         imported = import_graph(module)
-        g = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+        g = imported.for_fusion()
         flops.append({o.name: found for o in g.operations if (found := matmul_flops(g, o)) is not None})
         return make_boxed_func(module)
 

@@ -14,7 +14,7 @@ from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import split_dropout
 from autofuse.errors import FusionError, SettingsError, UnknownOpError
-from autofuse.fusion import FusionConfig, FusionEngine, FusionGraph, FusionPattern, patterns
+from autofuse.fusion import FusionConfig, FusionEngine, FusionPattern, patterns
 from autofuse.pattern_file import read_patterns
 from autofuse.runtime.session import Session
 from autofuse.settings import load
@@ -60,9 +60,9 @@ def planned(session, model, *inputs):
     def keep(module, phase, times):
         split_dropout(module)
         imported = import_graph(module)
-        g = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints, imported.parameters)
+        g = imported.for_fusion()
         nodes = session.planner.plan_nodes(g)
-        found.append((nodes, session.planner.plan_groups(g, nodes, imported.derived)))
+        found.append((nodes, session.planner.plan_groups(g, nodes)))
         return boxed(module.forward)
 
     torch.compile(model, backend=lambda module, example: compile_with(module, example, keep))(*inputs)

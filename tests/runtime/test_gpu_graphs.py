@@ -16,7 +16,7 @@ from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.source import Argument, Pass, TritonSource
 from autofuse.db.store import Store
 from autofuse.errors import ShapeError
-from autofuse.fusion import FusionEngine, FusionGraph
+from autofuse.fusion import FusionEngine
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, DeviceInfo, KernelRecord
 from autofuse.ir.shape import SymbolicShape
@@ -48,7 +48,7 @@ def chain(x, y):
 
 def planned(function, *devices):
     imported = import_graph(traced(function, *devices))
-    graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+    graph = imported.for_fusion()
     return imported, build_program(imported, FusionEngine().fuse(graph))
 
 

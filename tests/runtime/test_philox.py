@@ -18,7 +18,7 @@ from autofuse.codegen.triton.knobs import default_triton_config
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import RANDOM
 from autofuse.errors import LoweringError, ShapeError
-from autofuse.fusion import FusionEngine, FusionGraph
+from autofuse.fusion import FusionEngine
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape
 from autofuse.pipeline import route_graph
@@ -114,7 +114,7 @@ def planned(function: Any, proven: bool) -> Any:
     module = traced(function, GPU, GPU)
     count = regenerate_dropout(module, lambda device, dtype: proven)
     imported = import_graph(module)
-    graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+    graph = imported.for_fusion()
 
     def lowerable(form: NodeForm) -> tuple[str, str] | None:
         try:

@@ -17,7 +17,7 @@ from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import split_dropout
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
-from autofuse.fusion import FusionEngine, FusionGraph
+from autofuse.fusion import FusionEngine
 from autofuse.ir.optable import OpKind, info
 from autofuse.runtime.program import build_program
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
@@ -58,7 +58,7 @@ def routed(target, catalogue, timed=False, lowerable=None):
     def compile_graph(module, phase, times):
         split_dropout(module)
         imported = import_graph(module)
-        graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+        graph = imported.for_fusion()
         nodes = FusionEngine(lowerable=lowerable).fuse(graph)
         router = GraphRouter(build_program(imported, nodes), catalogue, phase, perf_counter)
         catalogue.routers.append(router)

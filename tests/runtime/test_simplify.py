@@ -17,7 +17,6 @@ from autofuse.codegen.in_place import in_place
 from autofuse.errors import LoweringError
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer
 from autofuse.fusion.config import FusionConfig
-from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm
 from tests.runtime.test_recompute import captured, check, randn
 
@@ -195,7 +194,7 @@ def test_a_cell_is_one_kernel_forward_and_one_backward() -> None:
 
     def compile_graph(graph: fx.GraphModule, phase: str, times: int) -> Callable[[list[object]], object]:
         imported = import_graph(graph)
-        planned = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+        planned = imported.for_fusion()
         analyzer = FusionCandidateAnalyzer(FusionConfig(min_tensor_size=0), _lowerable)
         phases[phase] = [n.operation_names.split(" + ") for n in analyzer.find_fusible_operations(planned)]
         return boxed(graph.forward)

@@ -14,7 +14,6 @@ from autofuse.capture.random_ops import split_dropout
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
-from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Refusal
@@ -34,11 +33,11 @@ class Planned:
         imported = import_graph(module)
         self.phase = phase
         self.imported = imported
-        self.graph = FusionGraph(imported.operations, imported.inputs, imported.outputs, imported.hints)
+        self.graph = imported.for_fusion()
         self.nodes: list[FusionNode] = FusionEngine(config).fuse(self.graph)
         self.groups: list[Group]
         self.refusals: list[Refusal]
-        self.groups, self.refusals = find_groups(self.graph, self.nodes, config, imported.derived)
+        self.groups, self.refusals = find_groups(self.graph, self.nodes, config)
 
 
 def plan(
