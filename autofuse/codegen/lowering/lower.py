@@ -41,6 +41,7 @@ from autofuse.ir.optable import VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
 
 _REDUCES = (OpKind.REDUCTION, OpKind.NORMALISATION, OpKind.LOSS)
+_ELEMENT_BY_ELEMENT = ("_native_batch_norm_legit_no_training",)  # though of such a kind
 _MOST_STORES = 8  # of one output
 _MAX_PULLS = 8  # each repeats because a view split an atom; a handful of views share the same splits
 
@@ -57,7 +58,9 @@ class Context:
         self._canonical: dict[ValueRef, Index] = {}
         self._values: dict[tuple[str, int, Index, Val | None], Val] = {}
         # A reduction runs over all units of what is put together; then so do the stores.
-        self._unrolls = not any(info(op.target).kind in _REDUCES for op in form.operations)
+        self._unrolls = not any(
+            info(op.target).kind in _REDUCES and op.short_name not in _ELEMENT_BY_ELEMENT for op in form.operations
+        )
         for op in form.operations:
             for n, spec in enumerate(op.outputs):
                 self._specs[ValueRef(op.name, n)] = spec
