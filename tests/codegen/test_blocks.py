@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autofuse.codegen.c.body import BLOCK_COLUMNS, BLOCK_ROWS
+from autofuse.codegen.c.build import compile_source, find_toolchain, flags_for
 from autofuse.codegen.c.knobs import default_config, knobs_for
+from autofuse.codegen.c.load import load_kernel
+from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.c.turned import BLOCK_COLUMNS, BLOCK_ROWS
 from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import make_config
+from autofuse.runtime.launch import make_launcher
 from tests.cases import trace
 from tests.codegen.conftest import Verify
 
@@ -41,6 +45,59 @@ def test_images_turned_and_not(verify: Verify) -> None:
     form = turned()
     assert dict(default_config(lower(form)))["blocks"] is True
     verify(form, ((2, 9, 10), (1, 1, 1), (3, 33, 17), (1, 64, 67)), ("normal", "special"), None, threads=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64, torch.bfloat16, torch.float16, torch.uint8])
+def test_elements_of_any_size(verify: Verify, dtype: torch.dtype) -> None:
+    left, right = (torch.randint(0, 9, size).to(dtype) for size in ((7, 5), (5, 7)))
+    verify(
+        trace(lambda x, y: x.t() * 2 + y, [left, right]), ((70, 37), (16, 16), (33, 1)), ("normal",), None, threads=2
+    )
+
+
+def test_several_results_and_one_of_a_row(verify: Verify) -> None:
+    """One of each order, one element a row, one a column."""
+    row, column = torch.randn(5, 1), torch.randn(1, 7)
+    form = trace(
+        lambda x, y, r, c: (x.t() + y, (x + y.t()) * 2, r.exp(), c + 1, x.t() * r - c),
+        [torch.randn(7, 5), torch.randn(5, 7), row, column],
+    )
+    assert dict(default_config(lower(form)))["blocks"] is True
+    verify(form, ((7, 5), (130, 67), (1, 1), (64, 16)), ("normal", "special"), None, threads=2)
+
+
+def test_units_of_what_is_put_together(verify: Verify) -> None:
+    """Branches that are channels last, side by side in rows: each is read once and stored where it belongs."""
+    images = [torch.randn(2, c, 9, 10).contiguous(memory_format=torch.channels_last) for c in (16, 48, 32)]
+    form = trace(
+        lambda x, y, z: aten.clone.default(torch.cat([x.relu(), y, z], 1), memory_format=torch.contiguous_format),
+        images,
+        static=(16, 48, 32),
+    )
+    kernel = lower(form)
+    assert len(kernel.stores) == 6 and sum(value.op == "load" for value in kernel.values) == 6
+    verify(form, ((2, 9, 10), (1, 1, 1), (3, 8, 17)), ("normal", "special"), None, threads=2)
+
+
+def test_what_is_read_under_a_test_is_not_read_ahead(verify: Verify) -> None:
+    """A padded tensor that is turned: outside of it nothing may be read."""
+    form = trace(lambda x, y: aten.constant_pad_nd.default(x, [1, 2]).t() + y, [torch.randn(5, 7), torch.randn(10, 5)])
+    verify(form, ((5, 7), (67, 33)), ("normal",), None, threads=2)
+
+
+@pytest.mark.parametrize("flags", [("-mno-avx512f",), ("-mno-avx",)])
+def test_with_narrower_registers(flags: tuple[str, ...]) -> None:
+    toolchain = find_toolchain()
+    if not toolchain.is_x86:
+        pytest.skip("flags of x86")
+    form = trace(lambda x: aten.clone.default(x.t(), memory_format=torch.contiguous_format), [torch.randn(7, 5)])
+    kernel = lower(form)
+    source = print_c(kernel, default_config(kernel))
+    binary = compile_source(source.text, toolchain, (*flags_for(toolchain), *flags))
+    entry = load_kernel(binary, source.name).entry
+    for size in ((7, 5), (64, 16), (67, 133)):
+        x = torch.randn(size)
+        assert torch.equal(make_launcher(form, entry, size, 2)(x), x.t())
 
 
 def test_only_where_something_is_turned() -> None:

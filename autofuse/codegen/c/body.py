@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autofuse.codegen.c.knobs import can_stream, can_turn, is_streamable
+from autofuse.codegen.c.knobs import can_stream, is_streamable
 from autofuse.codegen.c.scalar import memory_type, store_text
 from autofuse.codegen.c.values import ValuePrinter
 from autofuse.codegen.dims import dim_text
@@ -24,7 +24,6 @@ BLOCK = 256  # columns whose partial sums stay in the compute dtype; their sums 
 FLUSH = 32  # rows whose column sums stay in the compute dtype
 TILE = 512  # columns of a non-temporal store's tile
 LINE_BYTES = 64
-BLOCK_ROWS, BLOCK_COLUMNS = 64, 16  # of a block where tensors are dense along either: best of 8 to 64 each on an EPYC
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
 
 
@@ -38,8 +37,7 @@ class Body(ValuePrinter):
         heavy = any(COST.get(v.op, 1) >= 12 for v in kernel.values)
         self.serial_below = 8192 if heavy else 32768  # points of the nest; aten's own grain is 32768
         self.block = int(str(knobs.get("sum_block", BLOCK)))
-        self.in_blocks = bool(knobs.get("blocks", False)) and can_turn(kernel)
-        self.streams = bool(knobs.get("nontemporal", False)) and can_stream(kernel) and not self.in_blocks
+        self.streams = bool(knobs.get("nontemporal", False)) and can_stream(kernel)
 
     def items_limit(self) -> str:
         """How many threads can have something to do."""
@@ -111,8 +109,6 @@ class Body(ValuePrinter):
     def _items(self) -> list[str]:
         digits = [(f"r{d}", f"n{d}") for d in self.kernel.rows]
         lines: list[str] = []
-        if self.in_blocks:
-            return self._blocks()
         if self.splits_columns:
             lines.append(f"  const int64_t nblk = team == 1 || nrows >= 4 * team || ncols < {COLUMN_SPLIT} ? 1 : team;")
             digits.append(("blk", "nblk"))
@@ -143,29 +139,6 @@ class Body(ValuePrinter):
         lines += self._advance(digits)
         lines += ["  }", *self._flush("  ", "", ""), "  }"]
         return lines
-
-    def _blocks(self) -> list[str]:
-        """Items are blocks of rows and columns."""
-        *outer, last = self.kernel.rows
-        digits = [(f"r{d}", f"n{d}") for d in outer]
-        digits += [("rb", "row_blocks"), ("cb", "column_blocks")]
-        total = " * ".join(size for _, size in digits)
-        lines = [
-            f"  const int64_t row_blocks = (n{last} + {BLOCK_ROWS - 1}) / {BLOCK_ROWS};",
-            f"  const int64_t column_blocks = (ncols + {BLOCK_COLUMNS - 1}) / {BLOCK_COLUMNS};",
-            f"  const int64_t begin = ({total}) * tid / team, end = ({total}) * (tid + 1) / team;",
-            "  if (begin < end) {",
-            *self._decode(digits),
-            "  for (int64_t item = begin; item < end; ++item) {",
-            f"    const int64_t c_begin = cb * {BLOCK_COLUMNS}, r_begin = rb * {BLOCK_ROWS};",
-            f"    const int64_t c_end = ncols - c_begin < {BLOCK_COLUMNS} ? ncols : c_begin + {BLOCK_COLUMNS};",
-            f"    const int64_t r_end = n{last} - r_begin < {BLOCK_ROWS} ? n{last} : r_begin + {BLOCK_ROWS};",
-            f"    for (int64_t r{last} = r_begin; r{last} < r_end; ++r{last}) {{",
-            *self._pointer_lines("row", "    "),
-        ]
-        for phase in self.plan.phases:
-            lines += self._phase(phase)
-        return [*lines, "    }", *self._advance(digits), "  }", "  }"]
 
     def _decode(self, digits: list[tuple[str, str]]) -> list[str]:
         """The first item's position in each row dim; later ones follow by counting."""

@@ -96,9 +96,9 @@ def can_turn(kernel: LoopKernel) -> bool:
     row, col = kernel.rows[-1], kernel.cols[-1]
     size = kernel.dims[row]
     accesses = [v.attr for v in kernel.values if isinstance(v.attr, Access)] + [s.access for s in kernel.stores]
-    is_turned = any(_stride(a, row) == 1 and _stride(a, col) not in (0, 1) for a in accesses)
+    is_turned = any(stride_along(a, row) == 1 and stride_along(a, col) not in (0, 1) for a in accesses)
     is_few = isinstance(size, int) and size < _FEWEST
-    return is_turned and not is_few and any(_stride(a, col) == 1 for a in accesses)
+    return is_turned and not is_few and any(stride_along(a, col) == 1 for a in accesses)
 
 
 def uses_lanes(kernel: LoopKernel) -> bool:
@@ -112,11 +112,12 @@ def uses_lanes(kernel: LoopKernel) -> bool:
     found = regions(kernel)
     accesses = [v.attr for n, v in enumerate(kernel.values) if isinstance(v.attr, Access) and found[n].name == "full"]
     accesses += [s.access for s in kernel.stores if found[s.value].name == "full"]
-    side_by_side = sum(_stride(a, row) == 1 and _stride(a, col) not in (0, 1) for a in accesses)
-    return bool(side_by_side > sum(_stride(a, col) == 1 for a in accesses))
+    side_by_side = sum(stride_along(a, row) == 1 and stride_along(a, col) not in (0, 1) for a in accesses)
+    return bool(side_by_side > sum(stride_along(a, col) == 1 for a in accesses))
 
 
-def _stride(access: Access, dim: int) -> Dim:
+def stride_along(access: Access, dim: int) -> Dim:
+    """Elements from one place to the next along a domain dim."""
     return dict(access.strides).get(dim, 0)
 
 

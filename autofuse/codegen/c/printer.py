@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.body import Body
-from autofuse.codegen.c.knobs import uses_lanes
+from autofuse.codegen.c.knobs import can_turn, uses_lanes
 from autofuse.codegen.c.lanes import LaneBody
 from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
+from autofuse.codegen.c.turned import TurnedBody
 from autofuse.codegen.dims import dim_text
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.phases import plan
@@ -35,21 +36,17 @@ class CSource:
 def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a kernel. Raises LoweringError where a size has no exact C form."""
     knobs = dict(config)
-    if uses_lanes(kernel):
-        body: Body = LaneBody(kernel, plan(kernel, keep=False, widen=False), knobs)
-    else:
-        body = Body(kernel, plan(kernel, keep=knobs.get("staging", "buffer") == "buffer"), knobs)
-    sizes = _sizes(kernel, constants or {})
+    body, sizes = _body(kernel, knobs), _sizes(kernel, constants or {})
     nests = [(body, sizes)]
-    nests += [(Body(n, plan(n, keep=False), knobs), _sizes(n, constants or {})) for n in kernel.rest]
+    nests += [(_body(n, {**knobs, "staging": "recompute"}), _sizes(n, constants or {})) for n in kernel.rest]
     work = "\n".join(b.function().replace("@SIZES@", text) for b, text in nests)
     driver = _driver_of_nests(kernel, nests) if kernel.rest else _driver(kernel, body)
     text = "\n".join(
         [
             _header(kernel, config, constants),
             INCLUDES,
-            vector_prototypes(work),
-            *(helper for token, helper in HELPERS if token in work),
+            vector_prototypes(work + driver),
+            *(helper for token, helper in HELPERS if token in work or token in driver),
             work,
             driver.replace("@SIZES@", sizes),
             ENTRY.replace("@NAME@", kernel.name)
@@ -58,6 +55,14 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
         ]
     )
     return CSource(kernel.name, text.replace("@SIZES@", sizes))
+
+
+def _body(kernel: LoopKernel, knobs: Mapping[str, object]) -> Body:
+    """What prints the loops of a nest."""
+    if uses_lanes(kernel):
+        return LaneBody(kernel, plan(kernel, keep=False, widen=False), knobs)
+    made = plan(kernel, keep=knobs.get("staging", "buffer") == "buffer")
+    return TurnedBody(kernel, made, knobs) if knobs.get("blocks") and can_turn(kernel) else Body(kernel, made, knobs)
 
 
 def _header(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None) -> str:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
 from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
+from autofuse.codegen.c.turn import TURN
 from autofuse.codegen.dims import dim_text
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.operands import ANCHORS, Operand, read_operand
@@ -215,24 +216,11 @@ _COPIED = """
     else for (int64_t n = 0; n < AF_COLS; ++n) to[n] = n < cols ? from[n * AF_RIGHT_COL] : 0.0f;
   }"""
 
-# Squares of the operand are turned in registers: element by element it took 4 % of a product of 400 rows.
+# In registers: element by element it took 4 % of a product of 400 rows.
 _TRANSPOSED = """
-  int64_t n = 0;
-  for (; n + AF_WIDTH <= cols; n += AF_WIDTH) {
-    int64_t k = 0;
-    for (; k + AF_WIDTH <= depth; k += AF_WIDTH) {
-      af_vec t[AF_WIDTH];
-#pragma GCC unroll 16
-      for (int i = 0; i < AF_WIDTH; ++i) t[i] = *(const af_vec*)(b + (n + i) * AF_RIGHT_COL + k);
-      af_turn(t);
-#pragma GCC unroll 16
-      for (int i = 0; i < AF_WIDTH; ++i) *(af_vec*)(panel + (k + i) * AF_COLS + n) = t[i];
-    }
-    for (; k < depth; ++k)
-      for (int i = 0; i < AF_WIDTH; ++i) panel[k * AF_COLS + n + i] = b[(n + i) * AF_RIGHT_COL + k];
-  }
-  for (; n < AF_COLS; ++n)
-    for (int64_t k = 0; k < depth; ++k) panel[k * AF_COLS + n] = n < cols ? b[n * AF_RIGHT_COL + k] : 0.0f;"""
+  af_turn(panel, AF_COLS, b, AF_RIGHT_COL, depth, cols);
+  for (int64_t k = 0; k < depth; ++k)
+    for (int64_t n = cols; n < AF_COLS; ++n) panel[k * AF_COLS + n] = 0.0f;"""
 
 _TEXT = (
     "/* @HEADER@ */\n"
@@ -241,9 +229,9 @@ _TEXT = (
 @SIZES@
 enum { AF_ROWS = @ROWS@, AF_VECTORS = @VECTORS@, AF_WIDTH = @WIDTH@, AF_COLS = AF_VECTORS * AF_WIDTH };
 enum { AF_DEPTH = 192, AF_MOST_ROWS = 512, AF_TASKS = 4, AF_SERIAL_BELOW = 1 << 19 };
-typedef float af_vec __attribute__((vector_size(4 * AF_WIDTH), aligned(4), may_alias));
-typedef int32_t af_mask __attribute__((vector_size(4 * AF_WIDTH)));
-
+"""
+    + TURN
+    + """
 /* Sums of `rows` by AF_COLS, whose columns from `cols` on do not exist; `row` floats from one row of b to the next. */
 static inline __attribute__((always_inline)) void af_tile(
     const int64_t* const sizes, const int rows, const float* restrict const a, const float* restrict const b,
@@ -313,38 +301,6 @@ static __attribute__((noinline)) void af_plain_rows(
   af_rows(sizes, rows, a, b, AF_RIGHT_ROW, depth, c, bias, is_first, AF_COLS);
 }
 #endif
-
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shuffle) && !defined(__clang__)
-#define AF_SHUFFLE 1
-#endif
-#endif
-/* Turn a square of AF_WIDTH vectors: rows become columns. */
-static inline __attribute__((always_inline)) void af_turn(af_vec* const t) {
-#ifdef AF_SHUFFLE
-#pragma GCC unroll 8
-  for (int far = 1; far < AF_WIDTH; far *= 2) {
-    af_mask low, high;
-#pragma GCC unroll 16
-    for (int i = 0; i < AF_WIDTH; ++i) {
-      low[i] = (i & far) ? AF_WIDTH + i - far : i;
-      high[i] = (i & far) ? AF_WIDTH + i : i + far;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < AF_WIDTH; ++i)
-      if (!(i & far)) {
-        const af_vec first = t[i], second = t[i + far];
-        t[i] = __builtin_shuffle(first, second, low);
-        t[i + far] = __builtin_shuffle(first, second, high);
-      }
-  }
-#else
-  float square[AF_WIDTH][AF_WIDTH];
-  memcpy(square, t, sizeof square);
-  for (int i = 0; i < AF_WIDTH; ++i)
-    for (int j = 0; j < AF_WIDTH; ++j) t[i][j] = square[j][i];
-#endif
-}
 
 static void af_copy(
     const int64_t* const sizes, const float* const b, float* restrict const panel, const int64_t depth,

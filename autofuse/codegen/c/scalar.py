@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from autofuse.codegen.c.math import INLINE_CALLS, INLINE_MATH
+from autofuse.codegen.c.turn import TURN, WIDTH
 from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
 from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
 
@@ -259,6 +260,7 @@ static inline void af_stream_fence(void) {
 }
 """,
     ),
+    ("af_turn(", WIDTH + TURN),
     (
         "af_narrow(",
         """static inline int32_t af_narrow(int64_t v) {
