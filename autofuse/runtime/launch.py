@@ -21,6 +21,7 @@ import torch
 
 from autofuse.codegen.in_place import Pairs
 from autofuse.errors import ShapeError
+from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import evaluate
@@ -334,7 +335,6 @@ def _output_constants(form: NodeForm) -> list[str]:
 
 
 def _compile(lines: list[str], namespace: dict[str, Any], what: str) -> Callable[..., NodeCall]:
-    namespace["floor"] = math.floor  # of sizes behind a stride
     exec(compile("\n".join(lines), f"<autofuse {what} node>", "exec"), namespace)
     make: Callable[..., NodeCall] = namespace["make"]
     return make
@@ -350,7 +350,7 @@ def value_name(ref: ValueRef, form: NodeForm) -> str:
 
 def dims_text(dims: Sequence[Any]) -> str:
     """A tuple of sizes in Python."""
-    return "(" + "".join(f"{d}, " for d in dims) + ")"
+    return "(" + "".join(f"{dim_text(d, PYTHON)}, " for d in dims) + ")"
 
 
 def render_arg(arg: Any, form: NodeForm | None = None, name: str = "") -> str:
@@ -358,7 +358,7 @@ def render_arg(arg: Any, form: NodeForm | None = None, name: str = "") -> str:
     if isinstance(arg, ValueRef):
         return arg.name if form is None else value_name(arg, form)
     if isinstance(arg, sympy.Expr):
-        return f"({arg})"
+        return dim_text(arg, PYTHON)
     if isinstance(arg, tuple):
         return "[" + ", ".join(render_arg(a, form) for a in arg) + "]"
     if isinstance(arg, float):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode
+from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, free_symbols, symbol
@@ -144,7 +144,6 @@ class _Builder:
         self.namespace: dict[str, Any] = {
             "torch": torch,
             "clock": perf_counter,
-            "af_floor": math.floor,
             **NAMES,
         }
 
@@ -541,8 +540,7 @@ def _indented(lines: list[str]) -> list[str]:
 
 def _in_code(size: sympy.Expr) -> str:
     """A size in the names that the code has for symbols."""
-    text = str(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}))
-    return text.replace("floor(", "af_floor(")  # `floor` may be the name of a value
+    return dim_text(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}), PYTHON)
 
 
 def _check_made(units: Sequence[_Unit], placeholders: Sequence[fx.Node], output: fx.Node) -> None:

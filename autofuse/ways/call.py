@@ -7,7 +7,6 @@ Guarantee: outputs have exactly the sizes and strides that the form promises; in
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,7 +182,6 @@ def render(way: Way) -> tuple[str, dict[str, Any]]:
         "torch": torch,
         "as_promised": as_promised,
         "all_promised": all_promised,
-        "floor": math.floor,
     }
     inputs = ", ".join(item.name for item in form.inputs)
     head = [f"def make({', '.join([*form.symbols, 'device', 'kernels', 'failed', 'kept'])}):"]

@@ -78,3 +78,17 @@ def test_a_pooling_is_a_kernel_of_its_own_and_takes_what_follows() -> None:
         (planned,) = plan(function, [torch.randn(4, 8, 33, 31)], [(0, 0), (0, 2), (0, 3)])
     names = [[op.short_name for op in node.kernels] for node in planned.nodes]
     assert names == [["relu", "mul"], ["max_pool2d_with_indices", "sigmoid", "add"], ["avg_pool2d"]]
+
+
+@pytest.mark.parametrize(("length", "stride", "padding"), [(3, 3, 1), (4, 3, 0), (5, 5, 2), (5, 6, 1), (4, 7, 2)])
+def test_sizes_whose_quotient_floating_point_numbers_miss(length: int, stride: int, padding: int) -> None:
+    """A third of 34 less a third of 1 is 11, but less than that in floating-point numbers: a result too small."""
+
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        return F.avg_pool2d(x, length, stride, padding) + 1
+
+    kernel = _generator().generate_generic_kernel(trace(pooled, [torch.randn(1, 2, 33, 40)]), None)
+    for size in range(33, 120):
+        x = torch.randn(1, 2, size, 40)
+        (found,) = kernel(x)
+        torch.testing.assert_close(found, pooled(x))

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from autofuse.codegen.c.knobs import cpu_vector_bits
 from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
 from autofuse.codegen.c.turn import TURN
-from autofuse.codegen.dims import dim_text
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.operands import ANCHORS, Operand, read_operand
 from autofuse.errors import LoweringError
+from autofuse.ir.dims import dim_text
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, contiguous_strides, evaluate, free_symbols

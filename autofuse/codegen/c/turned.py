@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from autofuse.codegen.c.body import Body
 from autofuse.codegen.c.knobs import stride_along
 from autofuse.codegen.c.scalar import memory_type
-from autofuse.codegen.dims import dim_text
 from autofuse.codegen.dtypes import DTYPES
 from autofuse.codegen.loops import Access, LoopKernel
 from autofuse.codegen.phases import Plan
+from autofuse.ir.dims import dim_text
 
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 16  # best of 8 to 64 each on an EPYC
 _TILE_BYTES = 16 << 10  # of all tiles of a block, half of a first cache

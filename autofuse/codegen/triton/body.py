@@ -21,7 +21,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autofuse.codegen.dims import TRITON, dim_text
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Store, regions
 from autofuse.codegen.phases import Phase, plan, store_region
 from autofuse.codegen.triton.scalar import (
@@ -37,6 +36,7 @@ from autofuse.codegen.triton.scalar import (
     store_text,
 )
 from autofuse.codegen.triton.source import RANDOM, Argument, Pass, Scratch
+from autofuse.ir.dims import TRITON, dim_text
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim, as_dim, product
 
