@@ -47,8 +47,8 @@ def overlaps(kernel: LoopKernel) -> Pairs:
     found = []
     for number, output in enumerate(outputs):
         stores = [s for s in kernel.stores if s.access.param == output]
-        if len(stores) != 1 or stores[0] not in last:
-            continue  # pieces, or what a later pass over the row might read again
+        if len(stores) != 1 or stores[0] not in last or _is_written_again(stores[0].access, kernel):
+            continue  # pieces, or what a later pass over the row, or another row, might read again
         for place, source in enumerate(sources):
             same = replace(stores[0].access, param=source)
             loads = [v.attr for v in kernel.values if isinstance(v.attr, Access) and v.attr.param == source]
@@ -56,6 +56,13 @@ def overlaps(kernel: LoopKernel) -> Pairs:
             if is_alike and loads and all(access == same for access in loads):
                 found.append((number, place))
     return tuple(found)
+
+
+def _is_written_again(access: Access, kernel: LoopKernel) -> bool:
+    """Whether loops write an element more than once, as where an output is smaller than the nest."""
+    moving = {dim for dim, stride in access.strides if stride != 0}
+    visited = [*kernel.rows, *(kernel.cols if moving.intersection(kernel.cols) else ())]  # else once a row
+    return any(kernel.dims[dim] != 1 and dim not in moving for dim in visited)
 
 
 # ---- in a program ------------------------------------------------------------------------------------------------

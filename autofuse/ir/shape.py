@@ -238,7 +238,10 @@ def _solve(dim: sympy.Expr, size: int, values: Mapping[str, int], shape: Symboli
     known = dim.subs({symbol(k): v for k, v in values.items()})
     unknown = sorted(known.free_symbols, key=str)
     if len(unknown) == 1:
-        solutions = [s for s in sympy.solve(known - size, unknown[0]) if s.is_Integer and s >= 0]
+        try:
+            solutions = [s for s in sympy.solve(known - size, unknown[0]) if s.is_Integer and s >= 0]
+        except NotImplementedError:  # of what is rounded
+            solutions = []
         if len(solutions) == 1:
             return {str(unknown[0]): int(solutions[0])}
     raise ShapeError(f"expected one value for the symbols of {dim} in {shape}, found none or several for size {size}")

@@ -81,6 +81,11 @@ def test_missing_symbols_and_wrong_sizes_are_named():
         SymbolicShape(["2*s0 + 1"]).unify((8,))
 
 
+def test_a_rounded_quotient_has_no_one_size_behind_it():
+    with pytest.raises(ShapeError, match="one value"):
+        SymbolicShape(["floor(s1/2) - 5"]).unify([3])
+
+
 def test_strides_and_products():
     assert contiguous_strides([2, 3, 4]) == (12, 4, 1)
     assert contiguous_strides(SymbolicShape(["s0", "s1", 8]).dims)[0] == parse_dim("8*s1")

@@ -113,6 +113,18 @@ def test_a_row_that_is_read_again_by_a_later_pass_is_left_alone(store: str) -> N
     assert [names[output] for output, _ in in_place(form)] == ["_softmax"]
 
 
+def test_what_is_written_once_a_row_is_left_alone() -> None:
+    """The next row reads it again: -p, as large as p, in the loops of x + p."""
+
+    def both(x: T, p: T) -> tuple[T, T]:
+        return x + p, torch.neg(p)
+
+    form = trace(both, [torch.randn(12, 2, 64), torch.randn(12, 1, 64)], dynamic=False)
+    assert in_place(form) == ((0, 0),)
+    form = trace(both, [torch.randn(12, 2, 64), torch.randn(12, 2, 64)], dynamic=False)
+    assert in_place(form) == ((0, 0), (0, 1), (1, 0), (1, 1))
+
+
 def test_a_check_of_each_call_needs_the_inputs_as_they_were(store: str) -> None:
     captured = Captured(lambda x: torch.relu(x @ W + B), store, AUTOFUSE_RUN_CHECK="1")
     captured.call(torch.randn(48, 32))
