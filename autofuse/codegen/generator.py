@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autofuse.codegen.c.attention import attention_refusal, default_attention_config, print_attention
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
 from autofuse.codegen.c.knobs import default_config
 from autofuse.codegen.c.printer import print_c
@@ -94,6 +95,9 @@ class FusionKernelGenerator:
         if product_refusal(form) is None:  # a product by itself, which no nest of loops is made for
             config = config or default_product_config(form)
             source = print_product(form, config, constants)
+        elif attention_refusal(form) is None:
+            config = config or default_attention_config(form)
+            source = print_attention(form, config, constants)
         else:
             kernel = lower(form)
             config = config or default_config(kernel, constants or None)

@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 
+from autofuse.codegen.c.attention import OPERANDS as TORCH_ATTENTIONS
 from autofuse.codegen.in_place import Pairs
 from autofuse.errors import ShapeError
 from autofuse.ir.dims import PYTHON, dim_text
@@ -109,8 +110,11 @@ def make_launcher(
         return entry.make_call(form, symbol_values, threads, allocate, failed, kept)
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
+    answer = failed or _raise
+    if any(op.target in TORCH_ATTENTIONS for op in form.operations):
+        answer = _unless_odd(make_unfused(form, symbol_values), answer)
     call = _launcher_factory(form, () if allocate else reuse)(
-        *symbol_values, entry, address, allocate or empty_like_spec, failed or _raise
+        *symbol_values, entry, address, allocate or empty_like_spec, answer
     )
     vars(call)["sizes"] = sizes  # keeps the array alive as long as its address is in use
     return call
@@ -149,6 +153,15 @@ def make_device_launcher(
     if record.draws:
         return _outside_recordings(call, make_unfused(form, symbol_values, torch.device("cuda", loaded.device_index)))
     return call
+
+
+def _unless_odd(eager: NodeCall, failed: Callable[..., Any]) -> Callable[..., Any]:
+    """What answers in place of an attention that raised: eager itself where the result is not finite."""
+
+    def answer(error: Exception, *inputs: torch.Tensor) -> Any:
+        return eager(*inputs) if isinstance(error, FloatingPointError) else failed(error, *inputs)
+
+    return answer
 
 
 def _outside_recordings(call: NodeCall, unfused: NodeCall) -> NodeCall:

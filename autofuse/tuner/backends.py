@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from autofuse.codegen.c.attention import attention_knobs as c_attention_knobs
+from autofuse.codegen.c.attention import default_attention_config as default_c_attention_config
+from autofuse.codegen.c.attention import print_attention as print_c_attention
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
 from autofuse.codegen.c.knobs import default_config, knobs_for
 from autofuse.codegen.c.printer import CSource, print_c
@@ -30,7 +33,7 @@ from autofuse.codegen.triton.matmul_knobs import default_matmul_config, matmul_k
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import limits_of, prune_reason, target_of
-from autofuse.errors import CompilerError, LoweringError
+from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config, KernelRecord
 from autofuse.tuner.worker_process import CandidateProblem
@@ -77,11 +80,17 @@ class Backend(Protocol):
         """A binary that is good for ``sizes``; for all sizes of the bucket and any alignment with ``is_final``."""
 
 
-def only_product(tiled: Tiled) -> NodeForm:
-    """Raises LoweringError for what only Triton prints."""
-    if tiled.printer != MATMUL:
-        raise LoweringError("no_tiles", f"expected a product or a nest of loops, found {tiled.printer}: Triton's alone")
-    return tiled.form
+@dataclass(frozen=True)
+class _CPrinter:
+    knobs: Callable[[NodeForm], tuple[Knob, ...]]
+    default: Callable[[NodeForm], Config]
+    text: Callable[[NodeForm, Config, Sizes], CSource]
+
+
+_C_PRINTERS = {
+    MATMUL: _CPrinter(product_knobs, default_product_config, print_product),
+    ATTENTION: _CPrinter(c_attention_knobs, default_c_attention_config, print_c_attention),
+}
 
 
 class CBackend:
@@ -97,19 +106,19 @@ class CBackend:
 
     def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         if isinstance(loop, Tiled):
-            return product_knobs(only_product(loop))
+            return _C_PRINTERS[loop.printer].knobs(loop.form)
         return knobs_for(loop, values)
 
     def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
         if isinstance(loop, Tiled):
-            return default_product_config(only_product(loop))
+            return _C_PRINTERS[loop.printer].default(loop.form)
         return default_config(loop, values)
 
     def recipe(
         self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
     ) -> Recipe:
         if isinstance(loop, Tiled):
-            source = print_product(only_product(loop), config, constants)
+            source = _C_PRINTERS[loop.printer].text(loop.form, config, constants)
         else:
             source = print_c(loop, config, constants)
         key = compile_key(source.text, self._toolchain, flags_for(self._toolchain, config))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autofuse.codegen.c.attention import attention_refusal as c_attention_refusal
 from autofuse.codegen.c.product import product_refusal
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.operands import ANCHORS
@@ -27,6 +28,7 @@ from autofuse.ways.training import passes_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
+GENERATED_ATTENTION = "generated_attention"
 LEAST_FLOPS = 2e6  # of a product, some 20 us: below that Python's part of a call decides
 MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
@@ -37,7 +39,7 @@ def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
     found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
     found += layouts_of(form)
-    found += [] if has_tiles else [*blocks_of(form), *products_of(form)]
+    found += [] if has_tiles else [*blocks_of(form), *products_of(form), *attentions_of(form)]
     printer = tiles_of(form) if has_tiles else None
     if printer is not None:
         found.append(Way(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside"))
@@ -64,6 +66,14 @@ def products_of(form: NodeForm) -> list[Way]:
         return []
     parts = (*(Part((op.name,), MATMUL) for op in printed), *_parts(form))
     return [Way(GENERATED, form, parts, "a generated product, the rest in kernels of their own")]
+
+
+def attentions_of(form: NodeForm) -> list[Way]:
+    """The way with an attention that is printed in C in place of torch's; none where it is no such attention."""
+    if c_attention_refusal(form) is not None:
+        return []
+    part = Part((form.operations[0].name,), ATTENTION)
+    return [Way(GENERATED_ATTENTION, form, (part,), "a generated attention")]
 
 
 def layouts_of(form: NodeForm) -> list[Way]:

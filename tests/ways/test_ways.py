@@ -585,3 +585,29 @@ def test_what_is_folded_is_one_for_all_callables_of_a_place() -> None:
                 torch.testing.assert_close(call(*order), module(x), rtol=1e-4, atol=1e-5)
             module.conv.weight.data.add_(0.25)
         assert [*kept.values()] == [folded]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_torch_may_be_generated(causal: bool) -> None:
+    def function(q: T, k: T, v: T) -> T:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    inputs = [torch.randn(3, 40, 2, 32).transpose(1, 2) for _ in range(3)]
+    with torch.no_grad():
+        group = one_group(plan(function, inputs, [(0, 0), (1, 0), (2, 0)]))
+    generated = way(group, "generated_attention")
+    assert group.kind == "attention" and [part.printer for part in generated.parts] == ["attention"]
+    check(group.node.form, generated, [(1,), (2,), (7,)], ("normal", "special", "zeros"))
+
+
+def test_attention_that_is_not_finite_is_eagers_to_the_bit() -> None:
+    inputs = [torch.randn(2, 3, 20, 32) for _ in range(3)]
+    with torch.no_grad():
+        group = one_group(plan(F.scaled_dot_product_attention, inputs))
+        for n, value in ((0, math.nan), (1, math.inf), (2, -math.inf)):
+            odd = [t.clone() for t in inputs]
+            odd[n][1, 2, 7, 5] = value
+            generated = load(way(group, "generated_attention"))
+            found = make_launcher(group.node.form, generated, (), 2)(*odd)
+            (found, *_) = found if isinstance(found, tuple) else (found,)
+            torch.testing.assert_close(found, F.scaled_dot_product_attention(*odd), rtol=0, atol=0, equal_nan=True)

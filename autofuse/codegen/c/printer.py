@@ -199,6 +199,7 @@ extern PyObject* PyErr_NoMemory(void);
 extern void PyErr_SetString(PyObject*, const char*);
 extern PyObject* PyExc_TypeError;
 extern PyObject* PyExc_ValueError;
+extern PyObject* PyExc_FloatingPointError;
 extern void* PyEval_SaveThread(void);
 extern void PyEval_RestoreThread(void*);
 extern void Py_IncRef(PyObject*);
@@ -218,6 +219,10 @@ AF_EXPORT PyObject* af_entry(PyObject* self, PyObject* const* args, intptr_t n) 
   const int failed = @NAME@(sizes, ptrs);
   PyEval_RestoreThread(thread);
   if (failed == -1) return PyErr_NoMemory();
+  if (failed == -2) {
+    PyErr_SetString(PyExc_FloatingPointError, "expected finite results");
+    return NULL;
+  }
   if (failed) {
     PyErr_SetString(PyExc_ValueError, "expected fewer than 2^31 columns");
     return NULL;
