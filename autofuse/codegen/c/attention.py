@@ -3,8 +3,9 @@
 In: a `NodeForm` that is one call of such a kernel in float32, and a configuration.
 Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `attention_refusal`
 gives as data.
-Guarantee: a call whose result is not finite, or that has nothing to do, reports so and is eager's: torch's exponential
-loses NaN (2.13). No element outside of the operands is read.
+Guarantee: a call reports that it is eager's where a result is not finite (torch's exponential loses NaN, 2.13), where
+causal rows end before the keys do (torch multiplies zeros with what no row sees, NaN too), and where nothing is to do.
+No element outside of the operands is read.
 
 Why: torch's kernels multiply blocks with MKL, whose calls are long beside blocks of some 60 rows: 40 to 110 GFLOP/s
 where tiles in registers reach twice that (EPYC, 2 threads). Here a head's keys are turned into panels once, then each
@@ -232,7 +233,7 @@ _TEXT = (
 enum { AF_WIDTH = @WIDTH@, AF_HEAD = @HEAD@, AF_ROWS = @ROWS@, AF_CAUSAL = @CAUSAL@ };
 enum { AF_SCORE_ROWS = @SCORE_ROWS@, AF_SCORE_VECTORS = @SCORE_VECTORS@, AF_COLS = AF_SCORE_VECTORS * AF_WIDTH };
 enum { AF_HEAD_ROWS = @HEAD_ROWS@, AF_HEAD_VECTORS = @HEAD_VECTORS@, AF_MOST_VECTORS = 4, AF_TASKS = 4 };
-enum { AF_SERIAL_BELOW = 1 << 16, AF_EAGERS = -2 };
+enum { AF_SERIAL_BELOW = 1 << 16, AF_EAGERS = -2, AF_DEPTH = 256 };
 static const float af_scale = @SCALE@;
 """
     + TURN
@@ -300,12 +301,26 @@ static void af_scores(
   for (int64_t j = 0; j < keys; j += AF_COLS) af_score_rows(rows, a, a_row, panels + j * AF_HEAD, c + j, wide);
 }
 
-/* Rows as wide as a head. */
+/* Rows as wide as a head. One running sum of thousands would round too often: each takes AF_DEPTH terms. */
 static void af_heads(
     const int64_t rows, const float* const a, const int64_t a_row, const int64_t a_col, const float* const b,
     const int64_t b_row, const int64_t depth, float* const c, const int64_t c_row, const int adds) {
-  for (int j = 0; j < AF_HEAD; j += AF_HEAD_VECTORS * AF_WIDTH)
-    af_head_rows(rows, a, a_row, a_col, b + j, b_row, depth, c + j, c_row, adds);
+  for (int64_t k = 0; k < depth; k += AF_DEPTH)
+    for (int j = 0; j < AF_HEAD; j += AF_HEAD_VECTORS * AF_WIDTH)
+      af_head_rows(rows, a + k * a_col, a_row, a_col, b + k * b_row + j, b_row,
+                   depth - k < AF_DEPTH ? depth - k : AF_DEPTH, c + j, c_row, adds || k > 0);
+}
+
+/* Whether some of a head's rows hold Inf or NaN. */
+static int af_is_odd(const int64_t rows, const float* const x, const int64_t row) {
+  int is_odd = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < AF_HEAD; ++j) sum += 0.0f * x[i * row + j];
+    is_odd |= sum != 0.0f;
+  }
+  return is_odd;
 }
 
 /* n rows turned into panels of AF_COLS columns, the last filled up with zeros. */
@@ -331,7 +346,7 @@ static int @NAME@(const int64_t* const sizes, void** const ptrs) {
 @TENSORS@
   int64_t threads = @THREADS@;
   const int64_t matrices = AF_BATCHES * AF_HEADS;
-  if (matrices * AF_QUERIES * AF_KEYS == 0) return AF_EAGERS;
+  if (matrices * AF_QUERIES * AF_KEYS == 0 || (AF_CAUSAL && AF_QUERIES < AF_KEYS)) return AF_EAGERS;
   if (threads < 1 || matrices * AF_QUERIES * AF_KEYS * AF_HEAD < AF_SERIAL_BELOW) threads = 1;
   const int64_t wide = (AF_KEYS + AF_COLS - 1) / AF_COLS * AF_COLS;
   int has_failed = 0, is_odd = 0;
@@ -393,12 +408,7 @@ _FORWARD = """
           @KEEP@
         }
         af_heads(rows, scores, wide, 1, v + AF_AT(v), AF_v_T, keys, to, AF_out_T, 0);
-        for (int64_t i = 0; i < rows; ++i) {
-          float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-          for (int64_t j = 0; j < AF_HEAD; ++j) sum += 0.0f * to[i * AF_out_T + j];
-          is_odd |= sum != 0.0f;
-        }
+        is_odd |= af_is_odd(rows, to, AF_out_T);
       }
     }
     free(panels);
@@ -454,7 +464,8 @@ _BACKWARD = """
         }
         float* const to_keys = dk + AF_AT(dk);
         float* const to_values = dv + AF_AT(dv);
-        af_heads(rows, d, wide, 1, k + AF_AT(k), AF_k_T, keys, dq + AF_AT(dq) + r * AF_dq_T, AF_dq_T, 0);
+        float* const to_queries = dq + AF_AT(dq) + r * AF_dq_T;
+        af_heads(rows, d, wide, 1, k + AF_AT(k), AF_k_T, keys, to_queries, AF_dq_T, 0);
         af_heads(keys, d, 1, wide, queries, AF_q_T, rows, to_keys, AF_dk_T, r > 0);
         af_heads(keys, p, 1, wide, gradients, AF_g_T, rows, to_values, AF_dv_T, r > 0);
         /* Keys that the first block does not see are begun by those that do. */
@@ -462,7 +473,9 @@ _BACKWARD = """
           memset(to_keys + j * AF_dk_T, 0, sizeof(float) * AF_HEAD);
           memset(to_values + j * AF_dv_T, 0, sizeof(float) * AF_HEAD);
         }
+        is_odd |= af_is_odd(rows, to_queries, AF_dq_T);
       }
+      is_odd |= af_is_odd(AF_KEYS, dk + AF_AT(dk), AF_dk_T) | af_is_odd(AF_KEYS, dv + AF_AT(dv), AF_dv_T);
     }
     free(keys_turned);
   }"""
