@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("autofuse.daemon")
 
-START_SECONDS = 30.0
+START_SECONDS = 30.0  # without progress: beside a script that fills all cores, its imports take minutes
 STOP_SECONDS = 10.0  # then it is killed, which loses nothing but the job at hand
 POLL_SECONDS = 0.05
 URGENT_SECONDS = 3.0  # a script that waits renews its mark more often than this
@@ -134,7 +134,7 @@ def launch(settings: Settings) -> None:
 def _start(settings: Settings) -> int:
     path = log_path(settings)
     process = _spawn(settings)
-    deadline = time.monotonic() + START_SECONDS
+    deadline, used = time.monotonic() + START_SECONDS, 0.0
     while time.monotonic() < deadline:
         pid = running_pid(settings)
         if pid is not None:
@@ -148,11 +148,21 @@ def _start(settings: Settings) -> int:
             raise DaemonError(
                 f"expected the tuning daemon to run, found that it ended with code {code}{_look(settings)}"
             )
+        elif (now_used := _cpu_seconds(process.pid)) > used:
+            deadline, used = time.monotonic() + START_SECONDS, now_used
         time.sleep(POLL_SECONDS)
     if process.poll() == LOCK_TAKEN:
         raise DaemonError(f"expected a store without a daemon, found that another container or user serves it: {path}")
     process.kill()
     raise DaemonError(f"expected the tuning daemon to start within {START_SECONDS:.0f} s{_look(settings)}")
+
+
+def _cpu_seconds(pid: int) -> float:
+    """How long a process has worked; 0 where that is not told."""
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 def _spawn(settings: Settings) -> subprocess.Popen[bytes]:

@@ -145,6 +145,37 @@ def test_no_place_to_write(tmp_path: Path, settings: Settings) -> None:
         daemon.ensure_running(blocked)
 
 
+BUSY = "import time\nwhile time.process_time() < 3.0: pass\n"
+
+
+@pytest.mark.parametrize(
+    ("begins", "is_waited_for"),
+    [(BUSY, True), ("import time\ntime.sleep(60)\n", False)],
+    ids=["starved", "stuck"],
+)
+def test_a_daemon_that_is_slow_to_start_is_waited_for_while_it_gets_on(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, begins: str, is_waited_for: bool
+) -> None:
+    monkeypatch.setattr(daemon, "START_SECONDS", 1.0)
+    settings.run.store.parent.mkdir(parents=True)
+    announce = f"{begins}from autofuse.settings import load\nfrom autofuse.tuner import daemon\nimport os, time\n"
+    announce += f"daemon._announce(load({{'run.store': {str(settings.run.store)!r}}}), os.getpid())\ntime.sleep(60)"
+    started = []
+
+    def spawn(settings: Settings) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", announce]))
+        return started[0]
+
+    monkeypatch.setattr(daemon, "_spawn", spawn)
+    if is_waited_for:
+        assert daemon.ensure_running(settings) == started[0].pid
+        started[0].kill()
+    else:
+        with pytest.raises(DaemonError, match="to start within"):
+            daemon.ensure_running(settings)
+        assert started[0].wait() == -signal.SIGKILL
+
+
 def test_a_stale_pid_file_is_no_daemon(settings: Settings) -> None:
     path = settings.run.store.with_name(settings.run.store.name + ".daemon.pid")
     path.parent.mkdir(parents=True)
