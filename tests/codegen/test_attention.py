@@ -58,9 +58,10 @@ def attention(
     heads_last: bool = True,
     dtype: str = "float32",
     dropout: float = 0.0,
+    sizes: tuple[Dim, Dim] = (T, S),
 ) -> NodeForm:
-    rows, keys = (B, HEADS, T, width), (B, HEADS, S, width)
-    result, sums = spec(rows, heads_last, dtype), spec((B, HEADS, T), True, dtype)
+    rows, keys = (B, HEADS, sizes[0], width), (B, HEADS, sizes[1], width)
+    result, sums = spec(rows, heads_last, dtype), spec((B, HEADS, sizes[0]), True, dtype)
     specs = [spec(rows, heads_last, dtype), *[spec(keys, heads_last, dtype)] * 2]
     if backward:
         specs = [result, *specs, result, sums]
@@ -241,7 +242,16 @@ def test_scores_that_a_mask_hides_are_no_reason() -> None:
     inputs[3].masked_fill_(torch.rand(20, 30) < 0.5, -math.inf)[:, 0] = 0.0
     found = compiled(form, BLOCKS[0])(*inputs)
     assert not problems(list(found), list(eager(form, inputs)), list(exact(form, inputs)))
-    inputs[3][4] = -math.inf  # a row without keys
+    inputs[3][4] = -math.inf  # a row without keys, as padding makes them
+    found = compiled(form, BLOCKS[0])(*inputs)
+    for own, other in zip(found, eager(form, inputs), strict=True):
+        assert torch.equal(own[:, :, 4], torch.zeros_like(own[:, :, 4])) and torch.equal(other[:, :, 4], own[:, :, 4])
+        assert torch.allclose(own, other, atol=1e-5)
+    backward = attention(mask=MASKS["scores"], backward=True)
+    given = [*operands(backward, {"s0": 2, "s1": 20, "s2": 30})[:4], *found, inputs[3]]
+    for own, other in zip(compiled(backward, BLOCKS[0])(*given), eager(backward, given), strict=True):
+        assert torch.allclose(own, other, atol=1e-5)
+    inputs[0][0, 0, 4] = math.nan
     with pytest.raises(FloatingPointError):
         compiled(form, BLOCKS[0])(*inputs)
 
@@ -266,12 +276,15 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     ("form", "code"),
     [
         (attention(width=60), "width"),
-        (attention(dropout=0.1), "dtype"),
+        (attention(dropout=0.1), "dropout"),
         (attention(dtype="float64"), "dtype"),
         (attention(mask=(as_dim(5), S)), "mask"),
+        (attention(mask=(as_dim(1), T, S)), "mask"),
+        (attention(causal=True, scale=-0.3), "scale"),
+        (attention(causal=True, sizes=(as_dim(5), as_dim(9))), "causal"),
         (NodeForm(attention().inputs, attention().operations, (ValueRef("v0", 1),), attention().symbols), "outputs"),
     ],
-    ids=["width", "dropout", "float64", "mask", "outputs"],
+    ids=["width", "dropout", "float64", "mask", "mask of 3 dims", "scale", "short causal rows", "outputs"],
 )
 def test_what_torch_has_to_do_is_refused_with_a_reason(form: NodeForm, code: str) -> None:
     found = attention_refusal(form)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_entry_checks_its_arguments(generator: FusionKernelGenerator) -> None:
         loaded.entry(0)
     with pytest.raises(TypeError):
         loaded.entry(0, "x", 1)
+
+
+def test_more_columns_than_positions_have_bits_for(generator: FusionKernelGenerator) -> None:
+    """Said before an element is read, so no pointer has to point anywhere."""
+    loaded = generator.generate_generic_kernel(CASES["cross_entropy_backward_none"].form()).load()
+    sizes = array("q", [4, 2**31, 1])
+    with pytest.raises(ValueError, match=r"expected fewer than 2\^31 columns"):
+        loaded.entry(sizes.buffer_info()[0], 0, 0, 0, 0, 0)
 
 
 def test_two_kernels_stay_apart(generator: FusionKernelGenerator) -> None:

@@ -44,6 +44,7 @@ HEADS: dict[int, dict[int, int]] = {
     256: {2: 6, 1: 10},
     128: {2: 6, 1: 10},
 }
+LARGEST_SCALE = 1e30  # a float with room
 BLOCKS = (48, 24, 96)  # rows of queries whose scores are made together
 
 
@@ -72,21 +73,27 @@ def attention_refusal(form: NodeForm) -> tuple[str, str] | None:
 @functools.lru_cache(maxsize=256)
 def plan_attention(form: NodeForm) -> Attention:
     """The attention that a node is. Raises LoweringError where it is none, or one that torch has to do."""
-    found = [op for op in form.operations if op.target in OPERANDS]
-    if len(found) != 1 or len(form.operations) != 1:
-        raise LoweringError("anchor", f"expected one attention and nothing else, found {len(form.operations)} others")
-    (op,) = found
+    op = form.operations[0]
+    if len(form.operations) != 1 or op.target not in OPERANDS:
+        raise LoweringError(
+            "anchor", f"expected one attention and nothing else, found {len(form.operations)} operations"
+        )
     first, rest = OPERANDS[op.target]
     is_backward = op.target == BACKWARD
     query, key, value = (_spec(form, ref) for ref in op.args[first : first + 3])
     (batches, heads, queries, width), keys = query.shape, key.shape[2]
-    if {op.arg(rest) or 0.0, *(s.dtype for s in (query, key, value))} != {0.0, "float32"}:
-        raise LoweringError("dtype", "expected float32 without dropout")
+    if op.arg(rest):
+        raise LoweringError("dropout", f"expected no dropout, found {op.arg(rest)}")
+    if {s.dtype for s in (query, key, value)} != {"float32"}:
+        raise LoweringError("dtype", f"expected float32, found {query.dtype}, {key.dtype}, {value.dtype}")
     if tuple(key.shape) != (batches, heads, keys, width) or tuple(value.shape) != tuple(key.shape):
         raise LoweringError("shape", f"expected heads of one width and number, found {query.shape}, {key.shape}")
     lanes = cpu_vector_bits()[-1] // 32
     if not isinstance(width, int) or width % lanes or not width:
         raise LoweringError("width", f"expected heads as wide as a multiple of {lanes} elements, found {width}")
+    is_causal = bool(op.arg(rest + 1))
+    if is_causal and isinstance(queries, int) and isinstance(keys, int) and queries < keys:
+        raise LoweringError("causal", f"expected no more keys than causal rows, found {keys} and {queries}")
     outputs = {ref.index: n for n, ref in enumerate(form.outputs)}
     rows = [("q", op.args[first]), ("k", op.args[first + 1]), ("v", op.args[first + 2])]
     results = ["dq", "dk", "dv"] if is_backward else ["out", "sums"]
@@ -100,21 +107,23 @@ def plan_attention(form: NodeForm) -> Attention:
         for n, name in enumerate(results)
         if n in outputs
     ]
-    scale = op.kwarg("scale", None)
     return Attention(
         is_backward,
         (batches, heads, queries, keys),
         width,
         tuple(tensors),
         _mask(form, op, (batches, heads, queries, keys)),
-        bool(op.arg(rest + 1)),
-        1.0 / math.sqrt(width) if scale is None else _constant(scale),
+        is_causal,
+        _scale(op.kwarg("scale", None), width),
     )
 
 
-def _constant(scale: object) -> float:
-    if not isinstance(scale, int | float):
-        raise LoweringError("scale", f"expected a number as scale, found {scale}")
+def _scale(scale: object, width: int) -> float:
+    """Torch hides causal scores before it scales them, which gives NaN where the scale is not positive."""
+    if scale is None:
+        return 1.0 / math.sqrt(width)
+    if not isinstance(scale, int | float) or not 0.0 < scale < LARGEST_SCALE:
+        raise LoweringError("scale", f"expected a number above 0 as scale, found {scale}")
     return float(scale)
 
 
@@ -143,8 +152,8 @@ def _mask(form: NodeForm, op: Operation, sizes: Sequence[Dim]) -> tuple[int, tup
     if ref is None:
         return None
     spec = _spec(form, ref)
-    if spec.dtype != "float32" or len(spec.shape) > 4:
-        raise LoweringError("mask", f"expected a mask of float32, found {spec.dtype}")
+    if spec.dtype != "float32" or len(spec.shape) not in (2, 4):
+        raise LoweringError("mask", f"expected a mask of float32 with 2 or 4 dims, found {spec.dtype} {spec.shape}")
     shape, strides = [*[1] * (4 - len(spec.shape)), *spec.shape], [*[0] * (4 - len(spec.shape)), *spec.strides]
     if any(found not in (1, wanted) for found, wanted in zip(shape, sizes, strict=True)):
         raise LoweringError("mask", f"expected a mask of {list(sizes)}, found {shape}")
@@ -195,7 +204,7 @@ def print_attention(form: NodeForm, config: Config, constants: Mapping[str, int]
         "HEAD_VECTORS": str(vectors),
         "CAUSAL": str(int(made.is_causal)),
         "MASKED": str(int(made.mask is not None)),
-        "SCALE": f"{made.scale!r}f" if math.isfinite(made.scale) else "(0.0f / 0.0f)",
+        "SCALE": f"{made.scale!r}f",
         "THREADS": f"sizes[{len(form.symbols)}]",
         "TENSORS": "\n".join(f"  float* const {name} = ptrs[{number}];" for name, number, _ in made.tensors)
         + ("" if made.mask is None else f"\n  const float* const mask = ptrs[{made.mask[0]}];"),
@@ -230,10 +239,10 @@ _TEXT = (
     + INCLUDES
     + """
 @SIZES@
-enum { AF_WIDTH = @WIDTH@, AF_HEAD = @HEAD@, AF_ROWS = @ROWS@, AF_CAUSAL = @CAUSAL@ };
+enum { AF_WIDTH = @WIDTH@, AF_HEAD = @HEAD@, AF_ROWS = @ROWS@, AF_CAUSAL = @CAUSAL@, AF_MASKED = @MASKED@ };
 enum { AF_SCORE_ROWS = @SCORE_ROWS@, AF_SCORE_VECTORS = @SCORE_VECTORS@, AF_COLS = AF_SCORE_VECTORS * AF_WIDTH };
 enum { AF_HEAD_ROWS = @HEAD_ROWS@, AF_HEAD_VECTORS = @HEAD_VECTORS@, AF_MOST_VECTORS = 4, AF_TASKS = 4 };
-enum { AF_SERIAL_BELOW = 1 << 16, AF_EAGERS = -2, AF_DEPTH = 256 };
+enum { AF_SERIAL_BELOW = 1 << 16, AF_EAGERS = -3, AF_DEPTH = 256 };
 static const float af_scale = @SCALE@;
 """
     + TURN
@@ -396,14 +405,22 @@ _FORWARD = """
             row[j] = row[j] * af_scale AF_MASK(j);
             largest = row[j] > largest ? row[j] : largest;
           }
+          int64_t hidden = 0;
+          for (int64_t j = 0; AF_MASKED && largest == -INFINITY && j < seen; ++j) hidden += row[j] == -INFINITY;
 #pragma omp simd reduction(+ : sum)
           for (int64_t j = 0; j < seen; ++j) {
             row[j] = af_exp_nonpositive_f32(row[j] - largest);
             sum += row[j];
           }
-          const float factor = 1.0f / sum, logarithm = largest + logf(sum);
-          is_odd |= !(logarithm > -INFINITY && logarithm < INFINITY);
-          for (int64_t j = 0; j < seen; ++j) row[j] *= factor;
+          const float factor = 1.0f / sum;
+          float logarithm = largest + logf(sum);
+          if (hidden == seen) {  /* a row without keys, which padding makes: zeros, as torch's */
+            logarithm = 0.0f;
+            memset(row, 0, sizeof(float) * seen);
+          } else {
+            is_odd |= !(logarithm > -INFINITY && logarithm < INFINITY);
+            for (int64_t j = 0; j < seen; ++j) row[j] *= factor;
+          }
           for (int64_t j = seen; j < keys; ++j) row[j] = 0.0f;
           @KEEP@
         }

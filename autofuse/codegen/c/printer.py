@@ -219,7 +219,7 @@ AF_EXPORT PyObject* af_entry(PyObject* self, PyObject* const* args, intptr_t n) 
   const int failed = @NAME@(sizes, ptrs);
   PyEval_RestoreThread(thread);
   if (failed == -1) return PyErr_NoMemory();
-  if (failed == -2) {
+  if (failed == -3) {
     PyErr_SetString(PyExc_FloatingPointError, "expected finite results");
     return NULL;
   }
