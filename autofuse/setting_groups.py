@@ -161,7 +161,12 @@ class TunerSettings(Group):
     worker_timeout_seconds: float = declare(
         60.0, "A candidate that takes longer is killed and recorded as a timeout.", unit="s", low=0.1
     )
-    nice: int = declare(19, "Scheduling priority of daemon and worker; 19 yields to everything.", low=0, high=19)
+    nice: int = declare(
+        10,
+        "Scheduling priority of daemon and worker; 19 yields to everything, also to threads that wait.",
+        low=0,
+        high=19,
+    )
 
 
 class ProcessSettings(Group):

@@ -124,7 +124,7 @@ class TwinBench:
 
 def entry_of(session: Session, node: Node, values: tuple[int, ...], settings: Settings) -> Callable[..., Any]:
     """The default kernel of a node."""
-    worker = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=1.0, nice=0)  # is never started: nothing is timed here
+    worker = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=1.0)  # is never started: nothing is timed here
     threads = torch.get_num_threads()
     shop = Workshop(CBackend(find_toolchain()), worker)
     bench = shop.bench(node.fusion_id, node.form, threads, bucket_of(values))

@@ -151,7 +151,7 @@ class Tuner:
     def __init__(self, settings: Settings, session: Session) -> None:
         self.settings = settings
         self._session = session
-        self._loop = TuningLoop(settings, is_urgent=lambda: True, nice=settings.tuner.nice)
+        self._loop = TuningLoop(settings, is_urgent=lambda: True)
 
     def decide(self, node: Node, values: tuple[int, ...]) -> tuple[Decision, KernelRecord | None, Measured]:
         """What a script would run at these sizes, its kernel, and what was measured for it."""

@@ -317,7 +317,7 @@ def main() -> int:
     began = time.monotonic()
     print("us of eager, chosen, best; regret; configurations and samples of the tuner, of all")
     with tuning_session("regret") as (session, tuner):
-        worker = WorkerProcess(memory_bytes=8 << 30, timeout_seconds=120.0, nice=tuner.settings.tuner.nice)
+        worker = WorkerProcess(memory_bytes=8 << 30, timeout_seconds=120.0)
         shop = Workshop(CBackend(find_toolchain()), worker, compilers=lambda: 2)
         try:
             for case in (case for case in CASES if case.name in asked):

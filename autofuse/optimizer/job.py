@@ -11,7 +11,7 @@ import base64
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from autofuse.codegen.triton.source import Assumptions
@@ -31,6 +31,8 @@ C_MULTI, TRITON_MULTI = "c_multi", "triton_multi"  # one call for all tensors
 _ALIGNED = (Assumptions(is_aligned=True),)  # what a kernel is given are tables of ours
 MOST_COPIES = 12  # of all tensors of a step, that a check or a race holds at a time
 LEAST_ELEMENTS = 1 << 14  # of a tensor, as far as it has so many: below, a step is all overhead
+CHECKED_ELEMENTS = 1 << 18  # of all tensors together: each is a run of the same code, and a script may want the machine
+LONGEST_CHECKED = 3 * 65536  # of the largest tensor: some of the largest chunks that a thread takes
 
 
 class StepJob:
@@ -47,11 +49,13 @@ class StepJob:
         """``rest`` is called before each piece of work, to yield the machine."""
         self._request = request
         self._form = StepForm.from_json(request.node[OPTIMIZER])
-        self._tried = self._form  # what is checked and timed: cut, where the whole would take too much memory
+        self._tried = self._form  # what is timed: cut, where the whole would take too much memory
+        self._checked = self._form  # what is checked: cut further
         self._backend = backend
         self._worker = worker
         self._limits = limits
         self._rest = rest
+        self._threads = 0  # of the last race; 0: not known
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -64,6 +68,7 @@ class StepJob:
                 None, Candidate(EAGER), None, "out_of_memory", "checking it needs too much memory", began
             )
         self._tried = self._form.cut_to(most)
+        self._checked = checked_form(self._tried)
         entrants = [
             (candidate, kernel) for candidate, kernel in self._candidates() if self._is_right(candidate, kernel)
         ]
@@ -76,15 +81,16 @@ class StepJob:
         if won and not is_clear(best):
             (best,) = self._race([(candidate, kernel)])
             won = confirms(best, self._limits.margin)
+        busy = "" if self._threads in (0, self._request.key.threads) else ", on one thread, for the machine was busy"
         if not won:
             words = f"the best is {candidate.variant} with {best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f})"
-            return self._decide(best, Candidate(EAGER), None, "below_margin", words, began)
+            return self._decide(best, Candidate(EAGER), None, "below_margin", words + busy, began)
         if kernel is not None:
             self._outcome.kernels.append(kernel)
         words = f"the fastest of {len(entrants)}, {best.rounds} paired rounds"
         if self._tried != self._form:
             words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"
-        return self._decide(best, candidate, kernel, "won", words, began)
+        return self._decide(best, candidate, kernel, "won", words + busy, began)
 
     def _candidates(self) -> list[tuple[Candidate, KernelRecord | None]]:
         found: list[tuple[Candidate, KernelRecord | None]] = [(Candidate(name), None) for name in self._form.vendors]
@@ -108,15 +114,15 @@ class StepJob:
         assert isinstance(self._backend, TritonBackend | InterpreterBackend)
         return self._backend.recipe_of(print_triton_step(self._form, config), _ALIGNED).make()
 
-    def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+    def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
         self._rest()
         if self._worker.pid is None:
             self._worker.start()
-        return self._worker.ask(do, step=self._tried.to_json(), threads=self._request.key.threads, **arguments)
+        return self._worker.ask(do, step=form.to_json(), threads=self._request.key.threads, **arguments)
 
     def _is_right(self, candidate: Candidate, kernel: KernelRecord | None) -> bool:
         try:
-            self._ask("check_step", candidate=_as_json(candidate, kernel))
+            self._ask("check_step", self._checked, candidate=_as_json(candidate, kernel))
         except CandidateProblem as problem:
             self._outcome.measurements.append(Measurement(candidate, problem.status, message=str(problem)[:500]))
             return False
@@ -125,8 +131,8 @@ class StepJob:
     def _race(self, entrants: list[tuple[Candidate, KernelRecord | None]]) -> list[Comparison]:
         rounds = max(15, self._limits.rounds)
         rules = RaceRules(rounds, 4 * rounds, self._limits.job_seconds, self._limits.margin, 15)
-        reply = self._ask("race_steps", candidates=[_as_json(*e) for e in entrants], rules=asdict(rules))
-        samples, device = reply["samples"], reply["device"]
+        reply = self._ask("race_steps", self._tried, candidates=[_as_json(*e) for e in entrants], rules=asdict(rules))
+        samples, device, self._threads = reply["samples"], reply["device"], reply["threads"]
         comparisons = [compare(samples[0], own) for own in samples[1:]]
         for n, own in enumerate(device[1:]):
             on_device = compare(device[0], own)
@@ -170,6 +176,16 @@ class StepJob:
             )
         )
         return self._outcome
+
+
+def checked_form(form: StepForm) -> StepForm:
+    """The same step on as many elements as show that it is right."""
+    if sum(form.sizes) <= CHECKED_ELEMENTS:
+        return form
+    sizes = list(form.cut_to(CHECKED_ELEMENTS).sizes)
+    largest = form.sizes.index(max(form.sizes))
+    sizes[largest] = max(sizes[largest], min(form.sizes[largest], LONGEST_CHECKED))
+    return replace(form, sizes=tuple(sizes))
 
 
 def _as_json(candidate: Candidate, kernel: KernelRecord | None) -> dict[str, str]:

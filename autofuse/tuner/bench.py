@@ -3,7 +3,8 @@
 In: a `NodeForm`, symbol values, kernels as bytes. Out: numbers.
 What differs between types of devices is a `Rig`: this module has the CPU's, the others are in `gpu_rig` and
 `interpreter_worker`.
-On a machine that is too busy for parallel regions (see ``Cores``) eager and kernels are timed on one thread.
+On a machine that is too busy for parallel regions (see ``Cores``) eager and kernels are timed on one thread, by its own
+time.
 Guarantee: what is timed is what is deployed: the router's own launcher against the router's own unfused call, both
 with fresh outputs, on inputs that rotate; the last few outputs stay alive, so that calls do not all write one buffer.
 """
@@ -11,12 +12,13 @@ with fresh outputs, on inputs that rotate; the last few outputs stay alive, so t
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from math import inf
-from time import perf_counter
+from time import perf_counter, process_time, sleep, thread_time
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +29,8 @@ from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.launch import make_launcher, make_unfused
 from autofuse.tuner.cases import CheckCase
-from autofuse.tuner.timing import Call, RaceResult, RaceRules, Sampler, WallSampler, race
+from autofuse.tuner.manners import OTHERS_SHARE, busy_seconds
+from autofuse.tuner.timing import Call, CallSampler, RaceResult, RaceRules, Sampler, race
 from autofuse.tuner.verify import GuardedAllocator, Verifier
 from autofuse.ways.bundle import is_bundle, unpack
 
@@ -36,7 +39,8 @@ MAX_COPIES = 4
 KEPT_OUTPUTS = 3
 KEPT_BYTES = 256 << 20  # of one callable: larger outputs leave no trace in a cache, and five callables keep them
 PROBES = 5
-BELIEVED_SECONDS = 2.0  # a busy machine is not probed again for so long: probes that wait are slow
+BELIEVED_SECONDS = 2.0  # a busy machine is not probed again for so long, nor is the use of a quiet one looked at
+LOOK_SECONDS = 0.05  # five ticks of the kernel's accounts
 PROBE_ELEMENTS = 1 << 17  # four times the size from which torch uses threads
 BUSY_SECONDS = 1e-3  # 30 us on a quiet machine, 4 to 60 ms where another process has the other core
 
@@ -46,7 +50,7 @@ class Cores:
 
     def __init__(self) -> None:
         self._tensor = torch.zeros(PROBE_ELEMENTS)
-        self._busy_at = -inf
+        self._busy_at = self._looked_at = -inf
 
     def usable_threads(self, threads: int) -> int:
         """``threads``, or 1 where parallel regions wait for cores that others use: they would only measure the others.
@@ -54,6 +58,10 @@ class Cores:
         Beside a training script on two cores an eager call of 0.1 ms took 30 ms on two threads and 0.1 ms on one.
         """
         if threads == 1 or perf_counter() - self._busy_at < BELIEVED_SECONDS:
+            return 1
+        # Asked before it is tried: whoever has just slept gets all cores for the few regions that a trial takes.
+        if perf_counter() - self._looked_at > BELIEVED_SECONDS and self._free_cores() < threads - OTHERS_SHARE:
+            self._busy_at = perf_counter()
             return 1
         slow = 0
         for number in range(PROBES + 1):
@@ -64,6 +72,14 @@ class Cores:
                 self._busy_at = perf_counter()
                 return 1
         return threads
+
+    def _free_cores(self) -> float:
+        """How many cores' time nobody else takes just now."""
+        began, others = perf_counter(), busy_seconds() - process_time()
+        sleep(LOOK_SECONDS)
+        others = busy_seconds() - process_time() - others
+        self._looked_at = perf_counter()
+        return (os.cpu_count() or 1) - others / (self._looked_at - began)
 
 
 CORES = Cores()
@@ -87,7 +103,8 @@ class Rig(Protocol):
     def usable_threads(self, threads: int) -> int:
         """How many of the threads are worth timing on just now."""
 
-    def sampler(self) -> Sampler: ...
+    def sampler(self, is_shared: bool) -> Sampler:
+        """``is_shared``: for calls on one thread, since others use the cores."""
 
     def is_fatal(self, error: Exception) -> bool:
         """Whether the process is of no use after this error."""
@@ -112,8 +129,9 @@ class CpuRig:
     def usable_threads(self, threads: int) -> int:
         return CORES.usable_threads(threads)
 
-    def sampler(self) -> Sampler:
-        return WallSampler()
+    def sampler(self, is_shared: bool) -> Sampler:
+        # The thread's own time leaves out when others had its core: 30 ms at a time, in which a gain of 6x drowned.
+        return CallSampler(thread_time if is_shared else perf_counter)
 
     def is_fatal(self, error: Exception) -> bool:
         return False  # what breaks a process on a CPU ends it
@@ -144,7 +162,7 @@ class NodeBench:
         def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
             return self._rig.launcher(self.form, self._loaded[digest], values, self.threads, allocator)
 
-        with _torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself uses all of its threads
+        with torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself uses all of its threads
             return self._verifier.check(make_call, cases, budget_seconds, least)
 
     def race(self, digests: Sequence[str], values: tuple[int, ...], rules: RaceRules) -> RaceResult:
@@ -153,8 +171,10 @@ class NodeBench:
         threads = self._rig.usable_threads(self.threads)
         calls = [self._rig.unfused(self.form, values)]
         calls += [self._rig.launcher(self.form, self._loaded[d], values, threads, None) for d in digests]
-        with _torch_threads(threads):
-            result = race([self._rotating(call) for call in calls], rules, sampler=self._rig.sampler())
+        with torch_threads(threads):
+            result = race(
+                [self._rotating(call) for call in calls], rules, sampler=self._rig.sampler(threads != self.threads)
+            )
         return replace(result, threads=threads)
 
     def close(self) -> None:
@@ -189,7 +209,8 @@ class NodeBench:
 
 
 @contextlib.contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
+def torch_threads(threads: int) -> Iterator[None]:
+    """So many threads for torch's own kernels; 0 for as many as it has."""
     before = torch.get_num_threads()
     if threads not in (0, before):  # 0: the threads of the host do not matter
         torch.set_num_threads(threads)

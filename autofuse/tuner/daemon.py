@@ -222,7 +222,7 @@ def serve(settings: Settings) -> None:
         with _lock(settings):
             from autofuse.tuner.serving import TuningLoop  # not for scripts, which only start daemons
 
-            loop = TuningLoop(settings, is_urgent=lambda: _someone_waits(settings), nice=settings.tuner.nice)
+            loop = TuningLoop(settings, is_urgent=lambda: _someone_waits(settings))
             with _announced(settings, loop):
                 loop.serve()
     except Timeout:
@@ -244,7 +244,7 @@ def drain(settings: Settings, on_progress: Callable[[int, int], None] = lambda d
         with _lock(settings), open(log_path(settings), "ab") as output:
             from autofuse.tuner.serving import TuningLoop
 
-            loop = TuningLoop(settings, is_urgent=lambda: True, nice=0, worker_log=output)
+            loop = TuningLoop(settings, is_urgent=lambda: True, worker_log=output)
             with _announced(settings, loop):
                 return loop.drain(on_progress)
     except Timeout:

@@ -65,7 +65,7 @@ class GpuRig:
     def usable_threads(self, threads: int) -> int:
         return 0
 
-    def sampler(self) -> Sampler:
+    def sampler(self, is_shared: bool) -> Sampler:
         return GpuSampler(self._sampling)
 
     def is_fatal(self, error: Exception) -> bool:

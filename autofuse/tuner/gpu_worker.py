@@ -14,8 +14,8 @@ from autofuse.tuner.worker import main
 def _rig(memory_bytes: int) -> Rig:
     from autofuse.tuner.gpu_rig import GpuRig
 
-    return GpuRig(sys.argv[4], memory_bytes)
+    return GpuRig(sys.argv[3], memory_bytes)
 
 
 if __name__ == "__main__":
-    main(_rig, *(int(text) for text in sys.argv[1:4]))
+    main(_rig, *(int(text) for text in sys.argv[1:3]))

@@ -21,7 +21,7 @@ from autofuse.codegen.triton.source import TritonSource  # noqa: E402
 from autofuse.ir.operation import NodeForm  # noqa: E402
 from autofuse.runtime.launch import Composed, empty_like_spec, expected_outputs, make_launcher, make_unfused  # noqa: E402
 from autofuse.tuner.bench import Rig  # noqa: E402
-from autofuse.tuner.timing import Sampler, WallSampler  # noqa: E402
+from autofuse.tuner.timing import CallSampler, Sampler  # noqa: E402
 from autofuse.tuner.verify import GuardedAllocator  # noqa: E402
 from autofuse.tuner.worker import main  # noqa: E402
 
@@ -79,8 +79,8 @@ class InterpreterRig:
     def usable_threads(self, threads: int) -> int:
         return 0
 
-    def sampler(self) -> Sampler:
-        return WallSampler()
+    def sampler(self, is_shared: bool) -> Sampler:
+        return CallSampler()
 
     def is_fatal(self, error: Exception) -> bool:
         return False
@@ -91,4 +91,4 @@ def _rig(memory_bytes: int) -> Rig:
 
 
 if __name__ == "__main__":
-    main(_rig, *(int(text) for text in sys.argv[1:4]))
+    main(_rig, *(int(text) for text in sys.argv[1:3]))

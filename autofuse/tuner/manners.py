@@ -19,6 +19,7 @@ import psutil
 BURST_SECONDS = 0.25  # CPU time that may be used at once before the share counts
 NAP_SECONDS = 0.05
 LEAST_PERCENT = 1.0  # of one core
+FULL_PERCENT = 10.0  # of one core, beside a script that fills them all: its threads wait for the one that we hold up
 SETTLED_SECONDS = 120.0  # a script that has run for so long is taken for one that goes on
 LOOK_SECONDS = 0.5
 OTHERS_SHARE = 0.3  # of one core: more than a desktop at rest, less than any training
@@ -74,6 +75,13 @@ def young_share(age_seconds: float) -> float:
     return min(1.0, age_seconds / SETTLED_SECONDS) if age_seconds >= 0.0 else 1.0  # less: the clock was set back
 
 
+def allowed_percent(percent: float, script_age: float | None, is_full: bool) -> float:
+    """Of one core, beside a script of that age in seconds (None: no script runs); ``is_full``: no core is left."""
+    if script_age is None:
+        return percent
+    return young_share(script_age) * (min(percent, FULL_PERCENT) if is_full else percent)
+
+
 def cpu_seconds(*worker_pids: int) -> float:
     """CPU seconds of this process, of the children that have ended, and of living workers."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -86,27 +94,37 @@ def cpu_seconds(*worker_pids: int) -> float:
 
 
 class OtherWork:
-    """Whether processes that are not ours keep the machine busy."""
+    """Whether processes that are not ours keep the machine busy, and whether a core is left."""
 
     def __init__(self, own_cpu_seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
         self._own = own_cpu_seconds
         self._clock = clock
-        self._seen = (clock(), _busy_seconds(), own_cpu_seconds())
-        self._is_busy = False
+        self._seen = (clock(), busy_seconds(), own_cpu_seconds())
+        self._is_busy = self._is_full = False
 
     def is_busy(self) -> bool:
         """As of the last LOOK_SECONDS; looks again when they are over."""
+        self._look()
+        return self._is_busy
+
+    def is_full(self) -> bool:
+        """Whether all cores work, on whatever it is."""
+        self._look()
+        return self._is_full
+
+    def _look(self) -> None:
         now = self._clock()
         elapsed = now - self._seen[0]
         if elapsed >= LOOK_SECONDS:
-            seen = (now, _busy_seconds(), self._own())
-            others = (seen[1] - self._seen[1]) - (seen[2] - self._seen[2])
+            seen = (now, busy_seconds(), self._own())
+            everything = seen[1] - self._seen[1]
+            others = everything - (seen[2] - self._seen[2])
             self._is_busy = others > OTHERS_SHARE * elapsed
+            self._is_full = everything > ((os.cpu_count() or 1) - OTHERS_SHARE) * elapsed
             self._seen = seen
-        return self._is_busy
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """CPU seconds that all processors together have worked since the machine started."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))

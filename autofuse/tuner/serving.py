@@ -47,7 +47,7 @@ from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, Trito
 from autofuse.tuner.buckets import distance
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
 from autofuse.tuner.job import Job, JobLimits, Outcome
-from autofuse.tuner.manners import CpuShare, OtherWork, cpu_seconds, is_alive, young_share
+from autofuse.tuner.manners import CpuShare, OtherWork, allowed_percent, cpu_seconds, is_alive
 from autofuse.tuner.pipes import Interrupted
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.visible_devices import as_seen_by
@@ -83,7 +83,6 @@ class TuningLoop:
         settings: Settings,
         *,
         is_urgent: Callable[[], bool],
-        nice: int,
         worker_log: IO[bytes] | None = None,
     ) -> None:
         """``is_urgent``: whether someone waits for the result. Raises StoreError."""
@@ -95,15 +94,14 @@ class TuningLoop:
         self._is_urgent = is_urgent
         self._cpu = cpu_device().key
         self._devices = (self._cpu, *OTHER_DEVICES)
-        self._nice = nice
         self._worker_log = worker_log
         self._workshops: dict[str, Workshop] = {}  # by device
         self._compiler: TritonCompiler | None = None
         self._versions = versions()
         self._started_at = time.time()
         self._scripts: tuple[float, float | None] = (0.0, None)  # when looked, age of the oldest script that runs
-        self._share = CpuShare(self._percent, self._cpu_seconds)
         self._others = OtherWork(self._cpu_seconds)
+        self._share = CpuShare(self._percent, self._cpu_seconds)
         self._winners: dict[str, dict[Bucket, Config]] = {}
         self._spent: dict[int, float] = {}  # seconds of work by run
         self._parked: list[TuneRequest] = []  # of runs whose budget is spent
@@ -391,7 +389,6 @@ class TuningLoop:
             worker = WorkerProcess(
                 memory_bytes=self._memory_bytes(device),
                 timeout_seconds=tuner.worker_timeout_seconds,
-                nice=self._nice,
                 is_stopping=lambda: self.is_stopping,
                 stderr=self._worker_log,
                 module=backend.worker_module,
@@ -420,7 +417,6 @@ class TuningLoop:
             self._compiler = TritonCompiler(
                 self._store.get_triton_files,
                 self._store.put_triton_files,
-                nice=self._nice,
                 is_stopping=lambda: self.is_stopping,
                 stderr=self._worker_log,
             )
@@ -460,8 +456,7 @@ class TuningLoop:
         return self._others.is_busy() or self._script_age() is not None
 
     def _percent(self) -> float:
-        age = self._script_age()
-        return self.settings.tuner.cpu_percent * (1.0 if age is None else young_share(age))
+        return allowed_percent(self.settings.tuner.cpu_percent, self._script_age(), self._others.is_full())
 
     def _script_age(self) -> float | None:
         """Seconds that the oldest running script of this store has run, None where there is none."""

@@ -1,7 +1,7 @@
 """Timing that can be trusted: interleaved rounds of eager and all candidates, every sample kept.
 
 In: callables of equal meaning, eager first, the rules of the race, and a `Sampler`, which knows how time is taken: by
-the wall clock on a CPU, by events on a GPU (`gpu_sampler`). Out: samples per callable.
+a clock on a CPU, by events on a GPU (`gpu_sampler`). Out: samples per callable.
 Guarantee: all callables take turns within each round, in an order that is shuffled anew every other round and reversed
 in the next, so that a drift of the machine, the place in a round or what the one before left in the caches hits all
 alike; a sample is as many calls of one callable as of any other; a candidate leaves the race only when nearly all of
@@ -74,8 +74,8 @@ class Sampler(Protocol):
         """Add what else was measured to the result of the race."""
 
 
-class WallSampler:
-    """Wall time of a call that returns when its work is done."""
+class CallSampler:
+    """Time, by a clock, of a call that returns when its work is done."""
 
     def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock
@@ -100,7 +100,7 @@ def race(
     enabled = gc.isenabled()
     gc.disable()  # a collection in one sample would be charged to whoever has the turn
     try:
-        return _race(calls, rules, clock, sampler or WallSampler(clock))
+        return _race(calls, rules, clock, sampler or CallSampler(clock))
     finally:
         if enabled:
             gc.enable()

@@ -73,15 +73,13 @@ def serve(pipe: Pipe) -> None:
             pipe.send(answer(pipe.receive()))
 
 
-def main(memory_bytes: int, nice: int, parent: int) -> None:
+def main(memory_bytes: int, parent: int) -> None:
     """Be the compile process of the process ``parent``; requests come on stdin, replies go to stdout."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it died before the line above
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):
-        os.nice(nice)
     pipe = Pipe(os.dup(0), os.dup(1))
     os.dup2(2, 1)  # whatever is printed must not end up among the replies
     with open("/proc/self/statm") as file:
@@ -91,4 +89,4 @@ def main(memory_bytes: int, nice: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(text) for text in sys.argv[1:4]))
+    main(*(int(text) for text in sys.argv[1:3]))

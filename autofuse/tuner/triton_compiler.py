@@ -48,7 +48,6 @@ class TritonCompiler:
         *,
         timeout_seconds: float = TIMEOUT_SECONDS,
         memory_bytes: int = MEMORY_BYTES,
-        nice: int = 19,
         is_stopping: Callable[[], bool] = lambda: False,
         stderr: IO[bytes] | None = None,
     ) -> None:
@@ -60,7 +59,6 @@ class TritonCompiler:
         self._process = WorkerProcess(
             memory_bytes=memory_bytes,
             timeout_seconds=timeout_seconds,
-            nice=nice,
             is_stopping=is_stopping,
             stderr=stderr,
             module=MODULE,

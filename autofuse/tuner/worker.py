@@ -1,7 +1,7 @@
 """The worker: the process in which kernels are first run. ``python -m autofuse.tuner.worker`` is started by the daemon.
 
 In: requests over a pipe (open a node, load a kernel, check it, race several). Out: replies.
-Guarantee: it dies with the daemon; it runs at low priority and within its memory bound, above which allocations
+Guarantee: it dies with the daemon, whose priority it has; it runs within its memory bound, above which allocations
 fail; what a kernel does to this process, it does to nobody else (see ``worker_process``).
 """
 
@@ -141,7 +141,7 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, resource.RLIM_INFINITY))
 
 
-def main(make_rig: Callable[[int], Rig], memory_bytes: int, nice: int, parent: int) -> None:
+def main(make_rig: Callable[[int], Rig], memory_bytes: int, parent: int) -> None:
     """Be the worker of the process ``parent``; requests come on stdin, replies go to stdout.
 
     ``make_rig`` is given the memory that the worker may use, in bytes, and sees to it.
@@ -151,8 +151,6 @@ def main(make_rig: Callable[[int], Rig], memory_bytes: int, nice: int, parent: i
         return  # it died before the line above
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):
-        os.nice(nice)
     pipe = Pipe(os.dup(0), os.dup(1))
     os.dup2(2, 1)  # whatever a kernel prints must not end up among the replies
     # Page faults of fresh outputs are the allocator's: a fused kernel, which has fewer, gets no credit for them.
@@ -171,4 +169,4 @@ def _cpu_rig(memory_bytes: int) -> Rig:
 
 
 if __name__ == "__main__":
-    main(_cpu_rig, *(int(text) for text in sys.argv[1:4]))
+    main(_cpu_rig, *(int(text) for text in sys.argv[1:3]))

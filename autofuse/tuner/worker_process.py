@@ -56,7 +56,6 @@ class WorkerProcess:
         *,
         memory_bytes: int,
         timeout_seconds: float,
-        nice: int = 19,
         is_stopping: Callable[[], bool] = lambda: False,
         stderr: IO[bytes] | None = None,
         module: str = WORKER,
@@ -75,7 +74,6 @@ class WorkerProcess:
         self._arguments = tuple(arguments)
         self._memory_bytes = memory_bytes
         self._timeout_seconds = timeout_seconds
-        self._nice = nice
         self._is_stopping = is_stopping
         self._stderr = stderr
         self._process: subprocess.Popen[bytes] | None = None
@@ -94,7 +92,7 @@ class WorkerProcess:
         self.kill()
         command, environment = python_module(self._module)
         self._process = subprocess.Popen(
-            [*command, str(self._memory_bytes), str(self._nice), str(os.getpid()), *self._arguments],
+            [*command, str(self._memory_bytes), str(os.getpid()), *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -207,7 +207,7 @@ def test_nan_and_infinity_are_dropped_as_eager_drops_them() -> None:
 
 def test_it_compiles_for_every_target() -> None:
     source = printed(residual_norm(64, 512))
-    with TritonCompiler(lambda key: None, lambda key, files: None, nice=0) as compiler:
+    with TritonCompiler(lambda key: None, lambda key, files: None) as compiler:
         for target in ("cuda:80", "cuda:90", "hip:gfx942"):
             images = compiler.compile(source, target, [NOTHING_ASSUMED, Assumptions(True)]).images
             assert len(images) == 2 and all(i.resources.spill_bytes == 0 for i in images)

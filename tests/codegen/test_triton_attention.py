@@ -246,7 +246,7 @@ def test_attention_is_no_matmul_and_no_matmul_is_attention() -> None:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[TritonCompiler]:
-    with TritonCompiler(lambda key: None, lambda key, files: None, nice=0) as opened:
+    with TritonCompiler(lambda key: None, lambda key, files: None) as opened:
         yield opened
 
 

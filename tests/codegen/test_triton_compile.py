@@ -42,7 +42,7 @@ STRONG = Assumptions(True, ("s0",))
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[TritonCompiler]:
-    with TritonCompiler(lambda key: None, lambda key, files: None, nice=0) as opened:
+    with TritonCompiler(lambda key: None, lambda key, files: None) as opened:
         yield opened
 
 

@@ -267,7 +267,7 @@ def test_what_is_not_refused() -> None:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[TritonCompiler]:
-    with TritonCompiler(lambda key: None, lambda key, files: None, nice=0) as opened:
+    with TritonCompiler(lambda key: None, lambda key, files: None) as opened:
         yield opened
 
 

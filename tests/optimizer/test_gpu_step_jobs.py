@@ -35,7 +35,7 @@ FORM = StepForm("adam", ("decoupled_weight_decay", "weight_decay"), "float32", (
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
     module = InterpreterBackend.worker_module
-    started = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, nice=0, module=module)
+    started = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module=module)
     yield started
     started.kill()
 
@@ -52,15 +52,15 @@ class Timed(StepJob):
     seconds = (9e-6, 3e-6)
     device = (5e-6, 2e-6)
 
-    def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+    def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
         if do != "race_steps":
-            return super()._ask(do, **arguments)
+            return super()._ask(do, form, **arguments)
 
         def samples(times: Sequence[float]) -> list[list[float]]:
             kernels = [bool(candidate["binary"]) for candidate in arguments["candidates"]]
             return [[times[is_kernel]] * 40 for is_kernel in (False, *kernels)]
 
-        return {"samples": samples(self.seconds), "device": samples(self.device)}
+        return {"samples": samples(self.seconds), "device": samples(self.device), "threads": 0}
 
 
 def statuses(outcome: Outcome) -> set[tuple[str, str]]:
@@ -87,10 +87,10 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
     """Counters are on a GPU for ``fused`` alone, so nothing else of torch's competes; the kernel has two passes."""
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
     form = StepForm("adam", (), "bfloat16", (600, 7), "fused", "cuda", "device")
-    artifacts = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, nice=0, module="tests.tuner.artifact_worker")
+    artifacts = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module="tests.tuner.artifact_worker")
     with (
         Store.open(tmp_path / "store.sqlite3") as store,
-        TritonCompiler(store.get_triton_files, store.put_triton_files, nice=0) as compiler,
+        TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,
     ):
         try:
             outcome = Timed(request(form, H200), TritonBackend(H200, compiler.compile), artifacts, LIMITS).run()
@@ -132,9 +132,9 @@ def test_what_is_large_is_tried_on_the_parts_that_fit(worker: WorkerProcess, mon
     asked: list[StepForm] = []
 
     class Watched(Timed):
-        def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-            asked.append(self._tried)
-            return super()._ask(do, **arguments)
+        def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
+            asked.append(form)
+            return super()._ask(do, form, **arguments)
 
     fits = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 1000)
     outcome = Watched(request(form, "interpreter:test"), InterpreterBackend(), worker, fits).run()

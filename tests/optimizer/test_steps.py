@@ -7,10 +7,13 @@ import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autofuse.codegen.c.build import compile_source, find_toolchain, flags_for
 from autofuse.optimizer.bench import check
 from autofuse.optimizer.form import DTYPES, StepForm
+from autofuse.optimizer.job import CHECKED_ELEMENTS, LONGEST_CHECKED, checked_form
 from autofuse.optimizer.printer import print_step
 from autofuse.tuner.bench import CpuRig
 from autofuse.tuner.verify import Wrong
@@ -58,6 +61,15 @@ def test_a_step_is_torchs_step(algorithm: str, flags: tuple[str, ...]) -> None:
 def test_a_step_in_any_dtype(algorithm: str, dtype: str) -> None:
     form = StepForm(algorithm, FLAGS[algorithm][-1], dtype, SIZES)
     assert check(form, built(form, chunk=4096), 2, CpuRig()) < 16.0
+
+
+@given(st.lists(st.integers(0, 3_000_000), min_size=1, max_size=40))
+def test_a_check_is_of_few_elements_but_of_chunks_of_every_size(sizes: list[int]) -> None:
+    form = StepForm("sgd", (), "float32", tuple(sizes))
+    cut = checked_form(form).sizes
+    assert len(cut) == len(sizes) and all(0 <= few <= many for few, many in zip(cut, sizes, strict=True))
+    assert sum(cut) <= CHECKED_ELEMENTS + LONGEST_CHECKED
+    assert max(cut) >= min(max(sizes), LONGEST_CHECKED)
 
 
 def test_equal_steps_have_one_name_and_survive_the_store() -> None:

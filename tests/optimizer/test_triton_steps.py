@@ -148,7 +148,7 @@ def test_what_is_wrong_is_found() -> None:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[TritonCompiler]:
-    with TritonCompiler(lambda key: None, lambda key, files: None, nice=0) as opened:
+    with TritonCompiler(lambda key: None, lambda key, files: None) as opened:
         yield opened
 
 

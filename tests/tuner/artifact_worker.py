@@ -16,4 +16,4 @@ class ArtifactRig(InterpreterRig):
 
 
 if __name__ == "__main__":
-    main(lambda memory_bytes: ArtifactRig(), *(int(text) for text in sys.argv[1:4]))
+    main(lambda memory_bytes: ArtifactRig(), *(int(text) for text in sys.argv[1:3]))

@@ -29,27 +29,27 @@ class Sampling:
 
     @staticmethod
     def synchronize() -> None:
-        if sys.argv[4] == "without a name":
-            raise ERRORS[sys.argv[4]]
+        if sys.argv[3] == "without a name":
+            raise ERRORS[sys.argv[3]]
 
 
 class Broken(CpuRig):
     _sampling = Sampling()
 
     def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
-        raise ERRORS[sys.argv[4]]
+        raise ERRORS[sys.argv[3]]
 
     is_fatal = GpuRig.is_fatal
     _answers = GpuRig._answers
 
 
 def _rig(memory_bytes: int) -> Rig:
-    if sys.argv[4] == "absent":
+    if sys.argv[3] == "absent":
         raise RuntimeError("expected a device H200, found none")
-    if sys.argv[4] == "dies":
+    if sys.argv[3] == "dies":
         os._exit(3)
     return Broken()
 
 
 if __name__ == "__main__":
-    main(_rig, *(int(text) for text in sys.argv[1:4]))
+    main(_rig, *(int(text) for text in sys.argv[1:3]))

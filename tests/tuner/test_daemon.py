@@ -24,7 +24,15 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.records import RunStart, TuneRequest
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon
-from autofuse.tuner.manners import BURST_SECONDS, SETTLED_SECONDS, CpuShare, OtherWork, young_share
+from autofuse.tuner.manners import (
+    BURST_SECONDS,
+    FULL_PERCENT,
+    SETTLED_SECONDS,
+    CpuShare,
+    OtherWork,
+    allowed_percent,
+    young_share,
+)
 from autofuse.tuner.serving import TuningLoop
 from tests.tuner.nodes import chain_form, matmul_form, request
 
@@ -78,6 +86,8 @@ def test_many_starters_start_one_that_works_and_ends_when_idle(settings: Setting
     assert not any("libtorch" in region.path for region in process.memory_maps())
     with Store.open(settings.run.store) as store:
         wait_until(lambda: store.queue_length().done == 1)
+        worker = worker_of(pid)
+        assert worker is None or worker.nice() == settings.tuner.nice  # not lower still
         ((_, decision),) = store.decisions(cpu_device().key, versions())
         assert decision.reason == "won" and decision.compile_key is not None
         kernel = store.get_kernel(decision.compile_key)
@@ -213,7 +223,7 @@ def test_drain_takes_the_largest_saving_first_and_tells_how_far_it_is(settings: 
 
 def make_loop(settings: Settings) -> TuningLoop:
     settings.run.store.parent.mkdir(parents=True, exist_ok=True)
-    return TuningLoop(settings, is_urgent=lambda: False, nice=0)
+    return TuningLoop(settings, is_urgent=lambda: False)
 
 
 def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> None:
@@ -305,6 +315,14 @@ def test_little_is_taken_beside_a_script_that_has_only_begun() -> None:
     assert young_share(-5.0) == 1.0 and young_share(1e9) == 1.0
 
 
+def test_a_script_that_fills_all_cores_loses_a_tenth_of_one_at_most() -> None:
+    assert allowed_percent(50.0, SETTLED_SECONDS, is_full=True) == FULL_PERCENT
+    assert allowed_percent(50.0, SETTLED_SECONDS / 4, is_full=True) == FULL_PERCENT / 4
+    assert allowed_percent(5.0, SETTLED_SECONDS, is_full=True) == 5.0  # less where less was asked for
+    assert allowed_percent(50.0, SETTLED_SECONDS, is_full=False) == 50.0
+    assert allowed_percent(50.0, None, is_full=True) == 50.0  # whatever fills them, it is no script of ours
+
+
 def test_nobody_rests_while_somebody_waits_and_nothing_is_owed_for_it() -> None:
     clock = Clock()
     share = CpuShare(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep)
@@ -325,6 +343,7 @@ def test_other_work_is_told_from_our_own() -> None:
         wait_until(lambda: psutil.Process(spinner.pid).cpu_times().user > 0.5)
         clock.now = 1.0
         assert others.is_busy() and not own.is_busy()
+        assert own.is_full() == others.is_full()  # whoever it is that fills the cores
     finally:
         spinner.kill()
         spinner.wait()

@@ -42,7 +42,7 @@ H200 = DeviceInfo("cuda", "NVIDIA H200", 132, "sm_90", 140 << 30).key
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Workshop]:
     backend = InterpreterBackend()
-    worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, nice=0, module=backend.worker_module)
+    worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module=backend.worker_module)
     yield Workshop(backend, worker)
     worker.kill()
 
@@ -133,11 +133,9 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
     values = (3, 5, 16)
     with (
         Store.open(tmp_path / "store.sqlite3") as store,
-        TritonCompiler(store.get_triton_files, store.put_triton_files, nice=0) as compiler,
+        TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,
     ):
-        worker = WorkerProcess(
-            memory_bytes=2 << 30, timeout_seconds=120.0, nice=0, module="tests.tuner.artifact_worker"
-        )
+        worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module="tests.tuner.artifact_worker")
         shop = Workshop(TritonBackend(H200, compiler.compile), worker, stored=store.get_kernel)
         try:
             asked = asked_for(form, values, H200)
@@ -301,7 +299,7 @@ def test_a_busy_device_is_judged_by_its_own_time() -> None:
 
 def broken(how: str) -> WorkerProcess:
     return WorkerProcess(
-        memory_bytes=2 << 30, timeout_seconds=60.0, nice=0, module="tests.tuner.broken_gpu_worker", arguments=(how,)
+        memory_bytes=2 << 30, timeout_seconds=60.0, module="tests.tuner.broken_gpu_worker", arguments=(how,)
     )
 
 

@@ -34,7 +34,7 @@ SMALL = (24,)  # few enough elements for one thread, so that a busy machine does
 
 @pytest.fixture(scope="module")
 def workshop() -> Iterator[Workshop]:
-    worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=60.0, nice=0)
+    worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=60.0)
     yield Workshop(CBackend(find_toolchain()), worker, compilers=lambda: 2)
     worker.kill()
 
@@ -202,13 +202,13 @@ def test_a_silent_worker_is_killed(workshop: Workshop) -> None:
     assert lost.value.status == "timeout" and workshop.worker.pid is None and not psutil.pid_exists(pid)
 
 
-def test_the_worker_is_nice_and_bounded() -> None:
-    worker = WorkerProcess(memory_bytes=256 << 20, timeout_seconds=60.0, nice=19)
+def test_the_worker_has_its_starters_priority_and_is_bounded() -> None:
+    worker = WorkerProcess(memory_bytes=256 << 20, timeout_seconds=60.0)
     try:
         with pytest.raises(Refused):
             worker.ask("close")
         process = psutil.Process(worker.pid)
-        assert process.nice() == 19
+        assert process.nice() == os.getpriority(os.PRIO_PROCESS, 0)
         limit = process.rlimit(psutil.RLIMIT_AS)[0]
         assert 0 < limit - process.memory_info().vms <= (256 << 20) + (64 << 20)
     finally:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from time import sleep
 
+import psutil
 import pytest
 
+from autofuse.tuner.bench import Cores, CpuRig
 from autofuse.tuner.comparison import bounds, compare, quiet_pairs, verdict, wins
-from autofuse.tuner.timing import PROBES, RaceRules, WallSampler, race
+from autofuse.tuner.timing import PROBES, CallSampler, RaceRules, race
 
 MARGIN = 0.03
 
@@ -61,7 +68,7 @@ def test_of_two_each_has_been_first_equally_often() -> None:
     firsts: list[int] = []
     before: dict[tuple[int, int], int] = {}
 
-    class Orders(WallSampler):
+    class Orders(CallSampler):
         def round(self, order: Sequence[int]) -> list[float]:
             firsts.append(order[0])
             for pair in itertools.combinations(order, 2):
@@ -70,6 +77,28 @@ def test_of_two_each_has_been_first_equally_often() -> None:
 
     race([lambda: None] * 4, RaceRules(20, 20, 1e9, MARGIN), lambda: 0.0, Orders())
     assert set(before.values()) == {10} and len(set(firsts)) == 4
+
+
+def test_on_a_shared_machine_only_the_threads_own_time_counts() -> None:
+    """Sleep stands for what others do with the core meanwhile."""
+    medians = {}
+    for is_shared in (False, True):
+        calls = [lambda: sleep(0.01), lambda: None]
+        samples = race(calls, RaceRules(5, 5, 1e9, MARGIN), sampler=CpuRig().sampler(is_shared)).samples
+        medians[is_shared] = statistics.median(samples[0])
+    assert medians[False] >= 0.01 and medians[True] < 0.005
+
+
+def test_where_others_have_the_cores_one_thread_is_usable() -> None:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        while any(psutil.Process(other.pid).cpu_times().user < 0.2 for other in others):
+            sleep(0.02)
+        assert Cores().usable_threads(os.cpu_count() or 1) == 1
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 @pytest.mark.parametrize("count", [6, 9, 15, 40])

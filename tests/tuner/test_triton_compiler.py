@@ -52,7 +52,7 @@ def files() -> Files:
 
 @pytest.fixture
 def compiler(files: Files) -> Iterator[TritonCompiler]:
-    with TritonCompiler(files.load, files.save, nice=0, timeout_seconds=60.0) as opened:
+    with TritonCompiler(files.load, files.save, timeout_seconds=60.0) as opened:
         yield opened
 
 
@@ -67,7 +67,7 @@ def endless() -> TritonSource:
 
 
 def test_a_compiler_that_hangs_is_killed_and_the_next_request_works(files: Files) -> None:
-    with TritonCompiler(files.load, files.save, nice=0, timeout_seconds=30.0) as compiler:
+    with TritonCompiler(files.load, files.save, timeout_seconds=30.0) as compiler:
         compiler.compile(elementwise(), "cuda:90", ALL)
         compiler._process._timeout_seconds = 2.0
         with pytest.raises(CandidateProblem) as caught:
@@ -87,7 +87,7 @@ def test_a_compiler_that_dies_is_a_crash_and_the_next_request_works(files: Files
             os.kill(compiler.pid, signal.SIGSEGV)
         return files.load(key)
 
-    with TritonCompiler(load, files.save, nice=0) as compiler:
+    with TritonCompiler(load, files.save) as compiler:
         with pytest.raises(CandidateProblem, match="SIGSEGV") as caught:
             compiler.compile(elementwise(), "cuda:90", ALL)
         assert caught.value.status == "crash"
@@ -96,7 +96,7 @@ def test_a_compiler_that_dies_is_a_crash_and_the_next_request_works(files: Files
 
 
 def test_a_compiler_without_memory_is_a_status(files: Files) -> None:
-    with TritonCompiler(files.load, files.save, nice=0, memory_bytes=1 << 20) as compiler:
+    with TritonCompiler(files.load, files.save, memory_bytes=1 << 20) as compiler:
         with pytest.raises(CandidateProblem) as caught:
             compiler.compile(elementwise(), "cuda:90", ALL)
         assert caught.value.status == "out_of_memory"
@@ -108,7 +108,7 @@ def test_a_wait_ends_when_the_daemon_is_asked_to_stop(files: Files) -> None:
     def load(key: str) -> None:
         stops.append(True)
 
-    with TritonCompiler(load, files.save, nice=0, is_stopping=lambda: bool(stops)) as compiler:
+    with TritonCompiler(load, files.save, is_stopping=lambda: bool(stops)) as compiler:
         with pytest.raises(Interrupted):
             compiler.compile(elementwise(), "cuda:90", ALL)
         assert compiler.pid is None
@@ -147,7 +147,7 @@ def test_nothing_is_left_behind_and_the_home_folder_is_not_touched(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("autofuse.tuner.triton_compiler._IN_MEMORY", tmp_path / "memory")
     (tmp_path / "memory" / "autofuse-triton-of-one-that-was-killed").mkdir()
-    with TritonCompiler(files.load, files.save, nice=0) as compiler:
+    with TritonCompiler(files.load, files.save) as compiler:
         compiler.compile(two_passes(), "cuda:90", ALL)
         (folder,) = (tmp_path / "memory").iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -224,7 +224,7 @@ def test_a_fresh_process_with_the_same_store_compiles_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize("change", ["data = x'00'", "data = NULL"], ids=["damaged", "missing"])
 def test_a_damaged_or_missing_file_is_compiled_again(tmp_path: Path, name: str, change: str) -> None:
     with Store.open(tmp_path / "store.db") as store:
-        with TritonCompiler(store.get_triton_files, store.put_triton_files, nice=0) as compiler:
+        with TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler:
             first = compiler.compile(elementwise(), "cuda:90", [NOTHING_ASSUMED])
             connection = sqlite3.connect(tmp_path / "store.db")
             with connection:
@@ -234,7 +234,7 @@ def test_a_damaged_or_missing_file_is_compiled_again(tmp_path: Path, name: str, 
             assert compiler.compile(elementwise(), "cuda:90", [NOTHING_ASSUMED]) == first
         assert len(store.events()) == (change == "data = x'00'")
         saves: list[str] = []
-        with TritonCompiler(store.get_triton_files, lambda key, files: saves.extend(files), nice=0) as compiler:
+        with TritonCompiler(store.get_triton_files, lambda key, files: saves.extend(files)) as compiler:
             assert compiler.compile(elementwise(), "cuda:90", [NOTHING_ASSUMED]) == first
         assert saves == []
 
@@ -243,7 +243,7 @@ def test_a_store_in_trouble_only_costs_compilations() -> None:
     def refuse(*_: object) -> None:
         raise StoreError("locked")
 
-    with TritonCompiler(refuse, refuse, nice=0) as compiler:
+    with TritonCompiler(refuse, refuse) as compiler:
         assert len(compiler.compile(elementwise(), "hip:gfx942", ALL).images) == 2
         assert len(compiler.compile(elementwise(), "hip:gfx942", ALL).images) == 2
         assert compiler.generation == 1
