@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from autofuse.codegen.c.attention import attention_refusal, default_attention_config, print_attention
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
+from autofuse.codegen.c.convolution import convolution_refusal, default_convolution_config, print_convolution
 from autofuse.codegen.c.knobs import default_config
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.c.product import default_product_config, print_product, product_refusal
@@ -98,6 +99,9 @@ class FusionKernelGenerator:
         elif attention_refusal(form) is None:
             config = config or default_attention_config(form)
             source = print_attention(form, config, constants)
+        elif convolution_refusal(form) is None:
+            config = config or default_convolution_config(form)
+            source = print_convolution(form, config, constants)
         else:
             kernel = lower(form)
             config = config or default_config(kernel, constants or None)

@@ -133,6 +133,9 @@ WAYS = {
     "bias_apart": "the bias added by the kernel that follows",
     "blocks": "blocks of rows that stay in the caches",
     "generated_product": "a generated product, the rest in kernels",
+    "channels_last": "images channels last from one convolution to the next",
+    "channels_last_generated": "the same with generated convolutions",
+    "generated_convolution": "generated convolutions, the rest in kernels",
     "tiled": "a tiled product with what follows inside",
 }
 _CUT = re.compile(r"cut_(\d+)_(.+)")

@@ -20,6 +20,7 @@ import sympy
 import torch
 
 from autofuse.codegen.c.attention import OPERANDS as TORCH_ATTENTIONS
+from autofuse.codegen.c.convolution import CONVOLUTION
 from autofuse.codegen.in_place import Pairs
 from autofuse.errors import ShapeError
 from autofuse.ir.dims import PYTHON, dim_text
@@ -40,6 +41,9 @@ try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
     )
 except ImportError:
     empty_strided_cpu = None
+
+# Operations whose kernels leave odd numbers to eager: they raise FloatingPointError.
+MAY_BE_ODD = frozenset([*TORCH_ATTENTIONS, CONVOLUTION])
 
 NodeCall = Callable[..., Any]
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
@@ -111,8 +115,8 @@ def make_launcher(
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
     answer = failed or _raise
-    if any(op.target in TORCH_ATTENTIONS for op in form.operations):
-        answer = _unless_odd(make_unfused(form, symbol_values), answer)
+    if any(op.target in MAY_BE_ODD for op in form.operations):
+        answer = _unless_odd(form, symbol_values, answer)
     call = _launcher_factory(form, () if allocate else reuse)(
         *symbol_values, entry, address, allocate or empty_like_spec, answer
     )
@@ -155,11 +159,17 @@ def make_device_launcher(
     return call
 
 
-def _unless_odd(eager: NodeCall, failed: Callable[..., Any]) -> Callable[..., Any]:
-    """What answers in place of an attention that raised: eager itself where the result is not finite."""
+def _unless_odd(form: NodeForm, symbol_values: Sequence[int], failed: Callable[..., Any]) -> Callable[..., Any]:
+    """What answers in place of a kernel that raised: eager itself where that was for numbers that are not finite."""
+    eager, specs = make_unfused(form, symbol_values), expected_outputs(form, symbol_values)
 
     def answer(error: Exception, *inputs: torch.Tensor) -> Any:
-        return eager(*inputs) if isinstance(error, FloatingPointError) else failed(error, *inputs)
+        if not isinstance(error, FloatingPointError):
+            return failed(error, *inputs)
+        found = eager(*inputs)
+        tensors = found if isinstance(found, tuple) else (found,)
+        laid = [t if t.stride() == s[1] else empty_like_spec(*s).copy_(t) for t, s in zip(tensors, specs, strict=True)]
+        return laid[0] if len(laid) == 1 else tuple(laid)
 
     return answer
 

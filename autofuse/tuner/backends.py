@@ -17,6 +17,7 @@ from autofuse.codegen.c.attention import attention_knobs as c_attention_knobs
 from autofuse.codegen.c.attention import default_attention_config as default_c_attention_config
 from autofuse.codegen.c.attention import print_attention as print_c_attention
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
+from autofuse.codegen.c.convolution import convolution_knobs, default_convolution_config, print_convolution
 from autofuse.codegen.c.knobs import default_config, knobs_for
 from autofuse.codegen.c.printer import CSource, print_c
 from autofuse.codegen.c.product import default_product_config, print_product, product_knobs
@@ -37,7 +38,7 @@ from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config, KernelRecord
 from autofuse.tuner.worker_process import CandidateProblem
-from autofuse.ways.record import ATTENTION, MATMUL
+from autofuse.ways.record import ATTENTION, CONVOLUTION, MATMUL
 
 Sizes = Mapping[str, int]  # values of a node's symbols
 
@@ -47,7 +48,7 @@ class Tiled:
     """A product or an attention with what follows it, to be printed as tiles instead of as a nest of loops."""
 
     form: NodeForm
-    printer: str  # `ways.record.MATMUL` or `ATTENTION`
+    printer: str  # `ways.record.MATMUL`, `ATTENTION` or `CONVOLUTION`
 
 
 Printable = LoopKernel | Tiled
@@ -90,6 +91,7 @@ class _CPrinter:
 _C_PRINTERS = {
     MATMUL: _CPrinter(product_knobs, default_product_config, print_product),
     ATTENTION: _CPrinter(c_attention_knobs, default_c_attention_config, print_c_attention),
+    CONVOLUTION: _CPrinter(convolution_knobs, default_convolution_config, print_convolution),
 }
 
 

@@ -105,7 +105,7 @@ class Workshop:
         self._generation = 0
 
     def bench(self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP) -> NodeWorkshop:
-        """``printer``: what prints the node's kernels: `ways.record.LOOP`, `MATMUL` or `ATTENTION`."""
+        """``printer``: what prints the node's kernels: `ways.record.LOOP`, `MATMUL`, `ATTENTION` or `CONVOLUTION`."""
         return NodeWorkshop(self, fusion_id, form, threads, bucket, printer)
 
     # ---- compilers ------------------------------------------------------------------------------

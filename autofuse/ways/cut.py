@@ -7,8 +7,10 @@ Guarantee: torch-free and deterministic, so that the daemon and a script mean th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autofuse.codegen.c.attention import attention_refusal as c_attention_refusal
+from autofuse.codegen.c.convolution import convolution_refusal
 from autofuse.codegen.c.product import product_refusal
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.operands import ANCHORS
@@ -21,14 +23,15 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
 from autofuse.ways.blocks import block_of
-from autofuse.ways.layout import layouts
-from autofuse.ways.record import ATTENTION, MATMUL, Part, Way, graph_of
+from autofuse.ways.layout import ATEN, CONVOLUTIONS, LAST, LEAST_NET, channels_last, layouts
+from autofuse.ways.record import ATTENTION, CONVOLUTION, MATMUL, Part, Way, graph_of
 from autofuse.ways.rewrites import BIAS_APART, rewrites
 from autofuse.ways.training import passes_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
 GENERATED_ATTENTION = "generated_attention"
+GENERATED_CONVOLUTION, LAST_GENERATED = "generated_convolution", f"{LAST}_generated"
 LEAST_FLOPS = 2e6  # of a product, some 20 us: below that Python's part of a call decides
 MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
@@ -39,11 +42,16 @@ def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
     found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
     found += layouts_of(form)
-    found += [] if has_tiles else [*blocks_of(form), *products_of(form), *attentions_of(form)]
+    found += [] if has_tiles else generated_of(form)
     printer = tiles_of(form) if has_tiles else None
     if printer is not None:
         found.append(Way(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside"))
     return found
+
+
+def generated_of(form: NodeForm) -> list[Way]:
+    """The ways of a CPU that need no vendor, or call it block by block."""
+    return [*blocks_of(form), *products_of(form), *attentions_of(form), *convolutions_of(form)]
 
 
 def blocks_of(form: NodeForm) -> list[Way]:
@@ -74,6 +82,30 @@ def attentions_of(form: NodeForm) -> list[Way]:
         return []
     part = Part((form.operations[0].name,), ATTENTION)
     return [Way(GENERATED_ATTENTION, form, (part,), "a generated attention")]
+
+
+def convolutions_of(form: NodeForm) -> list[Way]:
+    """The way with convolutions that are printed in C, its images channels last; none for one that is not by itself."""
+    if not any(op.short_name in CONVOLUTIONS for op in form.operations):
+        return []
+    last = channels_last(form)
+    made = form if last is None else replace(last, operations=tuple(map(_plain, last.operations)))
+    graph = graph_of(made)
+    convolutions = [op for op in made.operations if op.short_name in CONVOLUTIONS]
+    printed = [op for op in convolutions if convolution_refusal(build_node(graph, [op]).form) is None]
+    if not printed or (last is not None and len(convolutions) < LEAST_NET):
+        return []
+    parts = (*(Part((op.name,), CONVOLUTION) for op in printed), *_parts(made))
+    name = GENERATED_CONVOLUTION if last is None else LAST_GENERATED
+    lying = "" if last is None else "images channels last from one to the next, "
+    return [Way(name, made, parts, f"generated convolutions, {lying}the rest in kernels of their own")]
+
+
+def _plain(op: Operation) -> Operation:
+    """A convolution of aten as itself, whose results are brought to the strides that are promised."""
+    if op.target == ATEN and str(op.args[0]).split(".")[1] in CONVOLUTIONS:
+        return replace(op, target=op.args[0], args=op.args[1:])
+    return op
 
 
 def layouts_of(form: NodeForm) -> list[Way]:

@@ -19,7 +19,7 @@ from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, ValueRef
 from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ways.attention import find_attention
-from autofuse.ways.cut import GENERATED, LEAST_FLOPS, TILED, attentions_of, blocks_of, products_of, tiles_of
+from autofuse.ways.cut import GENERATED, GENERATED_CONVOLUTION, LEAST_FLOPS, TILED, generated_of, tiles_of
 from autofuse.ways.layout import CONVOLUTIONS, DEEPEST_NET, LARGEST_NET, LEAST_NET, keeps_images, layouts
 from autofuse.ways.rewrites import LONE, rewrites
 
@@ -74,6 +74,8 @@ class _Finder:
             lone = PRODUCTS if op.outputs and op.outputs[0].device == "cpu" else LINEARS
             if op.short_name in lone and self.config.enable_matmul and self._is_long(op):
                 self._try({op.name}, "matmul")
+            elif op.short_name in CONVOLUTIONS and self.config.enable_conv:  # of which a call is long before it begins
+                self._try({op.name}, "conv")
             elif op.target in TORCH_ATTENTIONS and self.config.enable_attention:
                 self._try({op.name}, "attention")
 
@@ -190,12 +192,11 @@ class _Finder:
                 return
             names_of_ways += last
         if operations[0].outputs[0].device == "cpu":
-            names_of_ways += [
-                way.name for way in (*blocks_of(node.form), *products_of(node.form), *attentions_of(node.form))
-            ]
+            names_of_ways += [way.name for way in generated_of(node.form)]
         elif tiles_of(node.form) is not None:
             names_of_ways.append(TILED)
-        if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= {*LONE, GENERATED}):
+        alone = {*LONE, GENERATED, GENERATED_CONVOLUTION}
+        if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= alone):
             return  # the product by itself has the same ways, and its node all of its own
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
         self.groups.append(Group(node, members, kind))

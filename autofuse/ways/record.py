@@ -20,8 +20,8 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim, as_dim, floors, symbol
 
-# What prints a part: one nest of loops; a product in tiles, on a GPU with what follows it; there an attention too.
-LOOP, MATMUL, ATTENTION = "loop", "matmul", "attention"
+# What prints a part: one nest of loops; a product in tiles, on a GPU with what follows it; an attention; a convolution.
+LOOP, MATMUL, ATTENTION, CONVOLUTION = "loop", "matmul", "attention", "convolution"
 
 
 @dataclass(frozen=True)

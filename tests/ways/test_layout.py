@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autofuse.ways.cut import ways_of
+from autofuse.ways.cut import GENERATED_CONVOLUTION, LAST_GENERATED, ways_of
 from autofuse.ways.groups import Group
 from autofuse.ways.layout import DEEPEST_NET, LARGEST_NET
-from autofuse.ways.record import Way
+from autofuse.ways.record import CONVOLUTION, Way
 from tests.ways.harness import check, load, plan
 
 T = torch.Tensor
@@ -153,6 +153,25 @@ def test_every_way_is_eager_in_another_order(name: str) -> None:
     for way in ways:
         check(form, way, [values[: len(form.symbols)] for values in sizes])
         check(form, way, [sizes[0][: len(form.symbols)]], ("special", "large", "zeros"))
+
+
+def test_convolutions_are_generated_between_images_that_lie_channels_last() -> None:
+    (group,) = groups_of(NETS["branches"](), torch.randn(2, 8, 10, 14))
+    (way,) = (way for way in last_ways(group) if way.name == LAST_GENERATED)
+    assert sum(part.printer == CONVOLUTION for part in way.parts) == 3
+    assert not way.has_vendor, "none is left to aten"
+
+
+def test_convolutions_of_channels_last_images_are_generated_one_by_one() -> None:
+    """In training too, where batch norm is no part of the group."""
+    module = NETS["chain"]().train().to(memory_format=torch.channels_last)
+    x = torch.randn(8, 8, 30, 34).to(memory_format=torch.channels_last)
+    forward = plan(module, [x], ((0, 0), (0, 2), (0, 3)))[0]
+    found = [group for group in forward.groups if group.kind == "conv"]
+    assert [[op.short_name for op in group.node.kernels] for group in found] == [["convolution"]] * 2
+    for group in found:
+        (way,) = (way for way in ways_of(group.node.form) if way.name == GENERATED_CONVOLUTION)
+        check(group.node.form, way, [(2, 10, 14), (3, 7, 5)], ("normal", "special", "zeros"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

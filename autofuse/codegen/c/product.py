@@ -159,9 +159,7 @@ def print_product(form: NodeForm, config: Config, constants: Mapping[str, int] |
         "THREADS": f"sizes[{len(form.symbols)}]",
         "IN_PANELS": str(int(in_panels)),
         "COPY": _TRANSPOSED if is_transposed else _COPIED,
-        "REMAINDERS": "\n".join(
-            f"  if (left & {n}) {{ AF_TILE({n}); at += {n}; }}" for n in (8, 4, 2, 1) if n < tile_rows
-        ),
+        "REMAINDERS": remainders(tile_rows),
     }
     whole = _TEXT + ENTRY.replace("@PARAMS@", str(len(names) + 1))
     for key, value in text.items():
@@ -222,6 +220,47 @@ _TRANSPOSED = """
   for (int64_t k = 0; k < depth; ++k)
     for (int64_t n = cols; n < AF_COLS; ++n) panel[k * AF_COLS + n] = 0.0f;"""
 
+
+def remainders(tile_rows: int) -> str:
+    """C that goes through the rows that fill no whole tile, in smaller ones."""
+    return "\n".join(f"  if (left & {n}) {{ AF_TILE({n}); at += {n}; }}" for n in (16, 8, 4, 2, 1) if n < tile_rows)
+
+
+# What follows the sums of a tile: added to what earlier blocks of the depth gave, or to the bias, and written. A row of
+# the result has AF_N elements.
+STORE = """  if (cols == AF_COLS) {
+#pragma GCC unroll 32
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < AF_VECTORS; ++j) {
+        af_vec* const to = (af_vec*)(c + i * AF_N + j * AF_WIDTH);
+        if (!is_first) sum[i][j] += *to;
+        else if (bias != NULL) sum[i][j] += *(const af_vec*)(bias + j * AF_WIDTH);
+        *to = sum[i][j];
+      }
+    return;
+  }
+  float edge[AF_ROWS][AF_COLS];
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) *(af_vec*)&edge[i][j * AF_WIDTH] = sum[i][j];
+  for (int i = 0; i < rows; ++i)
+    for (int64_t n = 0; n < cols; ++n)
+      c[i * AF_N + n] = edge[i][n] + (!is_first ? c[i * AF_N + n] : bias != NULL ? bias[n] : 0.0f);
+"""
+
+# How the rows of a product are shared out, `parts` of `rows` each for every panel of AF_COLS columns.
+SHARE = """  if (threads < 1 || AF_BATCH * m * n * k < AF_SERIAL_BELOW) threads = 1;
+  /* Few rows a task, where threads would wait for each other else; not more than fit the caches. */
+  int64_t parts = (AF_TASKS * threads + AF_BATCH * panels - 1) / (AF_BATCH * panels);
+  if (threads == 1) parts = 1;
+  if (parts < (m + AF_MOST_ROWS - 1) / AF_MOST_ROWS) parts = (m + AF_MOST_ROWS - 1) / AF_MOST_ROWS;
+  int64_t rows = (m + parts - 1) / parts;
+  rows = (rows + AF_ROWS - 1) / AF_ROWS * AF_ROWS;
+  parts = (m + rows - 1) / rows;
+"""
+
 _TEXT = (
     "/* @HEADER@ */\n"
     + INCLUDES
@@ -254,27 +293,9 @@ static inline __attribute__((always_inline)) void af_tile(
       for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] += left * right[j];
     }
   }
-  if (cols == AF_COLS) {
-#pragma GCC unroll 16
-    for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 8
-      for (int j = 0; j < AF_VECTORS; ++j) {
-        af_vec* const to = (af_vec*)(c + i * AF_N + j * AF_WIDTH);
-        if (!is_first) sum[i][j] += *to;
-        else if (bias != NULL) sum[i][j] += *(const af_vec*)(bias + j * AF_WIDTH);
-        *to = sum[i][j];
-      }
-    return;
-  }
-  float edge[AF_ROWS][AF_COLS];
-#pragma GCC unroll 16
-  for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < AF_VECTORS; ++j) *(af_vec*)&edge[i][j * AF_WIDTH] = sum[i][j];
-  for (int i = 0; i < rows; ++i)
-    for (int64_t n = 0; n < cols; ++n)
-      c[i * AF_N + n] = edge[i][n] + (!is_first ? c[i * AF_N + n] : bias != NULL ? bias[n] : 0.0f);
-}
+"""
+    + STORE
+    + """}
 
 /* All rows of a task for one panel: whole tiles, then smaller ones. */
 #define AF_TILE(n) af_tile(sizes, n, a + at * AF_LEFT_ROW, b, row, depth, c + at * AF_N, bias, is_first, cols)
@@ -316,15 +337,9 @@ static int @NAME@(const int64_t* const sizes, void** const ptrs) {
   int64_t threads = @THREADS@;
   const int64_t m = AF_M, n = AF_N, k = AF_K, panels = (n + AF_COLS - 1) / AF_COLS;
   if (m == 0 || n == 0 || AF_BATCH == 0) return 0;
-  if (threads < 1 || AF_BATCH * m * n * k < AF_SERIAL_BELOW) threads = 1;
-  /* Few rows a task, where threads would wait for each other else; not more than fit the caches. */
-  int64_t parts = (AF_TASKS * threads + AF_BATCH * panels - 1) / (AF_BATCH * panels);
-  if (threads == 1) parts = 1;
-  if (parts < (m + AF_MOST_ROWS - 1) / AF_MOST_ROWS) parts = (m + AF_MOST_ROWS - 1) / AF_MOST_ROWS;
-  int64_t rows = (m + parts - 1) / parts;
-  rows = (rows + AF_ROWS - 1) / AF_ROWS * AF_ROWS;
-  parts = (m + rows - 1) / rows;
-  const int64_t blocks = k > 0 ? (k + AF_DEPTH - 1) / AF_DEPTH : 1, depth = (k + blocks - 1) / blocks;
+"""
+    + SHARE
+    + """  const int64_t blocks = k > 0 ? (k + AF_DEPTH - 1) / AF_DEPTH : 1, depth = (k + blocks - 1) / blocks;
   const int64_t tasks = AF_BATCH * parts * panels;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
