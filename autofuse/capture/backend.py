@@ -25,6 +25,7 @@ from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._functorch.aot_autograd import make_boxed_func
 
 from autofuse import collector
+from autofuse.capture.conv_guards import without_batch_guards
 from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph, plain_call
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
@@ -219,7 +220,7 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
     hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
     patched = config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit, **hooks)
-    with patched, _not_of_our_traces.active(), collector.paused():
+    with patched, _not_of_our_traces.active(), collector.paused(), without_batch_guards():
         yield
 
 
