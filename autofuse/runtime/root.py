@@ -1,13 +1,12 @@
 """The life of a root: observed in eager, captured when that pays, released when it does not.
 
 In: calls of an outermost module. Out: the same results, from the original module or from its captured
-graph; step samples, a root record. Guarantee: whatever autofuse does wrong, the original module answers;
-what the user's own code raises, the user gets.
+graph; a root record. What its steps take, and what that says, is a `Trial`'s. Guarantee: whatever autofuse
+does wrong, the original module answers; what the user's own code raises, the user gets.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 import statistics
@@ -24,15 +23,16 @@ import torch
 from autofuse import collector
 from autofuse.capture.speed import slowness
 from autofuse.ir.records import RootRecord
-from autofuse.observer.device_timer import LateTimes, Stretch
+from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
-from autofuse.observer.policy import Held, HeldOutCalls, advise_capture, is_unsure
+from autofuse.observer.policy import Held, advise_capture
 from autofuse.observer.roots import Attached
-from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path, without_sizes
-from autofuse.observer.verdicts import PAIRS_BEFORE_RELEASE, Verdicts
+from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path
+from autofuse.observer.verdicts import Loss
 from autofuse.runtime.devices import CPU, keep_random_state
 from autofuse.runtime.gpu import capturing
-from autofuse.runtime.root_shapes import Brief, OpenStep, Shape, Sizes
+from autofuse.runtime.root_shapes import Brief, Shape
+from autofuse.runtime.trial import Costs, Trial
 
 if TYPE_CHECKING:
     from autofuse.capture.backend import CapturedRoot
@@ -43,14 +43,7 @@ log = logging.getLogger(__name__)
 
 # After so many calls of one and the same shape, a waiting run takes it for the only one.
 CALLS_OF_ONE_SHAPE = 3
-PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at least
-# What a captured root's call costs more than a released one's, where caches are full of other things: hook, guards;
-# where the call is timed, signature and statistics too.
-BRIEF_US = 6.0
-HOOK_US = 12.0
-# With more signatures than that each is seldom: all calls are timed.
-MAX_BRIEF = 4
-SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in the caches
+COSTS = Costs(brief=6.0, timed=12.0)  # hook and guards; where the call is timed, signature and statistics too
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
@@ -58,9 +51,6 @@ UNTUNED = "slower_untuned"
 LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
 BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
 KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
-# Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
-MAX_EXACT = 16
-MAX_SHAPES = 4096  # kept; a shape that is let go is met as a new one should it come again
 QUIET_AFTER = 64  # calls one after the other whose sizes stay in eager: then they skip the handler
 
 
@@ -72,25 +62,19 @@ class Root:
         self.session = roots.session
         self.key = key
         self.name = name
+        self.trial = Trial(roots, key, COSTS, roots.peaks(key, name), self._lose)
         self.state = "observing"
         self.reason, self.detail = "not_yet", ""
         self.calls = 0
-        self.total_us = 0.0
         self.eager_seconds = 0.0  # forward and, by the observed ratio, backward
         self.first_seconds = 0.0  # of the first call
         self.capture_seconds = 0.0
         self.kept_graphs = 0
         self.predicted_seconds = 0.0
         self.failures = 0
-        self._peaks = roots.peaks(key, name)
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
-        self._shapes: dict[Any, Shape] = {}  # by signature
-        self._sizes: dict[str, Sizes] = {}
-        self._newest: Shape | None = None
         self._fast_paths = ModuleTable[bool]()
-        self._held_out = self._new_held_out()
-        self._is_marked = False  # the plans that run in the open step are noted
         self._is_small = False  # counting its calls costs what can be seen
         self._released: set[Attached] = set()  # modules whose calls skip the handler, or did
         self._left_alone = 0  # calls one after the other that stayed in eager for their size
@@ -99,13 +83,18 @@ class Root:
         self._is_reopened = False  # for sizes that nothing was known of
         self._decided: tuple[str, str] | None = None  # why it was left in eager before; holds until it is captured
         self._spent_before = 0.0  # of eager_seconds
-        self._open: OpenStep | None = None
         self._brief: Brief | None = None
         self._device: torch.device | None = None
-        self._on_gpu = False
-        self.late = LateTimes(roots.timer)  # what the device has not told yet
-        self._call_us: float | None = None  # of the open step, where it has no backward pass
-        self._verdicts = Verdicts()
+
+    @property
+    def state(self) -> str:
+        """As in its record."""
+        return self._state
+
+    @state.setter
+    def state(self, state: str) -> None:
+        self._state = state
+        self.trial.is_on = state == "captured"
 
     # ---- a call --------------------------------------------------------------------------------------
 
@@ -118,15 +107,14 @@ class Root:
                 return direct.run(module, *args, **kwargs)
         now = time.perf_counter()
         if brief is not None:
-            self._end_brief(brief, now)
-        if self._open is not None:
-            self._end_step(self._open, now)
-        if self.late:
-            self.late.collect()
+            self.trial.end_untimed(brief.began, now)
+            self._brief = None
+        self.trial.end_step(now)
         self.calls += 1
-        if self._verdicts.any_lost:
+        verdicts = self.trial.verdicts
+        if verdicts.any_lost:
             elements = elements_of(args, kwargs)
-            if self._verdicts.is_lost(elements):
+            if verdicts.is_lost(elements):
                 return self._leave_alone(module, args, kwargs, now)
             self._welcome(module)
         if self.state == "observing" and not capturing.is_capturing():
@@ -140,7 +128,7 @@ class Root:
         if self.state == "captured":
             return self._routed(module, args, kwargs, now)
         if self.state == "eager":
-            self._open = OpenStep(now, None, Held.NO, self.calls, 0, None)
+            self.trial.begin(None, Held.NO, self.calls, now)
         return self.roots.tracker.call_original(module, args, kwargs)
 
     def _leave_alone(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
@@ -150,12 +138,12 @@ class Root:
             is_quiet = self._is_small or self._left_alone >= QUIET_AFTER
         else:
             # Not where the few calls that warm up a CUDA graph would go unseen, nor where others' steps end with these.
-            is_quiet = self._left_alone >= 4 * QUIET_AFTER and not (self._on_gpu or torch.is_grad_enabled())
+            is_quiet = self._left_alone >= 4 * QUIET_AFTER and not (self.trial.on_gpu or torch.is_grad_enabled())
         if is_quiet and self.roots.tracker.is_installed:
             self._released.add(self.roots.tracker.release(module))
         if self.state == "observing":
             self.roots.observer.end_step(self.key)  # which would go on until the next call of another size
-        self._open = OpenStep(now, None, Held.NO, self.calls, 0, None)
+        self.trial.begin(None, Held.NO, self.calls, now)
         return self.roots.tracker.call_original(module, args, kwargs)
 
     def _welcome(self, module: torch.nn.Module) -> None:
@@ -171,47 +159,32 @@ class Root:
             self._spent_before = self.eager_seconds
             self._observed_calls, self.first_seconds = 0, 0.0
             self._observed_elements.clear()
-            self._held_out = self._new_held_out()
+            self.trial.restart()
             self.roots.observer.reopen(self.key)
-
-    def _new_held_out(self) -> HeldOutCalls:
-        return HeldOutCalls(self.session.settings.capture.held_out_share, PAIRS_BEFORE_RELEASE)
 
     def _routed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a captured root; once all is known of its shape, 4 us of ours."""
-        session, has_gradients = self.session, torch.is_grad_enabled()
+        trial, has_gradients = self.trial, torch.is_grad_enabled()
         signature = (call_signature(args, kwargs), module.training, has_gradients)
-        shape = self._shapes.get(signature)
+        shape = trial.shapes.get(signature)
         if capturing.is_capturing():
             return self._recorded(module, args, kwargs, shape)
         if self._device is None:
             self._find_device(module)
-        stretch = self._begin_stretch() if self._on_gpu else None
+        stretch = self._begin_stretch() if trial.on_gpu else None
         if shape is None:
-            shape = self._new_shape(signature, module)
-        near = shape.sizes.near(shape.elements)
-        has_pair = len(near) >= PAIRED
-        is_short = has_pair and near[0] < SHORT_CALL_US
-        held = self._held_out.next(session.disturbances, shape.is_new, has_pair, is_short)
-        is_watched = False
-        if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):
-            watch = self._peaks.begin(shape.sizes.text, shape.elements, self.calls)
-            is_watched, held = watch is not None, Held.COLD if watch else Held.NO
-        held_out = held is not Held.NO
-        if shape.fused_at != session.disturbances:
-            session.mark_plans(self)
-            self._is_marked = True
-        if held is Held.NO and not is_watched and is_short and self._begin_brief(shape, now, has_gradients):
+            is_eager = not module.training and not has_gradients and self._has_fast_path(module)
+            shape = trial.new_shape(signature, is_eager)
+        held = trial.choose(shape, self.calls)
+        if held is Held.NO and self._begin_brief(shape, now, has_gradients):
             return self._run(module, args, kwargs, shape, False)
-        self._open = OpenStep(now, shape, held, self.calls, session.disturbances, stretch, is_watched)
-        if held_out:
-            self.roots.held_out_calls += 1
+        trial.begin(shape, held, self.calls, now, stretch)
         if has_gradients:
-            return self._run(module, args, kwargs, shape, held_out)
+            return self._run(module, args, kwargs, shape, held is not Held.NO)
         # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
         began = time.perf_counter()
-        result = self._run(module, args, kwargs, shape, held_out)
-        self._call_us = (time.perf_counter() - began) * 1e6
+        result = self._run(module, args, kwargs, shape, held is not Held.NO)
+        trial.call_took(time.perf_counter() - began)
         return result
 
     def _run(
@@ -237,47 +210,16 @@ class Root:
             self._learn(captured.direct, shape, module, args, kwargs)
         return result
 
-    def _is_settled(self, shape: Shape) -> bool:
-        """Whether the kernels of a shape are those that stay."""
-        return shape.fused_at == self.session.disturbances and not self.session.tuning.expects_more()
-
     def _begin_brief(self, shape: Shape, now: float, has_gradients: bool) -> bool:
         """Whether this call and some that follow need not be timed."""
-        shapes = self._shapes
-        if self._on_gpu or len(shapes) > MAX_BRIEF or shape.fused_at != self.session.disturbances:
+        shapes = self.trial.shapes
+        free = self.trial.free_calls(shape)
+        if not free or not all(known.direct and not known.is_eager for known in shapes.values()):
             return False
-        if self._peaks is not None and self._peaks.is_half_known(shape.sizes.text, shape.elements):
-            return False
-        free = self._held_out.free()
-        if free < 2 or not all(s.direct and not s.is_eager and len(s.sizes.recent) >= PAIRED for s in shapes.values()):
-            return False
-        if self._verdicts.any_lost:  # a code that fits all sizes would run those as well that stay in eager
-            return False
-        self._held_out.skip(free)
-        found = {id(direct.manager): direct for s in shapes.values() for direct in s.direct}
+        self.trial.skip(free)
+        found = {id(direct.manager): direct for known in shapes.values() for direct in known.direct}
         self._brief = Brief(free, now, has_gradients, found.values())
         return True
-
-    def _end_brief(self, brief: Brief, now: float) -> None:
-        us = (now - brief.began) * 1e6
-        self.total_us += us
-        self.roots.step_us_total += us
-        self._brief = None
-
-    def _new_shape(self, signature: Any, module: torch.nn.Module) -> Shape:
-        if len(self._shapes) >= MAX_SHAPES:
-            seldom = (key for key, known in self._shapes.items() if not known.sizes.is_one)
-            for old in list(itertools.islice(seldom, MAX_SHAPES // 4)):
-                self._shapes.pop(old, None)
-        text = str(signature)
-        is_one = text in self._sizes or len(self._sizes) < MAX_EXACT
-        text = text if is_one else str(without_sizes(signature))
-        sizes = self._sizes.setdefault(text, Sizes(text, is_one))
-        # What the last new one ran may fit this one too: a graph with symbolic sizes does.
-        direct = self._newest.direct if self._newest is not None else ()
-        is_eager = not module.training and not torch.is_grad_enabled() and self._has_fast_path(module)
-        shape = self._shapes[signature] = self._newest = Shape(sizes, count_elements(signature), direct, is_eager)
-        return shape
 
     def _has_fast_path(self, module: torch.nn.Module) -> bool:
         """Whether torch itself runs other kernels for it in inference: padding becomes zeros there, nowhere else."""
@@ -318,7 +260,7 @@ class Root:
         observer = self.roots.observer
         observer.before_root_call(self.key, module)
         began = time.perf_counter()
-        self._open = OpenStep(began, None, Held.NO, self.calls, self.session.disturbances, None)
+        self.trial.begin(None, Held.NO, self.calls, began)
         stretch = self._begin_stretch()
         try:
             return self.roots.tracker.call_original(module, args, kwargs)
@@ -328,7 +270,7 @@ class Root:
             was_plain = observer.after_root_call(self.key, None if stretch is not None else seconds)
             self._add_eager(seconds)
             if stretch is not None:
-                self.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
+                self.trial.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
 
     def _add_eager(self, seconds: float) -> None:
         ratio = self.roots.observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
@@ -344,7 +286,7 @@ class Root:
 
     def _find_device(self, module: torch.nn.Module) -> torch.device:
         self._device = device = _device_of(module)
-        self._on_gpu = device.type == "cuda"
+        self.trial.on_gpu = device.type == "cuda"
         return device
 
     def _begin_stretch(self) -> Stretch | None:
@@ -440,7 +382,7 @@ class Root:
                 known = self.roots.known.get(self.key)
                 # A store of an older version does not tell how large the calls were that it knows of.
                 reach = 1 if self._is_small or (known is not None and known.judged_elements) else KNOWN_REACH
-                self._verdicts.lose_up_to(reach * round(statistics.median(self._observed_elements)))
+                self.trial.verdicts.lose_up_to(reach * round(statistics.median(self._observed_elements)))
             self.roots.observer.decide(self.key)
 
     def _find_known(self) -> RootRecord | None:
@@ -448,8 +390,8 @@ class Root:
         known = None if self._is_reopened else self.roots.known.get(self.key)
         if known is None or known.state != "eager" or known.reason not in LOST or not known.judged_elements:
             return known
-        self._verdicts.lose_up_to(known.judged_elements)
-        if self._verdicts.is_lost(self._observed_elements[-1]):
+        self.trial.verdicts.lose_up_to(known.judged_elements)
+        if self.trial.verdicts.is_lost(self._observed_elements[-1]):
             return known
         self._is_reopened = True
         return None
@@ -497,92 +439,15 @@ class Root:
         seen = self.roots.observer.dynamic_dims(self.key)
         return tuple(dict.fromkeys([*(known.dynamic_dims if known else ()), *seen]))
 
-    # ---- steps --------------------------------------------------------------------------------------------
-
-    def _end_step(self, opened: OpenStep, now: float) -> None:
-        """A step is the time from one call of the root to the next: the host's, on a GPU that of the root's stream."""
-        began, shape, held, _, disturbances, stretch, is_watched = opened
-        self._open = None
-        step_us = (now - began) * 1e6
-        self.total_us += step_us
-        fused = self.session.fused_since_mark(self) if self._is_marked else 0
-        self._is_marked = False
-        if is_watched and self._peaks is not None and shape is not None:
-            is_changed = disturbances != self.session.disturbances or self.state != "captured"
-            self._peaks.end(shape.sizes.text, shape.elements, held is not Held.NO, self._on_gpu, is_changed)
-        if shape is None or self.state != "captured":  # an eager root costs the script no more than needed
-            self.roots.timer.end(stretch)
-            return
-        session = self.session
-        is_disturbed = disturbances != session.disturbances
-        if shape.fused_at != disturbances and held is Held.NO:
-            if fused != shape.fused:
-                if shape.is_counted:  # what was measured before is no longer so
-                    shape.sizes.recent.clear()
-                    self._verdicts.clear()
-                shape.fused, shape.is_counted = fused, True
-            shape.fused_at = -1 if is_disturbed else disturbances
-        is_left_out = is_disturbed or is_watched or held is Held.COLD
-        if not self._on_gpu:
-            self._add_step(opened, 0.0 if is_left_out else step_us)
-            return
-        stretch = self.roots.timer.end(stretch)
-        if is_left_out:
-            self.late.add(None, lambda _: self._add_step(opened, 0.0))  # after those before it
+    def _lose(self, shape: Shape, loss: Loss, is_short: bool, is_all: bool) -> None:
+        """Sizes of which captured steps lose to held-out eager ones."""
+        self._is_small = is_short
+        self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
+        if is_all:
+            # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
+            self.state, self.reason = "eager", UNTUNED if self.session.tuning.has_open() else loss.reason
         else:
-            self.late.add(stretch, partial(self._add_late_step, opened))
-
-    def _add_late_step(self, opened: OpenStep, nanoseconds: int | None) -> None:
-        self.roots.untimed_steps += nanoseconds is None
-        self._call_us = None  # what the host took
-        self._add_step(opened, (nanoseconds or 0) / 1e3)
-
-    def _add_step(self, opened: OpenStep, step_us: float) -> None:
-        """A time of 0 stands for one that is not to be compared."""
-        _, shape, held, number, _, _, _ = opened
-        assert shape is not None
-        held_out = held is not Held.NO
-        self.session.steps.append(
-            (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
-        )
-        if step_us and self.state == "captured":
-            self.roots.step_us_total += step_us
-            self._compare(shape, held_out, step_us if self._call_us is None else self._call_us)
-        self._call_us = None
-
-    def _compare(self, shape: Shape, held_out: bool, us: float) -> None:
-        """Release a root whose captured steps lose to held-out eager ones."""
-        if not held_out:
-            shape.sizes.recent.append((shape.elements, us))
-            return
-        near = shape.sizes.near(shape.elements)
-        if len(near) >= PAIRED:
-            # Released, the module would be as fast as a held-out call is without the hook.
-            outside_us = 0.0 if self._call_us is not None else HOOK_US
-            has_briefs = len(self._shapes) <= MAX_BRIEF and not self._verdicts.any_lost
-            added_us = BRIEF_US if has_briefs else HOOK_US
-            captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
-            self._verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)
-        ratios = self._verdicts.ratios(shape.elements)
-        if len(ratios) < PAIRS_BEFORE_RELEASE:
-            return
-        if self.session.tuning.expects_more():
-            loss = None
-        else:
-            is_short = us < SHORT_CALL_US
-            loss = self._verdicts.judge(shape.elements, is_short, self.session.settings.capture.release_factor)
-        if loss is not None:
-            self._is_small = is_short
-            self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
-            # A shape that came once or twice has no say: no pair of it will ever be known.
-            seen = [known for known in self._shapes.values() if len(known.sizes.near(known.elements)) >= PAIRED]
-            if all(self._verdicts.is_lost(known.elements) for known in seen):
-                # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
-                self.state, self.reason = "eager", UNTUNED if self.session.tuning.has_open() else loss.reason
-            else:
-                self.detail = f"calls of about {shape.elements} elements stay in eager: {self.detail}"
-        elif is_unsure(ratios):
-            self._held_out.extend()
+            self.detail = f"calls of about {shape.elements} elements stay in eager: {self.detail}"
 
     def record(self) -> RootRecord:
         known = self.roots.known.get(self.key)
@@ -605,7 +470,7 @@ class Root:
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
             kept_graphs=self.kept_graphs,
-            judged_elements=self._verdicts.lost_elements,
+            judged_elements=self.trial.verdicts.lost_elements,
         )
 
 

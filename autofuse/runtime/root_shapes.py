@@ -69,7 +69,9 @@ class Sizes:
 class Shape:
     """One signature of a captured root: shapes of its arguments, training mode, gradients."""
 
-    __slots__ = ("direct", "elements", "fused", "fused_at", "is_counted", "is_eager", "is_new", "learnt", "sizes")
+    __slots__ = (
+        "direct", "elements", "fused", "fused_at", "is_counted", "is_eager", "is_new", "is_short", "learnt", "sizes",
+    )  # fmt: skip
 
     def __init__(self, sizes: Sizes, elements: int, direct: tuple[DirectCall, ...], is_eager: bool) -> None:
         self.sizes = sizes
@@ -77,6 +79,7 @@ class Shape:
         self.direct = direct
         self.is_eager = is_eager  # torch has a path of its own for it
         self.is_new = True
+        self.is_short = False  # its calls, as far as known
         self.learnt = 0  # times that Dynamo was asked
         self.fused = 0  # nodes on fused kernels in a step
         self.is_counted = False

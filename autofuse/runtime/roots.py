@@ -75,7 +75,7 @@ class Roots:
     def uninstall(self) -> None:
         self.tracker.uninstall()
         for root in list(self.groups.values()):
-            root.late.close()
+            root.trial.late.close()
         if self.allocations is not None:
             self.allocations.give_up()
         self.observer.stop()
@@ -102,7 +102,7 @@ class Roots:
     def steps(self) -> int:
         """Calls of the root that took the most time; of routed graphs where no root was called."""
         if self.groups:
-            return max(self.groups.values(), key=lambda root: root.total_us).all_calls
+            return max(self.groups.values(), key=lambda root: root.trial.total_us).all_calls
         counts = [r.calls() // r.times for r in self.session.routers if r.phase != "backward"]
         return max(counts, default=0)
 

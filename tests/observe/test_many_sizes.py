@@ -20,9 +20,10 @@ from autofuse.observer.signatures import call_signature, count_elements, without
 from autofuse.report import words
 from autofuse.report.statistics import measure_gain
 from autofuse.runtime import root as root_life
-from autofuse.runtime.root import MAX_EXACT, PAIRED, elements_of
+from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_shapes import Sizes
 from autofuse.runtime.session import Session
+from autofuse.runtime.trial import MAX_EXACT, PAIRED
 from autofuse.settings import load
 
 
@@ -123,7 +124,7 @@ def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench
     assert all(s.elements == sizes[s.index - 1] for s in samples)
     speedup = measure_gain(samples, 0.0).speedup
     assert speedup.pairs >= 5 * PAIRED and speedup.median == pytest.approx(2.0)
-    assert root.state == "captured" and len(root._verdicts.ratios(40_000)) >= 12
+    assert root.state == "captured" and len(root.trial.verdicts.ratios(40_000)) >= 12
 
 
 # Captured, a call takes 100 us more and half of what eager takes for each element: it pays from 200 elements on, and
@@ -209,7 +210,7 @@ def test_what_lost_without_its_kernels_may_win_in_the_next_run(make: Callable[..
             bench.root.key, "Identity", "eager", reason, judged_elements=10 * SMALL
         )
         bench.call([SMALL] * 2)
-        assert bench.root.state == "observing" and not bench.root._verdicts.any_lost
+        assert bench.root.state == "observing" and not bench.root.trial.verdicts.any_lost
 
 
 def test_a_call_that_does_not_tell_its_size_is_the_smallest() -> None:

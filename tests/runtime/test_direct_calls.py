@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autofuse.capture.direct import has_subclasses
-from autofuse.runtime.root import MAX_EXACT
 from autofuse.runtime.session import current_session, start_session
+from autofuse.runtime.trial import MAX_EXACT
 from autofuse.settings import load
 
 
@@ -52,7 +52,7 @@ def expected(model, *args, **kwargs):
 
 
 def shapes_of(session, model):
-    return list(session.roots.root_of(model)._shapes.values())
+    return list(session.roots.root_of(model).trial.shapes.values())
 
 
 def test_a_settled_call_goes_past_dynamo(session, monkeypatch):

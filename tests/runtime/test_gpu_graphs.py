@@ -373,7 +373,7 @@ def test_a_root_called_while_a_graph_is_recorded_is_left_alone(session_with, rec
     for state in ("observing", "captured"):
         root.state = state
         assert torch.equal(root.call(model, (x,), {}), model(x))
-    assert root._open is None and not session.steps and session.roots.held_out_calls == 0
+    assert root.trial.opened is None and not session.steps and session.roots.held_out_calls == 0
 
 
 def test_a_recording_is_asked_for_only_where_a_gpu_is_in_use(monkeypatch):
