@@ -112,5 +112,5 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> C
         example_inputs,
         lambda graph, phase, times: route_graph(graph, phase, session, times),
         session.settings.capture.min_blocks,
-        session.graphs_folder,
+        session.keeper,
     )

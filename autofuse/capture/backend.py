@@ -14,7 +14,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
 from autofuse.capture.simplify import simplify
+from autofuse.private_files import PrivateFolder
 
 if TYPE_CHECKING:
     from autofuse.capture.kept_graphs import Keeping
@@ -42,30 +42,37 @@ CompileGraph = Callable[[fx.GraphModule, str, int], Call]
 CompilePhase = Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]  # see `kept_graphs.Keeping`
 
 
+class Keeper(NamedTuple):
+    """Where traces are kept from one run to the next, and who is told what was refused there."""
+
+    folder: PrivateFolder
+    report: Callable[[str, str], None]  # kind, message
+
+
 def compile_with(
     module: fx.GraphModule,
     example_inputs: Sequence[torch.Tensor],
     compile_graph: CompileGraph,
     min_blocks: int = 0,
-    folder: Path | None = None,
+    keeper: Keeper | None = None,
 ) -> Callable[..., Any]:
     """``compile_graph(aten graph, phase, times)`` gets "forward", "backward" or "inference".
 
     ``times``: how often the graph is called for one call of the whole; from ``min_blocks`` equal blocks in a row on (0:
-    never) one of them is compiled for all; ``folder``: of graphs that earlier runs have kept, None to keep none.
+    never) one of them is compiled for all; ``keeper``: of graphs of earlier runs, None to keep none.
     """
     if min_blocks and not has_subclasses(module, example_inputs):
         try:
             pieces = take_apart(module, example_inputs, min_blocks)
             if pieces is not None:
                 return pieces.compile(
-                    lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times, folder))
+                    lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times, keeper))
                 )
         except RestartAnalysis:  # Dynamo traces once more
             raise
         except Exception as error:
             log.debug("equal blocks are captured one by one: %s", error)
-    return _compile_whole(module, example_inputs, compile_graph, 1, folder)
+    return _compile_whole(module, example_inputs, compile_graph, 1, keeper)
 
 
 def _compile_whole(
@@ -73,7 +80,7 @@ def _compile_whole(
     example_inputs: Sequence[torch.Tensor],
     compile_graph: CompileGraph,
     times: int,
-    folder: Path | None,
+    keeper: Keeper | None,
 ) -> Callable[..., Any]:
     def compile_phase(graph: fx.GraphModule, phase: str, is_plain: bool | None) -> tuple[Call, bool]:
         if phase == "forward" and replay is not None:
@@ -95,7 +102,7 @@ def _compile_whole(
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
     of_subclasses = has_subclasses(module, example_inputs)
     needs_wrapper = not needs_no_switch or of_subclasses
-    keeping = _keeping(compile_phase, None if of_subclasses else folder)
+    keeping = _keeping(compile_phase, None if of_subclasses else keeper)
 
     def compiler(phase: str) -> Any:
         if keeping is not None:
@@ -131,16 +138,16 @@ def graphs_read() -> int:
     return _read.total()
 
 
-def _keeping(compile_phase: CompilePhase, folder: Path | None) -> Keeping | None:
+def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> Keeping | None:
     """Where graphs are kept and with which they may be; needs much of torch that other versions may not have."""
-    if folder is None:
+    if keeper is None:
         return None
     try:
         from autofuse.capture.kept_graphs import IS_SUPPORTED, Keeping
     except ImportError as error:
         log.debug("graphs are not kept with this torch: %s", error)
         return None
-    return Keeping(compile_phase, folder) if IS_SUPPORTED else None
+    return Keeping(compile_phase, keeper.folder, keeper.report) if IS_SUPPORTED else None
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -6,8 +6,8 @@ Guarantee: a graph is the same where its code, the kinds of all its values and e
 where torch's guards on sizes hold for the present ones; what cannot be kept or read is traced as ever.
 A kept graph brings the shape environment that it was traced in, so that what was proved of its sizes still is.
 
-Half of a capture is AOTAutograd's: see `docs/ARCHITECTURE.md`. Whoever may write to the folder may write to the kernels
-of the store as well: both are code.
+Half of a capture is AOTAutograd's: see `docs/ARCHITECTURE.md`. To read a pickle is to run it: files are sealed, and
+none is read that another user may have written (`private_files`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,12 +43,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autofuse.capture.graph_import import note_parameters, parameters_of
 from autofuse.capture.passes import backward_of, note_backward
 from autofuse.capture.repeats import free_symbols_of
+from autofuse.private_files import PrivateFolder, Untrusted
 
 log = logging.getLogger(__name__)
 
 Call = Callable[[list[Any]], Any]
 
-MOST_FILES, MOST_BYTES = 128, 256 << 20  # the oldest go
 _READ = ("val", "desc", "stack_trace")  # what the stages after capture read of a node
 _OPTIONS = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _READ)
 
@@ -60,7 +62,8 @@ class Keeping:
     """
 
     compile_graph: Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]
-    folder: Path
+    folder: PrivateFolder
+    report: Callable[[str, str], None]  # ``report(kind, message)``: one line for each kind of trouble
     backward: fx.GraphModule | None = field(default=None, init=False)  # of a forward graph that was read
 
     def compile(self, graph: fx.GraphModule, phase: str) -> Call:
@@ -97,21 +100,44 @@ class Keeping:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """While AOTAutograd compiles: it looks into the folder first, and leaves there what it made."""
-        place = self.folder / _version()
         before = getattr(_active, "keeping", None)
         _active.keeping = self
         try:
             with (
                 torch._functorch.config.patch(_SETTINGS),
                 _replaced(autograd_cache, "CacheArtifactRecorder", _NoRecorder),
-                _replaced(AOTAutogradCache, "_get_tmp_dir", classmethod(lambda cls: str(place))),
+                _replaced(AOTAutogradCache, "_write_to_local_cache", staticmethod(self._write)),
+                _replaced(AOTAutogradCache, "iterate_over_candidates", classmethod(self._candidates)),
                 _replaced(autograd_cache, "autograd_cache_key", key_of),
             ):
                 yield
         finally:
             _active.keeping = before
-            with contextlib.suppress(OSError):
-                prune(self.folder)
+            self.folder.prune()
+
+    def _write(self, key: str, content: bytes) -> None:
+        """As torch's cache calls it."""
+        name = f"{version()}.{key}.{hashlib.sha256(content).hexdigest()[:16]}"
+        try:
+            self.folder.write(name, content)
+        except Untrusted as error:
+            self.report("graphs_not_kept", f"traced graphs are not kept: {error}")
+        except OSError as error:
+            log.debug("a graph is not kept: %s", error)
+
+    def _candidates(self, cls: type, local: bool, remote: Any, key: str) -> Iterator[tuple[Any, bytes, bool]]:
+        """As torch's cache calls it: entry, its bytes, whether they came from this machine."""
+        for name in self.folder.names():
+            if name.startswith(f"{version()}.{key}."):
+                try:
+                    content = self.folder.read(name)
+                    entry = pickle.loads(content)
+                except Untrusted as error:
+                    self.report("kept_graph_refused", f"a graph of an earlier run is traced anew: {error}")
+                except Exception as error:
+                    log.debug("a kept graph cannot be read: %s", error)
+                else:
+                    yield entry, content, True
 
 
 class KeptGraph(OutputCode):  # type: ignore[misc]
@@ -210,6 +236,7 @@ IS_SUPPORTED = (
         hasattr(autograd_cache, name)
         for name in ("autograd_cache_key", "check_cacheable", "sanitize_gm_for_cache", "CacheArtifactRecorder")
     )
+    and all(hasattr(AOTAutogradCache, name) for name in ("_write_to_local_cache", "iterate_over_candidates"))
 )
 
 
@@ -299,7 +326,7 @@ def _switches() -> tuple[str, ...]:
         torch.backends.cpu.get_cpu_capability(),
         torch.cuda.is_available() and torch.cuda.get_device_name(),
         torch._functorch.config.save_config(),
-        _version(),
+        version(),
     )
     return tuple(map(str, found))
 
@@ -316,32 +343,26 @@ class _NoRecorder:
     record_if_present = record
 
 
+_ABSENT = object()
+
+
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner)[name]
+    before = vars(owner).get(name, _ABSENT)  # absent where it is inherited
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @cache
-def _version() -> str:
+def version() -> str:
     """Of the code that makes graphs what they are."""
-    digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version}".encode())
+    digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def prune(folder: Path, most: int = MOST_FILES, most_bytes: int = MOST_BYTES) -> None:
-    """Remove the oldest files beyond ``most`` and ``most_bytes``, and folders left empty."""
-    files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
-    kept_bytes = 0
-    for number, (stat, path) in enumerate(sorted(files, key=lambda item: -item[0].st_mtime)):
-        kept_bytes += stat.st_size
-        if number >= most or kept_bytes > most_bytes:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-                path.parent.rmdir()

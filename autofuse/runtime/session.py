@@ -25,6 +25,7 @@ from autofuse.errors import AutofuseError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import Bucket, Event, Refusal, RunStart, RunTotals, StepSample
 from autofuse.optimizer.hook import OptimizerHook
+from autofuse.private_files import PrivateFolder
 from autofuse.runtime import roots
 from autofuse.runtime.backstage import Backstage, Pace, breathe
 from autofuse.runtime.node_timer import NodeTimer
@@ -35,6 +36,7 @@ from autofuse.say import say
 from autofuse.settings import Settings, load
 
 if TYPE_CHECKING:
+    from autofuse.capture.backend import Keeper
     from autofuse.db.store import Store
     from autofuse.runtime.backends import Place
     from autofuse.runtime.catalogue import Catalogue
@@ -160,6 +162,14 @@ class Session:
         if not settings.capture.keep_graphs or not self.backstage.usable:
             return None
         return settings.run.store.with_name(settings.run.store.name + ".graphs")
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Keeps traced graphs there; to be asked for during a capture, whose modules it comes from."""
+        from autofuse.capture.backend import Keeper
+
+        folder = self.graphs_folder
+        return Keeper(PrivateFolder(folder), self.say_once) if folder is not None else None
 
     def use_device(self, device: torch.device) -> None:
         """The script has tensors there: read what is decided for its model."""

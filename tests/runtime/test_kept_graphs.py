@@ -2,8 +2,10 @@
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from autofuse.capture import kept_graphs
-from autofuse.capture.backend import compile_with
+from autofuse.capture.backend import Keeper, compile_with
 from autofuse.pipeline import route_graph
+from autofuse.private_files import PrivateFolder
 from autofuse.runtime.session import Session, start_session
 from autofuse.settings import load
 
@@ -53,9 +56,13 @@ class Convolution(nn.Module):
         return F.relu(self.norm(self.conv(x)))
 
 
+said = []  # kinds of trouble with kept graphs
+
+
 @pytest.fixture
 def capture(tmp_path):
     """``capture(module)``: as a new run would see it, with the graphs that earlier ones have kept."""
+    said.clear()
 
     def start(module, folder=tmp_path / "graphs", blocks=0, **options):
         torch._dynamo.reset()
@@ -65,10 +72,12 @@ def capture(tmp_path):
 
         def backend(graph, inputs):
             call = compile_with(
-                graph, inputs, lambda g, phase, times: route_graph(g, phase, session, times), blocks, folder
+                graph, inputs, lambda g, phase, times: route_graph(g, phase, session, times), blocks, keeper
             )
             assert not session._said
             return call
+
+        keeper = Keeper(PrivateFolder(folder), lambda kind, message: said.append(kind))
 
         return torch.compile(module, backend=backend, **options)
 
@@ -182,7 +191,7 @@ def test_what_changes_the_trace_is_not_found(capture):
     assert run(linear.requires_grad_(False), y) == 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "folder"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "folder", "writable"])
 def test_a_damaged_file_is_traced_anew(capture, tmp_path, damage):
     model = Block()
     expected = train(copy.deepcopy(model))
@@ -191,12 +200,49 @@ def test_a_damaged_file_is_traced_anew(capture, tmp_path, damage):
     assert files
     for path in files:
         whole = path.read_bytes()
-        path.write_bytes({"cut": whole[: len(whole) // 2], "garbage": os.urandom(500)}.get(damage, b""))
+        changed = {"cut": whole[: len(whole) // 2], "garbage": os.urandom(500), "writable": whole}
+        path.write_bytes(changed.get(damage, b""))
+        if damage == "writable":
+            path.chmod(0o666)
         if damage == "folder":
             path.unlink()
             path.mkdir()
     same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
     assert found() == 0
+    assert damage == "folder" or "kept_graph_refused" in said
+
+
+def test_a_pickle_that_someone_else_put_there_is_not_opened(capture, tmp_path):
+    """Whoever may write to the folder could have code of theirs run in the script."""
+    model = Block()
+    expected = train(copy.deepcopy(model))
+    train(capture(copy.deepcopy(model), dynamic=True))
+    for path in (tmp_path / "graphs").iterdir():
+        path.write_bytes(pickle.dumps(Trap(tmp_path / "run")))
+    same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
+    assert found() == 0 and not (tmp_path / "run").exists()
+    pickle.loads(pickle.dumps(Trap(tmp_path / "run")))
+    assert (tmp_path / "run").exists()
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_folder_that_others_may_write_to_keeps_nothing(capture, tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    model = Block()
+    expected = train(copy.deepcopy(model))
+    for _ in range(2):
+        same(train(capture(copy.deepcopy(model), tmp_path / "shared", dynamic=True)), expected)
+        assert found() == 0 and said == ["graphs_not_kept"]
+        said.clear()
+    assert not list((tmp_path / "shared").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_graphs(capture, tmp_path):
@@ -219,25 +265,14 @@ def test_what_cannot_be_written_is_captured_as_ever(capture, monkeypatch, tmp_pa
 
 
 def test_nothing_of_torchs_own_is_left_changed(capture):
-    before = (vars(kept_graphs.AOTAutogradCache)["_get_tmp_dir"], kept_graphs.autograd_cache.autograd_cache_key)
+    before = (dict(vars(kept_graphs.AOTAutogradCache)), kept_graphs.autograd_cache.autograd_cache_key)
     settings = torch._functorch.config.save_config()
     train(capture(Block(), dynamic=True))
     assert before == (
-        vars(kept_graphs.AOTAutogradCache)["_get_tmp_dir"],
+        dict(vars(kept_graphs.AOTAutogradCache)),
         kept_graphs.autograd_cache.autograd_cache_key,
     )
     assert settings == torch._functorch.config.save_config()
-
-
-def test_the_oldest_go(tmp_path):
-    for number in range(6):
-        path = tmp_path / "version" / f"key{number}" / "file"
-        path.parent.mkdir(parents=True)
-        path.write_text("")
-        os.utime(path, (number, number))
-    kept_graphs.prune(tmp_path, 4)
-    assert sorted(path.name for path in (tmp_path / "version").iterdir()) == ["key2", "key3", "key4", "key5"]
-    kept_graphs.prune(tmp_path / "nowhere")
 
 
 SCRIPT = """
@@ -391,13 +426,3 @@ def test_a_kept_graph_that_does_not_run_leaves_the_script_alone(tmp_path, monkey
         assert run() == ("eager", "kept_graph_failed")
     assert not (tmp_path / "s.sqlite3.graphs").exists()
     assert run() == ("captured", "first_call")
-
-
-def test_files_beyond_the_bytes_go_too(tmp_path):
-    for number in range(4):
-        path = tmp_path / f"key{number}" / "file"
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"x" * 100)
-        os.utime(path, (number, number))
-    kept_graphs.prune(tmp_path, 10, 250)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["key2", "key3"]

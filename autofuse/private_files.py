@@ -1,0 +1,187 @@
+"""Files that only this user may have written: what is unpickled or run as code is read from nowhere else.
+
+In: a folder, names and bytes. Out: the same bytes in a later process, or ``Untrusted`` with the reason.
+Guarantee: nothing is given out unless file, folder and all folders above are real and may be written to by nobody but
+this user and root, and unless the file carries the seal that this user's key makes of its name and content. So what
+another user has put there, what was cut, altered or renamed, and what came with a copied store is refused.
+
+The key lies in the user's own data folder, for the user alone to read. Reading and writing cost a hash of the content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import hmac
+import os
+import pwd
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from autofuse.errors import AutofuseError
+from autofuse.setting_groups import default_store
+
+MOST_FILES, MOST_BYTES = 128, 256 << 20  # the oldest go
+_MAGIC = b"autofuse1\n"
+_SEAL_BYTES = 32
+_KEY_BYTES = 32
+
+
+class Untrusted(AutofuseError):
+    """A file or folder that others may have written to, or that is not what was written."""
+
+
+class PrivateFolder:
+    """Sealed files in one folder, which is made when the first is written."""
+
+    def __init__(self, path: Path, key_file: Path | None = None) -> None:
+        self.path = path
+        self._key_file = key_file or default_store().with_name("seal.key")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a file there, whole or not at all. Raises OSError, and Untrusted where the folder is no private one."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_folder(self.path)
+        sealed = _MAGIC + self._seal(name, data) + data
+        descriptor, temporary = tempfile.mkstemp(prefix=".", dir=self.path)  # for its owner alone
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(sealed)
+            os.replace(temporary, self.path / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def read(self, name: str) -> bytes:
+        """What was written under this name. Raises FileNotFoundError, OSError, and Untrusted."""
+        if not os.path.lexists(self.path / name):
+            raise FileNotFoundError(self.path / name)
+        check_folder(self.path)
+        found = _read_own(self.path / name, 0o022)
+        start = len(_MAGIC) + _SEAL_BYTES
+        seal, data = found[len(_MAGIC) : start], found[start:]
+        if not found.startswith(_MAGIC) or not hmac.compare_digest(seal, self._seal(name, data)):
+            raise Untrusted(f"{self.path / name} is not as this user's autofuse wrote it: cut, altered or copied")
+        return data
+
+    def names(self) -> list[str]:
+        """Of all files, also of those that `read` would refuse."""
+        with contextlib.suppress(OSError):
+            return sorted(entry.name for entry in os.scandir(self.path) if not entry.name.startswith("."))
+        return []
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / name).unlink()
+
+    def prune(self, most: int = MOST_FILES, most_bytes: int = MOST_BYTES) -> None:
+        """Remove the oldest files beyond ``most`` and ``most_bytes``."""
+        files = []
+        with contextlib.suppress(OSError):
+            files = [(entry.stat(follow_symlinks=False), entry.path) for entry in os.scandir(self.path)]
+        kept_bytes = 0
+        newest_first = sorted(files, key=lambda item: -item[0].st_mtime)
+        for number, (found, path) in enumerate(found for found in newest_first if stat.S_ISREG(found[0].st_mode)):
+            kept_bytes += found.st_size
+            if number >= most or kept_bytes > most_bytes:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    def _seal(self, name: str, data: bytes) -> bytes:
+        text = name.encode()
+        seal = hmac.new(_key(self._key_file), digestmod="sha256")
+        seal.update(len(text).to_bytes(8, "little") + text)
+        seal.update(data)
+        return seal.digest()
+
+
+# ---- who may write ---------------------------------------------------------------------------------------------
+
+
+def check_folder(path: Path) -> None:
+    """Raises Untrusted unless only this user and root may change the folder, or put another one in its place."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise Untrusted(f"{path} is no real folder")
+    problem = _problem(found, 0o022)
+    if problem:
+        raise Untrusted(f"{path} {problem}")
+    for parent in _parents(path):
+        # A link is as safe as the folder that holds it, and what it leads to is looked at by itself.
+        if os.lstat(parent).st_uid not in (os.geteuid(), 0):
+            raise Untrusted(f"{parent}, above {path}, belongs to another user")
+        found = os.stat(parent)
+        is_shared_safely = bool(found.st_mode & stat.S_ISVTX) and found.st_uid == 0  # as /tmp is
+        problem = _problem(found, 0 if is_shared_safely else 0o022)
+        if problem:
+            raise Untrusted(f"{parent}, above {path}, {problem}")
+
+
+def _parents(path: Path) -> Iterator[Path]:
+    """Folders above, as they are written and as they are."""
+    written = Path(os.path.abspath(path))
+    yield from dict.fromkeys([*written.parents, *Path(os.path.realpath(written)).parents])
+
+
+def _problem(found: os.stat_result, forbidden: int) -> str:
+    """Why others may have changed it; "" where they may not have."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return "belongs to another user"
+    mode = found.st_mode & forbidden
+    if mode & 0o020 and _is_of_one(found.st_gid):
+        mode &= ~0o020
+    return "may be written to by others" if mode else ""
+
+
+@cache
+def _is_of_one(group: int) -> bool:
+    """Whether a group is this user's own, as many systems make one for each user."""
+    try:
+        own, name = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+    return own.gr_name == name and not set(own.gr_mem) - {name}
+
+
+def _read_own(path: Path, forbidden: int) -> bytes:
+    """A regular file of this user's or root's that has none of the ``forbidden`` permissions."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if os.path.islink(path):
+            raise Untrusted(f"{path} is a link") from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        problem = _problem(found, forbidden) if stat.S_ISREG(found.st_mode) else "is no regular file"
+        if problem:
+            raise Untrusted(f"{path} {problem}")
+        return file.read()
+
+
+# ---- the key ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _key(path: Path) -> bytes:
+    """This user's key, made at the first use. Raises OSError and Untrusted."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_folder(path.parent)
+    if not os.path.lexists(path):
+        descriptor, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            with contextlib.suppress(FileExistsError):  # another process was first: its key counts
+                os.link(temporary, path)
+        finally:
+            os.unlink(temporary)
+    found = _read_own(path, 0o077)
+    if len(found) != _KEY_BYTES:
+        raise Untrusted(f"{path} holds {len(found)} bytes in place of {_KEY_BYTES}: remove it, a new one will be made")
+    return found
