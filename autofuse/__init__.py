@@ -14,6 +14,10 @@ The names below load what they need at first use, so that the command line start
 from importlib import import_module
 from typing import Any
 
+from autofuse import untraced
+
+untraced.install(__path__[0])  # before any other module of ours
+
 __version__ = "0.1.0"
 
 _HOME = {

@@ -20,6 +20,8 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd import runtime_wrappers
 
+from autofuse.untraced import mark_all_below
+
 _FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
 _DEVICES = ("cpu", "cuda")
 _aten = torch.ops.aten
@@ -183,4 +185,6 @@ def _teach(function: Any, replay: Replay, metadata: Any) -> None:
             ctx.autofuse_inputs = None  # as eager frees what it has saved
         return backward(grads, ctx, *rest)
 
+    # Where backward() is called inside of what torch.compile runs, Dynamo sees all frames of the backward pass.
+    mark_all_below(forward_and_keep, backward_or_replay)
     function._fwd_fn, function._bwd_fn = forward_and_keep, backward_or_replay

@@ -33,7 +33,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofuse.observer.device_timer import EventTimer
-from autofuse.observer.module_calls import skip_in_dynamo
+from autofuse.untraced import mark_all_below
 
 TensorSpec = tuple[torch.Size, torch.dtype, tuple[int, ...]] | None  # shape, dtype, strides; None: not describable
 
@@ -98,7 +98,7 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # False keeps torch from wrapping the handler (0.6 us a call); skip_in_dynamo below does the same for free.
+        # False keeps torch from wrapping the handler (0.6 us a call); mark_all_below does the same for free.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +208,7 @@ def _describe(value: Any, inputs: list[int], described: list[Any], depth: int = 
             _describe(item, inputs, described, depth + 1)
 
 
-skip_in_dynamo(ObserverMode.__torch_dispatch__, ObserverMode._record_plainly, _describe, _gpu_of, recursive=True)
+mark_all_below(ObserverMode.__torch_dispatch__, ObserverMode._record_plainly, _describe, _gpu_of)
 
 
 def attach(mode: ObserverMode) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -42,23 +41,6 @@ CALL_CODE = torch.nn.Module.__call__.__code__
 _lock = threading.Lock()
 _users = 0
 _ask_root: Answer | None = None
-
-
-def skip_in_dynamo(*functions: Callable[..., Any], recursive: bool = False) -> None:
-    """Tell Dynamo to run the frames of these functions as they are; ``recursive``: and all that they call.
-
-    Our frames run inside a user's compiled region wherever that region calls a module eagerly; without this mark
-    Dynamo would compile them.
-    """
-    try:
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-        inner = _FrameAction.SKIP if recursive else _FrameAction.DEFAULT
-        for function in functions:
-            assert isinstance(function, FunctionType)
-            set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, inner))
-    except ImportError:  # a torch without this call compiles our small frames: slower, not wrong
-        return
 
 
 class _ModuleCallHook:
@@ -88,7 +70,6 @@ class _ModuleCallHook:
 
 
 _HOOK = _ModuleCallHook()
-skip_in_dynamo(_ModuleCallHook.__get__)
 
 
 def acquire() -> None:

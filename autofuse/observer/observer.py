@@ -23,13 +23,13 @@ from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.observer.calibration import OpCost, measure_op_cost
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import EventTimer, LateTimes
-from autofuse.observer.module_calls import skip_in_dynamo
 from autofuse.observer.op_statistics import OpStatistics
 from autofuse.observer.profile import LateTime, RootTotals, aggregate
 from autofuse.observer.sampler import Sampler
 from autofuse.observer.signatures import call_signature, tensor_leaves
 from autofuse.observer.statistics import PendingCalls, ShapeStatistics
 from autofuse.observer.step import StepRecorder
+from autofuse.untraced import mark_all_below
 
 _OTHER_CALLS = 8  # this many times more calls of other roots, and the anchor is thought to be called no more
 _KEPT_SAMPLES = 16  # sampled steps of a root whose medians are given
@@ -364,4 +364,4 @@ class Observer:
             return
 
 
-skip_in_dynamo(Observer.on_root_call, Observer.before_root_call, Observer.after_root_call, recursive=True)
+mark_all_below(Observer.on_root_call, Observer.before_root_call, Observer.after_root_call)

@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx import _symbolic_trace
 
 from autofuse.observer import module_calls
-from autofuse.observer.module_calls import PLAIN, CallRunner, skip_in_dynamo, thread
+from autofuse.observer.module_calls import PLAIN, CallRunner, thread
 from autofuse.observer.module_table import ModuleTable
 
 Handler = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -243,18 +243,6 @@ def foreign_modes_active() -> bool:
         for index in range(_len_torch_dispatch_stack())
     )
 
-
-skip_in_dynamo(
-    Attached.__call__,
-    _belongs_elsewhere,
-    RootTracker._answer,
-    RootTracker._learn_kind,
-    RootTracker._run_root,
-    RootTracker.call_original,
-    classify,
-    _run_whole,
-)
-skip_in_dynamo(foreign_modes_active)
 
 _current: RootTracker | None = None
 

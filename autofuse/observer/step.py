@@ -21,7 +21,7 @@ from torch.autograd import _get_sequence_nr
 from autofuse.observer import module_calls
 from autofuse.observer.device_timer import EventTimer
 from autofuse.observer.mode import ENTER, EXIT, MARK, ROOT_ENTER, ROOT_EXIT, ObserverMode, attach, detach
-from autofuse.observer.module_calls import CallRunner, skip_in_dynamo, thread
+from autofuse.observer.module_calls import CallRunner, thread
 
 _MAX_LEFTOVERS = 8
 
@@ -165,6 +165,3 @@ class StepRecorder:
             return module._call_impl(*args, **kwargs)
         finally:
             events.append((MARK, EXIT, None, _get_sequence_nr()))
-
-
-skip_in_dynamo(StepRecorder._watch, StepRecorder._run_watched, StepRecorder.enter_root, StepRecorder.exit_root)

@@ -34,6 +34,7 @@ from autofuse.runtime.gpu.launcher import CtypesLaunch, Launch, launch_of
 from autofuse.runtime.gpu.modules import LoadedArtifact
 from autofuse.runtime.gpu.philox import draw_of, drawing_launch
 from autofuse.runtime.gpu.record import make_record
+from autofuse.untraced import define
 
 try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
     from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
@@ -358,7 +359,7 @@ def _output_constants(form: NodeForm) -> list[str]:
 
 
 def _compile(lines: list[str], namespace: dict[str, Any], what: str) -> Callable[..., NodeCall]:
-    exec(compile("\n".join(lines), f"<autofuse {what} node>", "exec"), namespace)
+    define("\n".join(lines), f"{what} node", namespace)
     make: Callable[..., NodeCall] = namespace["make"]
     return make
 

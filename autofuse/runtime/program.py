@@ -35,6 +35,7 @@ from autofuse.ir.shape import Dim, free_symbols, symbol
 from autofuse.runtime.bookkeeping import BELOW, NAMES, kept_books
 from autofuse.runtime.eager_calls import render_call
 from autofuse.runtime.halves import Half, backward_call
+from autofuse.untraced import define
 from autofuse.ways.groups import Group
 
 LEAST_CALLS = 2  # into torch: to go below its bookkeeping takes 0.8 us, which each gives back
@@ -194,7 +195,7 @@ class _Builder:
         lines = ["def call(plans, miss, args):", *head, *body, "", "def timed_call(plans, miss, args, times):"]
         lines += [*head, *timed]
         source = "\n".join(lines)
-        exec(compile(source, "<autofuse graph>", "exec"), self.namespace)
+        define(source, "graph", self.namespace)
         return Program(
             self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source, self.skips, self.reuse
         )

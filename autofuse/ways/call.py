@@ -31,6 +31,7 @@ from autofuse.runtime.launch import (
     render_operation,
     value_name,
 )
+from autofuse.untraced import define
 from autofuse.ways.chains import is_contiguous
 from autofuse.ways.record import LOOP, Rows, Way, flat_ref
 from autofuse.ways.vendor import KEEPING, VENDORS, all_promised, as_promised
@@ -105,7 +106,7 @@ class LoadedWay(Composed):
     def _make(self) -> Callable[..., NodeCall]:
         """The program for any sizes: its text is the same for all."""
         source, namespace = render(self.way)
-        exec(compile(source, f"<autofuse way {self.way.name}>", "exec"), namespace)
+        define(source, f"way {self.way.name}", namespace)
         make: Callable[..., NodeCall] = namespace["make"]
         return make
 
