@@ -117,6 +117,32 @@ def short_part(figures: dict[str, Any]) -> list[str]:
     return table(["", "steps", "eager, s", "over eager", "runs that captured"], rows)
 
 
+def foreign_table(found: dict[str, Any]) -> list[str]:
+    """A run of autofuse each, beside plain python's of the same round."""
+    rows = []
+    for c in found["comparisons"]:
+        totals = ", ".join(f"{ratio:.2f}" for ratio in c["totals"].values())
+        costs = (c[f"{which}_seconds"] for which in ("predicted", "reported", "true"))
+        cost = ", ".join(f"{seconds:.1f}" for seconds in costs) if c["captured_at"] else "-"
+        losses = f"{c['loss_difference']:.0e} of {c['loss_bound']:.0e}"
+        worst = f"{c['worst_total']:.2f}"
+        rows.append(
+            [c["script"], c["kind"], totals, worst, str(c["captured_at"] or "-"), cost, f"{c['steady']:.2f}", losses]
+        )
+    marks = ", ".join(found["comparisons"][0]["totals"]) if found["comparisons"] else ""
+    heads = (
+        "script",
+        "",
+        f"total over eager's at {marks}",
+        "worst at any step",
+        "captured at step",
+        "its cost in s: predicted, reported, true",
+        "steady state over eager",
+        "largest loss difference",
+    )
+    return table(heads, rows)
+
+
 def trap_table(found: dict[str, Any]) -> list[str]:
     """Geometric means over the cases."""
     rows = []
@@ -181,6 +207,8 @@ PARTS: tuple[Part, ...] = (
          ("--quick",), where_table),
     Part("memory", "Peak memory of a step beside eager's.", (), ("--quick",)),
     Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm.", table=startup_table),
+    Part("foreign", "Twelve scripts as users write them, cold, tuned and warm, beside plain python.",
+         table=foreign_table),
     Part("capture", "What capturing a 12-layer GPT-2 costs beside torch.compile's tracing back end."),
     Part("trap", "What a contender saw first against what it is then to be fast on.", table=trap_table, has_bars=False),
     Part("regret", "What the tuner chose against the best of the whole search space."),
