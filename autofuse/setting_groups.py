@@ -140,9 +140,20 @@ class TunerSettings(Group):
     cpu_percent: float = declare(
         50.0, "Share of one core that the daemon may use beside a running script.", unit="%", low=1.0, high=100.0
     )
+    busy_percent: float = declare(
+        1.5,
+        "The same beside scripts that fill all cores, of their time and for all daemons of a user together.",
+        unit="%",
+        low=0.0,
+        high=100.0,
+    )
+    shared_folder: Path | None = declare(
+        None, "Where scripts and daemons of a user find each other; none: a private folder for this machine."
+    )
     start_after_seconds: float = declare(
         30.0,
-        "A daemon is started beside a script that has run for so long; for a shorter one when it ends.",
+        "A daemon is started beside a script that has run for so long; for a shorter one, or one whose time does not "
+        "pay for it, when it ends.",
         unit="s",
         low=0.0,
     )

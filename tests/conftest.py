@@ -1,10 +1,12 @@
-"""What all tests share: Triton imported for its interpreter, and random numbers that are a test's own.
+"""What all tests share: Triton imported for its interpreter, random numbers that are a test's own, and a folder in
+which their scripts and daemons meet no others of this machine.
 
 Triton comes before torch, which imports it too: kernels for GPUs are checked on CPU tensors. Compilers of Triton run
 in processes of their own.
 """
 
 import os
+import tempfile
 import zlib
 
 from autofuse.codegen.triton.interpret import import_interpreted
@@ -14,6 +16,9 @@ import_interpreted()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+_shared = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
+os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
 
 # A machine that others keep busy says nothing about a test's strategy.
 settings.register_profile("busy", settings.default, suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import Connection, Row, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from autofuse.db import models
@@ -117,6 +117,31 @@ class RunLog(StoreBase):
                 if not with_steps or run.id in timed or run.totals.steps > 0:
                     return run
         return None
+
+    def last_seconds(self, command: str) -> float:
+        """How long the last run of ``command`` took that has ended and did not wait for tuning; 0.0 without one."""
+        table = models.Run
+        query = (
+            select(table.started_at, table.finished_at)
+            .where(table.command == clean(command), table.finished_at.is_not(None), table.mode != "wait")
+            .order_by(table.id.desc())
+            .limit(1)
+        )
+        with self._read() as connection:
+            row = connection.execute(query).first()
+        return max(0.0, row.finished_at - row.started_at) if row is not None else 0.0
+
+    def fused_calls(self, run_id: int) -> dict[tuple[str, str], int]:
+        """Calls of nodes that ran a fused kernel in a run so far, by node and bucket's label."""
+        use, bucket = models.NodeUseRow, models.BucketRow
+        query = (
+            select(bucket.fusion_id, bucket.label, func.sum(use.fused_calls))
+            .join(bucket, use.bucket_id == bucket.id)
+            .where(use.run_id == run_id)
+            .group_by(bucket.fusion_id, bucket.label)
+        )
+        with self._read() as connection:
+            return {(row[0], row[1]): int(row[2]) for row in connection.execute(query)}
 
     # ---- steps ----------------------------------------------------------------------------------
 

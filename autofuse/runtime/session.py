@@ -233,6 +233,7 @@ class Session:
         if not self._knows_roots:
             self._knows_roots = True
             self.roots.known.update(store.roots())
+            self.tuning.announce(store)
         found = self._loaded.catalogue.absorb(store) if self._loaded is not None else None
         if found is None:
             return False
@@ -328,6 +329,7 @@ class Session:
             self._loaded.planner.graphs.post(self.backstage.post_event)
         self.tuning.hand_over()
         self.backstage.stop()
+        self.tuning.withdraw()
         self.tuning.leave_to_daemon()
         with _lock:
             if _current is self:

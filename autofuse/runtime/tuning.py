@@ -18,8 +18,11 @@ from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.runtime.backstage import breathe
 from autofuse.runtime.usage import usage_of
 from autofuse.tuner import daemon
+from autofuse.tuner.manners import OtherWork, room_beside
+from autofuse.tuner.neighbours import Neighbours, Script, meeting_folder
 
 if TYPE_CHECKING:
+    from autofuse.db.store import Store
     from autofuse.runtime.backends import Place
     from autofuse.runtime.plans import NodeState, Plan
     from autofuse.runtime.session import Session
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 # In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
 CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2, "off": 3}
 POLL_SECONDS = 0.05
+START_CPU_SECONDS = 5.0  # imports of daemon and worker, and a first answer
+LOOK_SECONDS = 5.0  # over which a machine is full
 
 
 class TuningClient:
@@ -38,6 +43,8 @@ class TuningClient:
         self._posted: set[tuple[str, Bucket, str, int]] = set()  # what has been asked for
         self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
         self._lacks_daemon = False  # work was handed in that no daemon was started for
+        self._script: Script | None = None  # as daemons see us
+        self._machine = OtherWork(lambda: 0.0, look_seconds=LOOK_SECONDS)
         self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
 
@@ -144,7 +151,7 @@ class TuningClient:
         """In background mode: ask for what has become hot since the last time.
 
         A daemon's first seconds are imports, which a script that fills all cores feels; one that ends soon has nothing
-        of them. So beside a young script none is started.
+        of them. So beside a young script none is started, nor one whose time cannot pay for it yet.
         """
         session = self._session
         if session.mode != "background" or not self.enabled:
@@ -158,10 +165,30 @@ class TuningClient:
         age = time.perf_counter() - session.started
         # What an earlier run has asked for and nobody has worked on: its daemon ended with it, as in a container.
         is_late = session.backstage.has_leftovers or age >= session.settings.tuner.start_after_seconds
-        if self._lacks_daemon and is_late:
+        if self._lacks_daemon and is_late and self._can_afford_daemon():
             self._lacks_daemon = False
             self._ensure_daemon()
             self.news_at = time.perf_counter()
+
+    def _can_afford_daemon(self) -> bool:
+        """Whether a daemon that is started now has where to work, on idle cores or in the script's own time."""
+        if self._script is None or not self._machine.is_full() or daemon.running_pid(self._session.settings):
+            return True
+        percent = self._session.settings.tuner.busy_percent
+        return room_beside([self._script], time.time(), self._neighbours.spent(), percent) >= START_CPU_SECONDS
+
+    def announce(self, store: Store) -> None:
+        """Let the daemons of this user know that a script runs, and for how long it is expected to."""
+        with contextlib.suppress(OSError):
+            self._neighbours = Neighbours(meeting_folder(self._session.settings))
+            expected = store.last_seconds(self._session.command)
+            age = time.perf_counter() - self._session.started
+            self._script = self._neighbours.announce(expected, time.time() - age)
+
+    def withdraw(self) -> None:
+        """The script has ended."""
+        with contextlib.suppress(OSError):
+            self._neighbours.withdraw()
 
     def hand_over(self) -> None:
         """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""

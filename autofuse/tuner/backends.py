@@ -16,7 +16,7 @@ from typing import Protocol
 from autofuse.codegen.c.attention import attention_knobs as c_attention_knobs
 from autofuse.codegen.c.attention import default_attention_config as default_c_attention_config
 from autofuse.codegen.c.attention import print_attention as print_c_attention
-from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
+from autofuse.codegen.c.build import Tend, Toolchain, compile_key, compile_source, flags_for
 from autofuse.codegen.c.convolution import convolution_knobs, default_convolution_config, print_convolution
 from autofuse.codegen.c.knobs import default_config, knobs_for
 from autofuse.codegen.c.printer import CSource, print_c
@@ -102,9 +102,10 @@ class CBackend:
     worker_module = "autofuse.tuner.worker"
     worker_arguments: tuple[str, ...] = ()
 
-    def __init__(self, toolchain: Toolchain, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, toolchain: Toolchain, timeout_seconds: float = 60.0, tend: Tend | None = None) -> None:
         self._toolchain = toolchain
         self._timeout_seconds = timeout_seconds
+        self._tend = tend
 
     def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         if isinstance(loop, Tiled):
@@ -129,7 +130,7 @@ class CBackend:
     def compile(self, source: CSource, config: Config) -> KernelRecord:
         """A translation unit with the flags of a configuration. Raises CompilerError."""
         flags = flags_for(self._toolchain, config)
-        binary = compile_source(source.text, self._toolchain, flags, self._timeout_seconds)
+        binary = compile_source(source.text, self._toolchain, flags, self._timeout_seconds, self._tend)
         return KernelRecord(compile_key(source.text, self._toolchain, flags), source.name, source.text, binary)
 
 

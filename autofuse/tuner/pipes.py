@@ -17,6 +17,7 @@ from typing import Any
 
 _HEADER = struct.Struct("<Q")
 _LONGEST_BYTES = 256 << 20
+TEND_SECONDS = 0.05  # between two looks at a process that may have to stand still
 _SLICE_SECONDS = 0.2  # how long a wait may ignore that somebody wants it to end
 
 
@@ -26,6 +27,31 @@ class PipeClosed(Exception):
 
 class Interrupted(Exception):
     """Whoever waited was asked to stop."""
+
+
+class _Wait:
+    """How long one may wait for a message."""
+
+    def __init__(
+        self, timeout_seconds: float | None, is_stopping: Callable[[], bool], tend: Callable[[], float] | None
+    ) -> None:
+        self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        self._is_stopping = is_stopping
+        self._tend = tend
+
+    def slice(self) -> float:
+        """Seconds until the next look. Raises Interrupted and TimeoutError."""
+        stood = self._tend() if self._tend is not None else 0.0
+        if self._is_stopping():
+            raise Interrupted
+        longest = _SLICE_SECONDS if self._tend is None else TEND_SECONDS
+        if self._deadline is None:
+            return longest
+        self._deadline += stood
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return min(longest, left)
 
 
 class Pipe:
@@ -46,14 +72,21 @@ class Pipe:
             raise PipeClosed(str(error)) from None
 
     def receive(
-        self, timeout_seconds: float | None = None, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        timeout_seconds: float | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
+        tend: Callable[[], float] | None = None,
     ) -> dict[str, Any]:
-        """Raises TimeoutError, Interrupted (as soon as ``is_stopping`` says so) and PipeClosed."""
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline, is_stopping))
+        """Raises TimeoutError, Interrupted (as soon as ``is_stopping`` says so) and PipeClosed.
+
+        ``tend`` is called again and again meanwhile; the seconds for which it made the other side stand still, which
+        it returns, do not count.
+        """
+        wait = _Wait(timeout_seconds, is_stopping, tend)
+        (length,) = _HEADER.unpack(self._read(_HEADER.size, wait))
         if length > _LONGEST_BYTES:
             raise PipeClosed(f"a message of {length} bytes")
-        data = self._read(length, deadline, is_stopping)
+        data = self._read(length, wait)
         try:
             message = json.loads(data)
         except ValueError as error:
@@ -62,16 +95,12 @@ class Pipe:
             raise PipeClosed("not a message")
         return message
 
-    def _read(self, count: int, deadline: float | None, is_stopping: Callable[[], bool]) -> bytes:
+    def _read(self, count: int, wait: _Wait) -> bytes:
         parts: list[bytes] = []
         while count:
-            if is_stopping():
-                raise Interrupted
-            left = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
-            if left <= 0:
-                raise TimeoutError
+            seconds = wait.slice()
             try:
-                if not select.select([self._reading], [], [], left)[0]:
+                if not select.select([self._reading], [], [], seconds)[0]:
                     continue
                 part = os.read(self._reading, min(count, 1 << 20))
             except (OSError, ValueError) as error:

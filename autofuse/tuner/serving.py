@@ -47,13 +47,14 @@ from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, Trito
 from autofuse.tuner.buckets import distance
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
 from autofuse.tuner.job import Job, JobLimits, Outcome
-from autofuse.tuner.manners import CpuShare, OtherWork, allowed_percent, cpu_seconds, is_alive
+from autofuse.tuner.neighbours import Neighbours, Script, meeting_folder
 from autofuse.tuner.pipes import Interrupted
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.visible_devices import as_seen_by
 from autofuse.tuner.ways import WAY, WayWorkshop
 from autofuse.tuner.worker_process import NotReady, WorkerProcess
 from autofuse.tuner.workshop import LETHAL, Workshop
+from autofuse.tuner.yielding import Yielding
 from autofuse.ways.cut import GENERATED, LEAST_FLOPS, PARTS, WHOLE, cuts_of, is_group, ways_of
 from autofuse.ways.record import LOOP, MATMUL, Way, kernel_id
 
@@ -63,8 +64,8 @@ POLL_SECONDS = 0.05  # just after work, when more may follow
 IDLE_POLL_SECONDS = 0.2  # 0.3 % of a core
 IDLE_AFTER_SECONDS = 2.0
 HEARTBEAT_SECONDS = 5.0
-SCRIPTS_SECONDS = 1.0  # how long it is believed that a script runs, or none
 UNPARK_SECONDS = 60.0
+WORKER_START_SECONDS = 3.0  # of CPU time, to import torch
 WORKER_IDLE_SECONDS = 60.0  # then its memory is given back
 RECENT_RUNS = 32
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
@@ -99,9 +100,14 @@ class TuningLoop:
         self._compiler: TritonCompiler | None = None
         self._versions = versions()
         self._started_at = time.time()
-        self._scripts: tuple[float, float | None] = (0.0, None)  # when looked, age of the oldest script that runs
-        self._others = OtherWork(self._cpu_seconds)
-        self._share = CpuShare(self._percent, self._cpu_seconds)
+        self._yielding = Yielding(
+            settings.tuner,
+            Neighbours(meeting_folder(settings)),
+            is_urgent=is_urgent,
+            is_stopping=lambda: self.is_stopping,
+            saved=self._saved,
+        )
+        self._gains: dict[tuple[str, str], tuple[float, float]] = {}  # by node and bucket: when decided, us a call
         self._winners: dict[str, dict[Bucket, Config]] = {}
         self._spent: dict[int, float] = {}  # seconds of work by run
         self._parked: list[TuneRequest] = []  # of runs whose budget is spent
@@ -128,6 +134,9 @@ class TuningLoop:
                 self.work(request)
                 idle_since = time.monotonic()
                 continue
+            if not self._yielding.may_begin():
+                idle_since = time.monotonic()  # there may be work, but it is another daemon's turn
+            self._yielding.end()
             idle_seconds = time.monotonic() - idle_since
             if idle_seconds >= self.settings.tuner.idle_exit_seconds:
                 log.info("nothing to do for %.0f s, ending", idle_seconds)
@@ -162,6 +171,7 @@ class TuningLoop:
     def close(self) -> None:
         """Give everything back: requests, workers, store."""
         self._kill_workers()
+        self._yielding.end()
         try:
             self._unpark()
             self._heartbeat("stopped")
@@ -177,7 +187,7 @@ class TuningLoop:
             return None
         if self._parked and (now - self._parked_at > UNPARK_SECONDS or self._is_urgent()):
             self._unpark()
-        while not self.is_stopping:
+        while not self.is_stopping and self._yielding.may_begin():
             request = self._store.next_request(*self._devices, versions=self._versions)
             if request is None:
                 self._seen_version, self._looked_at = version, now
@@ -198,6 +208,12 @@ class TuningLoop:
 
     def work(self, request: TuneRequest) -> None:
         """Run the job of a request and store what it found. Raises StoreError."""
+        try:
+            self._work(request)
+        finally:
+            self._yielding.end()
+
+    def _work(self, request: TuneRequest) -> None:
         if request.key.digest in self._answered:
             self._answered.discard(request.key.digest)
             self._store.finish_request(request.key, "done")
@@ -205,7 +221,7 @@ class TuningLoop:
             return
         self._job = f"{request.key.fusion_id[:12]} [{request.bucket.label}]"
         self._beat("tuning", at_once=self._is_urgent() is False)
-        began, rested = time.monotonic(), self._share.rested_seconds
+        began = self._clock()
         self._run_id = request.run_id
         try:
             self._check_ready(request.key.device)
@@ -226,7 +242,7 @@ class TuningLoop:
             self._store.finish_request(request.key, "failed", f"{type(error).__name__}: {error}")
             self.failed += 1
             return
-        seconds = time.monotonic() - began - (self._share.rested_seconds - rested)
+        seconds = self._clock() - began
         self._spent[request.run_id or 0] = self._spent.get(request.run_id or 0, 0.0) + seconds
         self._keep(request, outcome)
         self.done += 1
@@ -242,7 +258,10 @@ class TuningLoop:
         self._not_ready.pop(device, None)
 
     def _tune(self, request: TuneRequest) -> Outcome:
-        self._workshop(request.key.device).worker.start()  # imports torch while the first kernels compile
+        worker = self._workshop(request.key.device).worker
+        if worker.pid is None:
+            self._rest(WORKER_START_SECONDS)
+        worker.start()  # imports torch while the first kernels compile
         if OPTIMIZER in request.node:
             workshop = self._workshop(request.key.device)
             return StepJob(request, workshop.backend, workshop.worker, self._limits(request), self._rest).run()
@@ -321,7 +340,7 @@ class TuningLoop:
 
     def _clock(self) -> float:
         """Seconds of work."""
-        return time.monotonic() - self._share.rested_seconds
+        return time.monotonic() - self._yielding.rested_seconds
 
     def _tune_kernel(self, request: TuneRequest, form: NodeForm, printer: str = LOOP) -> Outcome:
         """One node as one kernel."""
@@ -356,6 +375,9 @@ class TuningLoop:
         self._store.put_measurements(request.key, outcome.measurements)
         for decision in outcome.decisions:
             self._store.put_decision(decision)
+            if decision.reason == "won":
+                gain = decision.unfused_us - decision.fused_us
+                self._gains[decision.key.fusion_id, decision.bucket.label] = time.time(), gain
             self._note_winner(self._winners.setdefault(self._family(request), {}), decision)
 
     def _known_winners(self, request: TuneRequest) -> dict[Bucket, Config]:
@@ -394,6 +416,7 @@ class TuningLoop:
                 module=backend.worker_module,
                 arguments=backend.worker_arguments,
                 environment=lambda variables: as_seen_by(self._asking_pid(), variables),
+                tend=self._yielding.tend,
             )
             # One compilation of Triton at a time: its process has one conversation.
             cores = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
@@ -409,7 +432,7 @@ class TuningLoop:
     def _backend(self, device: str) -> Backend:
         if device == self._cpu:
             toolchain = find_toolchain(self.settings.run.cc or None)
-            return CBackend(toolchain, self.settings.tuner.compile_timeout_seconds)
+            return CBackend(toolchain, self.settings.tuner.compile_timeout_seconds, self._yielding.tend)
         if device.startswith("interpreter:"):
             return InterpreterBackend()
         find_triton()
@@ -419,6 +442,7 @@ class TuningLoop:
                 self._store.put_triton_files,
                 is_stopping=lambda: self.is_stopping,
                 stderr=self._worker_log,
+                tend=self._yielding.tend,
             )
         return TritonBackend(device, self._compiler.compile)
 
@@ -431,13 +455,6 @@ class TuningLoop:
         tuner = self.settings.tuner
         return tuner.gpu_memory_bytes if device.startswith("cuda:") else tuner.memory_bytes
 
-    def _cpu_seconds(self) -> float:
-        """Processor time of all our processes."""
-        pids = [shop.worker.pid for shop in self._workshops.values()]
-        if self._compiler is not None:
-            pids.append(self._compiler.pid)
-        return cpu_seconds(*(pid for pid in pids if pid is not None))
-
     def _kill_workers(self) -> None:
         for shop in self._workshops.values():
             shop.worker.kill()
@@ -446,27 +463,21 @@ class TuningLoop:
 
     # ---- manners --------------------------------------------------------------------------------
 
-    def _rest(self) -> None:
+    def _rest(self, ahead_seconds: float = 0.0) -> None:
+        self._yielding.rest(ahead_seconds)
         if self.is_stopping:
             raise Interrupted
-        self._share.rest(lambda: not self.is_stopping and not self._is_urgent() and self._disturbs())
 
-    def _disturbs(self) -> bool:
-        """Whether there is anybody to yield to: a script of ours, or whatever else keeps the machine busy."""
-        return self._others.is_busy() or self._script_age() is not None
-
-    def _percent(self) -> float:
-        return allowed_percent(self.settings.tuner.cpu_percent, self._script_age(), self._others.is_full())
-
-    def _script_age(self) -> float | None:
-        """Seconds that the oldest running script of this store has run, None where there is none."""
-        looked_at, age = self._scripts
-        if time.monotonic() - looked_at > SCRIPTS_SECONDS:
-            runs = self._store.runs(RECENT_RUNS)
-            began = [run.started_at for run in runs if run.finished_at is None and is_alive(run.pid)]
-            age = time.time() - min(began) if began else None
-            self._scripts = (time.monotonic(), age)
-        return age
+    def _saved(self, scripts: Sequence[Script]) -> dict[int, float]:
+        """Seconds that kernels decided beside them have saved scripts of this store, by their races."""
+        began = {script.pid: script.began for script in scripts}
+        found = {}
+        for run in self._store.runs(RECENT_RUNS):
+            if run.finished_at is None and run.pid in began and self._gains:
+                calls = self._store.fused_calls(run.id)
+                late = {key: gain for key, (at, gain) in self._gains.items() if at > began[run.pid]}
+                found[run.pid] = sum(calls.get(key, 0) * gain for key, gain in late.items()) / 1e6
+        return found
 
     def _beat(self, state: str, at_once: bool = False) -> None:
         if at_once or time.monotonic() - self._beat_at > HEARTBEAT_SECONDS:

@@ -50,8 +50,10 @@ class TritonCompiler:
         memory_bytes: int = MEMORY_BYTES,
         is_stopping: Callable[[], bool] = lambda: False,
         stderr: IO[bytes] | None = None,
+        tend: Callable[[int], float] | None = None,
     ) -> None:
-        """``load`` and ``save`` keep Triton's files: ``Store.get_triton_files`` and ``put_triton_files``."""
+        """``load`` and ``save`` keep Triton's files: ``Store.get_triton_files`` and ``put_triton_files``; ``tend``: as
+        of a `WorkerProcess`."""
         self._load = load
         self._save = save
         self._folders = _Folders()
@@ -64,6 +66,7 @@ class TritonCompiler:
             module=MODULE,
             environment=self._folders.environment,
             answers={"load": self._answer_load, "save": self._answer_save},
+            tend=tend,
         )
 
     @property

@@ -10,6 +10,7 @@ that lives as long as the worker: Linux signals the death of the parent when the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -62,16 +63,19 @@ class WorkerProcess:
         environment: Callable[[Mapping[str, str]], dict[str, str]] = dict,
         answers: Mapping[str, Answer] | None = None,
         arguments: Sequence[str] = (),
+        tend: Callable[[int], float] | None = None,
     ) -> None:
         """``stderr`` takes what kernels print (None: ours does). Requests raise Interrupted once ``is_stopping``.
 
         ``module`` is what is run; ``environment`` turns ours into its; ``answers`` are what it may ask back;
-        ``arguments`` end its command line.
+        ``arguments`` end its command line; ``tend`` is given its process group again and again while it works, and
+        returns for how many seconds it has made it stand still: these do not count as the worker's.
         """
         self._module = module
         self._environment = environment
         self._answers = answers or {}
         self._arguments = tuple(arguments)
+        self._tend = tend
         self._memory_bytes = memory_bytes
         self._timeout_seconds = timeout_seconds
         self._is_stopping = is_stopping
@@ -113,15 +117,17 @@ class WorkerProcess:
         self.start()
         pipe = cast(Pipe, self._pipe)
         limit = timeout_seconds or self._timeout_seconds
+        assert self._process is not None
+        tend = functools.partial(self._tend, self._process.pid) if self._tend is not None else None
         try:
             if not self._is_ready:
-                self._check_ready(pipe.receive(START_SECONDS, self._is_stopping))
+                self._check_ready(pipe.receive(START_SECONDS, self._is_stopping, tend))
                 self._is_ready = True
             pipe.send({"do": do, **arguments})
-            reply = pipe.receive(limit, self._is_stopping)
+            reply = pipe.receive(limit, self._is_stopping, tend)
             while "ask" in reply:
                 pipe.send(self._answer(reply))
-                reply = pipe.receive(limit, self._is_stopping)
+                reply = pipe.receive(limit, self._is_stopping, tend)
         except TimeoutError:
             self.kill()
             if not self._is_ready:

@@ -43,6 +43,7 @@ PATIENCE_SECONDS = 60.0
 @pytest.fixture
 def settings(tmp_path: Path) -> Iterator[Settings]:
     cli = {"run.store": tmp_path / "new" / "store.sqlite3", "run.profile": "quick", "tuner.trials": 2}
+    cli["tuner.shared_folder"] = tmp_path / "shared"
     found = load(cli, environ={}, cwd=tmp_path)
     yield found
     with contextlib.suppress(DaemonError):
@@ -317,9 +318,10 @@ def test_little_is_taken_beside_a_script_that_has_only_begun() -> None:
 
 def test_a_script_that_fills_all_cores_loses_a_tenth_of_one_at_most() -> None:
     assert allowed_percent(50.0, SETTLED_SECONDS, is_full=True) == FULL_PERCENT
-    assert allowed_percent(50.0, SETTLED_SECONDS / 4, is_full=True) == FULL_PERCENT / 4
+    assert allowed_percent(50.0, 0.0, is_full=True) == FULL_PERCENT  # its account says how long
     assert allowed_percent(5.0, SETTLED_SECONDS, is_full=True) == 5.0  # less where less was asked for
     assert allowed_percent(50.0, SETTLED_SECONDS, is_full=False) == 50.0
+    assert allowed_percent(50.0, SETTLED_SECONDS / 4, is_full=False) == 12.5
     assert allowed_percent(50.0, None, is_full=True) == 50.0  # whatever fills them, it is no script of ours
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,10 @@ BASE_FLAGS = (
     "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fPIC", "-shared",
     "-fvisibility=hidden", "-std=gnu11", "-w",
 )  # fmt: skip
+
+TEND_SECONDS = 0.05  # between two looks at a compiler that may have to stand still
+
+Tend = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -141,12 +148,49 @@ def compile_key(source: str, toolchain: Toolchain, flags: Sequence[str]) -> Comp
     )
 
 
-def compile_source(source: str, toolchain: Toolchain, flags: Sequence[str], timeout: float = 120.0) -> bytes:
-    """The shared object of a translation unit. Raises CompilerError with the compiler's first error lines."""
+def _run_tended(arguments: Sequence[str], timeout: float, tend: Tend) -> subprocess.CompletedProcess[str]:
+    """The same with a process group of its own, which ``tend`` may make stand still."""
+    try:
+        with subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        ) as process:
+            try:
+                deadline = time.monotonic() + timeout
+                while True:
+                    try:
+                        output, errors = process.communicate(timeout=TEND_SECONDS)
+                        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+                    except subprocess.TimeoutExpired:
+                        deadline += tend(process.pid)
+                        if time.monotonic() > deadline:
+                            raise CompilerError(f"expected {arguments[0]} to end within {timeout:g} s") from None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+    except OSError as error:
+        raise CompilerError(
+            f"expected {arguments[0]} to run, found {error}; name another compiler with `cc`"
+        ) from error
+
+
+def compile_source(
+    source: str, toolchain: Toolchain, flags: Sequence[str], timeout: float = 120.0, tend: Tend | None = None
+) -> bytes:
+    """The shared object of a translation unit. Raises CompilerError with the compiler's first error lines.
+
+    ``tend`` is given the compiler's process group again and again, and returns for how many seconds it has made it
+    stand still: these do not count as the compiler's.
+    """
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
         text, binary = Path(folder) / "kernel.c", Path(folder) / "kernel.so"
         text.write_text(source)
-        result = _run([toolchain.path, *flags, str(text), "-o", str(binary), "-lm"], timeout)
+        command = [toolchain.path, *flags, str(text), "-o", str(binary), "-lm"]
+        result = _run(command, timeout) if tend is None else _run_tended(command, timeout, tend)
         if result.returncode != 0 or not binary.exists():
             errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
             raise CompilerError("expected the generated C to compile, found:\n" + "\n".join(errors[:5]))
