@@ -10,7 +10,7 @@ STEPS = int(sys.argv[1])
 
 
 def make_batch():
-    lengths = [random.randint(16, 96) for _ in range(random.randint(2, 6))]
+    lengths = [random.randint(16, 80) for _ in range(random.randint(2, 5))]
     longest = max(lengths)
     tokens = torch.zeros(len(lengths), longest, dtype=torch.long)
     mask = torch.zeros(len(lengths), longest, dtype=torch.long)

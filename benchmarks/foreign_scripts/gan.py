@@ -25,9 +25,9 @@ opt_g = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
 opt_d = torch.optim.Adam(discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999))
 
 for step in range(1, STEPS + 1):
-    real = torch.rand(24, 1, 32, 32) * 2 - 1
-    noise = torch.randn(24, 32, 1, 1)
-    ones, zeros = torch.ones(24, 1), torch.zeros(24, 1)
+    real = torch.rand(48, 1, 32, 32) * 2 - 1
+    noise = torch.randn(48, 32, 1, 1)
+    ones, zeros = torch.ones(48, 1), torch.zeros(48, 1)
 
     fake = generator(noise)
     loss_d = criterion(discriminator(real), ones) + criterion(discriminator(fake.detach()), zeros)

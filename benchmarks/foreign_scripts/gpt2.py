@@ -14,7 +14,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 model.train()
 for step in range(1, STEPS + 1):
-    batch, length = random.randint(2, 6), random.choice([32, 40, 48, 64, 80, 96])
+    batch, length = random.randint(2, 5), random.choice([32, 40, 48, 64, 80])
     tokens = torch.randint(0, 1000, (batch, length))
     loss = model(input_ids=tokens, labels=tokens).loss
     optimizer.zero_grad()

@@ -26,7 +26,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
 for step in range(1, STEPS + 1):
     total = 0.0
     for _ in range(ACCUMULATE):
-        tokens = torch.randint(0, 1000, (random.choice([1, 2, 3]), random.randrange(24, 97, 8)))
+        tokens = torch.randint(0, 1000, (random.choice([1, 2, 3]), random.randrange(24, 81, 8)))
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / ACCUMULATE
         loss.backward()
         total += loss.item()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 STEPS = int(sys.argv[1])
-HIDDEN = 128
+HIDDEN = 256
 
 
 class Cell(nn.Module):
@@ -44,7 +44,7 @@ torch.manual_seed(0)
 model = Tagger()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 for step in range(1, STEPS + 1):
-    tokens = torch.randint(0, 500, (random.randint(16, 32), random.choice([16, 24])))
+    tokens = torch.randint(0, 500, (random.randint(24, 48), random.choice([16, 24])))
     targets = tokens % 20
     logits = model(tokens)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
