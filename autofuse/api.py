@@ -8,6 +8,7 @@ fell. The planner's classes (`FusionEngine`, `FusionPattern`, `FusionConfig`) an
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.observer import Observer
 from autofuse.observer.roots import RootTracker, root_key
-from autofuse.pipeline import backend
 from autofuse.report.explain import render_explain
 from autofuse.runtime.devices import event_timer
 from autofuse.runtime.session import current_session
@@ -44,18 +44,17 @@ def optimize(target: Target) -> Target:
     session = current_session()
     if session is None:
         return target
-    if not isinstance(target, torch.nn.Module):
-        compiled: Target = torch.compile(target, backend=backend)
-        return compiled
-    root = session.roots.root_of(target)
+    roots = session.roots
+    root = roots.root_of(target) if isinstance(target, torch.nn.Module) else roots.root_of_function(target)
     if root.state == "observing":
         root.capture()
-
-    def call_root(*args: Any, **kwargs: Any) -> Any:
-        return root.call(target, args, kwargs)
-
-    target._compiled_call_impl = call_root
-    return target
+    call: Any = roots.tracker.wrap(target, root.call)
+    if isinstance(target, torch.nn.Module):
+        target._compiled_call_impl = call
+        return target
+    functools.update_wrapper(call, target)
+    twin: Target = call
+    return twin
 
 
 @dataclass

@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from autofuse.capture.backend import boxed, compile_with
+from autofuse.capture.backend import CAPTURE_ERRORS, as_it_is, boxed, compile_with
+from autofuse.capture.direct import plain_call
 from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
 from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import Refusal
+from autofuse.runtime.devices import CPU
 from autofuse.runtime.halves import Half
 from autofuse.runtime.program import Program, build_program
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
+from autofuse.runtime.user_graphs import Sizes
 
 
 def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int = 1) -> Callable[[list[Any]], Any]:
@@ -101,12 +104,11 @@ def _plan_nodes(
     return _Planned(graph, [*nodes, *(group.node for group in groups)], halves, program)
 
 
-def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """The Dynamo backend: ``torch.compile(model, backend="autofuse")``."""
+def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The Dynamo backend of roots, which decide for themselves what a call runs."""
     session = current_session()
     if session is None:
-        forward: Callable[..., Any] = module.forward
-        return forward  # switched off: the captured graph, as it is
+        return as_it_is(module)  # switched off
     return compile_with(
         module,
         example_inputs,
@@ -114,3 +116,37 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> C
         session.settings.capture.min_blocks,
         session.keeper,
     )
+
+
+def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The Dynamo backend of users: ``torch.compile(model, backend="autofuse")``."""
+    session = current_session()
+    if session is None:
+        return as_it_is(module)
+    try:
+        return _watched(module, example_inputs, session)
+    except CAPTURE_ERRORS:  # Dynamo's own affair: it may trace once more
+        raise
+    except Exception as error:
+        session.report_fallback(
+            "capture_failed", "a graph of torch.compile stays eager: it could not be captured", error
+        )
+        return as_it_is(module)
+
+
+def _watched(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], session: Session) -> Callable[..., Any]:
+    session.backstage.wait_ready(2.0)  # what earlier runs found out is known by then
+    sizes = Sizes(example_inputs)
+    watched = session.roots.user_graph(module, example_inputs, sizes)
+    original = as_it_is(module)
+    if watched.is_lost:
+        return original
+    began, paused = perf_counter(), session.tuning.paused_seconds
+    captured = plain_call(root_backend(module, example_inputs))
+    seconds = perf_counter() - began - (session.tuning.paused_seconds - paused)
+    watched.capture_seconds += seconds
+    session.capture_seconds += seconds
+    tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+    has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    device = next((t.device for t in tensors if t.device.type == "cuda"), CPU)
+    return watched.around(captured, original, sizes, has_gradients, device)

@@ -150,6 +150,14 @@ def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> Keeping | No
     return Keeping(compile_phase, keeper.folder, keeper.report) if IS_SUPPORTED else None
 
 
+def as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
+    """Dynamo's graph, operator by operator in eager."""
+    if hasattr(module, "real_recompile"):  # else each call of a lazy one asks whether it is compiled
+        module.real_recompile()
+    forward: Callable[..., Any] = module.forward
+    return forward
+
+
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """A function of positional arguments as one of a list, which AOTAutograd calls."""
     result: Callable[[list[Any]], Any] = make_boxed_func(function)
@@ -229,6 +237,12 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     patched = config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit, **hooks)
     with patched, _not_of_our_traces.active(), collector.paused(), without_batch_guards():
         yield
+
+
+def suppressed_errors() -> contextlib.AbstractContextManager[None]:
+    """What Dynamo cannot trace runs in eager, frame by frame."""
+    found: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(suppress_errors=True)
+    return found
 
 
 def mark_dynamic(tensors: Mapping[str, torch.Tensor], dims: Sequence[tuple[str, int]]) -> None:

@@ -33,7 +33,7 @@ class DirectCall(NamedTuple):
     check: Callable[[Mapping[str, Any]], bool]  # of the local variables of ``call_root``
     run: Run
 
-    def fits(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def fits(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the code may run in place of this call."""
         return self.manager.cache_entry is not None and self.check({"module": module, "args": args, "kwargs": kwargs})
 
@@ -45,7 +45,7 @@ class DirectCalls:
         self._function = function
         self._known: dict[int, DirectCall] = {}  # by the identity of the guards
 
-    def find(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+    def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
         """The code that Dynamo runs for this call, None where it has none that is whole."""
         known: dict[int, DirectCall] = {}
         for found in _debug_get_cache_entry_list(self._function.__code__)[:_KEPT]:

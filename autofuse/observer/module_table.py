@@ -1,4 +1,4 @@
-"""A table by module that keeps no module alive.
+"""A table by module, or another object, that keeps none alive.
 
 As `weakref.WeakKeyDictionary` for modules, at a sixth of the price of a look-up (0.15 us against 0.9): the hot path of
 every root call has one or two. Modules count by identity, whatever their class says of equality.
@@ -7,9 +7,7 @@ every root call has one or two. Modules count by identity, whatever their class 
 from __future__ import annotations
 
 import weakref
-from typing import Generic, TypeVar
-
-import torch
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -18,19 +16,19 @@ class ModuleTable(Generic[T]):
     """Values by module."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.nn.Module], T]] = {}
+        self._entries: dict[int, tuple[weakref.ref[Any], T]] = {}
 
-    def get(self, module: torch.nn.Module) -> T | None:
+    def get(self, module: Any) -> T | None:
         found = self._entries.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
     def values(self) -> list[T]:
         return [value for _, value in list(self._entries.values())]
 
-    def set(self, module: torch.nn.Module, value: T) -> None:
+    def set(self, module: Any, value: T) -> None:
         number, entries = id(module), self._entries
 
-        def forget(reference: weakref.ref[torch.nn.Module]) -> None:
+        def forget(reference: weakref.ref[Any]) -> None:
             if number in entries and entries[number][0] is reference:  # not of a module that took its address
                 entries.pop(number, None)
 

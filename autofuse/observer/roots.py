@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,7 +32,8 @@ from autofuse.observer import module_calls
 from autofuse.observer.module_calls import PLAIN, CallRunner, thread
 from autofuse.observer.module_table import ModuleTable
 
-Handler = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+Target = Callable[..., Any]  # a module, or a function that was named as a root
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Kind = Literal["root", "transparent", "opaque"]
 
 # Named by text: some live in modules that are slow or impossible to import (distributed builds).
@@ -72,7 +74,17 @@ def classify(kind_of: type) -> Kind:
     return "root"
 
 
-class Attached:
+class QuietCalls:
+    """Calls of a root that the handler need not see, but for one in ``PROBE_EVERY``."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # quiet ones, without those that the handler saw
+        self.is_quiet = False
+        self.is_final = False  # the handler has no interest in any call of it
+        self.until_probe = PROBE_EVERY
+
+
+class Attached(QuietCalls):
     """A root's own ``_compiled_call_impl``: its calls past the hook, at 0.6 us instead of 2.2, once they are quiet.
 
     Quiet calls are only counted; one in ``PROBE_EVERY`` goes to the handler, which may take an interest in it. Copies
@@ -81,10 +93,7 @@ class Attached:
     """
 
     def __init__(self, tracker: RootTracker, module: torch.nn.Module) -> None:
-        self.calls = 0  # quiet ones, without those that the handler saw
-        self.is_quiet = False
-        self.is_final = False  # the handler has no interest in any call of it
-        self._until_probe = PROBE_EVERY
+        super().__init__()
         self._tracker = tracker
         self._module = weakref.ref(module)
         module.__dict__["_compiled_call_impl"] = self
@@ -103,11 +112,11 @@ class Attached:
             runner = None if answer is None else answer(module)  # type: ignore[operator]
             return (module._call_impl if runner is None else runner)(*args, **kwargs)
         if self.is_quiet:
-            self._until_probe -= 1
-            if self._until_probe > 0 or self.is_final:
+            self.until_probe -= 1
+            if self.until_probe > 0 or self.is_final:
                 self.calls += 1
                 return _run_whole(module, *args, **kwargs)
-            self._until_probe = PROBE_EVERY
+            self.until_probe = PROBE_EVERY
         if not self._tracker.is_installed or _belongs_elsewhere():
             return module._call_impl(*args, **kwargs)
         thread.answer = PLAIN
@@ -139,7 +148,7 @@ class RootTracker:
         self.handler = handler
         self.is_installed = False
         self._kinds: dict[type, Kind] = {}
-        self._attached: ModuleTable[Attached] = ModuleTable()
+        self._attached: ModuleTable[QuietCalls] = ModuleTable()
 
     def install(self) -> None:
         """Start; nothing happens where this tracker is installed already."""
@@ -163,31 +172,60 @@ class RootTracker:
         module_calls.set_root_answer(None)
         module_calls.release()
         for attached in self._attached.values():
-            attached.end()
+            if isinstance(attached, Attached):
+                attached.end()
 
-    def call_original(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module's own forward with its hooks, eagerly, with no root inside."""
+    def call_original(self, target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function, or a module's own forward with its hooks, eagerly, with no root inside."""
         if thread.answer is not False:  # a watcher stays
-            return module._call_impl(*args, **kwargs)
-        return _run_whole(module, *args, **kwargs)
+            return (target._call_impl if isinstance(target, torch.nn.Module) else target)(*args, **kwargs)
+        return _run_whole(target, *args, **kwargs)
 
-    def attach(self, module: torch.nn.Module) -> Attached:
+    def attach(self, target: Target) -> QuietCalls:
         """The calls of a module that the handler knows as a root need the hook no more."""
-        attached = self._attached.get(module)
+        attached = self._attached.get(target)
         if attached is None:
-            attached = Attached(self, module)
-            self._attached.set(module, attached)
+            attached = Attached(self, target) if isinstance(target, torch.nn.Module) else QuietCalls()
+            self._attached.set(target, attached)
         return attached
 
-    def release(self, module: torch.nn.Module) -> Attached:
-        """This module is of no interest any more: its calls skip the handler, and nothing inside is a root."""
-        attached = self.attach(module)
+    def release(self, target: Target) -> QuietCalls:
+        """This one is of no interest any more: its calls skip the handler; inside of a module nothing is a root."""
+        attached = self.attach(target)
         attached.is_quiet = True
         return attached
 
-    def wake(self, module: torch.nn.Module) -> None:
-        """The handler takes all calls of this module again."""
-        self.attach(module).is_quiet = False
+    def wake(self, target: Target) -> None:
+        """The handler takes all calls of this one again."""
+        self.attach(target).is_quiet = False
+
+    def wrap(self, target: Target, handler: Handler) -> Callable[..., Any]:
+        """A function that was named as a root, or a module, as one whose calls go to ``handler``.
+
+        Inside of another root's call too, since it was asked for.
+        """
+        attached = self.attach(target)
+        original = target._call_impl if isinstance(target, torch.nn.Module) else target
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return original(*args, **kwargs)
+            if attached.is_quiet:
+                attached.until_probe -= 1
+                if attached.until_probe > 0 or attached.is_final:
+                    attached.calls += 1
+                    return original(*args, **kwargs)
+                attached.until_probe = PROBE_EVERY
+            if _belongs_elsewhere():
+                return original(*args, **kwargs)
+            answer = thread.answer
+            thread.answer = PLAIN  # nothing inside is a root
+            try:
+                return handler(target, args, kwargs)
+            finally:
+                thread.answer = answer
+
+        return call
 
     def _answer(self, module: torch.nn.Module) -> CallRunner | None:
         if _belongs_elsewhere():
@@ -212,11 +250,11 @@ class RootTracker:
             thread.answer = module_calls.OUTSIDE
 
 
-def _run_whole(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _run_whole(target: Target, /, *args: Any, **kwargs: Any) -> Any:
     answer = thread.answer
     thread.answer = PLAIN
     try:
-        return module._call_impl(*args, **kwargs)
+        return (target._call_impl if isinstance(target, torch.nn.Module) else target)(*args, **kwargs)
     finally:
         thread.answer = answer
 
@@ -260,6 +298,31 @@ os.register_at_fork(after_in_child=_after_fork)
 # ---- names of roots -------------------------------------------------------------------------------
 
 _keys: ModuleTable[str] = ModuleTable()
+_METHODS = (types.MethodType, partial)
+
+
+def function_key(function: Target) -> tuple[str, str]:
+    """A name for a function that is the same in every process, its name and a hash of its code; and one for people.
+
+    Closures over other values share a key, as modules of one structure do.
+    """
+    digest = hashlib.sha256()
+    inner: Any = function
+    while isinstance(inner, _METHODS):
+        owner = getattr(inner, "__self__", None)
+        if isinstance(owner, torch.nn.Module):
+            digest.update(root_key(owner).encode())
+        inner = inner.__func__ if isinstance(inner, types.MethodType) else inner.func
+    if not hasattr(inner, "__code__"):
+        inner = vars(type(inner)).get("__call__", inner)  # of an object that can be called
+    codes = [inner.__code__] if hasattr(inner, "__code__") else []
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        constants = [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType | frozenset)]
+        digest.update(repr((code.co_code, code.co_names, constants)).encode())
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return f"{getattr(inner, '__module__', None)}.{name}:{digest.hexdigest()[:16]}", name
 
 
 def root_key(module: torch.nn.Module) -> str:

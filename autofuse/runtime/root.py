@@ -26,7 +26,7 @@ from autofuse.ir.records import RootRecord
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.policy import Held, advise_capture
-from autofuse.observer.roots import Attached
+from autofuse.observer.roots import QuietCalls, Target
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path
 from autofuse.observer.verdicts import Loss
 from autofuse.runtime.devices import CPU, keep_random_state
@@ -76,7 +76,7 @@ class Root:
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
         self._fast_paths = ModuleTable[bool]()
         self._is_small = False  # counting its calls costs what can be seen
-        self._released: set[Attached] = set()  # modules whose calls skip the handler, or did
+        self._released: set[QuietCalls] = set()  # modules whose calls skip the handler, or did
         self._left_alone = 0  # calls one after the other that stayed in eager for their size
         self._observed_calls = 0  # since the root was opened
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
@@ -98,7 +98,7 @@ class Root:
 
     # ---- a call --------------------------------------------------------------------------------------
 
-    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         brief = self._brief
         if brief is not None and brief.left > 0:
             direct = brief.find(module, args, kwargs)
@@ -122,7 +122,7 @@ class Root:
             self._observed_elements.append(elements_of(args, kwargs))
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs)
-            self._decide(module)
+            self._decide(module, args, kwargs)
             if self.state == "observing":
                 return self._observed(module, args, kwargs)
         if self.state == "captured":
@@ -131,7 +131,7 @@ class Root:
             self.trial.begin(None, Held.NO, self.calls, now)
         return self.roots.tracker.call_original(module, args, kwargs)
 
-    def _leave_alone(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
+    def _leave_alone(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a size that stays in eager."""
         self._left_alone += 1
         if self.state == "eager":
@@ -146,7 +146,7 @@ class Root:
         self.trial.begin(None, Held.NO, self.calls, now)
         return self.roots.tracker.call_original(module, args, kwargs)
 
-    def _welcome(self, module: torch.nn.Module) -> None:
+    def _welcome(self, module: Target) -> None:
         """A call of a size that did not lose, of a root some of whose sizes did."""
         self._left_alone = 0
         if self._released:
@@ -162,34 +162,35 @@ class Root:
             self.trial.restart()
             self.roots.observer.reopen(self.key)
 
-    def _routed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
+    def _routed(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a captured root; once all is known of its shape, 4 us of ours."""
         trial, has_gradients = self.trial, torch.is_grad_enabled()
-        signature = (call_signature(args, kwargs), module.training, has_gradients)
+        is_training = getattr(module, "training", False)
+        signature = (call_signature(args, kwargs), is_training, has_gradients)
         shape = trial.shapes.get(signature)
         if capturing.is_capturing():
             return self._recorded(module, args, kwargs, shape)
         if self._device is None:
-            self._find_device(module)
+            self._find_device(module, args, kwargs)
         stretch = self._begin_stretch() if trial.on_gpu else None
         if shape is None:
-            is_eager = not module.training and not has_gradients and self._has_fast_path(module)
+            is_eager = not is_training and not has_gradients and self._has_fast_path(module)
             shape = trial.new_shape(signature, is_eager)
         held = trial.choose(shape, self.calls)
         if held is Held.NO and self._begin_brief(shape, now, has_gradients):
             return self._run(module, args, kwargs, shape, False)
         trial.begin(shape, held, self.calls, now, stretch)
-        if has_gradients:
-            return self._run(module, args, kwargs, shape, held is not Held.NO)
-        # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
         began = time.perf_counter()
         result = self._run(module, args, kwargs, shape, held is not Held.NO)
-        trial.call_took(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
+        if not has_gradients or not _needs_gradients(result):
+            trial.call_took(seconds)
         return result
 
     def _run(
         self,
-        module: torch.nn.Module,
+        module: Target,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         shape: Shape,
@@ -221,11 +222,12 @@ class Root:
         self._brief = Brief(free, now, has_gradients, found.values())
         return True
 
-    def _has_fast_path(self, module: torch.nn.Module) -> bool:
+    def _has_fast_path(self, module: Target) -> bool:
         """Whether torch itself runs other kernels for it in inference: padding becomes zeros there, nowhere else."""
         found = self._fast_paths.get(module)
         if found is None:
-            found = any(isinstance(child, torch.nn.TransformerEncoder) for child in module.modules())
+            children = module.modules() if isinstance(module, torch.nn.Module) else ()
+            found = any(isinstance(child, torch.nn.TransformerEncoder) for child in children)
             self._fast_paths.set(module, found)
         return found
 
@@ -233,7 +235,7 @@ class Root:
         self,
         direct: DirectCalls,
         shape: Shape,
-        module: torch.nn.Module,
+        module: Target,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
@@ -248,17 +250,15 @@ class Root:
         alive = [d for d in shape.direct if d.manager.cache_entry is not None and d is not found]
         shape.direct = (*([found] if found is not None else []), *alive)[:MAX_DIRECT]
 
-    def _recorded(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None
-    ) -> Any:
+    def _recorded(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None) -> Any:
         """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
         if shape is not None and not shape.is_new and self._captured is not None:
             return self._captured.settled(module, *args, **kwargs)
         return self.roots.tracker.call_original(module, args, kwargs)
 
-    def _observed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observed(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         observer = self.roots.observer
-        observer.before_root_call(self.key, module)
+        observer.before_root_call(self.key, module if isinstance(module, torch.nn.Module) else None)
         began = time.perf_counter()
         self.trial.begin(None, Held.NO, self.calls, began)
         stretch = self._begin_stretch()
@@ -284,8 +284,8 @@ class Root:
             self.roots.observer.on_root_seconds(self.key, seconds)
         self._add_eager(seconds - host_seconds)
 
-    def _find_device(self, module: torch.nn.Module) -> torch.device:
-        self._device = device = _device_of(module)
+    def _find_device(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        self._device = device = _device_of(module, args, kwargs)
         self.trial.on_gpu = device.type == "cuda"
         return device
 
@@ -298,7 +298,7 @@ class Root:
     def _traced(
         self,
         trace: Callable[..., Any],
-        module: torch.nn.Module,
+        module: Target,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         shape: Shape,
@@ -313,7 +313,11 @@ class Root:
         try:
             dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
             with dynamo.capture_settings(session.settings.capture.recompile_limit):
-                result = trace(module, *args, **kwargs)
+                if isinstance(module, torch.nn.Module):
+                    result = trace(module, *args, **kwargs)
+                else:  # which may have done half of its work, of which it must do nothing twice
+                    with dynamo.suppressed_errors():
+                        result = trace(module, *args, **kwargs)
         except Exception as error:
             from_kept = dynamo.graphs_read() != read
             if not isinstance(error, dynamo.CAPTURE_ERRORS) and not from_kept:
@@ -338,9 +342,9 @@ class Root:
 
     # ---- decisions --------------------------------------------------------------------------------------
 
-    def _decide(self, module: torch.nn.Module) -> None:
+    def _decide(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session, capture = self.session, self.session.settings.capture
-        device = self._find_device(module)
+        device = self._find_device(module, args, kwargs)
         observer = self.roots.observer
         if self._observed_calls == 1:
             # Decisions of earlier runs are read while the script imports; a moment more is well spent.
@@ -415,12 +419,12 @@ class Root:
         began = time.perf_counter()
         with collector.paused():
             from autofuse.capture import backend as dynamo
-            from autofuse.pipeline import backend
+            from autofuse.pipeline import root_backend
 
         self.session.capture_seconds += time.perf_counter() - began
         self._dynamo = dynamo
         if self._captured is None:
-            self._captured = dynamo.compile_root(self.name, backend)
+            self._captured = dynamo.compile_root(self.name, root_backend)
         self.state, self._decided = "captured", None
         self.roots.observer.decide(self.key)
 
@@ -482,7 +486,19 @@ def elements_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return 1
 
 
-def _device_of(module: torch.nn.Module) -> torch.device:
-    """Where the parameters live, the CPU where there are none."""
-    parameter = next(module.parameters(), None)
-    return CPU if parameter is None or parameter.device.type == "cpu" else parameter.device
+def _device_of(module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where the parameters of a module live, a function's tensors; the CPU where there are none."""
+    if isinstance(module, torch.nn.Module):
+        found: torch.Tensor | None = next(module.parameters(), None)
+    else:
+        found = next(iter(tensors_by_path(args, kwargs).values()), None)
+    return CPU if found is None or found.device.type == "cpu" else found.device
+
+
+def _needs_gradients(result: Any) -> bool:
+    """Whether a backward pass may follow, as far as a glance at a call's result tells."""
+    if isinstance(result, torch.Tensor):
+        return bool(result.requires_grad)
+    if isinstance(result, tuple | list):
+        return any(_needs_gradients(item) for item in result)
+    return result is not None

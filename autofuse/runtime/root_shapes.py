@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class Brief:
         self._has_gradients = has_gradients
         self._direct = tuple(direct)
 
-    def find(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+    def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
         """The code to run, None where this call is not as those before."""
         self.left -= 1
         if torch.is_grad_enabled() is self._has_gradients:

@@ -6,10 +6,11 @@ original module answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from autofuse.capture.speed import slowness
 from autofuse.ir.records import RootRecord
@@ -17,9 +18,10 @@ from autofuse.observer.config import ObserverConfig
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
 from autofuse.observer.policy import learn_cost
-from autofuse.observer.roots import RootTracker, root_key
+from autofuse.observer.roots import RootTracker, Target, function_key, root_key
 from autofuse.runtime.devices import event_timer
 from autofuse.runtime.root import Root
+from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
 
 if TYPE_CHECKING:
     from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
@@ -45,6 +47,7 @@ class Roots:
         )
         self.tracker = RootTracker(self._handle)
         self.groups: dict[str, Root] = {}
+        self.graphs: dict[str, UserGraph] = {}
         self.known: dict[str, RootRecord] = {}  # what earlier runs found out
         self.held_out_calls = 0
         self.step_us_total = 0.0
@@ -74,8 +77,8 @@ class Roots:
 
     def uninstall(self) -> None:
         self.tracker.uninstall()
-        for root in list(self.groups.values()):
-            root.trial.late.close()
+        for watched in self._all().values():
+            watched.trial.late.close()
         if self.allocations is not None:
             self.allocations.give_up()
         self.observer.stop()
@@ -90,6 +93,22 @@ class Roots:
             self._by_module.set(module, root)
         return root
 
+    def root_of_function(self, function: Target) -> Root:
+        """Of a function that was named as a root."""
+        key, name = function_key(function)
+        root = self.groups.get(key)
+        if root is None:
+            root = self.groups[key] = Root(self, key, name)
+        return root
+
+    def user_graph(self, module: fx.GraphModule, inputs: Sequence[Any], sizes: Sizes) -> UserGraph:
+        """Of a graph that Dynamo has made for the user's own torch.compile."""
+        key, name = graph_key(module, inputs)
+        found = self.graphs.get(key)
+        if found is None:
+            found = self.graphs[key] = UserGraph(self, key, name, sizes.is_static)
+        return found
+
     def _handle(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             root = self.root_of(module)
@@ -100,16 +119,21 @@ class Roots:
         return root.call(module, args, kwargs)
 
     def steps(self) -> int:
-        """Calls of the root that took the most time; of routed graphs where no root was called."""
+        """Calls of the root that took the most time; of graphs where no root was called."""
         if self.groups:
             return max(self.groups.values(), key=lambda root: root.trial.total_us).all_calls
+        if self.graphs:
+            return max(graph.calls for graph in self.graphs.values())
         counts = [r.calls() // r.times for r in self.session.routers if r.phase != "backward"]
         return max(counts, default=0)
 
+    def _all(self) -> dict[str, Root | UserGraph]:
+        return {**self.groups, **self.graphs}
+
     def changed_records(self, final: bool) -> Iterator[RootRecord]:
         """Records of roots that changed since the last time."""
-        for key, root in list(self.groups.items()):
-            record = root.record()
+        for key, watched in self._all().items():
+            record = watched.record()
             before = self._written.get(key)
             if before is None or final or (before.state, before.reason) != (record.state, record.reason):
                 self._written[key] = record

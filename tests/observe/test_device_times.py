@@ -215,7 +215,7 @@ def test_without_a_gpu_in_use_no_event_is_made() -> None:
 def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeGpu, Roots]]:
     gpu = FakeGpu()
     monkeypatch.setattr(roots, "event_timer", lambda: EventTimer(gpu.calls()))
-    monkeypatch.setattr(root, "_device_of", lambda module: torch.device("cuda", 0))
+    monkeypatch.setattr(root, "_device_of", lambda module, *rest: torch.device("cuda", 0))
     monkeypatch.setattr(Session, "tunable", lambda self, device: object())
     monkeypatch.setattr(Session, "use_device", lambda self, device: None)
     environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
