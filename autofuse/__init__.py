@@ -18,6 +18,8 @@ from autofuse import untraced
 
 untraced.install(__path__[0])  # before any other module of ours
 
+from autofuse.untouched import untouched as _untouched  # noqa: E402
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -44,7 +46,8 @@ __all__ = [*_HOME, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'autofuse' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOME[name]), name)
+    with _untouched():
+        return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

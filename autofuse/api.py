@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 
 from autofuse.db.store import Store
 from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.observer import Observer
 from autofuse.observer.roots import RootTracker, root_key
-from autofuse.report.explain import render_explain
 from autofuse.runtime.devices import event_timer
 from autofuse.runtime.session import current_session
 from autofuse.settings import load
+from autofuse.untouched import untouched
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -104,8 +103,13 @@ def explain(node: str | None = None, store: str | Path | None = None) -> str:
     ``store``: path of the store, the configured one by default. Raises UsageError for a node nobody knows
     and StoreError for a store that cannot be read.
     """
-    path = Path(store) if store is not None else load().run.store
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with Store.open(path, readonly=True) as opened:
-        render_explain(opened, console, node)
-    return console.export_text()
+    with untouched():  # rich draws when it is imported, and for links
+        from rich.console import Console
+
+        from autofuse.report.explain import render_explain
+
+        path = Path(store) if store is not None else load().run.store
+        console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        with Store.open(path, readonly=True) as opened:
+            render_explain(opened, console, node)
+        return console.export_text()

@@ -11,14 +11,15 @@ import importlib
 import importlib.machinery
 import sys
 
+from autofuse.untouched import untouched
+
 NAMES = (
-    "alembic", "colorsys", "configparser", "graphlib", "html", "mako", "markupsafe", "mpmath", "pygments", "rich",
-    "sympy", "termios",
+    "alembic", "colorsys", "configparser", "graphlib", "html", "mako", "markupsafe", "mpmath", "pygments", "sympy",
+    "termios",
 )  # fmt: skip
 _MODULES = (
     "autofuse.db.migrate",
     "autofuse.optimizer.router",
-    "autofuse.report.progress",
     "autofuse.runtime.catalogue",
     "autofuse.runtime.checking",
     "autofuse.runtime.planner",
@@ -38,7 +39,7 @@ def import_for(folder: str) -> None:
     if not names:
         return
     for name in _MODULES:
-        with contextlib.suppress(Exception):  # whoever needs it meets the error again, and says it
+        with contextlib.suppress(Exception), untouched():  # whoever needs it meets the error again, and says it
             importlib.import_module(name)
     for loaded in [n for n in sys.modules if n.partition(".")[0] in names]:
         del sys.modules[loaded]

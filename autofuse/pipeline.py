@@ -28,6 +28,7 @@ from autofuse.runtime.program import Program, build_program
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
 from autofuse.runtime.user_graphs import Sizes
+from autofuse.untouched import untouched
 
 
 def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int = 1) -> Callable[[list[Any]], Any]:
@@ -36,11 +37,12 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
     Any failure of ours leaves the graph as it is.
     """
     try:
-        if split_dropout(module):
-            session.planner.prepare_generator()
-        planned = _plan(module, session, phase)
-        router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
-        session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
+        with untouched():  # a backward graph is compiled in a backward pass of the script's
+            if split_dropout(module):
+                session.planner.prepare_generator()
+            planned = _plan(module, session, phase)
+            router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
+            session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
         if phase == "backward":
             for half in planned.halves:
                 half.pair.is_ready = True
@@ -109,13 +111,14 @@ def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor])
     session = current_session()
     if session is None:
         return as_it_is(module)  # switched off
-    return compile_with(
-        module,
-        example_inputs,
-        lambda graph, phase, times: route_graph(graph, phase, session, times),
-        session.settings.capture.min_blocks,
-        session.keeper,
-    )
+    with untouched():
+        return compile_with(
+            module,
+            example_inputs,
+            lambda graph, phase, times: route_graph(graph, phase, session, times),
+            session.settings.capture.min_blocks,
+            session.keeper,
+        )
 
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:

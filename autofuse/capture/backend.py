@@ -31,6 +31,7 @@ from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
 from autofuse.capture.simplify import simplify
 from autofuse.private_files import PrivateFolder
+from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.capture.kept_graphs import Keeping
@@ -143,7 +144,8 @@ def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> Keeping | No
     if keeper is None:
         return None
     try:
-        from autofuse.capture.kept_graphs import IS_SUPPORTED, Keeping
+        with untouched():
+            from autofuse.capture.kept_graphs import IS_SUPPORTED, Keeping
     except ImportError as error:
         log.debug("graphs are not kept with this torch: %s", error)
         return None
@@ -234,7 +236,10 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
     # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
     hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
-    patched = config.patch(ignore_logging_functions=ignored, recompile_limit=recompile_limit, **hooks)
+    # A forward that draws from numpy's generator: Dynamo would draw from torch's in its place.
+    patched = config.patch(
+        ignore_logging_functions=ignored, recompile_limit=recompile_limit, use_numpy_random_stream=True, **hooks
+    )
     with patched, _not_of_our_traces.active(), collector.paused(), without_batch_guards():
         yield
 

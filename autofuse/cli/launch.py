@@ -14,6 +14,7 @@ from autofuse.cli.output import one_line, say
 from autofuse.errors import UsageError
 from autofuse.execute import Ending, run_target
 from autofuse.settings import Settings
+from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
@@ -41,14 +42,15 @@ def launch(job: RunJob) -> int:
 
 def _begin(settings: Settings, command: str) -> Session | None:
     try:
-        # Imported here: they bring torch, which no other command may load.
-        from autofuse.ir.device import cpu_device
-        from autofuse.process_settings import apply_process_settings, resolve
-        from autofuse.runtime.session import start_session
+        with untouched():
+            # Imported here: they bring torch, which no other command may load.
+            from autofuse.ir.device import cpu_device
+            from autofuse.process_settings import apply_process_settings, resolve
+            from autofuse.runtime.session import start_session
 
-        settings = resolve(settings, command, cpu_device().key)
-        apply_process_settings(settings)
-        return start_session(settings, command=command)
+            settings = resolve(settings, command, cpu_device().key)
+            apply_process_settings(settings)
+            return start_session(settings, command=command)
     except Exception as error:
         if not settings.run.quiet:
             say(f"the script runs without autofuse: {one_line(error)}. 'autofuse doctor' looks for the cause.")

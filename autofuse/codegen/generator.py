@@ -23,6 +23,7 @@ from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config
 from autofuse.ir.shape import evaluate
+from autofuse.untouched import untouched
 
 Variant = Literal["c_generic", "c_specialised"]
 
@@ -47,7 +48,8 @@ class CompiledKernel:
 
     def __call__(self, *inputs: Any, threads: int | None = None) -> tuple[Any, ...]:
         """Run on tensors; allocates outputs with the shapes and strides of the node's specs. For tests."""
-        from autofuse.codegen.call import call_kernel
+        with untouched():
+            from autofuse.codegen.call import call_kernel
 
         return call_kernel(self, inputs, threads)
 
@@ -58,7 +60,8 @@ def _loader(key: CompileKey, name: str) -> Callable[[bytes], Any]:
 
     def load(binary: bytes) -> Any:
         if not loaded:
-            from autofuse.codegen.c.load import load_kernel
+            with untouched():
+                from autofuse.codegen.c.load import load_kernel
 
             loaded.append(load_kernel(binary, name))
         return loaded[0]

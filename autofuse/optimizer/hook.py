@@ -19,6 +19,7 @@ import torch
 
 from autofuse.ir.records import NodeUse, TuneRequest
 from autofuse.optimizer.algorithms import ALGORITHMS
+from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.optimizer.router import OptimizerRouter
@@ -99,10 +100,11 @@ class OptimizerHook:
     def _load(self) -> OptimizerRouter | None:
         began = perf_counter()
         try:
-            from autofuse.optimizer.router import OptimizerRouter
+            with untouched():
+                from autofuse.optimizer.router import OptimizerRouter
 
-            assert self._session.catalogue is not None  # brings it
-            self.router = OptimizerRouter(self._session)
+                assert self._session.catalogue is not None  # brings it
+                self.router = OptimizerRouter(self._session)
             self._session.capture_seconds += perf_counter() - began
         except Exception as error:
             self._failed = True

@@ -33,6 +33,7 @@ from autofuse.runtime.devices import CPU, keep_random_state
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.root_shapes import Brief, Shape
 from autofuse.runtime.trial import Costs, Trial
+from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.capture.backend import CapturedRoot
@@ -417,7 +418,7 @@ class Root:
         self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
         began = time.perf_counter()
-        with collector.paused():
+        with collector.paused(), untouched():
             from autofuse.capture import backend as dynamo
             from autofuse.pipeline import root_backend
 

@@ -22,6 +22,7 @@ from autofuse.observer.roots import RootTracker, Target, function_key, root_key
 from autofuse.runtime.devices import event_timer
 from autofuse.runtime.root import Root
 from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
+from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
@@ -58,7 +59,8 @@ class Roots:
     def _allocations(self) -> AllocationLog | None:
         """Only where asked for: it needs names of torch that are nobody's promise."""
         try:
-            from autofuse.runtime.peak_memory import AllocationLog
+            with untouched():
+                from autofuse.runtime.peak_memory import AllocationLog
 
             return AllocationLog()
         except ImportError as error:
@@ -68,7 +70,8 @@ class Roots:
     def peaks(self, key: str, name: str) -> RootPeaks | None:
         if self.allocations is None:
             return None
-        from autofuse.runtime.peak_memory import RootPeaks
+        with untouched():
+            from autofuse.runtime.peak_memory import RootPeaks
 
         return RootPeaks(self.allocations, key, name, self.session.backstage.post_event)
 

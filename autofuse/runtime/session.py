@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from autofuse.runtime.tuning import TuningClient
 from autofuse.runtime.usage import Usage, node_uses, usage_of
 from autofuse.say import say
 from autofuse.settings import Settings, load
+from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.capture.backend import Keeper
@@ -121,11 +123,11 @@ class Session:
         return (self._loaded or self._load()).planner
 
     def _load(self) -> _Loaded:
-        from autofuse.runtime.catalogue import Catalogue
-        from autofuse.runtime.planner import Planner
-
-        with self._loading:
+        with self._loading, untouched():
             if self._loaded is None:
+                from autofuse.runtime.catalogue import Catalogue
+                from autofuse.runtime.planner import Planner
+
                 catalogue = Catalogue(self.settings.run, self.device, self.versions, self.report_fallback)
                 self._loaded = _Loaded(catalogue, Planner(self))
             return self._loaded
@@ -143,8 +145,6 @@ class Session:
         first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
         self.say_once(kind, f"{what} ({type(error).__name__}: {first_line})")
         if self.settings.run.debug >= 5:
-            import traceback
-
             traceback.print_exception(error, file=sys.stderr)
 
     # ---- graphs and devices --------------------------------------------------------------------------
@@ -166,7 +166,8 @@ class Session:
     @property
     def keeper(self) -> Keeper | None:
         """Keeps traced graphs there; to be asked for during a capture, whose modules it comes from."""
-        from autofuse.capture.backend import Keeper
+        with untouched():
+            from autofuse.capture.backend import Keeper
 
         folder = self.graphs_folder
         return Keeper(PrivateFolder(folder), self.say_once) if folder is not None else None
@@ -222,7 +223,8 @@ class Session:
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
         if not self.settings.run.check:
             return fused
-        from autofuse.runtime.checking import check_against
+        with untouched():
+            from autofuse.runtime.checking import check_against
 
         return check_against(node, fused, node.unfused, self.say_once)
 
@@ -323,14 +325,15 @@ class Session:
             return
         self._finished = True
         self._exit_code = exit_code if exit_code is not None else 0
-        self.roots.uninstall()
-        self.optimizers.uninstall()
-        if self._loaded is not None:
-            self._loaded.planner.graphs.post(self.backstage.post_event)
-        self.tuning.hand_over()
-        self.backstage.stop()
-        self.tuning.withdraw()
-        self.tuning.leave_to_daemon()
+        with untouched():
+            self.roots.uninstall()
+            self.optimizers.uninstall()
+            if self._loaded is not None:
+                self._loaded.planner.graphs.post(self.backstage.post_event)
+            self.tuning.hand_over()
+            self.backstage.stop()
+            self.tuning.withdraw()
+            self.tuning.leave_to_daemon()
         with _lock:
             if _current is self:
                 _current = None
@@ -352,6 +355,11 @@ def current_session() -> Session | None:
     """The session of this process; made from the environment where `autofuse run` did not, None if disabled."""
     if _current is not None:
         return _current
+    with untouched():
+        return _session_from_environment()
+
+
+def _session_from_environment() -> Session | None:
     try:
         settings = load()
     except AutofuseError as error:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
+from autofuse.report.progress import TuningProgress
 from autofuse.runtime.backstage import breathe
 from autofuse.runtime.usage import usage_of
 from autofuse.tuner import daemon
 from autofuse.tuner.manners import OtherWork, room_beside
 from autofuse.tuner.neighbours import Neighbours, Script, meeting_folder
+from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.db.store import Store
@@ -81,19 +83,18 @@ class TuningClient:
         began = time.perf_counter()
         session.disturbances += 1
         try:
-            requests = [*requests, *self._requests(self._hot_plans("wait"))]
-            if requests:
-                ticket = session.backstage.post_requests(requests)
-                session.backstage.wait_written(ticket, 10.0)
-                self._wait_for_daemon(len(requests), began + budget_seconds)
+            with untouched():
+                requests = [*requests, *self._requests(self._hot_plans("wait"))]
+                if requests:
+                    ticket = session.backstage.post_requests(requests)
+                    session.backstage.wait_written(ticket, 10.0)
+                    self._wait_for_daemon(len(requests), began + budget_seconds)
         except (AutofuseError, OSError) as error:
             session.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
         finally:
             self.paused_seconds += time.perf_counter() - began
 
     def _wait_for_daemon(self, total: int, deadline: float) -> None:
-        from autofuse.report.progress import TuningProgress  # 0.1 s of rich, for scripts that wait
-
         session = self._session
         restarts, began = 0, time.perf_counter()
         self._touch()
