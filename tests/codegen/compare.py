@@ -1,13 +1,17 @@
 """The criterion for every generated kernel: nearer to float64 than twice eager, and NaN and Inf where eager has them.
 
-In: a kernel's outputs, eager's, and the float64 reference. Out: nothing, or an AssertionError that says where.
+In: a kernel's outputs, eager's, and the float64 reference, on one input or on as many as it takes to tell an error that
+is too large from luck. Out: what is wrong, in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
+
+from autofuse.tuner.verify import Inaccurate, Wrong, judge
 
 ULPS = 4  # libmvec's erf and log are within 4 units in the last place
 ULPS_FLOAT64 = 64  # eager is its own reference there, so its error counts as 0
@@ -20,26 +24,51 @@ def problems(
     loose: bool = False,
 ) -> list[str]:
     """What is wrong with outputs; empty where they pass. ``loose`` takes NaN for Inf and Inf for NaN."""
-    wrong = []
+    return [str(error) for error in _wrong(found, eager, reference, loose)]
+
+
+Answers = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def problems_of_draws(draw: Callable[[int], Answers], loose: bool = False) -> list[str]:
+    """As ``problems``, of what ``draw`` gives for one number after the other, by the rule of the tuner's verifier."""
+
+    def once(number: int) -> None:
+        wrong = _wrong(*draw(number), loose)
+        if wrong:
+            raise max(wrong, key=lambda error: error.times if isinstance(error, Inaccurate) else math.inf)
+
+    try:
+        judge(once)
+    except Wrong as error:
+        return [str(error)]
+    return []
+
+
+def _wrong(
+    found: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], loose: bool
+) -> list[Wrong]:
+    wrong: list[Wrong] = []
     for n, (ours, theirs, exact) in enumerate(zip(found, eager, reference, strict=True)):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            wrong.append(f"output {n}: {ours.shape} {ours.dtype}, eager has {theirs.shape} {theirs.dtype}")
+            wrong.append(Wrong(f"output {n}: {ours.shape} {ours.dtype}, eager has {theirs.shape} {theirs.dtype}"))
         elif not ours.is_floating_point():
             if not torch.equal(ours, theirs):
-                wrong.append(f"output {n}: {(ours != theirs).sum()} of {ours.numel()} integers differ")
+                wrong.append(Wrong(f"output {n}: {(ours != theirs).sum()} of {ours.numel()} integers differ"))
         else:
-            wrong += [f"output {n}: {text}" for text in _compare(ours, theirs, exact, loose)]
+            wrong += _compare(f"output {n}: ", ours, theirs, exact, loose)
     return wrong
 
 
-def _compare(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, loose: bool) -> list[str]:
+def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, loose: bool) -> list[Wrong]:
     a, b, x = ours.double(), theirs.double(), exact.double()
-    wrong = []
+    wrong: list[Wrong] = []
     # Where eager itself disagrees with float64 (gelu(inf) is NaN in float32), either answer is right.
     kind = torch.isfinite if loose else _kind
     if ((kind(a) != kind(b)) & (kind(a) != kind(x))).any():
         places = [t.isnan().sum().item() for t in (a, b, x)] + [t.isinf().sum().item() for t in (a, b, x)]
-        wrong.append("NaN in {} places, eager in {} (float64 {}); Inf in {}, eager in {} ({})".format(*places))
+        text = "NaN in {} places, eager in {} (float64 {}); Inf in {}, eager in {} ({})".format(*places)
+        wrong.append(Wrong(name + text))
     finite = a.isfinite() & b.isfinite() & x.isfinite()
     if finite.any():
         scale = x[finite].abs().max().item()
@@ -49,7 +78,8 @@ def _compare(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, loos
         )
         error = (a - x)[finite].abs().max().item()
         if error > bound:
-            wrong.append(f"error {error:.3g} is over {bound:.3g} (eager {(b - x)[finite].abs().max().item():.3g})")
+            text = f"error {error:.3g} is over {bound:.3g} (eager {(b - x)[finite].abs().max().item():.3g})"
+            wrong.append(Inaccurate(name + text, error / bound))
     return wrong
 
 

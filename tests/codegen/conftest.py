@@ -17,7 +17,7 @@ from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
 from autofuse.runtime.launch import make_launcher
-from tests.codegen.compare import problems
+from tests.codegen.compare import Answers, problems_of_draws
 
 warnings.filterwarnings("ignore", message=".*degrees of freedom.*")
 
@@ -60,9 +60,16 @@ def verify(generator: FusionKernelGenerator) -> Verify:
                     kernel = generic(form, config)
                 found = kernel(*inputs, threads=threads)
                 _check_in_place(form, kernel, inputs, values, found, threads or torch.get_num_threads())
-                eager = run_unfused(form, inputs, symbols)
-                exact = run_unfused(to_float64(form), widen(inputs), symbols)
-                wrong = problems(found, eager, exact, loose)
+
+                def draw(
+                    number: int, kernel: CompiledKernel = kernel, symbols: dict[str, int] = symbols, kind: str = kind
+                ) -> Answers:
+                    inputs = make_inputs(form, symbols, seed=1 + number, kind=kind)  # type: ignore[arg-type]
+                    eager = run_unfused(form, inputs, symbols)
+                    exact = run_unfused(to_float64(form), widen(inputs), symbols)
+                    return kernel(*inputs, threads=threads), eager, exact
+
+                wrong = problems_of_draws(draw, loose)
                 assert not wrong, f"sizes {tuple(values)}, {kind} values: {'; '.join(wrong)}\n{kernel.source}"
 
     return run

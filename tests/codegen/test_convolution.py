@@ -27,7 +27,7 @@ from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, Va
 from autofuse.ir.records import make_config
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, contiguous_strides, symbol
 from autofuse.runtime.launch import make_launcher
-from tests.codegen.compare import problems
+from tests.codegen.compare import Answers, problems, problems_of_draws
 
 GENERATOR = FusionKernelGenerator()
 BATCH, HEIGHT, WIDTH = symbol("s0"), symbol("s1"), symbol("s2")
@@ -94,9 +94,12 @@ def compiled(form: NodeForm, tile: str | None) -> CompiledKernel:
 
 
 def check(form: NodeForm, sizes: tuple[int, int, int], tile: str | None = None, threads: int = 2) -> None:
-    inputs = operands(form, sizes)
-    found = compiled(form, tile)(*inputs, threads=threads)
-    wrong = problems(found, [eager(form, inputs)], [eager(form, [t.double() for t in inputs])])
+    def draw(number: int) -> Answers:
+        inputs = operands(form, sizes, number)
+        found = compiled(form, tile)(*inputs, threads=threads)
+        return found, [eager(form, inputs)], [eager(form, [t.double() for t in inputs])]
+
+    wrong = problems_of_draws(draw)
     assert not wrong, (tile, wrong, sizes)
 
 

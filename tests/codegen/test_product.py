@@ -18,7 +18,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import make_config
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides, symbol
-from tests.codegen.compare import problems
+from tests.codegen.compare import Answers, problems, problems_of_draws
 
 GENERATOR = FusionKernelGenerator()
 M, N, K = symbol("s0"), symbol("s1"), symbol("s2")
@@ -81,9 +81,13 @@ def compiled(form: NodeForm, knobs: tuple[tuple[str, Any], ...]) -> CompiledKern
 
 
 def check(form: NodeForm, inputs: list[torch.Tensor], threads: int = 2, **knobs: Any) -> None:
-    found = compiled(form, tuple(knobs.items()))(*inputs, threads=threads)
-    wide = [t.double() for t in inputs]
-    wrong = problems(found, [eager(inputs)], [eager(wide)])
+    def draw(number: int) -> Answers:
+        generator = torch.Generator().manual_seed(number)
+        given = [torch.empty_like(t).normal_(generator=generator) for t in inputs] if number else inputs
+        found = compiled(form, tuple(knobs.items()))(*given, threads=threads)
+        return found, [eager(given)], [eager([t.double() for t in given])]
+
+    wrong = problems_of_draws(draw)
     assert not wrong, (knobs, wrong, [t.shape for t in inputs])
 
 

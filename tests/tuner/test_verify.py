@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from autofuse.codegen.inputs import make_inputs
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Bucket, ObservedShape
 from autofuse.ir.shape import SymbolicShape
 from autofuse.runtime.launch import make_unfused
+from autofuse.tuner import verify
 from autofuse.tuner.cases import CASE_BYTES, ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases
 from autofuse.tuner.comparison import compare, wins
 from autofuse.tuner.timing import RaceRules, race
-from autofuse.tuner.verify import GuardedAllocator, Verifier, Wrong
+from autofuse.tuner.verify import GuardedAllocator, Inaccurate, Verifier, Wrong, judge
 from tests.cases import CASES
+from tests.codegen.test_attention import MASKS, attention, eager
 from tests.tuner.nodes import chain_form, spec
 
 FORM = chain_form(width=16)
@@ -94,6 +97,126 @@ def test_an_input_that_was_changed_does_not_spoil_the_next_candidate() -> None:
     with pytest.raises(Wrong):
         check(lambda t, out: t[0].zero_(), verifier=verifier)
     assert check(lambda t, out: out.copy_(chain(t)), verifier=verifier) <= 1.0
+
+
+# ---- luck and errors ------------------------------------------------------------------------------------
+
+ATTENTION = attention(mask=MASKS["scores"], backward=True)
+TINY, SMALL, LARGER = (1, 1, 2), (3, 7, 5), (2, 48, 48)
+
+
+def check_attention(change: Callable[..., Any], sizes: tuple[int, int, int], is_wide: bool = False) -> float:
+    """Verify eager's own gradients of an attention after a change, or those of float64, rounded."""
+
+    def make_call(allocate: GuardedAllocator, values: Sequence[int]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda *tensors: change(*(t.double() if is_wide else t for t in tensors))
+
+    return Verifier(ATTENTION).check(make_call, [CheckCase(sizes, "normal")])
+
+
+def gradients(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(t.float() for t in eager(ATTENTION, list(tensors)))
+
+
+def other_order(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> Any:
+    """The same terms, as accurate by any account: each head's numbers the other way round."""
+    g, q, k, v, out = (t.flip(3) for t in (g, q, k, v, rest[0]))
+    found = gradients(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (g, q, k, v, out)), *rest[1:])
+    return tuple(t.transpose(1, 2).flip(3).contiguous().transpose(1, 2) for t in found)
+
+
+def test_another_order_of_the_same_sums_passes_whatever_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few terms, eager's error on one input is no measure: some draws are refused, the sum of draws is not."""
+    refused = 0
+    for seed in range(0, 6000, 100):
+        monkeypatch.setattr(
+            verify, "make_inputs", lambda form, values, n, *rest, seed=seed: make_inputs(form, values, seed + n, *rest)
+        )
+        for sizes in (TINY, SMALL):
+            check_attention(other_order, sizes)
+        monkeypatch.setattr(verify, "REFUSED", 1)
+        try:
+            check_attention(other_order, TINY)
+        except Wrong as error:
+            refused += 1
+            assert "error" in str(error)
+        monkeypatch.setattr(verify, "REFUSED", 8)
+    assert refused >= 1, "by a single draw"
+
+
+def rounded_scores(*tensors: torch.Tensor) -> Any:
+    """Probabilities of scores that lost their last bits."""
+    return gradients(tensors[0], *(t.bfloat16().to(t.dtype) for t in tensors[1:3]), *tensors[3:])
+
+
+def without_last_key(*tensors: torch.Tensor) -> Any:
+    mask = tensors[6].clone()
+    mask[:, -1] = -torch.inf
+    return gradients(*tensors[:6], mask)
+
+
+def without_sums(*tensors: torch.Tensor) -> Any:
+    return gradients(*tensors[:4], torch.zeros_like(tensors[4]), *tensors[5:])
+
+
+def without_a_term(*tensors: torch.Tensor) -> Any:
+    g = tensors[0].clone()
+    g[..., -1] = 0.0
+    return gradients(g, *tensors[1:])
+
+
+def shifted_mask(*tensors: torch.Tensor) -> Any:
+    return gradients(*tensors[:6], tensors[6].roll(1, 1))
+
+
+@pytest.mark.parametrize("sizes", [TINY, SMALL, LARGER], ids=str)
+@pytest.mark.parametrize(
+    "change", [without_last_key, without_sums, without_a_term, shifted_mask, rounded_scores], ids=lambda f: f.__name__
+)
+def test_a_wrong_kernel_is_refused_at_every_size(change: Callable[..., Any], sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(Wrong, match="error"):
+        check_attention(change, sizes)
+
+
+def test_an_error_of_some_units_in_the_last_place_is_refused() -> None:
+    """One factor for all elements, where eager's errors average out; the same results without it pass."""
+
+    def off_by(units: int) -> Callable[..., Any]:
+        return lambda *tensors: tuple(t * (1 + units * 2.0**-23) for t in gradients(*tensors))
+
+    for units in (0, 1):
+        check_attention(off_by(units), LARGER)
+    for units in (-20, 20):
+        with pytest.raises(Wrong, match="error"):
+            check_attention(off_by(units), LARGER)
+    for units in (-12, 12):
+        with pytest.raises(Wrong, match="error"):
+            check(lambda t, out, u=units: out.copy_(chain(t) * (1 + u * 2.0**-23)), CheckCase((999,), "normal"))
+
+
+def test_further_draws_decide_only_where_an_error_is_near_the_bound() -> None:
+    def draws(*times: float) -> Callable[[int], int]:
+        def draw(number: int) -> int:
+            asked.append(number)
+            if times[number % len(times)] > 1:
+                raise Inaccurate("error", times[number % len(times)])
+            return number
+
+        asked.clear()
+        return draw
+
+    asked: list[int] = []
+    assert judge(draws(0.9)) == 0 and asked == [0]
+    assert judge(draws(2.0, 0.9, 0.9)) == 14 and len(asked) == 15, "a third of the draws is refused"
+    with pytest.raises(Inaccurate):
+        judge(draws(2.0, 2.0, 0.9))
+    assert len(asked) == 11
+    with pytest.raises(Inaccurate):
+        judge(draws(100.0, 0.9))
+    assert asked == [0]
+    with pytest.raises(Inaccurate):
+        judge(draws(2.0, 0.9, 0.9, 100.0))
+    assert asked == [0, 1, 2, 3]
 
 
 def one_op(target: str, dtype: str, out_dtype: str) -> NodeForm:
