@@ -36,6 +36,7 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
 
     Any failure of ours leaves the graph as it is.
     """
+    began = perf_counter()
     try:
         with untouched():  # a backward graph is compiled in a backward pass of the script's
             if split_dropout(module):
@@ -51,6 +52,8 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
         session.report_fallback("graph_not_planned", f"a {phase} graph runs on eager's kernels", error)
         module.recompile()
         return boxed(module.forward)
+    finally:
+        session.planning_seconds += perf_counter() - began
 
 
 @dataclass(frozen=True)

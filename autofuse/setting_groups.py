@@ -68,8 +68,14 @@ class ObserveSettings(Group):
 class CaptureSettings(Group):
     """When a module is captured as a graph."""
 
+    max_slowdown: float = declare(
+        1.25,
+        "A module is captured once that cannot make the run so far take more than this many times as long as eager.",
+        unit="x",
+        low=1.0,
+    )
     predicted_seconds_per_op: float = declare(
-        0.025, "Expected cost of capture per operator where Python is fast, until measured.", unit="s", low=0.0
+        0.003, "Expected cost of capture per operator of constant sizes where Python is fast.", unit="s", low=0.0
     )
     max_seconds: float = declare(
         300.0, "A module whose capture is expected to take longer stays eager.", unit="s", low=0.0

@@ -32,7 +32,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 def collect_requests(store: Path, steps: int) -> int:
     """Run the example once, in a process of its own that never tunes but asks for everything."""
     command = [sys.executable, "-m", "autofuse", "run", "--tune", "after", "--store", str(store)]
-    command += ["--set", "tuner.budget_seconds=100000", "--set", "capture.predicted_seconds_per_op=0.0001"]
+    command += ["--set", "tuner.budget_seconds=100000", "--set", "capture.at_once=true"]
     command += [str(EXAMPLES / "train_lm.py"), "--steps", str(steps)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with Store.open(store, readonly=True) as opened:

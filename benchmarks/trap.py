@@ -220,9 +220,9 @@ def prepare_autofuse(session: Session, module: nn.Module, past: Call | None, cal
     if past is not None:
         settle(session, past, past_calls)
     was = root.state if root.state == "captured" else f"{root.state}: {root.reason}"
-    paused, captured = session.tuning.paused_seconds, session.capture_seconds
+    paused, captured = session.tuning.paused_seconds, session.roots.lost_seconds()
     settle(session, call, 0)
-    stall = session.tuning.paused_seconds - paused + session.capture_seconds - captured
+    stall = session.tuning.paused_seconds - paused + session.roots.lost_seconds() - captured
     routers = session.routers[known:]
     # The plan that serves the timed shape is the one that runs now.
     plans = [p for r in routers for p in r.all_plans()]

@@ -304,6 +304,8 @@ class RootRecord:
     dynamic_dims: tuple[tuple[str, int], ...] = ()  # (argument path, dim)
     kept_graphs: int = 0  # that an earlier run had traced
     judged_elements: int = 0  # of its arguments, in the largest calls that a verdict for eager is about; 0: not known
+    capture_causes: tuple[tuple[str, float], ...] = ()  # (cause, seconds), which add up to ``capture_seconds``
+    model_seconds: float = 0.0  # what the model alone expects of its capture, on a machine of usual speed
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,10 @@ class Observer:
         counts = [totals.ops_per_call for totals in self._samples(root) if totals.calls]
         return round(median(counts)) if counts else None
 
+    def ops_in_backward(self, root: str) -> int:
+        """Aten calls in one backward pass of the root, the most that a sampled step has seen."""
+        return max((round(t.backward_ops / t.calls) for t in self._samples(root) if t.calls), default=0)
+
     def backward_ratio(self, root: str) -> float | None:
         """Time of backward over time of forward, median of the sampled steps; None before the first.
 
@@ -212,6 +216,16 @@ class Observer:
         with self._lock:
             known = self._roots.get(root)
             return known.shapes.dynamic_dims() if known else ()
+
+    def varying_sizes(self, root: str) -> int:
+        """How many sizes of the root's arguments vary, those that vary alike counted once."""
+        seen, _ = zip(*self.shapes(root), strict=True) if self.calls(root) else ((), ())
+        shapes = [dict(shape) for shape in seen]
+        dims = {
+            tuple(shape[path][dim] if path in shape else -1 for shape in shapes)
+            for path, dim in self.dynamic_dims(root)
+        }
+        return len(dims)
 
     def shapes(self, root: str) -> list[tuple[tuple[tuple[str, tuple[int, ...]], ...], int]]:
         """Exact argument shapes of the root's calls with their counts, most frequent first."""

@@ -4,8 +4,8 @@ In: what a root cost so far, what capture is expected to cost, what earlier runs
 reason code, and the held-out calls.
 Guarantee: torch-free, no clock, and no random stream but its own: the script's generators are never touched.
 
-Capture is bought like skis: rent (run eager) until the rent paid equals the price, then buy. Whatever the length of
-the run, that costs at most twice what the best choice in hindsight would have cost, and a short script never pays.
+Capture is bought like skis: rent (run eager) until the rent paid is so much that the price, wrongly guessed as it may
+be, is a small share of it, then buy (`Budget`). A short script never pays; a long one pays little.
 """
 
 from __future__ import annotations
@@ -20,22 +20,44 @@ from statistics import median
 from autofuse.errors import SettingsError
 from autofuse.ir.records import RootRecord
 
-# Tracing forward alone leaves out autograd's joint graph, about half of AOT's share (design, 2026-11).
-_FORWARD_ONLY_SHARE = 0.6
-# As long as Python takes on the machine of the defaults (`capture.speed`):
-_FIXED_SECONDS = 0.3  # what a capture pays whatever the graph
-_IMPORT_SECONDS = 1.0  # what the first one of a process pays beside: Dynamo and AOTAutograd (torch 2.13)
-# A loss that is not worth a guess: how long the last run was says little of this one, and small modules start fused.
-_TRIFLE_SECONDS = 1.5
+# A capture takes up to so many times what is expected (`capture_cost`); where this very root's is known, less.
+MARGIN = 1.5
+KNOWN_MARGIN = 1.2
+# A capture that is as good as free, on a machine of usual speed: taken at once where the last run was long enough.
+_TRIFLE_SECONDS = 1.0
+_SOON = 0.25  # of a run like the last one, within which such a capture has to pay
 _USUAL_SAVING = 0.25  # of a root's time in eager: models gain 1.2 to 2.1x, 1.4 in the mean
 _CALLS_TO_JUDGE_SIZE = 3
-_CALLS_TO_JUDGE_LENGTH = 6  # one of the first is sampled, and takes several times as long
 _CALLS_TO_SETTLE_SIZE = 20
 
 _NEAR = 6  # calls before a held-out one, with which it is compared
 _MANY_CALLS = 50  # free at a time where nothing is held out
 
 _FINAL_IN_EARLIER_RUNS = ("capture_failed", "slower_than_eager", "no_gain")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What captures may cost: at any step the run has taken at most ``max_slowdown`` times what eager takes.
+
+    Let E be what all steps so far would have taken in eager, L what they took longer: captures, and captured steps that
+    lose. P is what the next capture is expected to take, at most m P in truth. It begins only where
+    L + m P <= (s - 1) E. So when it is over, at most s E has passed; later steps take at most s times eager's, for what
+    loses is released.
+    """
+
+    spent_seconds: float  # E
+    lost_seconds: float  # L
+    max_slowdown: float  # s
+
+    def needed(self, predicted_seconds: float, margin: float) -> float:
+        """What E has to be for one more capture."""
+        share = self.max_slowdown - 1.0
+        lost = self.lost_seconds + margin * predicted_seconds
+        return lost / share if share > 0.0 else float("inf")
+
+    def allows(self, predicted_seconds: float, margin: float = MARGIN) -> bool:
+        return self.spent_seconds >= self.needed(predicted_seconds, margin)
 
 
 @dataclass(frozen=True)
@@ -49,40 +71,22 @@ class CaptureAdvice:
     final: bool = False  # the root stays eager for good; no need to ask again
 
 
-def learn_cost(records: Sequence[RootRecord], default: float) -> float:
-    """Seconds of capture per op of the forward, from captures of this store, those that traced where there are some.
+def may_trace_again(spent_seconds: float, predicted_seconds: float, budget: Budget) -> bool:
+    """Whether one more graph of a captured root is worth its trace.
 
-    The median, so that one capture on a busy machine does not scare all others off.
+    ``spent_seconds``: in eager, by calls that fit none of its graphs.
     """
-    captured = [r for r in records if r.state == "captured" and r.operations > 0 and r.capture_seconds > 0.0]
-    traced = [r for r in captured if not r.kept_graphs]
-    seen = [max(0.0, r.capture_seconds - _FIXED_SECONDS) / r.operations for r in traced or captured]
-    return max(median(seen), 1e-4) if seen else default
-
-
-def predict_seconds(
-    operations: int, seconds_per_op: float, backward: bool = True, is_first: bool = False, slowness: float = 1.0
-) -> float:
-    """Expected stall of capturing a root with this many aten calls in its forward."""
-    fixed = slowness * (_FIXED_SECONDS + (_IMPORT_SECONDS if is_first else 0.0))
-    return fixed + operations * seconds_per_op * (1.0 if backward else _FORWARD_ONLY_SHARE)
-
-
-def should_capture(spent_seconds: float, predicted_seconds: float) -> bool:
-    """The ski-rental rule alone."""
-    return spent_seconds >= predicted_seconds
+    return spent_seconds >= predicted_seconds and budget.allows(predicted_seconds)
 
 
 def advise_capture(
     *,
     spent_seconds: float,
-    operations: int | None,
-    seconds_per_op: float,
+    predicted_seconds: float | None,
+    budget: Budget,
     calls: int,
-    backward: bool = True,
-    is_first: bool = False,
-    slowness: float = 1.0,
-    first_seconds: float = 0.0,
+    step_seconds: float | None = None,
+    factor: float = 1.0,
     min_root_us: float = 200.0,
     max_seconds: float = 120.0,
     failures: int = 0,
@@ -93,31 +97,29 @@ def advise_capture(
     min_calls: int = 2,
     call_us: float | None = None,
     known: RootRecord | None = None,
+    known_seconds: float | None = None,
 ) -> CaptureAdvice:
     """Should this root be captured before its next call?
 
-    ``spent_seconds``: eager time in the root so far, backward included, ``first_seconds`` of them in the first call,
-    which warms up what it runs; ``operations``: aten calls in one forward, None while unknown; ``is_first``: Dynamo is
-    not imported yet; ``slowness``: of this machine's Python; ``calls``: finished calls; ``at_once``: someone waits for
-    the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for what their shapes tell;
-    ``at_first_call``: the graph itself is asked for, whatever it costs; ``uses_known``: so is what the store has
+    ``spent_seconds``: eager time in the root so far, backward included; ``predicted_seconds``: what its capture is
+    expected to take, None while unknown; ``budget``: of all roots; ``calls``: finished calls; ``step_seconds``: eager
+    time of a step like the present one, where known; ``factor``: how slow captures are on this machine; ``at_once``:
+    someone waits for the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for what their shapes
+    tell; ``at_first_call``: the graph itself is asked for, whatever it costs; ``uses_known``: so is what the store has
     (``--frozen``); ``call_us``: typical time of a call where known, otherwise the mean; ``known``: what earlier runs
-    found out about this root.
+    found out about this root, ``known_seconds``: what its capture is expected to take for that reason.
     """
     if failures >= max_failures:
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
     if at_first_call:
         return CaptureAdvice(True, "first_call", "capture.at_once is set")
-    if operations is None and known is not None and known.operations:
-        operations = known.operations
-    predicted = 0.0 if operations is None else predict_seconds(operations, seconds_per_op, backward, is_first, slowness)
+    was_captured = known is not None and known.state == "captured"
+    is_known = was_captured and known_seconds is not None
+    predicted = (known_seconds if is_known else predicted_seconds) or 0.0
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
-    was_captured = known is not None and known.state == "captured"
-    if known is not None and was_captured:
-        if known.capture_seconds:  # less than predicted where its graphs were kept
-            predicted = min(predicted or known.capture_seconds, known.capture_seconds)
+    if was_captured:
         if not calls:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
         if at_once or uses_known:
@@ -131,15 +133,13 @@ def advise_capture(
         detail = f"capture is expected to take {predicted:.0f} s, more than {max_seconds:.0f} s"
         return CaptureAdvice(False, "too_expensive", detail, predicted, final=True)
     if known is not None and was_captured:
-        # Calls so long that the rent is paid before six of them: to be sampled makes these hardly longer.
-        is_long = calls >= 2 and predicted > 0.0 and should_capture(spent_seconds - first_seconds, predicted)
-        if calls < _CALLS_TO_JUDGE_LENGTH and not is_long:
+        if step_seconds is None:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
-        saved = _USUAL_SAVING * known.calls * (spent_seconds - first_seconds) / (calls - 1)
-        if saved + slowness * _TRIFLE_SECONDS >= predicted:
-            return CaptureAdvice(True, "known_to_pay", "captured in an earlier run", predicted)
+        saved = _USUAL_SAVING * max(known.calls - calls, 0) * step_seconds
+        if is_known and predicted <= factor * _TRIFLE_SECONDS and _SOON * saved >= predicted:
+            return CaptureAdvice(True, "known_to_pay", "captured in an earlier run, soon paid for", predicted)
         # Captured by order, or too late to pay. Rent would be paid for nothing, unless this run turns out to be longer.
-        if calls < known.calls:
+        if calls < known.calls and saved < predicted:
             detail = (
                 f"{known.calls} calls, as many as in the last captured run, would save about {saved:.1f} s, "
                 f"capture is expected to take {predicted:.1f} s"
@@ -149,12 +149,15 @@ def advise_capture(
         if calls >= min_calls:
             return CaptureAdvice(True, "at_once", f"captured after {calls} calls: the run waits for tuning", predicted)
         return CaptureAdvice(False, "not_yet", f"{calls} of {min_calls} calls seen", predicted)
-    if operations is None:
+    if not is_known and predicted_seconds is None:
         return CaptureAdvice(False, "not_observed", "no step was sampled yet", predicted)
-    if should_capture(spent_seconds, predicted):
-        detail = f"{spent_seconds:.2f} s spent in eager, capture is expected to take {predicted:.2f} s"
+    needed = max(predicted, budget.needed(predicted, KNOWN_MARGIN if is_known else MARGIN))
+    if spent_seconds >= predicted and budget.spent_seconds >= needed:
+        detail = f"{budget.spent_seconds:.1f} s spent in eager, capture is expected to take {predicted:.1f} s"
         return CaptureAdvice(True, "paid_off", detail, predicted)
-    detail = f"{spent_seconds:.2f} s of the {predicted:.2f} s spent that capture is expected to take"
+    detail = (
+        f"{budget.spent_seconds:.1f} s of {needed:.1f} s in eager that are to pay for a capture of {predicted:.1f} s"
+    )
     return CaptureAdvice(False, "not_yet", detail, predicted)
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
 IMPORT_SECONDS = 0.7  # what the router's modules take to import
+# So many times as long torch's own steps have taken by then: a fifth of a script's, which so loses a twentieth at most.
+RENT = 4.0
 
 
 class OptimizerHook:
@@ -92,7 +94,7 @@ class OptimizerHook:
         session = self._session
         if self._failed or not session.backstage.usable:  # a forked child could read no decision
             return False
-        if session.is_loaded or session.mode == "wait" or self._spent >= IMPORT_SECONDS:
+        if session.is_loaded or session.mode == "wait" or self._spent >= RENT * IMPORT_SECONDS:
             return True
         params = args[0] if args else kwargs.get("params")
         return isinstance(params, list) and bool(params) and getattr(params[0], "is_cuda", False)

@@ -122,6 +122,7 @@ def _root(root: RootRecord) -> dict[str, Any]:
         "eager_seconds": root.eager_seconds,
         "capture_seconds": root.capture_seconds,
         "predicted_capture_seconds": root.predicted_capture_seconds,
+        "capture_causes": dict(root.capture_causes),
         "kept_graphs": root.kept_graphs,
         "dynamic_dims": [list(pair) for pair in root.dynamic_dims],
     }

@@ -328,7 +328,8 @@ def _render_root(story: RootStory, console: Console) -> None:
     if root.predicted_capture_seconds or root.capture_seconds:
         console.print(
             f"Capture: predicted {words.seconds(root.predicted_capture_seconds)}, "
-            f"took {words.seconds(root.capture_seconds) if root.capture_seconds else 'none yet'}.",
+            f"took {words.seconds(root.capture_seconds) if root.capture_seconds else 'none yet'}"
+            f"{words.causes(root.capture_causes)}.",
             highlight=False,
         )
     for argument, dim in root.dynamic_dims:

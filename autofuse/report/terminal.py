@@ -168,9 +168,12 @@ def _cost(report: Report) -> str:
     totals = report.totals
     how = {"background": " beside the script", "wait": " while the script waited", "after": " after the script"}
     tuning = f"tuning {words.seconds(totals.tuning_seconds)}" if totals.tuning_seconds else "no tuning"
-    return f"capture {words.seconds(totals.capture_seconds)}, {tuning}" + (
-        how.get(run.mode, "") if totals.tuning_seconds else ""
-    )
+    causes: dict[str, float] = {}
+    for root in report.roots:
+        for cause, seconds in root.capture_causes:
+            causes[cause] = causes.get(cause, 0.0) + seconds
+    capture = f"capture {words.seconds(totals.capture_seconds)}{words.causes(causes.items())}"
+    return f"{capture}, {tuning}" + (how.get(run.mode, "") if totals.tuning_seconds else "")
 
 
 def _saved(report: Report) -> str:

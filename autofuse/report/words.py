@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 
 from autofuse.ir.records import EAGER
 
@@ -192,6 +193,12 @@ def seconds(value: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def causes(of: Iterable[tuple[str, float]]) -> str:
+    """`` (imports 0.7 s, tracing 2.8 s)``: what a sum of seconds consists of; empty where nothing is known."""
+    parts = [f"{cause} {seconds(value)}" for cause, value in of if value >= 0.05]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def times(value: float | None) -> str:

@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofuse import collector
-from autofuse.capture.speed import slowness
 from autofuse.ir.records import RootRecord
+from autofuse.observer.capture_cost import KEPT_SHARE, model_seconds
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
-from autofuse.observer.policy import Held, advise_capture
+from autofuse.observer.policy import Held, advise_capture, may_trace_again
 from autofuse.observer.roots import QuietCalls, Target
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path
 from autofuse.observer.verdicts import Loss
+from autofuse.runtime.account import Account
 from autofuse.runtime.devices import CPU, keep_random_state
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.root_shapes import Brief, Shape
+from autofuse.runtime.traits import traits_of
 from autofuse.runtime.trial import Costs, Trial
 from autofuse.untouched import untouched
 
@@ -67,11 +69,10 @@ class Root:
         self.state = "observing"
         self.reason, self.detail = "not_yet", ""
         self.calls = 0
-        self.eager_seconds = 0.0  # forward and, by the observed ratio, backward
-        self.first_seconds = 0.0  # of the first call
-        self.capture_seconds = 0.0
+        self.account = Account(self.session, roots.backwards)
         self.kept_graphs = 0
         self.predicted_seconds = 0.0
+        self.model_seconds = 0.0
         self.failures = 0
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
@@ -83,7 +84,9 @@ class Root:
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
         self._is_reopened = False  # for sizes that nothing was known of
         self._decided: tuple[str, str] | None = None  # why it was left in eager before; holds until it is captured
-        self._spent_before = 0.0  # of eager_seconds
+        self._spent_before = 0.0  # in eager, when it was opened
+        self._spent_at_trace = 0.0  # in eager, when a graph was traced last
+        self._traces = 0
         self._brief: Brief | None = None
         self._device: torch.device | None = None
 
@@ -111,6 +114,7 @@ class Root:
             self.trial.end_untimed(brief.began, now)
             self._brief = None
         self.trial.end_step(now)
+        self.account.end(now, not self.trial.on_gpu)
         self.calls += 1
         verdicts = self.trial.verdicts
         if verdicts.any_lost:
@@ -157,8 +161,8 @@ class Root:
             self._decided = self._decided or (self.reason, self.detail)
             self.state, self.reason, self.detail = "observing", "not_yet", ""
             self._is_reopened = True
-            self._spent_before = self.eager_seconds
-            self._observed_calls, self.first_seconds = 0, 0.0
+            self._spent_before = self.account.ledger.eager_seconds
+            self._observed_calls = 0
             self._observed_elements.clear()
             self.trial.restart()
             self.roots.observer.reopen(self.key)
@@ -177,17 +181,39 @@ class Root:
         if shape is None:
             is_eager = not is_training and not has_gradients and self._has_fast_path(module)
             shape = trial.new_shape(signature, is_eager)
+        account = self.account
+        if shape.is_new and self._traces and not self._may_trace(module, args, kwargs, shape):
+            trial.begin(None, Held.NO, self.calls, now, stretch)
+            account.begin(shape.elements, now, False)
+            result = self.roots.tracker.call_original(module, args, kwargs)
+            account.returned(result, time.perf_counter())
+            return result
         held = trial.choose(shape, self.calls)
-        if held is Held.NO and self._begin_brief(shape, now, has_gradients):
+        is_settled = not account.ledger.is_open
+        if held is Held.NO and is_settled and self._begin_brief(shape, now, has_gradients):
             return self._run(module, args, kwargs, shape, False)
         trial.begin(shape, held, self.calls, now, stretch)
+        account.begin(shape.elements, now, True)
         began = time.perf_counter()
         result = self._run(module, args, kwargs, shape, held is not Held.NO)
-        seconds = time.perf_counter() - began
+        returned = time.perf_counter()
         # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
         if not has_gradients or not _needs_gradients(result):
-            trial.call_took(seconds)
+            trial.call_took(returned - began)
+        if account.ledger.is_open:
+            account.returned(result, returned)
         return result
+
+    def _may_trace(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> bool:
+        """Whether a shape may run captured: it fits a graph there is, or calls in eager have paid for one more."""
+        if any(direct.fits(module, args, kwargs) for direct in shape.direct):
+            return True
+        session, ledger = self.session, self.account.ledger
+        if session.mode == "wait" or session.settings.run.frozen or session.settings.capture.at_once:
+            return True
+        expected = ledger.trace_seconds / self._traces
+        spent = ledger.eager_seconds - self._spent_at_trace
+        return may_trace_again(spent, expected, self.roots.budget())
 
     def _run(
         self,
@@ -262,28 +288,34 @@ class Root:
         observer.before_root_call(self.key, module if isinstance(module, torch.nn.Module) else None)
         began = time.perf_counter()
         self.trial.begin(None, Held.NO, self.calls, began)
+        self.account.begin(self._observed_elements[-1], began, False)
         stretch = self._begin_stretch()
+        result = None
         try:
-            return self.roots.tracker.call_original(module, args, kwargs)
+            result = self.roots.tracker.call_original(module, args, kwargs)
+            return result
         finally:
-            seconds = time.perf_counter() - began
+            now = time.perf_counter()
+            seconds = now - began
             stretch = self.roots.timer.end(stretch)
             was_plain = observer.after_root_call(self.key, None if stretch is not None else seconds)
-            self._add_eager(seconds)
+            self.account.returned(result, now, not was_plain)
+            if self.trial.on_gpu:
+                self._add_on_gpu(seconds)
             if stretch is not None:
                 self.trial.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
 
-    def _add_eager(self, seconds: float) -> None:
+    def _add_on_gpu(self, seconds: float) -> None:
+        """A forward pass; the host's clock does not tell how long the device is busy with the backward pass."""
         ratio = self.roots.observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
-        self.eager_seconds += seconds * (1.0 + (ratio or 0.0))
-        self.first_seconds = self.first_seconds or self.eager_seconds - self._spent_before
+        self.account.ledger.count(seconds * (1.0 + (ratio or 0.0)))
 
     def _add_device_time(self, host_seconds: float, was_plain: bool, nanoseconds: int | None) -> None:
         """What a call took is the larger of the host's time and the device's."""
         seconds = max(host_seconds, (nanoseconds or 0) / 1e9)
         if was_plain:
             self.roots.observer.on_root_seconds(self.key, seconds)
-        self._add_eager(seconds - host_seconds)
+        self._add_on_gpu(seconds - host_seconds)
 
     def _find_device(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         self._device = device = _device_of(module, args, kwargs)
@@ -308,7 +340,7 @@ class Root:
         session, dynamo = self.session, self._dynamo
         assert dynamo is not None
         graphs, paused = len(session.routers), session.tuning.paused_seconds
-        read = dynamo.graphs_read()
+        read, planned = dynamo.graphs_read(), session.planning_seconds
         restore_random_state = keep_random_state(self._device)
         began = time.perf_counter()
         try:
@@ -324,15 +356,17 @@ class Root:
             if not isinstance(error, dynamo.CAPTURE_ERRORS) and not from_kept:
                 raise
             restore_random_state()
+            self.account.note("tracing", time.perf_counter() - began)
             result = self.roots.tracker.call_original(module, args, kwargs)
             self._fail(error, from_kept)  # only now: what eager raises as well is the user's own error
             return result
         shape.is_new = False
         if len(session.routers) != graphs:
             seconds = time.perf_counter() - began - (session.tuning.paused_seconds - paused)
-            self.capture_seconds += seconds
+            self.account.note("tracing", seconds - (session.planning_seconds - planned))
             self.kept_graphs += dynamo.graphs_read() - read
-            session.capture_seconds += seconds
+            self._traces += 1
+            self._spent_at_trace = self.account.ledger.eager_seconds
             session.disturbances += 1
         return result
 
@@ -349,17 +383,19 @@ class Root:
         observer = self.roots.observer
         if self._observed_calls == 1:
             # Decisions of earlier runs are read while the script imports; a moment more is well spent.
+            began = time.perf_counter()
             session.backstage.wait_ready(2.0)
-        typical = observer.typical_seconds(self.key)
+            self.account.ledger.lose("imports", time.perf_counter() - began)
+        typical, ledger = observer.typical_seconds(self.key), self.account.ledger
+        known, factor = self._find_known(), self.roots.cost_factor()
+        self._find_model_seconds(module)
         smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
         advice = advise_capture(
-            spent_seconds=self.eager_seconds - self._spent_before,
-            first_seconds=self.first_seconds,
-            operations=observer.ops_in_forward(self.key),
-            backward=torch.is_grad_enabled(),
-            is_first="torch._dynamo" not in sys.modules,
-            seconds_per_op=self.roots.seconds_per_op(),
-            slowness=slowness(),
+            spent_seconds=ledger.eager_seconds - self._spent_before,
+            predicted_seconds=self.model_seconds * factor or None,
+            budget=self.roots.budget(),
+            step_seconds=ledger.times.busy(self._observed_elements[-1]),
+            factor=factor,
             calls=self._observed_calls - 1,
             min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
             max_seconds=capture.max_seconds,
@@ -371,7 +407,8 @@ class Root:
             uses_known=session.settings.run.frozen,
             min_calls=1 if observer.dynamic_dims(self.key) else CALLS_OF_ONE_SHAPE,
             call_us=typical * 1e6 if typical is not None else None,
-            known=self._find_known(),
+            known=known,
+            known_seconds=self._known_seconds(known),
         )
         self.reason, self.detail = advice.reason, advice.detail
         self.predicted_seconds = advice.predicted_seconds
@@ -390,6 +427,22 @@ class Root:
                 self.trial.verdicts.lose_up_to(reach * round(statistics.median(self._observed_elements)))
             self.roots.observer.decide(self.key)
 
+    def _find_model_seconds(self, module: Target) -> None:
+        capture = self.session.settings.capture
+        traits = traits_of(module, self.roots.observer, self.key, capture.min_blocks)
+        if traits is not None:
+            is_first = "torch._dynamo" not in sys.modules
+            self.model_seconds = model_seconds(traits, capture.predicted_seconds_per_op, is_first)
+        elif self.key in self.roots.known:
+            self.model_seconds = self.roots.known[self.key].model_seconds
+
+    def _known_seconds(self, known: RootRecord | None) -> float | None:
+        """What its capture took in an earlier run, or as little as is left of that where its graphs are kept now."""
+        if known is None or known.state != "captured" or not known.capture_seconds:
+            return None
+        is_kept_now = not known.kept_graphs and self.session.graphs_folder is not None
+        return known.capture_seconds * (KEPT_SHARE if is_kept_now else 1.0)
+
     def _find_known(self) -> RootRecord | None:
         """What earlier runs found out, where it is about calls like the present one."""
         known = None if self._is_reopened else self.roots.known.get(self.key)
@@ -407,7 +460,7 @@ class Root:
         began = time.perf_counter()
         session.use_device(device)
         is_useless = session.tunable(device) is None and not len(session.catalogue.table)
-        session.capture_seconds += time.perf_counter() - began
+        self.account.note("imports", time.perf_counter() - began)
         if not is_useless or session.settings.capture.at_once:
             self.capture()
             return
@@ -415,14 +468,14 @@ class Root:
 
     def capture(self) -> None:
         """From the next call on, run the captured graph."""
+        began = time.perf_counter()
         self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
-        began = time.perf_counter()
         with collector.paused(), untouched():
             from autofuse.capture import backend as dynamo
             from autofuse.pipeline import root_backend
 
-        self.session.capture_seconds += time.perf_counter() - began
+        self.account.note("imports", time.perf_counter() - began)
         self._dynamo = dynamo
         if self._captured is None:
             self._captured = dynamo.compile_root(self.name, root_backend)
@@ -455,7 +508,7 @@ class Root:
             self.detail = f"calls of about {shape.elements} elements stay in eager: {self.detail}"
 
     def record(self) -> RootRecord:
-        known = self.roots.known.get(self.key)
+        known, ledger = self.roots.known.get(self.key), self.account.ledger
         state, reason, detail = self.state, self.reason, self.detail
         if self._decided is not None and state != "captured":
             # Sizes of which nothing is known yet do not undo what is known of the others.
@@ -469,13 +522,15 @@ class Root:
             reason=reason,
             detail=detail,
             calls=self.all_calls,
-            eager_seconds=self.eager_seconds,
+            eager_seconds=ledger.eager_seconds,
             operations=operations,
-            capture_seconds=self.capture_seconds,
+            capture_seconds=ledger.lost_seconds,
             predicted_capture_seconds=self.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
             kept_graphs=self.kept_graphs,
             judged_elements=self.trial.verdicts.lost_elements,
+            capture_causes=tuple((cause, seconds) for cause, seconds in ledger.lost().items() if seconds >= 5e-4),
+            model_seconds=self.model_seconds,
         )
 
 

@@ -14,11 +14,13 @@ from torch import fx
 
 from autofuse.capture.speed import slowness
 from autofuse.ir.records import RootRecord
+from autofuse.observer.capture_cost import learn_factor
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
-from autofuse.observer.policy import learn_cost
+from autofuse.observer.policy import Budget
 from autofuse.observer.roots import RootTracker, Target, function_key, root_key
+from autofuse.runtime.account import BackwardClock
 from autofuse.runtime.devices import event_timer
 from autofuse.runtime.root import Root
 from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
@@ -47,6 +49,7 @@ class Roots:
             timer,
         )
         self.tracker = RootTracker(self._handle)
+        self.backwards = BackwardClock()
         self.groups: dict[str, Root] = {}
         self.graphs: dict[str, UserGraph] = {}
         self.known: dict[str, RootRecord] = {}  # what earlier runs found out
@@ -142,6 +145,17 @@ class Roots:
                 self._written[key] = record
                 yield record
 
-    def seconds_per_op(self) -> float:
-        default = self.session.settings.capture.predicted_seconds_per_op * slowness()
-        return learn_cost([*self.known.values(), *(r.record() for r in self.groups.values())], default)
+    def lost_seconds(self) -> float:
+        """What captures of roots have cost the script so far."""
+        return sum(root.account.ledger.lost_seconds for root in list(self.groups.values()))
+
+    def budget(self) -> Budget:
+        """What captures may cost so far."""
+        ledgers = [root.account.ledger for root in list(self.groups.values())]
+        spent = sum(ledger.equal_seconds for ledger in ledgers)
+        lost = self.session.capture_seconds + sum(ledger.lost_seconds + ledger.behind_seconds for ledger in ledgers)
+        return Budget(spent, lost, self.session.settings.capture.max_slowdown)
+
+    def cost_factor(self) -> float:
+        """How slow captures are on this machine."""
+        return learn_factor([*self.known.values(), *(r.record() for r in self.groups.values())], slowness())

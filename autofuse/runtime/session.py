@@ -72,7 +72,9 @@ class Session:
         self.mode = "off" if settings.run.frozen else settings.run.tune
         self.started = time.perf_counter()
         self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
-        self.capture_seconds = 0.0
+        self.capture_seconds = 0.0  # that are on no root's account
+        self.noted_seconds = 0.0  # lost to captures of roots, as far as the cause is known at once
+        self.planning_seconds = 0.0  # of those
         self.routers: list[GraphRouter] = []
         self.refusals: list[Refusal] = []
         self._written_refusals = 0
@@ -306,7 +308,7 @@ class Session:
             unfused_calls=sum(total.calls for total in sums) - fused,
             observer_seconds=self.roots.observer.cost_seconds,
             run_seconds=time.perf_counter() - self.started,
-            capture_seconds=self.capture_seconds,
+            capture_seconds=self.capture_seconds + self.roots.lost_seconds(),
             held_out_calls=self.roots.held_out_calls,
             exit_code=self._exit_code,
         )

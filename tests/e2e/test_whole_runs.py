@@ -90,7 +90,7 @@ def test_the_second_run_fuses_from_its_first_call_and_tunes_nothing(tuned, expec
 
 def test_frozen_and_off_use_what_is_stored(tuned, expected):
     store, _ = tuned
-    for option in (("--frozen",), ("--tune", "off")):
+    for option in (("--frozen",), ("--tune", "off", "--set", "capture.at_once=true")):
         check_losses(autofuse("run", *option, "--store", store, SCRIPT), expected)
         found = report(store)
         assert found["totals"]["fused_calls"] > 0 and not any(found["queue"].values())  # this run asked for nothing

@@ -235,10 +235,10 @@ def test_time_spent_in_eager_is_the_larger_of_host_and_device(on_fake_gpu: tuple
     with torch.no_grad():
         call(of, model)
         root = of.root_of(model)
-        assert 0 < root.eager_seconds < 10.0
+        assert 0 < root.account.ledger.eager_seconds < 10.0
         gpu.catch_up()
         call(of, model)  # learns what the first took the device
-    assert 10.0 < root.eager_seconds < 20.0
+    assert 10.0 < root.account.ledger.eager_seconds < 20.0
     assert of.observer.typical_seconds(root.key) == 10.0
 
 

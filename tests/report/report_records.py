@@ -138,7 +138,20 @@ def fill(store: Store, ratio: float = 1.34, mode: str = "wait") -> int:
     store.add_step_samples(run_id, real_steps(ratio=ratio))
     store.put_root(
         run_id,
-        RootRecord(ROOT, "GPT", "captured", "at_once", "", 400, 1.9, 412, 5.4, 8.2, (("args[0]", 1), ("args[1]", 1))),
+        RootRecord(
+            ROOT,
+            "GPT",
+            "captured",
+            "at_once",
+            "",
+            400,
+            1.9,
+            412,
+            5.4,
+            8.2,
+            (("args[0]", 1), ("args[1]", 1)),
+            capture_causes=(("imports", 1.1), ("tracing", 4.25), ("slow steps", 0.04)),
+        ),
     )
     store.put_root(run_id, RootRecord("Scale[1]", "Scale", "eager", "too_small", "12 us a call", 400, 0.01, 2))
     store.put_setting_trial(

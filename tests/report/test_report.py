@@ -107,6 +107,7 @@ def test_json_of_a_run(store: Store) -> None:
     assert (last["decision"], last["variant"], last["reason"]) == ("eager", EAGER, "below_margin")
 
     assert [root["state"] for root in data["roots"]] == ["captured", "eager"]
+    assert data["roots"][0]["capture_causes"] == {"imports": 1.1, "tracing": 4.25, "slow steps": 0.04}
     assert data["settings"][0]["speedup"] == 1.17 and data["settings"][0]["decision"] == "on"
     assert [(line["code"], line["accepted"], line["count"]) for line in data["refusals"]] == [
         ("single_op", False, 4), ("random_op", False, 1), ("fused", True, 9),
@@ -206,7 +207,7 @@ def test_a_gain_in_words(store: Store) -> None:
     text = words_of(load_report(store), 80)
     assert "faster steps than eager (95 % interval" in text and "15 comparisons)" in text
     assert "16,560 of 17,664 ran fused kernels (93.8 %)" in text
-    assert "capture 5.4 s, tuning 19.5 s while the script waited" in text
+    assert "capture 5.4 s (imports 1.1 s, tracing 4.2 s), tuning 19.5 s while the script waited" in text
     assert "has not paid for its cost yet" in text
     assert "no candidate beat eager by the margin" in words_of(load_report(store), 160)
     assert "measured in separate processes; not part of the speedup above" in text

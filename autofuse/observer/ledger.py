@@ -1,0 +1,182 @@
+"""What a root's steps take in eager, and what the script has lost to capturing it: accounts by the script's own clock.
+
+In: steps, from one call of the root to the next: how large its inputs are, how long it was busy (forward and backward),
+how long the whole step took, whether it was observed. Out: seconds in eager so far; seconds lost, by cause.
+Guarantee: torch-free, no clock of its own, never more than what was told. An observed step counts as long as the same
+step takes when nobody watches.
+
+What a capture costs is what the script lost to it, whoever took it: the sum over the steps from the capture on, until
+they have settled, of what each took longer than in eager. A later trace opens the account again. Time between two steps
+in which the script does something else is no loss: beyond the root's own time at most a step's worth counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import linear_regression, median
+
+from autofuse.ir.steps import at_size, is_close
+
+_KEPT = 64  # steps in eager that are remembered
+_NEAR = 9  # of a size, whose median is typical of it
+_CALM_STEPS = 8  # so many in a row,
+_UNCALM = 1  # of which but so many
+_CALM = 1.15  # take longer than this many times eager's: settled
+_LAST_STEP = 64  # after a trace that can still be slow for it
+CAUSES = ("imports", "tracing", "planning", "slow steps")
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """An unobserved step in eager."""
+
+    elements: int  # of the root's inputs
+    busy_seconds: float  # in the root's forward and backward
+    seconds: float  # to the root's next call
+
+
+class EagerTimes:
+    """What steps of each size take in eager."""
+
+    def __init__(self) -> None:
+        self._steps = deque[EagerStep](maxlen=_KEPT)
+
+    def add(self, elements: int, busy_seconds: float, seconds: float) -> None:
+        self._steps.append(EagerStep(elements, busy_seconds, max(busy_seconds, seconds)))
+
+    def busy(self, elements: int) -> float | None:
+        """The root's own share of such a step; None before the first."""
+        return self._typical(elements, {id(s): s.busy_seconds for s in self._steps})
+
+    def whole(self, elements: int) -> float | None:
+        return self._typical(elements, {id(s): s.seconds for s in self._steps})
+
+    def _typical(self, elements: int, seconds: Mapping[int, float]) -> float | None:
+        steps = list(self._steps)
+        if not steps:
+            return None
+        for is_like in (lambda n: n == elements, lambda n: is_close(n, elements)):
+            near = [at_size(seconds[id(s)], s.elements, elements) for s in reversed(steps) if is_like(s.elements)]
+            if near:
+                return median(near[:_NEAR])
+        sizes = [s.elements for s in steps]
+        middle = median(seconds.values())
+        if min(sizes) == max(sizes):
+            return at_size(middle, sizes[0], elements)
+        slope, start = linear_regression(sizes, [seconds[id(s)] for s in steps])
+        return start + slope * elements if slope > 0.0 and start + slope * elements > 0.0 else middle
+
+
+class Ledger:
+    """The account of one root."""
+
+    def __init__(self) -> None:
+        self.times = EagerTimes()
+        self.eager_seconds = 0.0  # by the clock, in steps that ran in eager
+        self.equal_seconds = 0.0  # what all its steps would have taken in eager, those since the capture too
+        self._unknown: list[tuple[int, float]] = []  # observed steps before the first other one: size, busy seconds
+        self._lost = dict.fromkeys(CAUSES, 0.0)
+        self._noted = dict.fromkeys(CAUSES, 0.0)  # of the open step
+        self._behind = 0.0  # what settled steps take longer than in eager, together
+        self._slow = 0.0  # of the steps since the last trace; those that were quicker count against those that were not
+        self._recent = deque[bool](maxlen=_CALM_STEPS)
+        self._steps = 0  # since the last trace
+        self.is_open = False  # steps may still be slow for a trace
+
+    # ---- eager ----------------------------------------------------------------------------------------
+
+    def add_eager(
+        self, elements: int, busy_seconds: float, seconds: float, is_observed: bool, counts: bool = True
+    ) -> None:
+        """A step has ended that ran in eager. ``counts``: False where someone else knows how long (`count`)."""
+        if not is_observed:
+            self.times.add(elements, busy_seconds, seconds)
+        if not counts:
+            return
+        if not is_observed:
+            self.count(busy_seconds)
+            unknown, self._unknown = self._unknown, []
+            for size, took in unknown:
+                self.count(min(took, self.times.busy(size) or took))
+            return
+        typical = self.times.busy(elements)
+        if typical is None:
+            self._unknown.append((elements, busy_seconds))
+        else:
+            self.count(min(busy_seconds, typical))
+
+    def count(self, seconds: float) -> None:
+        """So much was spent in eager."""
+        self.eager_seconds += seconds
+        self.equal_seconds += seconds
+
+    # ---- what a capture takes ---------------------------------------------------------------------------
+
+    def lose(self, cause: str, seconds: float) -> None:
+        """Lost between two steps, or in a step that is not compared."""
+        self._lost[cause] += seconds
+
+    def note(self, cause: str, seconds: float) -> None:
+        """So much of the open step went there; what the step as a whole lost is known at its end."""
+        self._noted[cause] += seconds
+        if not self.is_open or cause == "tracing":
+            self._close()
+            self.is_open, self._steps = True, 0
+            self._recent.clear()
+
+    def add_captured(self, elements: int, busy_seconds: float, seconds: float) -> None:
+        """A step has ended that began captured, or with the capture."""
+        noted, self._noted = self._noted, dict.fromkeys(CAUSES, 0.0)
+        busy, whole = self.times.busy(elements), self.times.whole(elements)
+        if busy is None or whole is None:  # captured at its first call: nothing to compare with but what was noted
+            for cause, taken in noted.items():
+                self._lost[cause] += taken
+            self._close()
+            return
+        self.equal_seconds += busy
+        if not self.is_open:
+            self._behind += min(max(seconds - whole, -busy), busy)
+            return
+        outside = (seconds - busy_seconds) - (whole - busy)
+        lost = busy_seconds - busy + min(max(outside, busy - whole), whole)
+        for cause, taken in noted.items():
+            taken = min(taken, max(lost, 0.0))
+            self._lost[cause] += taken
+            lost -= taken
+        self._slow += lost
+        self._steps += 1
+        self._recent.append(busy_seconds > _CALM * busy or seconds > _CALM * whole)
+        is_calm = len(self._recent) == _CALM_STEPS and sum(self._recent) <= _UNCALM
+        if is_calm or self._steps >= _LAST_STEP:
+            self._close()
+
+    def _close(self) -> None:
+        self._lost["slow steps"] += max(self._slow, 0.0)
+        self._slow, self.is_open = 0.0, False
+
+    def lost(self) -> dict[str, float]:
+        """Seconds by cause so far, the open step's own share too."""
+        found = {cause: self._lost[cause] + self._noted[cause] for cause in CAUSES}
+        found["slow steps"] += max(self._slow, 0.0)
+        return found
+
+    @property
+    def behind_seconds(self) -> float:
+        """What the root has taken longer than eager since its steps settled, 0 where it gains."""
+        return max(self._behind, 0.0)
+
+    @property
+    def trace_seconds(self) -> float:
+        """Lost to traces: all but what came with the first capture of the process."""
+        return self.lost_seconds - self.lost()["imports"]
+
+    @property
+    def noted_seconds(self) -> float:
+        """Of the open step."""
+        return sum(self._noted.values())
+
+    @property
+    def lost_seconds(self) -> float:
+        return sum(self.lost().values())

@@ -1,0 +1,141 @@
+"""What a root's steps take by the script's clock: when its forward and its backward pass begin and end.
+
+In: a root's calls, as they begin and return. Out: entries in its `Ledger`.
+The end of a backward pass is nowhere in a module's code. A hook on the node of autograd that made an output tells when
+backward reaches the module, a callback of the engine when it is over: 5 us a call, only while a root is observed or has
+just been captured. The hook lies on the node, where no script looks; tensors stay as they are. Seconds of a backward
+pass through several roots are shared among them, so that none counts twice.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _current_graph_task_id
+
+from autofuse.observer.ledger import Ledger
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+_FOLLOWED = 4  # outputs of a call
+
+
+class Step:
+    """From one call of a root to the next."""
+
+    __slots__ = ("backward", "began", "elements", "forward", "is_captured", "is_observed", "noted", "paused", "planned")
+
+    def __init__(self, elements: int, began: float, is_captured: bool, session: Session) -> None:
+        self.elements = elements
+        self.began = began
+        self.is_captured = is_captured
+        self.is_observed = False
+        self.forward = 0.0
+        self.backward = 0.0
+        self.paused = session.tuning.paused_seconds
+        self.noted = session.noted_seconds + session.capture_seconds
+        self.planned = session.planning_seconds
+
+
+class BackwardClock:
+    """Times backward passes of all roots of a session."""
+
+    def __init__(self) -> None:
+        self._task = -1  # of autograd, the pass that is timed
+        self._began = 0.0
+        self._steps: list[Step] = []
+
+    def follow(self, step: Step, result: Any) -> None:
+        """The backward pass through these outputs belongs to the step."""
+        self._task = -1  # no root is called in a backward pass: what is still open has failed
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
+            return  # it would trace the hook
+        for tensor in islice(_made_by_autograd(result), _FOLLOWED):
+            assert tensor.grad_fn is not None
+            tensor.grad_fn.register_prehook(partial(self._reach, step))
+
+    def _reach(self, step: Step, gradients: object) -> None:
+        task = _current_graph_task_id()
+        if self._task == -1:
+            self._task, self._began, self._steps = task, time.perf_counter(), []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+        if task == self._task and step not in self._steps:
+            self._steps.append(step)
+
+    def _end(self, task: int) -> None:
+        if task != self._task:
+            return
+        self._task = -1
+        seconds = time.perf_counter() - self._began
+        forward = sum(step.forward for step in self._steps)
+        for step in self._steps:
+            step.backward += seconds * (step.forward / forward if forward else 1.0 / len(self._steps))
+
+
+class Account:
+    """Of one root."""
+
+    def __init__(self, session: Session, backwards: BackwardClock) -> None:
+        self.ledger = Ledger()
+        self._session = session
+        self._backwards = backwards
+        self._step: Step | None = None
+
+    def begin(self, elements: int, began: float, is_captured: bool) -> None:
+        self._step = Step(elements, began, is_captured, self._session)
+
+    def note(self, cause: str, seconds: float) -> None:
+        """Of the step that is open or about to be."""
+        self.ledger.note(cause, seconds)
+        self._session.noted_seconds += seconds
+
+    def returned(self, result: Any, now: float, is_observed: bool = False) -> None:
+        """The call of the open step has returned."""
+        step = self._step
+        if step is None:
+            return
+        step.forward, step.is_observed = now - step.began, is_observed
+        if torch.is_grad_enabled():
+            self._backwards.follow(step, result)
+
+    def end(self, now: float, counts: bool = True) -> None:
+        """The step is over. ``counts``: what it took in eager; False where the device tells that."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        session, ledger = self._session, self.ledger
+        paused = session.tuning.paused_seconds - step.paused
+        busy = step.forward + step.backward - paused
+        whole = now - step.began - paused
+        if not step.is_captured:
+            ledger.add_eager(step.elements, busy, whole, step.is_observed, counts)
+            return
+        planned = session.planning_seconds - step.planned
+        if planned and ledger.is_open:
+            self.note("planning", planned)
+        # What others than this root lost meanwhile is on their accounts.
+        elsewhere = session.noted_seconds + session.capture_seconds - step.noted - ledger.noted_seconds
+        ledger.add_captured(step.elements, busy, whole - max(elsewhere, 0.0))
+
+
+def _made_by_autograd(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        if result.grad_fn is not None:
+            yield result
+    elif isinstance(result, Mapping):  # results of Hugging Face's models are
+        for value in result.values():
+            yield from _made_by_autograd(value)
+    elif isinstance(result, (tuple, list)):
+        for value in result:
+            yield from _made_by_autograd(value)
+    elif hasattr(result, "__dataclass_fields__"):
+        for name in result.__dataclass_fields__:
+            yield from _made_by_autograd(getattr(result, name, None))
