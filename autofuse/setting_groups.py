@@ -75,7 +75,7 @@ class CaptureSettings(Group):
         low=1.0,
     )
     predicted_seconds_per_op: float = declare(
-        0.003, "Expected cost of capture per operator of constant sizes where Python is fast.", unit="s", low=0.0
+        0.0025, "Expected cost of capture per operator of constant sizes where Python is fast.", unit="s", low=0.0
     )
     max_seconds: float = declare(
         300.0, "A module whose capture is expected to take longer stays eager.", unit="s", low=0.0

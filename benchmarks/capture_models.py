@@ -1,4 +1,6 @@
-"""Twelve models of different kinds, trained as scripts train them; `capture.py` gathers what capturing each costs.
+"""Twelve models of different kinds, trained as scripts train them, for `capture.py --costs`.
+
+    autofuse run benchmarks/capture_models.py NAME SECONDS FILE
 
 In: the name of a model. Out: a JSON file with the time and the size of each step, and what autofuse knew before the
 capture and said after it. Sizes come from a generator of the script's own, so two runs draw the same ones.
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-Batch = tuple[Any, ...]
+AFTER = 48  # steps after the capture
 draw = random.Random(0)
 
 
@@ -273,12 +275,14 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 
 
-def main(name: str, steps: int, out: Path) -> None:
+def main(name: str, most_seconds: float, out: Path) -> None:
+    """Train until the model is captured, and a while on."""
     torch.manual_seed(0)
+    ends, left = time.perf_counter() + most_seconds, AFTER
     task = TASKS[name]()
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3)
     taken: list[tuple[float, int, str]] = []  # seconds, elements of the inputs, state of the root afterwards
-    for _ in range(steps):
+    while left and time.perf_counter() < ends:
         batch = task.batch()
         arguments = {k: v for k, v in batch.items() if k != "wanted"}
         began = time.perf_counter()
@@ -289,7 +293,9 @@ def main(name: str, steps: int, out: Path) -> None:
         optimizer.step()
         loss.item()
         seconds = time.perf_counter() - began
-        taken.append((seconds, sum(v.numel() for v in arguments.values()), state_of(task.model)))
+        state = state_of(task.model)
+        taken.append((seconds, sum(v.numel() for v in arguments.values()), state))
+        left -= state == "captured"
     out.write_text(json.dumps({"model": name, "steps": taken, "root": described(task.model)}))
 
 
@@ -299,7 +305,7 @@ def state_of(model: nn.Module) -> str:
     from autofuse.runtime import session
 
     current = session._current
-    return current.roots.root_of(model).state if current is not None else "plain"
+    return str(current.roots.root_of(model).state) if current is not None else "plain"
 
 
 def described(model: nn.Module) -> dict[str, Any]:
@@ -308,12 +314,15 @@ def described(model: nn.Module) -> dict[str, Any]:
         return {}
     from dataclasses import asdict
 
+    from autofuse.observer.capture_cost import Traits
     from autofuse.runtime import session
 
     current = session._current
     assert current is not None
-    return asdict(current.roots.root_of(model).record())
+    root = current.roots.root_of(model)
+    traits = root.traits or Traits(0)
+    return {**asdict(root.record()), "traits": asdict(traits), "factor": root.factor}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3]))

@@ -22,7 +22,7 @@ import torch
 
 from autofuse import collector
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_cost import KEPT_SHARE, model_seconds
+from autofuse.observer.capture_cost import KEPT_SHARE, Traits, model_seconds
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.policy import Held, advise_capture, may_trace_again
@@ -73,6 +73,9 @@ class Root:
         self.kept_graphs = 0
         self.predicted_seconds = 0.0
         self.model_seconds = 0.0
+        self.traits: Traits | None = None
+        self._seen: object = None  # when the traits were looked for last
+        self.factor = 1.0  # how slow captures were thought to be when the last one was weighed
         self.failures = 0
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
@@ -388,6 +391,7 @@ class Root:
             self.account.ledger.lose("imports", time.perf_counter() - began)
         typical, ledger = observer.typical_seconds(self.key), self.account.ledger
         known, factor = self._find_known(), self.roots.cost_factor()
+        self.factor = factor
         self._find_model_seconds(module)
         smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
         advice = advise_capture(
@@ -429,10 +433,15 @@ class Root:
 
     def _find_model_seconds(self, module: Target) -> None:
         capture = self.session.settings.capture
-        traits = traits_of(module, self.roots.observer, self.key, capture.min_blocks)
-        if traits is not None:
-            is_first = "torch._dynamo" not in sys.modules
-            self.model_seconds = model_seconds(traits, capture.predicted_seconds_per_op, is_first)
+        observer = self.roots.observer
+        is_first = "torch._dynamo" not in sys.modules
+        seen = observer.sampled_steps(self.key), observer.dynamic_dims(self.key), is_first, torch.is_grad_enabled()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self.traits = traits_of(module, observer, self.key, capture.min_blocks)
+        if self.traits is not None:
+            self.model_seconds = model_seconds(self.traits, capture.predicted_seconds_per_op, is_first)
         elif self.key in self.roots.known:
             self.model_seconds = self.roots.known[self.key].model_seconds
 
