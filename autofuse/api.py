@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -43,6 +43,8 @@ def optimize(target: Target) -> Target:
     session = current_session()
     if session is None:
         return target
+    if not type(target).__weakrefoffset__:  # what is kept of a function must not keep it
+        target = cast(Target, functools.partial(target))
     roots = session.roots
     root = roots.root_of(target) if isinstance(target, torch.nn.Module) else roots.root_of_function(target)
     if root.state == "observing":

@@ -117,26 +117,24 @@ def settle(session: Session, calls: Sequence[Call]) -> None:
 
 
 def states(session: Session) -> list[str]:
-    watched = session.roots._all().values()
-    return [f"{one.name} {one.state} ({one.reason})" for one in watched if one.trial.total_us]
+    found = [(one.record(), one.trial) for one in session.roots._all().values()]
+    return [f"{one.name} {one.state} ({one.reason}): {one.detail}" for one, trial in found if trial.shapes]
 
 
 def measure(session: Session, row: Row, contenders: Sequence[str], is_quick: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     session.routers.clear()  # or later rows would pay for looking through the graphs of earlier ones
-    session.roots.groups.clear()
-    session.roots.graphs.clear()
     sets = {size: row.inputs(rows) for size, rows in SIZES.items()}
     found: dict[str, Any] = {"row": row.name, "commit": commit(), "cases": {}, "states": {}, "stall_seconds": {}}
     calls: dict[str, dict[str, Call]] = {}
     for contender in contenders:
+        session.roots.groups.clear()
+        session.roots.graphs.clear()
         function = through(contender, function_of(row))
         calls[contender] = {size: as_called(row, function, inputs) for size, inputs in sets.items()}
         began = time.perf_counter()
         if contender in (OURS, OPTIMIZED):
-            session.roots.groups.clear()
-            session.roots.graphs.clear()
             settle(session, list(calls[contender].values()))
             found["states"][contender] = states(session)
         else:

@@ -179,6 +179,19 @@ def startup_part(figures: dict[str, Any]) -> list[str]:
     return table(["", *(f"s to step {mark}" for mark in marks), "ms a step in the second half"], rows)
 
 
+def doors_table(found: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        for size, case in row["cases"].items():
+            over = [times(case.get(f"{door} over", {}).get(n)) for door in DOORS for n in ("eager", "compile")]
+            rows.append([row["row"], size, f"{case['us']['eager']['median']:.0f}", *over, row["commit"]])
+    heads = [f"{door} over {other}" for door in DOORS for other in ("eager", "torch.compile")]
+    return table(("function", "size", "eager, us", *heads, "commit"), rows)
+
+
+DOORS = ("compile, autofuse", "optimize")
+
+
 @dataclass(frozen=True)
 class Part:
     """A script, what it asks, and how its rows are shown."""
@@ -201,6 +214,8 @@ PARTS: tuple[Part, ...] = (
         "patterns", "Operators beside eager and torch.compile, three sizes each.", ("--minutes", "18"),
         ("--quick", "--only", "affine", "--shapes", "cache"), patterns_table,
     ),
+    Part("doors", "Thirty functions through torch.compile(backend='autofuse') and optimize, three sizes each.", (),
+         ("--quick", "--only", "forward: swiglu"), doors_table),
     Part("models", "Whole models on shapes that vary, training steps and inference.", (),
          ("--quick", "--only", "mlp"), models_table),
     Part("where", "Where the time of a model's step goes: ms of a deck by kind, sampled.", (),

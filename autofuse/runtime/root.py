@@ -146,7 +146,9 @@ class Root:
             is_quiet = self._is_small or self._left_alone >= QUIET_AFTER
         else:
             # Not where the few calls that warm up a CUDA graph would go unseen, nor where others' steps end with these.
-            is_quiet = self._left_alone >= 4 * QUIET_AFTER and not (self.trial.on_gpu or torch.is_grad_enabled())
+            # A function is one alone.
+            is_alone = not torch.is_grad_enabled() or not isinstance(module, torch.nn.Module)
+            is_quiet = self._left_alone >= 4 * QUIET_AFTER and is_alone and not self.trial.on_gpu
         if is_quiet and self.roots.tracker.is_installed:
             self._released.add(self.roots.tracker.release(module))
         if self.state == "observing":

@@ -167,6 +167,31 @@ def test_a_function_that_loses_is_released(session, monkeypatch):
         assert len(calls) == before + 100 and root.all_calls == 700
 
 
+def test_sizes_of_a_function_that_lost_skip_the_handler(session, monkeypatch):
+    """With gradients too; calls of another size are seen again soon."""
+
+    def function(x):
+        return torch.relu(x) * 2
+
+    call = autofuse.optimize(function)
+    root = session.roots.root_of_function(function)
+    small, large = (torch.randn(n, requires_grad=True) for n in (16, 4096))
+    for _ in range(12):
+        call(small), call(large)
+    root.trial.verdicts.lose_up_to(16)
+    for _ in range(300):
+        call(small)
+    seen = root.calls
+    for _ in range(310):
+        assert torch.equal(call(small), function(small))
+    assert root.calls - seen == 10 and root.state == "captured"
+    ran = []
+    monkeypatch.setattr(root, "_routed", lambda module, *rest: ran.append(1) or function(large))
+    for _ in range(40):
+        call(large)
+    assert len(ran) >= 9
+
+
 # ---- as eager -------------------------------------------------------------------------------------------------------
 
 
@@ -344,8 +369,14 @@ def test_methods_and_objects_are_functions_too(session):
         def __call__(self, x):
             return torch.relu(x) + 1
 
+    class Slots:  # no weak references
+        __slots__ = ()
+
+        def __call__(self, x):
+            return torch.relu(x) - 1
+
     x, scaler = torch.randn(8), Scaler()
-    for function in (scaler.scaled, Adder(), functools.partial(torch.add, x), torch.relu):
+    for function in (scaler.scaled, Adder(), functools.partial(torch.add, x), torch.relu, Slots()):
         call = autofuse.optimize(function)
         for _ in range(12):
             torch.testing.assert_close(call(x), function(x))
