@@ -73,6 +73,18 @@ def test_threads_of_ours_do_not_count():
     assert random.getstate() == before
 
 
+def test_generators_of_cpu_and_gpus_go_back_together(monkeypatch):
+    gpu = torch.Generator()  # stands for a GPU's
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    restore = keep_generators()
+    before = (torch.rand(3), torch.rand(3, generator=gpu), random.random(), np.random.rand())
+    restore()
+    after = (torch.rand(3), torch.rand(3, generator=gpu), random.random(), np.random.rand())
+    assert all(torch.equal(a, b) for a, b in zip(before[:2], after[:2], strict=True)) and before[2:] == after[2:]
+
+
 def test_a_generator_of_another_kind_behind_numpys_functions():
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(7))

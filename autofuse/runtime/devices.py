@@ -6,8 +6,6 @@ an `EventTimer` that never starts CUDA itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from autofuse.ir.records import DeviceInfo
@@ -45,20 +43,6 @@ def event_timer() -> EventTimer:
         index_of=_index_of,
     )
     return EventTimer(calls)
-
-
-def keep_random_state(device: torch.device | None) -> Callable[[], None]:
-    """What puts the default generators of the CPU and of a GPU in use back to where they are now."""
-    cpu = torch.get_rng_state()
-    is_gpu = device is not None and device.type == "cuda" and torch.cuda.is_initialized()
-    gpu = torch.cuda.get_rng_state(device) if is_gpu else None
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu, device)
-
-    return restore
 
 
 def _index_of(tensor: torch.Tensor) -> int:

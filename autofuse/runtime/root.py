@@ -30,12 +30,12 @@ from autofuse.observer.roots import QuietCalls, Target
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path
 from autofuse.observer.verdicts import Loss
 from autofuse.runtime.account import Account
-from autofuse.runtime.devices import CPU, keep_random_state
+from autofuse.runtime.devices import CPU
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.root_shapes import Brief, Shape
 from autofuse.runtime.traits import traits_of
 from autofuse.runtime.trial import Costs, Trial
-from autofuse.untouched import untouched
+from autofuse.untouched import keep_generators, untouched
 
 if TYPE_CHECKING:
     from autofuse.capture.backend import CapturedRoot
@@ -346,7 +346,7 @@ class Root:
         assert dynamo is not None
         graphs, paused = len(session.routers), session.tuning.paused_seconds
         read, planned = dynamo.graphs_read(), session.planning_seconds
-        restore_random_state = keep_random_state(self._device)
+        restore_generators = keep_generators()
         began = time.perf_counter()
         try:
             dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
@@ -360,7 +360,7 @@ class Root:
             from_kept = dynamo.graphs_read() != read
             if not isinstance(error, dynamo.CAPTURE_ERRORS) and not from_kept:
                 raise
-            restore_random_state()
+            restore_generators()  # half of the call may have run
             self.account.note("tracing", time.perf_counter() - began)
             result = self.roots.tracker.call_original(module, args, kwargs)
             self._fail(error, from_kept)  # only now: what eager raises as well is the user's own error

@@ -297,15 +297,3 @@ def test_a_gpu_is_described_by_what_torch_knows(
     assert devices.supports_bf16(0)
     found.major = 7
     assert devices.supports_bf16(0) is (hip is not None)
-
-
-def test_generators_of_cpu_and_gpu_go_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator()  # stands for the GPU's
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generator.get_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generator.set_state(state))
-    restore = devices.keep_random_state(torch.device("cuda", 0))
-    before = (torch.rand(3), torch.rand(3, generator=generator))
-    restore()
-    after = (torch.rand(3), torch.rand(3, generator=generator))
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
