@@ -1,6 +1,7 @@
 """What all tests share: Triton imported for its interpreter, random numbers that are a test's own, and a folder in
 which their scripts and daemons meet no others of this machine.
 
+`--march` has all C generated for another processor.
 Triton comes before torch, which imports it too: kernels for GPUs are checked on CPU tensors. Compilers of Triton run
 in processes of their own.
 """
@@ -9,6 +10,7 @@ import os
 import tempfile
 import zlib
 
+from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
 
 import_interpreted()
@@ -23,6 +25,20 @@ os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
 # A machine that others keep busy says nothing about a test's strategy.
 settings.register_profile("busy", settings.default, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--march", default=NATIVE, choices=[NATIVE, *OTHERS], help="generate all C for this processor")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are collected: what they choose among depends on it."""
+    march = config.getoption("--march")
+    if not can_run(march):
+        raise pytest.UsageError(f"expected a processor that runs code for {march}, found another")
+    chosen = generated_for(march)
+    chosen.__enter__()
+    config.add_cleanup(lambda: chosen.__exit__(None, None, None))
 
 
 @pytest.fixture(autouse=True)

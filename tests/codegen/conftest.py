@@ -36,6 +36,11 @@ Verify = Callable[..., None]
 @pytest.fixture(scope="session")
 def verify(generator: FusionKernelGenerator) -> Verify:
     """Check a node's kernel against eager and float64: ``verify(form, sizes, kinds, config, specialise)``."""
+    return make_verify(generator)
+
+
+def make_verify(generator: FusionKernelGenerator) -> Verify:
+    """What checks the kernels of a generator."""
 
     @functools.cache
     def generic(form: NodeForm, config: Config | None) -> CompiledKernel:

@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autofuse.codegen.c.target import NATIVE, march
 from autofuse.errors import CompilerError
 from autofuse.ir.records import CompileKey, Config
 
 BASE_FLAGS = (
-    "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fPIC", "-shared",
+    "-O3", "-march=@MARCH@", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fPIC", "-shared",
     "-fvisibility=hidden", "-std=gnu11", "-w",
 )  # fmt: skip
 
@@ -40,15 +41,16 @@ class Toolchain:
 
     path: str
     version: str  # first line of ``cc --version``
-    target: str  # instruction set that -march=native resolves to
+    target: str  # instruction set that -march resolves to
     libmvec: int  # 0 none, 1 exp log sin cos pow (glibc 2.22), 2 the rest too (glibc 2.35)
     openmp: bool
     is_x86: bool
+    march: str = NATIVE
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Flags of every compilation, before those of a configuration."""
-        flags = tuple(f for f in BASE_FLAGS if f != "-fopenmp" or self.openmp)
+        flags = tuple(f.replace("@MARCH@", self.march) for f in BASE_FLAGS if f != "-fopenmp" or self.openmp)
         return (*flags, f"-DAF_LIBMVEC={self.libmvec}") if self.libmvec else flags
 
 
@@ -61,7 +63,7 @@ def find_toolchain(cc: str | None = None) -> Toolchain:
     for name in names:
         path = shutil.which(name)
         if path:
-            return _probe(path)
+            return _probe(path, march())
     raise CompilerError(
         f"expected a C compiler, found none of {', '.join(names)}; "
         "install one (apt install gcc, dnf install gcc) or name it with the setting `cc`"
@@ -69,7 +71,7 @@ def find_toolchain(cc: str | None = None) -> Toolchain:
 
 
 @functools.lru_cache(maxsize=8)
-def _probe(path: str) -> Toolchain:
+def _probe(path: str, march: str) -> Toolchain:
     version = _run([path, "--version"], 20).stdout.partition("\n")[0].strip()
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
         openmp = _compiles(path, "int af_probe(void) { return 0; }", ("-fopenmp",), folder)
@@ -80,9 +82,10 @@ def _probe(path: str) -> Toolchain:
         openmp_flag = ("-fopenmp",) if openmp else ()
         libmvec = 0
         for level, text in _LIBMVEC_PROBES:
-            if _compiles(path, text, ("-O3", "-march=native", "-fno-math-errno", *openmp_flag), folder):
+            if _compiles(path, text, ("-O3", f"-march={march}", "-fno-math-errno", *openmp_flag), folder):
                 libmvec = level
-    return Toolchain(path, version, _target(path), libmvec, openmp, platform.machine() in ("x86_64", "AMD64"))
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return Toolchain(path, version, _target(path, march), libmvec, openmp, is_x86, march)
 
 
 def _vector_probe(functions: Sequence[str]) -> str:
@@ -108,9 +111,9 @@ def _compiles(path: str, text: str, flags: Sequence[str], folder: str) -> bool:
     return _run(arguments, 60).returncode == 0
 
 
-def _target(path: str) -> str:
-    """What -march=native means here, as the compiler itself says it."""
-    result = _run([path, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"], 20)
+def _target(path: str, march: str) -> str:
+    """What -march means here, as the compiler itself says it."""
+    result = _run([path, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null"], 20)
     names = sorted(line.split()[1] for line in result.stdout.splitlines() if line.startswith("#define __AVX"))
     names += [
         line.split()[1]

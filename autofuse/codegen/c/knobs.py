@@ -8,11 +8,10 @@ not listed.
 from __future__ import annotations
 
 import functools
-import platform
 from collections.abc import Mapping
-from pathlib import Path
 
 from autofuse.codegen.c.math import INLINE_CALLS
+from autofuse.codegen.c.target import march, vector_bits
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import COST, Access, LoopKernel, regions
@@ -28,17 +27,13 @@ _FEWEST = 4  # rows, where their number is known, from which vectors of them are
 
 
 @functools.cache
+def _vector_bits(march: str) -> tuple[int, ...]:
+    return vector_bits()
+
+
 def cpu_vector_bits() -> tuple[int, ...]:
-    """Vector widths of this machine's CPU in bits, narrowest first; (128,) where nothing wider is known."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return (128,)
-    try:
-        flags = Path("/proc/cpuinfo").read_text(errors="replace").partition("flags")[2].partition("\n")[0].split()
-    except OSError:
-        return (256,)
-    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= set(flags):
-        return (256, 512)
-    return (256,) if "avx2" in flags else (128,)
+    """Vector widths in bits of the processor that code is made for, narrowest first."""
+    return _vector_bits(march())
 
 
 def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> tuple[Knob, ...]:
