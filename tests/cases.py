@@ -294,6 +294,9 @@ _LOSSES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = 
     ("cross_entropy_backward_none", lambda g, y, t, w: aten._log_softmax_backward_data.default(aten.nll_loss_backward.default(g, y, t, None, 0, -100, w), y, 1, y.dtype), (_t(5), _X, _CLASS, _t())),
     ("mse", lambda x, y: (aten.mse_loss.default(x, y, 1),), (_X, _Y)),
     ("mse_none_sum", lambda x, y: (aten.mse_loss.default(x, y, 0), aten.mse_loss.default(x, y, 2)), (_X, _Y)),
+    ("huber", lambda x, y: (aten.huber_loss.default(x, y, 1, 0.7), aten.huber_loss.default(x, y, 2), aten.huber_loss.default(x, y, 0, 0.5)), (_X, _Y)),
+    ("huber_backward", lambda g, x, y: aten.huber_loss_backward.default(g, x, y, 1, 0.7), (_t(), _X, _Y)),
+    ("huber_backward_none", lambda g, x, y: aten.huber_loss_backward.default(g, x, y, 0, 0.7), (_X.clone(), _X, _Y)),
     ("mse_backward", lambda g, x, y: aten.mse_loss_backward.default(g, x, y, 1), (_t(), _X, _Y)),
 )  # fmt: skip
 

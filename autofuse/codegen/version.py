@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-CODEGEN_VERSION = "14"  # changes whenever equal nodes would get other text; part of every decision key
+CODEGEN_VERSION = "15"  # changes whenever equal nodes would get other text; part of every decision key
 
 
 def versions() -> str:

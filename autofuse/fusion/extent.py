@@ -182,6 +182,7 @@ _RULES: dict[str, Callable[[Operation, list[TensorSpec]], Extent | None]] = {
     "nll_loss_forward": _nll_forward,
     "nll_loss_backward": _nll_backward,
     "mse_loss": _mse,
+    "huber_loss": _mse,
     "_native_batch_norm_legit": _channels,
     "_native_batch_norm_legit_functional": _channels,
     "_native_batch_norm_legit_no_training": lambda op, i: Extent(i[0].numel, None, ("full", "terminal", "terminal")),

@@ -88,6 +88,7 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_N, 8, "_native_batch_norm_legit.no_stats native_group_norm.default"),
     (_N, 8, "_native_batch_norm_legit_functional.default"),
     (_L, 2, "nll_loss_forward.default nll_loss_backward.default mse_loss.default mse_loss_backward.default"),
+    (_L, 3, "huber_loss.default huber_loss_backward.default"),
 )
 
 OPS: dict[str, OpInfo] = {

@@ -7,6 +7,8 @@ import torch
 
 from autofuse.codegen.c.knobs import default_config, knobs_for
 from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.records import make_config
@@ -111,3 +113,32 @@ def test_threads(name: str, verify: Verify) -> None:
     form = case.form()
     sizes = {2: ((1, 70_001), (700, 129)), 3: ((1, 1, 70_001), (7, 101, 129))}[len(form.symbols)]
     verify(form, sizes, ("normal",), threads=3)
+
+
+WHOLE = ("sum_all", "mean_all", "var_all", "norm_all", "mse", "huber", "any_all_whole", "count_bool")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", WHOLE)
+def test_results_of_whole_tensors_have_the_same_bits_for_any_number_of_threads(
+    name: str, dtype: torch.dtype, generator: FusionKernelGenerator
+) -> None:
+    """Totals are made in float64: rounding to float32 hides most of what another order changes."""
+    form = CASES[name].form(dtype)
+    kernel = generator.generate_generic_kernel(form)
+    for values in [(1, 1), (63, 520), (64, 512), (65, 513), (1, 70_001), (3, 40_000), (8193, 5), (0, 7)]:
+        sizes = values if len(form.symbols) == 2 else (1, *values)
+        for kind in ("normal", "special"):
+            inputs = make_inputs(form, sizes, seed=3, kind=kind)  # type: ignore[arg-type]
+            first = kernel(*inputs, threads=1)
+            for threads in (2, 3, 7):
+                for a, b in zip(first, kernel(*inputs, threads=threads), strict=True):
+                    assert torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_tensors_at_the_edges_of_shares(name: str, verify: Verify) -> None:
+    form = CASES[name].form()
+    for values in [(1, 1), (63, 521), (64, 512), (65, 513), (1, 70_001), (2, 4097 * 8)]:
+        sizes = values if len(form.symbols) == 2 else (1, *values)
+        verify(form, [sizes], ("normal", "special"), loose=name in (*LOOSE_SPECIALS, "var_all"), threads=3)

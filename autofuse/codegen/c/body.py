@@ -24,6 +24,7 @@ BLOCK = 256  # columns whose partial sums stay in the compute dtype; their sums 
 FLUSH = 32  # rows whose column sums stay in the compute dtype
 TILE = 512  # columns of a non-temporal store's tile
 LINE_BYTES = 64
+SHARES = 64  # of the work of a nest whose single results are the same for any number of threads
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
 
 
@@ -38,6 +39,9 @@ class Body(ValuePrinter):
         self.serial_below = 8192 if heavy else 32768  # points of the nest; aten's own grain is 32768
         self.block = int(str(knobs.get("sum_block", BLOCK)))
         self.streams = bool(knobs.get("nontemporal", False)) and can_stream(kernel)
+        # Sums of columns and buffers of rows are memory that 64 shares would take 64 times.
+        keeps_rows = bool(plan.buffered) or bool(self._sinks("col_reduce"))
+        self.has_shares = bool(self._sinks("full_reduce") or self._sinks("rows_reduce")) and not keeps_rows
 
     def items_limit(self) -> str:
         """How many threads can have something to do."""
@@ -327,7 +331,7 @@ class Body(ValuePrinter):
     # ---- after the nest
 
     def post(self) -> list[str]:
-        """Combine the threads' results in thread order and write what depends on them."""
+        """Combine the results of threads or shares in their order and write what depends on them."""
         if not self.plan.post_stores:
             return []
         kernel, plan = self.kernel, self.plan

@@ -5,7 +5,8 @@ one). Out: `CSource`, whose text depends on nothing else.
 The unit exports ``af_call(sizes, ptrs)`` and ``af_entry`` (a METH_FASTCALL function of Python, declared by hand: no
 Python headers are needed). ``sizes`` holds the symbols in order, then the thread count; ``ptrs`` inputs, then outputs.
 Guarantee: any strides, sizes of 0, more than 2^31 elements; sums run in blocks whose partial sums are added in
-double, so their error does not grow with the length; the result for a thread count is always the same.
+double, so their error does not grow with the length; the result for a thread count is always the same, and for any
+number of threads where all of a tensor becomes one number and no row needs memory of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autofuse.codegen.c.body import Body
+from autofuse.codegen.c.body import SHARES, Body
 from autofuse.codegen.c.knobs import can_turn, uses_lanes
 from autofuse.codegen.c.lanes import LaneBody
 from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
@@ -110,15 +111,25 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
         f"  if (threads < 1 || {body.work_text()} < {body.serial_below}) threads = 1;",
         "  if (threads > items) threads = items > 0 ? items : 1;",
     ]
+    if body.has_shares:  # by the sizes alone, whoever works on them
+        lines.append(f"  const int64_t shares = {body.work_text()} < {body.serial_below} ? 1 : {SHARES};")
     if body.tests_positions:
         lines.append(f"  if (n{body.last} >= INT32_MAX) return -2;")
     scratch = body.scratch_layout()
     if scratch:
-        lines += [*scratch, *_SCRATCH]
+        lines += [*scratch, *(line.replace("@TEAM@", "shares" if body.has_shares else "threads") for line in _SCRATCH)]
     else:
         lines += ["  char* const scratch = NULL;", "  const int64_t scratch_bytes = 0;"]
-    lines += ["  int64_t used = 1;"]
-    if parallel:
+    lines += ["  int64_t used = shares;" if body.has_shares else "  int64_t used = 1;"]
+    if body.has_shares:
+        lines += [
+            "#ifdef _OPENMP",
+            "  #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)",
+            "#endif",
+            "  for (int64_t share = 0; share < shares; ++share)",
+            f"    {kernel.name}_rows(sizes, ptrs, scratch + share * scratch_bytes, share, shares);",
+        ]
+    elif parallel:
         lines += [
             "  if (threads > 1) {",
             "#ifdef _OPENMP",
@@ -131,8 +142,9 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
             "#endif",
             "  } else",
         ]
-    lines += [f"    {kernel.name}_rows(sizes, ptrs, scratch, 0, 1);", "  (void)used;"]
-    lines += body.post()
+    if not body.has_shares:
+        lines.append(f"    {kernel.name}_rows(sizes, ptrs, scratch, 0, 1);")
+    lines += ["  (void)used;", *body.post()]
     if scratch:
         lines += ["  if (total_bytes > AF_KEEP_BYTES) free(memory);"]
     return "\n".join([*lines, "  return 0;", "}", ""])
@@ -177,7 +189,7 @@ _SCRATCH = (
     "#define AF_KEEP_BYTES (INT64_C(4) << 20)",
     "  static _Thread_local char* kept = NULL;",
     "  static _Thread_local int64_t kept_bytes = 0;",
-    "  const int64_t total_bytes = threads * scratch_bytes + 64;",
+    "  const int64_t total_bytes = @TEAM@ * scratch_bytes + 64;",
     "  char* memory = kept;",
     "  if (total_bytes > kept_bytes) {",
     "    memory = malloc((size_t)total_bytes);",

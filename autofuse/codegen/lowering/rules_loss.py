@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofuse.codegen.lowering.builder import Val
+from autofuse.codegen.lowering.builder import Builder, Val
 from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, join
 from autofuse.codegen.lowering.rules_base import Custom, Rule, infer_broadcast
 from autofuse.ir.operation import Operation, ValueRef
@@ -105,7 +105,7 @@ def _nll_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
 # ---- mean squared error -------------------------------------------------------------------------------
 
 
-def _infer_mse(cx: Context, op: Operation) -> Sequence[Index | None]:
+def _infer_elements(cx: Context, op: Operation) -> Sequence[Index | None]:
     index = infer_broadcast_of(cx, op)
     return [index if op.arg(2, _MEAN) == _NONE else ()]
 
@@ -117,20 +117,27 @@ def infer_broadcast_of(cx: Context, op: Operation) -> Index:
     return cx.canonical(left)
 
 
-def _mse(cx: Context, op: Operation, output: int, index: Index) -> Val:
+def _elements(cx: Context, op: Operation, output: int, index: Index) -> Val:
     x, target = op.args[:2]
     reduction = op.arg(2, _MEAN)
     b, to = cx.builder, op.outputs[0].dtype
     place = index if reduction == _NONE else cx.canonical(x)
     off = b.sub(b.cast(cx.operand(x, place), to), b.cast(cx.operand(target, place), to))
-    square = b.mul(off, off)
+    each = _huber(b, off, float(op.arg(3, 1.0))) if op.short_name == "huber_loss" else b.mul(off, off)
     if reduction == _NONE:
-        return square
-    total = b.reduce("sum", square, atoms_of(place))
+        return each
+    total = b.reduce("sum", each, atoms_of(place))
     return total if reduction == _SUM else b.div(total, b.size(cx.shape(x).numel, to))
 
 
-def _infer_mse_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
+def _huber(b: Builder, off: Val, delta: float) -> Val:
+    """ATen's BinaryOpsKernel.cpp: huber_kernel."""
+    size, edge, half = b.apply("abs", off), b.const(delta, off.dtype), b.const(0.5, off.dtype)
+    inner = b.mul(b.mul(half, size), size)
+    return b.where(b.compare("lt", size, delta), inner, b.mul(edge, b.sub(size, b.mul(half, edge))))
+
+
+def _infer_elements_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
     return [infer_broadcast(cx, op)]
 
 
@@ -145,9 +152,25 @@ def _mse_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
     return b.mul(b.mul(off, factor), slope)
 
 
+def _huber_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """ATen's PointwiseOpsKernel.cpp: huber_backward_cpu_kernel."""
+    grad, x, target, reduction, delta = op.args[:5]
+    b, to = cx.builder, op.outputs[0].dtype
+    off = b.sub(b.cast(cx.operand(x, index), to), b.cast(cx.operand(target, index), to))
+    slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
+    edge = b.const(float(delta), to)
+    beyond = b.where(b.compare("ge", off, float(delta)), edge, off)
+    clipped = b.where(b.compare("le", off, -float(delta)), b.const(-float(delta), to), beyond)
+    if reduction == _MEAN:
+        slope = b.mul(b.div(b.const(1, to), b.size(cx.shape(x).numel, to)), slope)
+    return b.mul(slope, clipped)
+
+
 LOSS_RULES: dict[str, Rule] = {
     "aten.nll_loss_forward.default": Custom(_infer_nll, _nll_forward),
     "aten.nll_loss_backward.default": Custom(_infer_nll_backward, _nll_backward),
-    "aten.mse_loss.default": Custom(_infer_mse, _mse),
-    "aten.mse_loss_backward.default": Custom(_infer_mse_backward, _mse_backward),
+    "aten.mse_loss.default": Custom(_infer_elements, _elements),
+    "aten.huber_loss.default": Custom(_infer_elements, _elements),
+    "aten.huber_loss_backward.default": Custom(_infer_elements_backward, _huber_backward),
+    "aten.mse_loss_backward.default": Custom(_infer_elements_backward, _mse_backward),
 }
