@@ -19,7 +19,7 @@ from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, ValueRef
 from autofuse.ir.optable import FUSIBLE, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ways.attention import find_attention
-from autofuse.ways.cut import GENERATED, GENERATED_CONVOLUTION, LEAST_FLOPS, TILED, generated_of, tiles_of
+from autofuse.ways.cut import GENERATED, GENERATED_CONVOLUTION, LEAST_FLOPS, TILED, generated_names, tiles_of
 from autofuse.ways.layout import CONVOLUTIONS, DEEPEST_NET, LARGEST_NET, LEAST_NET, keeps_images, layouts
 from autofuse.ways.rewrites import LONE, rewrites
 
@@ -192,7 +192,7 @@ class _Finder:
                 return
             names_of_ways += last
         if operations[0].outputs[0].device == "cpu":
-            names_of_ways += [way.name for way in generated_of(node.form)]
+            names_of_ways += generated_names(node.form)
         elif tiles_of(node.form) is not None:
             names_of_ways.append(TILED)
         alone = {*LONE, GENERATED, GENERATED_CONVOLUTION}

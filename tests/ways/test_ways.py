@@ -15,15 +15,17 @@ from torch import nn
 
 from autofuse.codegen.c.load import load_kernel
 from autofuse.fusion.config import FusionConfig
+from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import KernelRecord
 from autofuse.runtime.launch import make_launcher
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.verify import GuardedAllocator, Verifier
+from autofuse.ways import cut
 from autofuse.ways.bundle import is_bundle, pack, unpack
 from autofuse.ways.call import LoadedWay
 from autofuse.ways.cut import BLOCKS, cuts_of, ways_of
 from autofuse.ways.groups import Group
-from autofuse.ways.record import Way
+from autofuse.ways.record import Part, Way
 from autofuse.ways.rewrites import BIAS_APART
 from autofuse.ways.vendor import MAX_PACKED, Folded
 from tests.ways.harness import GENERATOR, Planned, check, load, plan
@@ -611,3 +613,38 @@ def test_attention_that_is_not_finite_is_eagers_to_the_bit() -> None:
             found = make_launcher(group.node.form, generated, (), 2)(*odd)
             (found, *_) = found if isinstance(found, tuple) else (found,)
             torch.testing.assert_close(found, F.scaled_dot_product_attention(*odd), rtol=0, atol=0, equal_nan=True)
+
+
+class Layers(nn.Module):
+    """Equal layers, each a group."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(count))
+
+    def forward(self, x: T) -> T:
+        for layer in self.layers:
+            x = F.gelu(layer(x)) + x
+        return x
+
+
+def test_the_search_for_groups_looks_at_equal_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    parts = cut._parts
+
+    def counted(form: NodeForm) -> tuple[Part, ...]:
+        looked.append(form.text())
+        return parts(form)
+
+    monkeypatch.setattr(cut, "_parts", counted)
+    counts = []
+    for layers in (2, 6):
+        monkeypatch.setattr(cut, "_generated_names", {})
+        looked.clear()
+        planned = plan(Layers(layers), [torch.randn(64, 256)])
+        assert sum(len(p.groups) for p in planned) >= layers
+        counts.append(len(looked))
+        for group in (g for p in planned for g in p.groups):
+            names = cut.generated_names(group.node.form)
+            assert sorted(names) == sorted(w.name for w in cut.generated_of(group.node.form))
+    assert counts[1] <= counts[0] + 1, "the first and the last layer may differ from those between"
