@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ BASE_FLAGS = (
 )  # fmt: skip
 
 TEND_SECONDS = 0.05  # between two looks at a compiler that may have to stand still
+
+_PROBES_AT_ONCE = 3
 
 Tend = Callable[[int], float]
 
@@ -72,20 +75,26 @@ def find_toolchain(cc: str | None = None) -> Toolchain:
 
 @functools.lru_cache(maxsize=8)
 def _probe(path: str, march: str) -> Toolchain:
-    version = _run([path, "--version"], 20).stdout.partition("\n")[0].strip()
-    with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
-        openmp = _compiles(path, "int af_probe(void) { return 0; }", ("-fopenmp",), folder)
-        if not openmp and not _compiles(path, "int af_probe(void) { return 0; }", (), folder):
+    """Runs of the compiler side by side: a script waits for them when it is first captured, 0.4 s one by one."""
+    nothing = "int af_probe(void) { return 0; }"
+    with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder, ThreadPoolExecutor(_PROBES_AT_ONCE) as pool:
+
+        def compiles(number: int, text: str, *flags: str) -> Future[bool]:
+            return pool.submit(_compiles, path, text, flags, Path(folder, f"probe{number}"))
+
+        version = pool.submit(_run, [path, "--version"], 20)
+        has_openmp, target = compiles(0, nothing, "-fopenmp"), pool.submit(_target, path, march)
+        openmp = has_openmp.result()
+        if not openmp and not compiles(1, nothing).result():
             raise CompilerError(
                 f"expected {path} to build a shared object, found that it cannot; try `{path} --version`"
             )
-        openmp_flag = ("-fopenmp",) if openmp else ()
-        libmvec = 0
-        for level, text in _LIBMVEC_PROBES:
-            if _compiles(path, text, ("-O3", f"-march={march}", "-fno-math-errno", *openmp_flag), folder):
-                libmvec = level
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    return Toolchain(path, version, _target(path, march), libmvec, openmp, is_x86, march)
+        flags = ("-O3", f"-march={march}", "-fno-math-errno", *(("-fopenmp",) if openmp else ()))
+        levels = {level: compiles(1 + level, text, *flags) for level, text in _LIBMVEC_PROBES}
+        libmvec = max((level for level, found in levels.items() if found.result()), default=0)
+        first_line = version.result().stdout.partition("\n")[0].strip()
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        return Toolchain(path, first_line, target.result(), libmvec, openmp, is_x86, march)
 
 
 def _vector_probe(functions: Sequence[str]) -> str:
@@ -103,8 +112,8 @@ _LIBMVEC_PROBES = (
 )
 
 
-def _compiles(path: str, text: str, flags: Sequence[str], folder: str) -> bool:
-    source, binary = Path(folder) / "probe.c", Path(folder) / "probe.so"
+def _compiles(path: str, text: str, flags: Sequence[str], stem: Path) -> bool:
+    source, binary = stem.with_suffix(".c"), stem.with_suffix(".so")
     source.write_text(text)
     # --no-undefined: a vector variant that libmvec lacks must fail here, not when the kernel is loaded
     arguments = [path, *flags, "-fPIC", "-shared", "-w", str(source), "-o", str(binary), "-Wl,--no-undefined", "-lm"]
