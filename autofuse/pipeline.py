@@ -18,12 +18,14 @@ from autofuse.capture.backend import CAPTURE_ERRORS, as_it_is, boxed, compile_wi
 from autofuse.capture.direct import plain_call
 from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
+from autofuse.capture.traced import being_traced
 from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.records import Refusal
 from autofuse.runtime.devices import CPU
 from autofuse.runtime.halves import Half
+from autofuse.runtime.kept_plans import Planned
 from autofuse.runtime.program import Program, build_program
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
@@ -37,18 +39,24 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
     Any failure of ours leaves the graph as it is.
     """
     began = perf_counter()
+    traced = being_traced()
     try:
         with untouched():  # a backward graph is compiled in a backward pass of the script's
-            if split_dropout(module):
+            draws, refusals = bool(split_dropout(module)), len(session.refusals)
+            if draws:
                 session.planner.prepare_generator()
             planned = _plan(module, session, phase)
             router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
-            session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
+            described = session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
+        if traced is not None:
+            traced.plans[phase] = Planned(router, described, tuple(session.refusals[refusals:]), draws)
         if phase == "backward":
             for half in planned.halves:
                 half.pair.is_ready = True
         return router
     except Exception as error:
+        if traced is not None:
+            traced.spoil(f"a {phase} graph that was not planned")
         session.report_fallback("graph_not_planned", f"a {phase} graph runs on eager's kernels", error)
         module.recompile()
         return boxed(module.forward)

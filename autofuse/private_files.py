@@ -75,6 +75,14 @@ class PrivateFolder:
             return sorted(entry.name for entry in os.scandir(self.path) if not entry.name.startswith("."))
         return []
 
+    def newest(self) -> list[str]:
+        """Of all files, the newest first."""
+        found: list[tuple[float, str]] = []
+        for name in self.names():
+            with contextlib.suppress(OSError):
+                found.append((os.lstat(self.path / name).st_mtime, name))
+        return [name for _, name in sorted(found, reverse=True)]
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
             (self.path / name).unlink()

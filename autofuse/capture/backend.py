@@ -30,11 +30,13 @@ from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
 from autofuse.capture.simplify import simplify
+from autofuse.capture.traced import being_traced
 from autofuse.private_files import PrivateFolder
 from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
     from autofuse.capture.kept_graphs import Keeping
+    from autofuse.capture.kept_traces import Plans, TraceKeeper
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ def compile_with(
         try:
             pieces = take_apart(module, example_inputs, min_blocks)
             if pieces is not None:
+                if (traced := being_traced()) is not None:
+                    traced.spoil("equal blocks")
                 return pieces.compile(
                     lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times, keeper))
                 )
@@ -122,6 +126,10 @@ def _compile_whole(
         replayed(module) as replay,
         contextlib.ExitStack() as stack,
     ):
+        if (traced := being_traced()) is not None:
+            if traced.replay is not None:
+                traced.spoil("more than one graph")
+            traced.replay = replay
         if keeping is not None:  # torch's cache warns of each file that it cannot read or write
             stack.enter_context(_not_of_our_traces.active())
             stack.enter_context(keeping.active())
@@ -132,6 +140,11 @@ def _compile_whole(
 
 
 _read: Counter[str] = Counter()
+
+
+def note_read() -> None:
+    """A whole trace of an earlier run has been read."""
+    _read["trace"] += 1
 
 
 def graphs_read() -> int:
@@ -183,18 +196,35 @@ class CapturedRoot(NamedTuple):
     trace: Callable[..., Any]  # traces what is new
     settled: Callable[..., Any]  # runs what is traced, else the module as it is
     direct: DirectCalls  # what is traced, past Dynamo
+    traces: TraceKeeper | None  # those of earlier runs, None where none are kept
 
 
-def compile_root(name: str, backend: Callable[..., Any]) -> CapturedRoot:
+def compile_root(
+    name: str, backend: Callable[..., Any], key: str = "", keeper: Keeper | None = None, plans: Plans | None = None
+) -> CapturedRoot:
     """A function of its own for each root: Dynamo's recompile limit counts per code object.
 
-    The call also gives modules whose forward lives in torch itself a frame that Dynamo does not skip.
+    ``key``: the root's, which is the same in every run. The call also gives modules whose forward lives in torch itself
+    a frame that Dynamo does not skip.
     """
     namespace: dict[str, Any] = {}
     text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
     exec(compile(text, f"<autofuse root {name}>", "exec"), namespace)
     call_root = namespace["call_root"]
-    return CapturedRoot(torch.compile(call_root, backend=backend), torch._dynamo.run(call_root), DirectCalls(call_root))
+    traces = _traces(key, call_root, keeper, plans) if keeper is not None and plans is not None else None
+    traced = torch.compile(call_root, backend=backend)
+    return CapturedRoot(traced, torch._dynamo.run(call_root), DirectCalls(call_root), traces)
+
+
+def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:
+    """As `_keeping`, and with much of Dynamo too."""
+    try:
+        from autofuse.capture.kept_graphs import IS_SUPPORTED
+        from autofuse.capture.kept_traces import TraceKeeper
+    except ImportError as error:
+        log.debug("traces are not kept with this torch: %s", error)
+        return None
+    return TraceKeeper(key, function, keeper.folder, keeper.report, plans) if IS_SUPPORTED else None
 
 
 class _NotOfOurTraces(logging.Filter):

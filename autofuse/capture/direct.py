@@ -44,6 +44,15 @@ class DirectCalls:
     def __init__(self, function: FunctionType) -> None:
         self._function = function
         self._known: dict[int, DirectCall] = {}  # by the identity of the guards
+        self._adopted: list[DirectCall] = []
+
+    def adopt(self, direct: DirectCall) -> None:
+        """Code that an earlier run has traced: Dynamo does not know it."""
+        self._adopted.append(direct)
+
+    def find_adopted(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+        """Code that was adopted, for this call."""
+        return next((direct for direct in self._adopted if direct.fits(module, args, kwargs)), None)
 
     def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
         """The code that Dynamo runs for this call, None where it has none that is whole."""
@@ -56,7 +65,7 @@ class DirectCalls:
             elif (run := _whole_call(found.code, self._function)) is not None:
                 known[id(manager)] = DirectCall(manager, manager.root.check, run)
         self._known = known
-        return next((direct for direct in known.values() if direct.fits(module, args, kwargs)), None)
+        return next((direct for direct in (*self._adopted, *known.values()) if direct.fits(module, args, kwargs)), None)
 
 
 def _whole_call(code: Any, function: FunctionType) -> Run | None:
@@ -65,16 +74,16 @@ def _whole_call(code: Any, function: FunctionType) -> Run | None:
     if len(graphs) != 1 or any(name.startswith("__resume") for name in code.co_names):
         return None
     names = dict(function.__globals__)
-    if _UTILITIES in names:
-        names[_UTILITIES] = _Unrecorded()
+    if UTILITIES in names:
+        names[UTILITIES] = Unrecorded()
     names[graphs[0]] = plain_call(names[graphs[0]])
     return FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
 
 
-_UTILITIES = "__import_torch_dot__dynamo_dot_utils"  # as Dynamo's code calls the module
+UTILITIES = "__import_torch_dot__dynamo_dot_utils"  # as Dynamo's code calls the module
 
 
-class _Unrecorded:
+class Unrecorded:
     """Dynamo's utilities without its marks for torch's profiler, 3 us a call whether it records or not."""
 
     def __getattr__(self, name: str) -> Any:

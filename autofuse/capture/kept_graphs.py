@@ -43,6 +43,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autofuse.capture.graph_import import note_parameters, parameters_of
 from autofuse.capture.passes import backward_of, note_backward
 from autofuse.capture.repeats import free_symbols_of
+from autofuse.capture.traced import being_traced
 from autofuse.private_files import PrivateFolder, Untrusted
 
 log = logging.getLogger(__name__)
@@ -105,10 +106,10 @@ class Keeping:
         try:
             with (
                 torch._functorch.config.patch(_SETTINGS),
-                _replaced(autograd_cache, "CacheArtifactRecorder", _NoRecorder),
-                _replaced(AOTAutogradCache, "_write_to_local_cache", staticmethod(self._write)),
-                _replaced(AOTAutogradCache, "iterate_over_candidates", classmethod(self._candidates)),
-                _replaced(autograd_cache, "autograd_cache_key", key_of),
+                replaced(autograd_cache, "CacheArtifactRecorder", _NoRecorder),
+                replaced(AOTAutogradCache, "_write_to_local_cache", staticmethod(self._write)),
+                replaced(AOTAutogradCache, "iterate_over_candidates", classmethod(self._candidates)),
+                replaced(autograd_cache, "autograd_cache_key", key_of),
             ):
                 yield
         finally:
@@ -120,6 +121,7 @@ class Keeping:
         name = f"{version()}.{key}.{hashlib.sha256(content).hexdigest()[:16]}"
         try:
             self.folder.write(name, content)
+            self._note(name)
         except Untrusted as error:
             self.report("graphs_not_kept", f"traced graphs are not kept: {error}")
         except OSError as error:
@@ -137,7 +139,15 @@ class Keeping:
                 except Exception as error:
                     log.debug("a kept graph cannot be read: %s", error)
                 else:
+                    self._note(name)
                     yield entry, content, True
+                    self._note("")  # asked for another one: this does not fit
+
+    @staticmethod
+    def _note(name: str) -> None:
+        traced = being_traced()
+        if traced is not None:
+            traced.graphs = name
 
 
 class KeptGraph(OutputCode):  # type: ignore[misc]
@@ -165,6 +175,24 @@ class KeptGraph(OutputCode):  # type: ignore[misc]
             raise BypassAOTAutogradCache("read outside of a capture")
         self._call = keeping.compile_kept(self)
         self.data = None
+
+
+@dataclass
+class _Reading:
+    """In the place of a `Keeping` where no graph is compiled."""
+
+    compile_kept: Callable[[KeptGraph], Call]
+
+
+@contextlib.contextmanager
+def reading_with(compile_kept: Callable[[KeptGraph], Call]) -> Iterator[None]:
+    """While torch puts a kept entry together: what its graphs become."""
+    before = getattr(_active, "keeping", None)
+    _active.keeping = _Reading(compile_kept)
+    try:
+        yield
+    finally:
+        _active.keeping = before
 
 
 # ---- writing and reading -------------------------------------------------------------------------------------------
@@ -253,7 +281,7 @@ def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -
         if problem:
             raise BypassAOTAutogradCache(problem)
         values = [(node.op, _kinds(node.meta.get("example_value"))) for node in graph.graph.nodes]
-        details = (graph, list(inputs), config, values, _sharing(inputs), _switches())
+        details = (graph, list(inputs), config, values, _sharing(inputs), switches())
         return f"autofuse-{AOTAutogradCachePickler(graph).get_hash(details)}", []
 
 
@@ -301,7 +329,7 @@ def _kinds(value: Any) -> Any:
     return str(value) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else repr(type(value))
 
 
-def _switches() -> tuple[str, ...]:
+def switches() -> tuple[str, ...]:
     """What operators AOTAutograd's trace may choose by, beside its inputs."""
     devices = torch._C._autocast_supported_devices()
     found = (
@@ -347,7 +375,7 @@ _ABSENT = object()
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = vars(owner).get(name, _ABSENT)  # absent where it is inherited
     setattr(owner, name, value)
     try:

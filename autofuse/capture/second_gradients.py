@@ -14,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd import runtime_wrappers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.untraced import mark_all_below
 
@@ -37,31 +40,63 @@ _NOT_TWICE = (
 _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 
 
+class KeptReplay(NamedTuple):
+    """A `Replay` as it is written; Dynamo's graph is only read where it is to run."""
+
+    graph: bytes
+    is_random: bool
+    has_functions: bool
+    reads: list[tuple[bool, bool]]
+
+
 class Replay:
     """How to run a graph once more, for one compilation."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule | KeptReplay) -> None:
+        self._module = module
         self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
         self.is_random = False
+        self._reads: list[tuple[bool, bool]] = []  # of each input: for more than statistics, than counters
+        if isinstance(module, KeptReplay):
+            _, self.is_random, self._has_functions, self._reads = module
+            return
         targets = [getattr(n.target, "_name", "") for n in module.graph.nodes]
         self._has_functions = "autograd_function_apply" in targets
-        self._readers: list[set[Any]] = []  # of each input
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """Dynamo's graph."""
+        if isinstance(self._module, KeptReplay):
+            module = GraphPickler.loads(self._module.graph, FakeTensorMode(shape_env=ShapeEnv()))
+            assert isinstance(module, fx.GraphModule)
+            module.recompile()
+            self._module = module
+        return self._module
+
+    def kept(self) -> KeptReplay:
+        """As it can be written. Raises what says that it cannot."""
+        graph = self.module
+        meta, graph.meta = graph.meta, {}
+        try:
+            data = GraphPickler.dumps(graph, Options(ops_filter=None, node_metadata_key_filter=lambda key: False))
+        finally:
+            graph.meta = meta
+        return KeptReplay(data, self.is_random, self._has_functions, self._reads)
 
     def note_graph(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's forward graph."""
         nodes = [n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
         self.is_random = any(torch.Tag.nondeterministic_seeded in n.target.tags for n in nodes)
-        self._readers = [{user.target for user in n.users} for n in graph.graph.nodes if n.op == "placeholder"]
+        readers = [{user.target for user in n.users} for n in graph.graph.nodes if n.op == "placeholder"]
+        self._reads = [(bool(found - _STATISTICS), bool(found - _COUNTERS)) for found in readers]
 
     def _runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
         """Whether a second run would not be as the first: the graph may have written to what it reads."""
         written = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
-        if self._has_functions or len(inputs) != len(self._readers):
+        if self._has_functions or len(inputs) != len(self._reads):
             return True
         return any(
-            inputs[i].requires_grad or self._readers[i] - (_STATISTICS if inputs[i].is_floating_point() else _COUNTERS)
-            for i in written
+            inputs[i].requires_grad or self._reads[i][0 if inputs[i].is_floating_point() else 1] for i in written
         )
 
     def gradients(self, ctx: Any, grads: Sequence[torch.Tensor | None], metadata: Any) -> tuple[Any, ...]:
@@ -137,7 +172,7 @@ _compiling = threading.local()
 
 
 @contextlib.contextmanager
-def replayed(module: fx.GraphModule) -> Iterator[Replay | None]:
+def replayed(module: fx.GraphModule | KeptReplay) -> Iterator[Replay | None]:
     """While AOTAutograd compiles ``module``: its autograd function learns to run it again."""
     if _FACTORY is None or not hasattr(_FACTORY, "build"):
         yield None

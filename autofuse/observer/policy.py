@@ -26,6 +26,7 @@ KNOWN_MARGIN = 1.2
 # A capture that is as good as free, on a machine of usual speed: taken at once where the last run was long enough.
 _TRIFLE_SECONDS = 1.0
 _SOON = 0.25  # of a run like the last one, within which such a capture has to pay
+_KEPT_TRACE_SECONDS = 0.6  # to read a trace that an earlier run has kept, and to plan a first shape
 _USUAL_SAVING = 0.25  # of a root's time in eager: models gain 1.2 to 2.1x, 1.4 in the mean
 _CALLS_TO_JUDGE_SIZE = 3
 _CALLS_TO_SETTLE_SIZE = 20
@@ -98,6 +99,7 @@ def advise_capture(
     call_us: float | None = None,
     known: RootRecord | None = None,
     known_seconds: float | None = None,
+    has_kept_trace: bool = False,
 ) -> CaptureAdvice:
     """Should this root be captured before its next call?
 
@@ -107,7 +109,8 @@ def advise_capture(
     someone waits for the capture (``--tune wait``), so do not rent, but see ``min_calls`` calls for what their shapes
     tell; ``at_first_call``: the graph itself is asked for, whatever it costs; ``uses_known``: so is what the store has
     (``--frozen``); ``call_us``: typical time of a call where known, otherwise the mean; ``known``: what earlier runs
-    found out about this root, ``known_seconds``: what its capture is expected to take for that reason.
+    found out about this root, ``known_seconds``: what its capture is expected to take for that reason;
+    ``has_kept_trace``: one of them has left its trace.
     """
     if failures >= max_failures:
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
@@ -119,6 +122,11 @@ def advise_capture(
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
+    if known is not None and was_captured and has_kept_trace and calls:
+        # Twice, for the first step takes longer than those that follow.
+        seconds, each = factor * _KEPT_TRACE_SECONDS, step_seconds or spent_seconds / calls
+        if _USUAL_SAVING * max(known.calls - calls, 0) * each >= 2 * seconds:
+            return CaptureAdvice(True, "kept_trace", "traced in an earlier run", seconds)
     if was_captured:
         if not calls:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)

@@ -33,15 +33,18 @@ class GraphLog:
         graph: FusionGraph,
         nodes: Sequence[FusionNode],
         wholes: Sequence[Collection[str]] = (),
-    ) -> None:
-        """Measure a graph as it is and as it is planned; ``wholes``: names that a vendor's kernel each may take in."""
+    ) -> dict[str, Any] | None:
+        """Measure a graph as it is and as it is planned; ``wholes``: names that a vendor's kernel each may take in.
+
+        What was measured, for `adopt`; None where that failed.
+        """
         try:
             kernels = {op.name for op in graph.operations if has_kernel(op)}
             taken = [kernels.intersection(names) for names in wholes]
             before, after = graph.metrics(), graph.metrics(planned_kernels(nodes, taken))
         except Exception as error:
             log.debug("a %s graph has no metrics: %s", router.phase, error)
-            return
+            return None
         # Captured anew for other sizes, a graph has the same operators: reports add such graphs up.
         operators = " ".join(op.target for op in graph.operations if has_kernel(op))
         data = {
@@ -54,6 +57,12 @@ class GraphLog:
             "after": after.to_json(),
         }
         self._graphs.append((router, data))
+        return data
+
+    def adopt(self, router: GraphRouter, data: dict[str, Any] | None) -> None:
+        """A graph that an earlier run has measured."""
+        if data is not None:
+            self._graphs.append((router, data))
 
     def post(self, post_event: Callable[[Event], None]) -> None:
         """One event a graph, with its calls so far."""

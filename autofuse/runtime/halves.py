@@ -52,6 +52,10 @@ class Pair:
         """Itself: AOTAutograd copies the backward graph, and what is noted there, before it is compiled."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        return vars(self) | {"is_ready": False, "failed": None}
+
     @property
     def lead(self) -> tuple[Dim, ...]:
         return self.attention.scores.lead

@@ -7,8 +7,8 @@ metrics for the report. Guarantee: what cannot be lowered is no node; patterns t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -36,6 +36,15 @@ from autofuse.ways.groups import Group, find_groups
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Described:
+    """What reports say of a planned graph."""
+
+    estimates: dict[str, float]  # fusion_id -> estimated speedup
+    sources: dict[str, str]  # fusion_id -> first source line
+    metrics: dict[str, Any] | None
 
 
 class Planner:
@@ -116,17 +125,27 @@ class Planner:
 
     def add_router(
         self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode], halves: Sequence[Half] = ()
-    ) -> None:
+    ) -> Described:
         """A graph is planned and routed from now on."""
-        for node in [*nodes, *(half.pair.node for half in halves)]:
+        found = [*nodes, *(half.pair.node for half in halves)]
+        for node in found:
             if node.fusion_id not in self.estimates:
                 self.estimates[node.fusion_id] = self.engine.benefit(node, graph).estimated_speedup
                 self.sources[node.fusion_id] = next((op.source for op in node.kernels if op.source), "")
         self._session.add_router(router)
-        self.graphs.add(router, graph, nodes, [half.names for half in halves])
+        metrics = self.graphs.add(router, graph, nodes, [half.names for half in halves])
         if self._settings.run.debug >= 3:
             for node in nodes:
                 say(f"{router.phase}: {node.label}: {node.operation_names}")
+        ids = [node.fusion_id for node in found]
+        return Described({i: self.estimates[i] for i in ids}, {i: self.sources[i] for i in ids}, metrics)
+
+    def adopt(self, router: GraphRouter, described: Described) -> None:
+        """A graph that an earlier run has planned is routed from now on."""
+        self.estimates = described.estimates | self.estimates
+        self.sources = described.sources | self.sources
+        self._session.add_router(router)
+        self.graphs.adopt(router, described.metrics)
 
     def _refuse(self, refusals: Sequence[Refusal]) -> None:
         self._session.refusals.extend(refusals)

@@ -34,7 +34,7 @@ from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, free_symbols, symbol
 from autofuse.runtime.bookkeeping import BELOW, NAMES, kept_books
 from autofuse.runtime.eager_calls import render_call
-from autofuse.runtime.halves import Half, backward_call
+from autofuse.runtime.halves import Half, Pair, backward_call
 from autofuse.untraced import define
 from autofuse.ways.groups import Group
 
@@ -66,6 +66,22 @@ class Program:
     # Of each half of an attention: the slots that do not run in calls that the plan counts as skipped for it.
     skips: tuple[tuple[int, ...], ...] = ()
     reuse: Mapping[int, Pairs] = field(default_factory=dict)  # of slots: outputs written where a dead input lies
+    constants: Mapping[str, Any] = field(default_factory=dict)  # what the source reads under names of its own
+
+
+def link(
+    slots: tuple[NodeSlot, ...],
+    symbols: tuple[str, ...],
+    source: str,
+    skips: tuple[tuple[int, ...], ...],
+    reuse: Mapping[int, Pairs],
+    constants: Mapping[str, Any],
+) -> Program:
+    """The source as functions. A constant that is a `Pair` stands for its backward half."""
+    namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, **NAMES}
+    namespace |= {name: backward_call(c) if isinstance(c, Pair) else c for name, c in constants.items()}
+    define(source, "graph", namespace)
+    return Program(slots, symbols, namespace["call"], namespace["timed_call"], source, skips, reuse, constants)
 
 
 @dataclass
@@ -142,11 +158,7 @@ class _Builder:
         self.sources = self._sources()
         self.reuse: dict[int, Pairs] = {}
         self.is_below = False  # most of it runs below torch's bookkeeping
-        self.namespace: dict[str, Any] = {
-            "torch": torch,
-            "clock": perf_counter,
-            **NAMES,
-        }
+        self.namespace: dict[str, Any] = {"torch": torch}  # and what `link` adds
 
     def _device_of(self, node: FusionNode) -> torch.device:
         refs = [_ref_of(name) for name in node.input_names]
@@ -195,10 +207,8 @@ class _Builder:
         lines = ["def call(plans, miss, args):", *head, *body, "", "def timed_call(plans, miss, args, times):"]
         lines += [*head, *timed]
         source = "\n".join(lines)
-        define(source, "graph", self.namespace)
-        return Program(
-            self.slots, symbols, self.namespace["call"], self.namespace["timed_call"], source, self.skips, self.reuse
-        )
+        del self.namespace["torch"]
+        return link(self.slots, symbols, source, self.skips, self.reuse, self.namespace)
 
     def _booked(self, units: list[_Unit]) -> tuple[list[_Unit], list[_Unit]]:
         """Those that run first, with torch's bookkeeping, and those that run below it. See `bookkeeping`."""
@@ -250,7 +260,7 @@ class _Builder:
         for number, half in enumerate(self.halves):
             place = self.first_half + number if self.first_half < len(self.slots) else None
             if place is None:
-                self.namespace[f"af_half{number}"] = backward_call(half.pair)
+                self.namespace[f"af_half{number}"] = half.pair
             units = self._halved(units, half, _Unit([], place, half=number))
         return units
 

@@ -7,6 +7,7 @@ does wrong, the original module answers; what the user's own code raises, the us
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import statistics
@@ -39,7 +40,7 @@ from autofuse.untouched import keep_generators, untouched
 
 if TYPE_CHECKING:
     from autofuse.capture.backend import CapturedRoot
-    from autofuse.capture.direct import DirectCalls
+    from autofuse.capture.direct import DirectCall, DirectCalls
     from autofuse.runtime.roots import Roots
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Root:
         self.traits: Traits | None = None
         self._seen: object = None  # when the traits were looked for last
         self.factor = 1.0  # how slow captures were thought to be when the last one was weighed
+        self._has_kept_trace = False
         self.failures = 0
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
@@ -131,6 +133,8 @@ class Root:
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs)
             self._decide(module, args, kwargs)
+            if self.state == "captured" and self.reason == "kept_trace":
+                self._take_kept(module, args, kwargs)
             if self.state == "observing":
                 return self._observed(module, args, kwargs)
         if self.state == "captured":
@@ -349,11 +353,11 @@ class Root:
         restore_generators = keep_generators()
         began = time.perf_counter()
         try:
-            dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
             with dynamo.capture_settings(session.settings.capture.recompile_limit):
                 if isinstance(module, torch.nn.Module):
-                    result = trace(module, *args, **kwargs)
+                    result = self._traced_or_kept(trace, module, args, kwargs)
                 else:  # which may have done half of its work, of which it must do nothing twice
+                    dynamo.mark_dynamic(tensors_by_path(args, kwargs), self.dynamic_dims())
                     with dynamo.suppressed_errors():
                         result = trace(module, *args, **kwargs)
         except Exception as error:
@@ -375,6 +379,49 @@ class Root:
             session.disturbances += 1
         return result
 
+    def _traced_or_kept(
+        self, trace: Callable[..., Any], module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The call by what an earlier run has traced, where that fits; else through Dynamo."""
+        assert self._dynamo is not None and self._captured is not None
+        traces, tensors, dims = self._captured.traces, tensors_by_path(args, kwargs), self.dynamic_dims()
+        direct = self._find_kept(module, args, kwargs)
+        if direct is not None:
+            self._dynamo.note_read()
+            return direct.run(module, *args, **kwargs)
+        self._dynamo.mark_dynamic(tensors, dims)
+        with traces.watching(dims) if traces is not None else contextlib.nullcontext():
+            return trace(module, *args, **kwargs)
+
+    def _find_kept(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+        """What an earlier run has traced, for this call."""
+        captured = self._captured
+        if captured is None or captured.traces is None:
+            return None
+        direct = captured.direct.find_adopted(module, args, kwargs)
+        if direct is None:
+            with untouched():
+                direct = captured.traces.find(module, args, kwargs, tensors_by_path(args, kwargs))
+            if direct is not None:
+                captured.direct.adopt(direct)
+        return direct
+
+    def _take_kept(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Captured for a trace of an earlier run. If none fits, the root is observed on: to trace has another price."""
+        session, dynamo = self.session, self._dynamo
+        assert dynamo is not None
+        graphs, began = len(session.routers), time.perf_counter()
+        with dynamo.capture_settings(session.settings.capture.recompile_limit):
+            direct = self._find_kept(module, args, kwargs)
+        self.account.note("tracing", time.perf_counter() - began)
+        if direct is not None:
+            self.kept_graphs += len(session.routers) - graphs
+            session.disturbances += 1
+            return
+        self._has_kept_trace = False
+        self.state, self.reason, self.detail = "observing", "not_yet", "no trace of an earlier run fits"
+        self.roots.observer.reopen(self.key)
+
     @property
     def all_calls(self) -> int:
         """With those of modules that were released."""
@@ -390,6 +437,7 @@ class Root:
             # Decisions of earlier runs are read while the script imports; a moment more is well spent.
             began = time.perf_counter()
             session.backstage.wait_ready(2.0)
+            self._has_kept_trace = isinstance(module, torch.nn.Module) and session.has_trace(self.key)
             self.account.ledger.lose("imports", time.perf_counter() - began)
         typical, ledger = observer.typical_seconds(self.key), self.account.ledger
         known, factor = self._find_known(), self.roots.cost_factor()
@@ -415,6 +463,7 @@ class Root:
             call_us=typical * 1e6 if typical is not None else None,
             known=known,
             known_seconds=self._known_seconds(known),
+            has_kept_trace=self._has_kept_trace,
         )
         self.reason, self.detail = advice.reason, advice.detail
         self.predicted_seconds = advice.predicted_seconds
@@ -485,11 +534,14 @@ class Root:
         with collector.paused(), untouched():
             from autofuse.capture import backend as dynamo
             from autofuse.pipeline import root_backend
+            from autofuse.runtime.kept_plans import KeptPlans
 
         self.account.note("imports", time.perf_counter() - began)
         self._dynamo = dynamo
         if self._captured is None:
-            self._captured = dynamo.compile_root(self.name, root_backend)
+            plans = KeptPlans(self.session)
+            keeper = self.session.keeper
+            self._captured = dynamo.compile_root(self.name, root_backend, self.key, keeper, plans)
         self.state, self._decided = "captured", None
         self.roots.observer.decide(self.key)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from autofuse.capture.traced import trace_prefix
 from autofuse.codegen.version import versions
 from autofuse.errors import AutofuseError
 from autofuse.ir.device import cpu_device
@@ -173,6 +174,11 @@ class Session:
 
         folder = self.graphs_folder
         return Keeper(PrivateFolder(folder), self.say_once) if folder is not None else None
+
+    def has_trace(self, root: str) -> bool:
+        """Whether an earlier run has left a trace of a root; whether it fits shows when it is read."""
+        folder = self.graphs_folder
+        return folder is not None and any(n.startswith(trace_prefix(root)) for n in PrivateFolder(folder).names())
 
     def use_device(self, device: torch.device) -> None:
         """The script has tensors there: read what is decided for its model."""

@@ -1,0 +1,54 @@
+"""What is found out about a trace while it is made, by the stages that see a part of it.
+
+In: notes of Dynamo's backend, of AOTAutograd's cache and of the planner, on the thread that traces. Out: a `Traced`
+for whoever keeps it. Guarantee: where nobody keeps traces, nothing is noted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autofuse.capture.second_gradients import Replay
+
+_active = threading.local()
+
+
+def trace_prefix(root: str) -> str:
+    """How names of files begin that hold traces of a root."""
+    return hashlib.sha256(root.encode()).hexdigest()[:20] + "."
+
+
+@dataclass
+class Traced:
+    """One trace of a root."""
+
+    graphs: str = ""  # the file of AOTAutograd's graphs
+    replay: Replay | None = None  # Dynamo's graph
+    plans: dict[str, Any] = field(default_factory=dict)  # of the planner, by phase
+    problem: str = ""  # why it cannot be kept
+
+    def spoil(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+def being_traced() -> Traced | None:
+    """The trace that is being made on this thread, where it is to be kept."""
+    found: Traced | None = getattr(_active, "traced", None)
+    return found
+
+
+@contextmanager
+def noted_in(traced: Traced) -> Iterator[None]:
+    """While a trace is made."""
+    before = being_traced()
+    _active.traced = traced
+    try:
+        yield
+    finally:
+        _active.traced = before
