@@ -20,6 +20,7 @@ import functools
 import importlib
 import itertools
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -114,8 +115,16 @@ def note_guards(manager: CheckFunctionManager, guards: list[Guard], output: Any)
         _pytree.tree_map(convert_int_to_concrete_values, dict(output.input_source_to_sizes_strides)),
         shapes,
         output.name_of_builtins_dict_key_in_fglobals,
-        dict(output.import_sources),
+        {**output.import_sources, **_installed_modules(output)},
     )
+
+
+def _installed_modules(output: Any) -> dict[str, str]:
+    """Modules that Dynamo has put among the globals, under names made of this process's addresses: ``type(tensor)``
+    in the user's code is ``torch.Tensor`` of such a one."""
+    found = ((name, output.global_scope.get(name)) for name in output.installed_globals)
+    modules = ((name, value) for name, value in found if isinstance(value, types.ModuleType))
+    return {name: value.__name__ for name, value in modules if sys.modules.get(value.__name__) is value}
 
 
 def _plain_guard(guard: Guard) -> Guard:

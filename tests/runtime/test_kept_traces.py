@@ -299,3 +299,19 @@ def test_without_graphs_beside_it_a_trace_is_made_anew(warm, tmp_path):
 def test_nothing_is_kept_where_that_is_switched_off(scripts):
     scripts.run("--set", "capture.keep_graphs=false")
     assert not scripts.graphs.exists()
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        " * (1.0 if type(x) == torch.Tensor else 2.0)",  # looks at torch under a name made of an address
+        " + nn.Identity()(x) * 0.0",  # goes through what Dynamo has put around Module.__init__
+    ],
+    ids=["type", "module"],
+)
+def test_what_dynamo_itself_has_put_somewhere_is_found_again(scripts, factor):
+    scripts.write(factor)
+    seen, traced, _ = scripts.run(steps=6)
+    assert traced >= 1 and scripts.traces()
+    again, traced, stderr = scripts.run(steps=6)
+    assert traced <= 0 and again == seen and "made anew" not in stderr
