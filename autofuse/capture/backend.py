@@ -219,8 +219,9 @@ def compile_root(
 def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:
     """As `_keeping`, and with much of Dynamo too."""
     try:
-        from autofuse.capture.kept_graphs import IS_SUPPORTED
-        from autofuse.capture.kept_traces import TraceKeeper
+        with untouched():
+            from autofuse.capture.kept_graphs import IS_SUPPORTED
+            from autofuse.capture.kept_traces import TraceKeeper
     except ImportError as error:
         log.debug("traces are not kept with this torch: %s", error)
         return None

@@ -38,6 +38,7 @@ from torch.utils import _device, _pytree
 from torch.utils._ordered_set import OrderedSet
 
 from autofuse.capture.fingerprints import Unknown, object_text
+from autofuse.untouched import untouched
 
 # Guards whose text says all that they check.
 _KNOWN = {
@@ -147,7 +148,8 @@ def _is_plain(value: Any) -> bool:
 def build_guards(record: GuardRecord, code: types.CodeType, scope: dict[str, Any], ambient: Ambient) -> Built:
     """Guards of ``code`` on the objects of a call, whose local variables are ``scope``. Raises what torch raises."""
     names: dict[str, Any] = {"__builtins__": builtins}
-    names |= {alias: importlib.import_module(name) for alias, name in record.imports.items()}
+    with untouched():
+        names |= {alias: importlib.import_module(name) for alias, name in record.imports.items()}
     if record.builtins_name:
         names[record.builtins_name] = vars(builtins)
     state = OutputGraphGuardsState(
