@@ -251,6 +251,7 @@ def test_steps_of_a_captured_root_are_times_of_its_stream(on_fake_gpu: tuple[Fak
         trace=lambda module, *args, **kwargs: module._call_impl(*args, **kwargs),
         settled=lambda module, *args, **kwargs: module._call_impl(*args, **kwargs),
         direct=SimpleNamespace(find=lambda *args: None),
+        traces=None,
     )
     root._dynamo = SimpleNamespace(  # type: ignore[assignment]
         mark_dynamic=lambda *a: None,

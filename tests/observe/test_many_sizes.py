@@ -81,6 +81,7 @@ class Bench:
             trace=lambda module, x: run(captured, self.captured_calls, x),
             settled=lambda module, x: run(captured, self.captured_calls, x),
             direct=SimpleNamespace(find=lambda *args: None),
+            traces=None,
         )
         root._dynamo = SimpleNamespace(  # type: ignore[assignment]
             mark_dynamic=lambda *a: None,
