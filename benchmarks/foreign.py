@@ -13,10 +13,11 @@ these whole processes take turns:
 
 - plain: `python SCRIPT`
 - cold: `autofuse run SCRIPT` without a store
-- tuned: `autofuse run --tune wait SCRIPT` without a store, which pauses for tuning at most `TUNING_SECONDS`
+- tuned: `autofuse run --tune wait SCRIPT` without a store, for `TUNED_STEPS` steps and with at most `TUNING_SECONDS` of
+  pauses for tuning
 - warm: `autofuse run SCRIPT` on the store that the tuned run has made
-- reordered: plain python with vectors of another width (`ATEN_CPU_CAPABILITY`), whose sums are added up in
-  another order
+- reordered: plain python on one thread and with vectors of another width (`ATEN_CPU_CAPABILITY`), whose sums are added
+  up in another order
 
 Total at step N is the time from the launch of the process to the line of step N, imports included. Draws are seeded, so
 that step N has the same shapes in all runs. The true cost of a capture is what the script lost to it by the clock: of
@@ -43,7 +44,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from autofuse.tuner import daemon
 HERE = Path(__file__).parent
 SCRIPTS, EXAMPLES = HERE / "foreign_scripts", HERE.parent / "examples"
 STEPS = 400
+TUNED_STEPS = 150  # of a tuned run, whose purpose is its store
 MARKS = (50, 150, 400)
 TUNING_SECONDS = 15.0
 RUN_SECONDS = 300.0  # after which a run is ended and left out
@@ -112,6 +114,10 @@ class Run:
     errors: str = ""  # the end of what it wrote on stderr
     report: dict[str, Any] = field(default_factory=dict)
 
+    def first(self, steps: int) -> Run:
+        """Its beginning."""
+        return replace(self, steps=min(steps, self.steps), at=self.at[:steps], losses=self.losses[:steps])
+
     def step_seconds(self) -> list[float]:
         """Of each step; the first one's begins at the launch."""
         return [later - earlier for earlier, later in zip([0.0, *self.at], self.at, strict=False)]
@@ -126,6 +132,8 @@ def run(script: Script, kind: str, number: int, steps: int, folder: Path) -> Run
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AUTOFUSE_")}
     command = [sys.executable]
     if kind == "reordered":
+        # Both: convolutions of oneDNN know nothing of aten's choice, and small products are not shared among threads.
+        environment["OMP_NUM_THREADS"] = "1"
         environment["ATEN_CPU_CAPABILITY"] = (
             "avx2" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "default"
         )
@@ -198,10 +206,13 @@ def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
     for run in (plain, other, reordered):
         if len(run.at) != run.steps or run.exit_code:
             raise ValueError(f"{run.kind}: {len(run.at)} of {run.steps} steps, exit code {run.exit_code}: {run.errors}")
+    is_whole = other.steps == plain.steps
+    plain, reordered = plain.first(other.steps), reordered.first(other.steps)
     ours, theirs = other.step_seconds(), plain.step_seconds()
     stalls = [n for n in range(1, len(ours)) if ours[n] - theirs[n] > STALL_SECONDS and ours[n] > SLOW * theirs[n]]
     roots = other.report.get("roots", [])
-    captured = [root for root in roots if root["state"] == "captured" or root["capture_seconds"]]
+    # One that is not captured may have waited a moment for what the store knows of it.
+    captured = [root for root in roots if root["state"] == "captured" or root["capture_seconds"] > STALL_SECONDS]
     first = stalls[0] if stalls and captured else len(ours)
     paused = other.report.get("totals", {}).get("tuning_seconds", 0.0) if other.kind == "tuned" else 0.0
     lost = sum(o - t for o, t in zip(ours[first:], theirs[first:], strict=True) if o > SLOW * t)
@@ -214,7 +225,7 @@ def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
         round=other.round,
         totals={mark: ratios[mark - 1] for mark in MARKS if mark <= len(ratios)},
         worst_total=max(ratios[9:], default=0.0),
-        end=other.ended / plain.ended,
+        end=other.ended / plain.ended if is_whole else ratios[-1],
         captured_at=first + 1 if first < len(ours) else 0,
         predicted_seconds=sum(root["predicted_capture_seconds"] for root in captured),
         reported_seconds=sum(root["capture_seconds"] for root in captured),
@@ -314,7 +325,8 @@ class Benchmark:
     def run_script(self, script: Script, rounds: int, folder: Path) -> None:
         reordered = self.one(script, "reordered", 0, self.steps, folder)
         for number in range(rounds):
-            runs = {kind: self.one(script, kind, number, self.steps, folder) for kind in RUNS}
+            length = {"tuned": min(self.steps, TUNED_STEPS)}
+            runs = {kind: self.one(script, kind, number, length.get(kind, self.steps), folder) for kind in RUNS}
             for kind in RUNS:
                 if kind == "plain":
                     continue
