@@ -90,6 +90,8 @@ def _compile_whole(
     def compile_phase(graph: fx.GraphModule, phase: str, is_plain: bool | None) -> tuple[Call, bool]:
         if phase == "forward" and replay is not None:
             replay.note_graph(graph)
+        if phase == "backward" and replay is not None:
+            replay.note_backward(graph)
         if phase == "inference":  # the other two were simplified as one
             simplify(graph.graph)
             graph.recompile()
@@ -136,7 +138,7 @@ def _compile_whole(
         compiled: Callable[..., Any] = backend(module, example_inputs)
     if len(plain) == 1:
         note_plain_graph(compiled, plain[0])
-    return compiled
+    return compiled if replay is None else replay.around(compiled)
 
 
 _read: Counter[str] = Counter()

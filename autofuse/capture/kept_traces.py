@@ -285,7 +285,7 @@ class TraceKeeper:
         with (
             torch._functorch.config.patch(donated_buffer=False),
             tracing(context),
-            replayed(kept.replay),
+            replayed(kept.replay) as replay,
             reading_with(compile_kept),
         ):
             whole = entry.wrap_post_compile([], entry.sanitized_aot_config, {})
@@ -295,8 +295,9 @@ class TraceKeeper:
 
         if len(plain) == 1:
             note_plain_graph(compiled, plain[0])
+        around = plain_call(compiled) if replay is None else replay.around(plain_call(compiled))
         names = dict(built.names) | {name: reference.find() for name, reference in kept.others}
-        names[kept.call] = plain_call(compiled)
+        names[kept.call] = around
         if UTILITIES in names:
             names[UTILITIES] = Unrecorded()
         code: CodeType = marshal.loads(kept.code)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autofuse.capture.reach import Reach, filled, is_watched, reach_of, tangent_places
 from autofuse.untraced import mark_all_below
 
 _FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
@@ -47,6 +48,7 @@ class KeptReplay(NamedTuple):
     is_random: bool
     has_functions: bool
     reads: list[tuple[bool, bool]]
+    reach: Reach
 
 
 class Replay:
@@ -57,8 +59,9 @@ class Replay:
         self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
         self.is_random = False
         self._reads: list[tuple[bool, bool]] = []  # of each input: for more than statistics, than counters
+        self.reach = Reach()  # once the backward graph is known
         if isinstance(module, KeptReplay):
-            _, self.is_random, self._has_functions, self._reads = module
+            _, self.is_random, self._has_functions, self._reads, self.reach = module
             return
         targets = [getattr(n.target, "_name", "") for n in module.graph.nodes]
         self._has_functions = "autograd_function_apply" in targets
@@ -81,7 +84,7 @@ class Replay:
             data = GraphPickler.dumps(graph, Options(ops_filter=None, node_metadata_key_filter=lambda key: False))
         finally:
             graph.meta = meta
-        return KeptReplay(data, self.is_random, self._has_functions, self._reads)
+        return KeptReplay(data, self.is_random, self._has_functions, self._reads, self.reach)
 
     def note_graph(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's forward graph."""
@@ -90,7 +93,22 @@ class Replay:
         readers = [{user.target for user in n.users} for n in graph.graph.nodes if n.op == "placeholder"]
         self._reads = [(bool(found - _STATISTICS), bool(found - _COUNTERS)) for found in readers]
 
-    def _runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
+    def note_backward(self, graph: fx.GraphModule) -> None:
+        """AOTAutograd's backward graph."""
+        self.reach = reach_of(graph)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, and Dynamo's in eager where someone watches what not every loss has a gradient for."""
+
+        def call(*args: Any) -> Any:
+            if is_watched([args[i] for i in parted]):
+                return self.module.forward(*args)
+            return compiled(*args)
+
+        parted = self.reach.parted
+        return call if parted else compiled
+
+    def runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
         """Whether a second run would not be as the first: the graph may have written to what it reads."""
         written = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
         if self._has_functions or len(inputs) != len(self._reads):
@@ -104,7 +122,7 @@ class Replay:
         _ = ctx.saved_tensors  # raises as eager does where one has been written to or freed
         inputs: tuple[Any, ...] = ctx.autofuse_inputs
         mutated = len(metadata.mutated_inp_runtime_indices)
-        if self._runs_once(inputs, metadata) or any(g is not None for g in grads[:mutated]):
+        if self.runs_once(inputs, metadata) or any(g is not None for g in grads[:mutated]):
             raise RuntimeError(_NOT_TWICE)
         written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
         fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
@@ -192,19 +210,26 @@ def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
         function = build(self)
         replay = getattr(_compiling, "replay", None)
         if replay is not None and hasattr(function, "_fwd_fn") and hasattr(function, "_bwd_fn"):
-            _teach(function, replay, self.spec.fw_metadata)
+            later = getattr(self.spec.lazy_backward_info, "bw_module", None)  # compiled for the first backward pass
+            if later is not None:
+                replay.note_backward(later)
+            _teach(function, replay, self.spec.fw_metadata, self.spec.maybe_subclass_meta is None)
         return function
 
     build_function.autofuse = True  # type: ignore[attr-defined]
     return build_function
 
 
-def _teach(function: Any, replay: Replay, metadata: Any) -> None:
+def _teach(function: Any, replay: Replay, metadata: Any, is_plain: bool) -> None:
+    """``is_plain``: AOTAutograd takes no subclasses apart, so that its graph's results are the inputs' gradients."""
     # No buffer is donated. AOTAutograd leaves None, which its check of retain_graph=True takes for some (torch 2.13).
     metadata.bw_donated_idxs = []
     forward, backward = function._fwd_fn, function._bwd_fn
+    tangents = tangent_places(metadata) if is_plain else []
 
     def forward_and_keep(ctx: Any, inputs: tuple[Any, ...], *rest: Any) -> Any:
+        if tangents:
+            ctx.set_materialize_grads(False)  # to tell zeros from what the loss does not use
         ctx.autofuse_inputs = inputs
         ctx.autofuse_random = replay.random_state(inputs)
         return forward(ctx, inputs, *rest)
@@ -216,10 +241,22 @@ def _teach(function: Any, replay: Replay, metadata: Any) -> None:
             or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
         ):
             return replay.gradients(ctx, grads[0], metadata)
+        present = {i for i, place in enumerate(tangents) if grads[0][place] is not None}
+        if len(present) == len(tangents):
+            forget_inputs(ctx)
+            return backward(grads, ctx, *rest)
+        if not present:
+            return (None,) * len(ctx.autofuse_inputs)
+        if not replay.reach.may_be_zero(present) and not replay.runs_once(ctx.autofuse_inputs, metadata):
+            return replay.gradients(ctx, grads[0], metadata)
+        forget_inputs(ctx)
+        grads[0][:] = filled(grads[0], tangents, ctx)
+        return replay.reach.only_reached(backward(grads, ctx, *rest), present)
+
+    def forget_inputs(ctx: Any) -> None:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.autofuse_inputs = None  # as eager frees what it has saved
-        return backward(grads, ctx, *rest)
 
     # Where backward() is called inside of what torch.compile runs, Dynamo sees all frames of the backward pass.
-    mark_all_below(forward_and_keep, backward_or_replay)
+    mark_all_below(forward_and_keep, backward_or_replay, forget_inputs)
     function._fwd_fn, function._bwd_fn = forward_and_keep, backward_or_replay

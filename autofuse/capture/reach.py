@@ -1,0 +1,118 @@
+"""Gradients of outputs that the loss does not use, in graphs that AOTAutograd compiles for all outputs at once.
+
+In: a backward graph, and the gradients that a backward pass has for a graph's outputs, None where the loss does not use
+one. Out: what the graph takes in their place (zeros), which of its results there are, and whether zeros would do.
+Guarantee: an input gets a gradient exactly if an output that the loss uses depends on it, as in eager; an optimizer
+skips what has none, and would decay and move what has zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+_DIVISIONS = {_aten.div.Tensor}
+_PRODUCTS = {_aten.mul.Tensor}
+# What may be infinite though all that was kept is finite.
+_UNBOUNDED = {
+    *(_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar),
+    *(_aten.rsqrt.default, _aten.reciprocal.default, _aten.exp.default),
+    *_DIVISIONS,
+    *_PRODUCTS,
+}
+
+
+class Reach(NamedTuple):
+    """What of a backward graph is made of which tangents, by their numbers."""
+
+    tangents: int = 0
+    results: tuple[tuple[int, ...], ...] = ()  # of each input's gradient
+    risks: tuple[tuple[int, ...], ...] = ()  # of values in which zero may meet infinity
+
+    @property
+    def parted(self) -> list[int]:
+        """Inputs that some tangents lead to, and others do not."""
+        return [i for i, found in enumerate(self.results) if 0 < len(found) < self.tangents]
+
+    def may_be_zero(self, present: set[int]) -> bool:
+        """Whether zeros in the place of the others change nothing: 0 * inf would be NaN where eager adds nothing."""
+        return all(not present.isdisjoint(found) for found in self.risks)
+
+    def only_reached(self, results: Sequence[Any], present: set[int]) -> tuple[Any, ...]:
+        """The gradients that eager has. What is made of no tangent at all stays."""
+        if len(results) != len(self.results):
+            return tuple(results)
+        return tuple(
+            result if not found or not present.isdisjoint(found) else None
+            for result, found in zip(results, self.results, strict=True)
+        )
+
+
+def reach_of(backward: fx.GraphModule) -> Reach:
+    """The data flow of a backward graph is the reach of autograd: what is made of a tangent, the output leads to."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    tangents, risks = 0, set()
+    for node in backward.graph.nodes:
+        if node.op == "placeholder" and str(node.target).startswith("tangents"):
+            found[node] = frozenset({tangents})
+            tangents += 1
+            continue
+        found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
+        if found[node] and _may_meet_infinity(node, found):
+            risks.add(found[node])
+    (results,) = backward.graph.find_nodes(op="output")[0].args
+    return Reach(
+        tangents,
+        tuple(tuple(sorted(found[r])) if isinstance(r, fx.Node) else () for r in results),
+        tuple(sorted(tuple(sorted(risk)) for risk in risks)),
+    )
+
+
+def _may_meet_infinity(node: fx.Node, found: dict[fx.Node, frozenset[int]]) -> bool:
+    """A gradient that is divided by a tensor, or multiplied by what backward computes from what was kept."""
+    if node.target in _DIVISIONS:
+        return isinstance(node.args[1], fx.Node)
+    kept = [n for n in node.all_input_nodes if not found[n]]
+    return node.target in _PRODUCTS and any(n.target in _UNBOUNDED for n in kept)
+
+
+def tangent_places(metadata: Any) -> list[int]:
+    """Which of the gradients that autograd hands to AOTAutograd's function are the graph's tangents, in its order."""
+    written = metadata.mutated_inp_runtime_indices
+    places = [
+        i
+        for i, index in enumerate(written)
+        if metadata.input_info[index].mutates_data and metadata.input_info[index].requires_grad
+    ]
+    places += [
+        len(written) + i
+        for i, info in enumerate(metadata.output_info)
+        if info.output_type.name in ("non_alias", "unsafe_view_alias", "custom_function_view")
+        and issubclass(info.raw_type, torch.Tensor)
+        and info.requires_grad_for_backward
+    ]
+    first_base = len(written) + metadata.num_outputs
+    return places + list(range(first_base, first_base + metadata.num_intermediate_bases))
+
+
+def filled(grads: Sequence[Any], places: Sequence[int], ctx: Any) -> list[Any]:
+    """With zeros for tangents that are absent, which the graph adds up with the others."""
+    found = list(grads)
+    for place in places:
+        if found[place] is None:
+            meta = ctx._input_metadata[place]
+            found[place] = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
+    return found
+
+
+def is_watched(tensors: Sequence[Any]) -> bool:
+    """Whether someone waits for gradients of these: a hook is called, with None, also for what the loss did not use."""
+    distributed = sys.modules.get("torch.nn.parallel.distributed")
+    if distributed is not None and getattr(distributed.DistributedDataParallel, "_active_ddp_module", None) is not None:
+        return True
+    return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)

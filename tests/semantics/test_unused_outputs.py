@@ -1,0 +1,119 @@
+"""Outputs that the loss does not use: what is only behind them has no gradient, as in eager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofuse.runtime.session import Session
+
+T = torch.Tensor
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: T) -> tuple[T, T, T]:
+        h = self.trunk(x).tanh()
+        b = self.b(h)
+        return self.a(h), b[:, :2], b[:, 2:]
+
+
+def gradients(model: nn.Module) -> dict[str, T | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def losses(outputs: tuple[T, T, T]) -> list[T]:
+    """Behind one head, the other, half of it, both, and the trunk of neither."""
+    a, b, c = outputs
+    return [a.square().sum(), b.sum() + c.sum(), c.square().mean(), (a * b.sum()).sum()]
+
+
+def train(model: nn.Module, x: T) -> list[Any]:
+    """All that steps with each loss leave behind."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found: list[Any] = []
+    for step in range(8):
+        optimizer.zero_grad()
+        losses(model(x))[step % 4].backward()
+        found.append(gradients(model))
+        optimizer.step()
+    return [*found, [p.detach().clone() for p in model.parameters()]]
+
+
+def is_captured(session: Session) -> bool:
+    return any(root.state == "captured" and root.trial.shapes for root in session.roots.groups.values())
+
+
+def test_what_no_loss_used_has_no_gradient_and_does_not_move(session: Session) -> None:
+    model, x = TwoHeads(), torch.randn(3, 8)
+    session.roots.uninstall()
+    wanted = train(copy.deepcopy(model), x)
+    session.roots.install()
+    found = train(model, x)
+    assert is_captured(session)
+    assert [{n: g is None for n, g in step.items()} for step in found[:-1]] == [
+        {n: g is None for n, g in step.items()} for step in wanted[:-1]
+    ]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_gradients_asked_for_one_by_one(session: Session) -> None:
+    model, x = TwoHeads(), torch.randn(3, 8, requires_grad=True)
+    for _ in range(2):
+        a, _, _ = model(x)
+        with pytest.raises(RuntimeError, match="to not have been used"):
+            torch.autograd.grad(a.sum(), [model.b.weight])
+        found = torch.autograd.grad(model(x)[0].sum(), [model.a.bias, model.b.weight], allow_unused=True)
+        assert found[0] is not None and found[1] is None
+    assert is_captured(session)
+
+
+def test_second_gradients_of_one_of_two_outputs(session: Session) -> None:
+    model = TwoHeads()
+    for _ in range(2):
+        x = torch.randn(3, 8, requires_grad=True)
+        model.zero_grad()
+        (gradient,) = torch.autograd.grad(model(x)[1].square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        assert {n for n, g in gradients(model).items() if g is None} == {"a.weight", "a.bias"}
+    assert is_captured(session)
+
+
+def test_hooks_are_not_called_for_what_no_loss_used(session: Session) -> None:
+    model, x = TwoHeads(), torch.randn(3, 8)
+    seen: list[str] = []
+    for step in range(3):
+        if step == 1:
+            model.b.weight.register_hook(lambda g: seen.append("b") or 2 * g)
+            model.a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"a {p.grad.shape}"))
+        a, b, _ = model(x)
+        (a if step < 2 else b).sum().backward()
+    assert is_captured(session)
+    assert seen == ["a torch.Size([4, 8])", "b"]
+
+
+def test_zeros_meet_no_infinity(session: Session) -> None:
+    """The derivatives of the second and third output are infinite here."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: T) -> tuple[T, T, T]:
+            y = x * self.scale
+            return y, y.square().sum(-1).sqrt(), y.pow(0.5)
+
+    model = Norms()
+    for _ in range(2):
+        x = torch.zeros(2, 3, requires_grad=True)
+        model(x)[0].sum().backward()
+        torch.testing.assert_close(x.grad, torch.ones(2, 3))
+    assert is_captured(session)
