@@ -329,34 +329,33 @@ def _kinds(value: Any) -> Any:
     return str(value) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else repr(type(value))
 
 
-def switches() -> tuple[str, ...]:
-    """What operators AOTAutograd's trace may choose by, beside its inputs."""
+def switches() -> dict[str, str]:
+    """What operators AOTAutograd's trace may choose by, beside its inputs; by name."""
     devices = torch._C._autocast_supported_devices()
-    found = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        [(d, str(torch.get_autocast_dtype(d))) for d in devices if torch.is_autocast_enabled(d)],
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
-        torch._C._get_sdp_priority_order(),
-        torch.backends.opt_einsum.is_available(),
-        torch.backends.opt_einsum.enabled,
-        torch.backends.opt_einsum.strategy,
-        torch.is_autocast_cache_enabled(),
-        torch.backends.cpu.get_cpu_capability(),
-        torch.cuda.is_available() and torch.cuda.get_device_name(),
-        torch._functorch.config.save_config(),
-        version(),
-    )
-    return tuple(map(str, found))
+    einsum, cuda = torch.backends.opt_einsum, torch.backends.cuda
+    found = {
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": [(d, str(torch.get_autocast_dtype(d))) for d in devices if torch.is_autocast_enabled(d)],
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "torch.backends": (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled),
+        "scaled dot product attention": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+            cuda.fp16_bf16_reduction_math_sdp_allowed(),
+            torch._C._get_sdp_priority_order(),
+        ),
+        "opt_einsum": (einsum.is_available(), einsum.enabled, einsum.strategy),
+        "the processor": torch.backends.cpu.get_cpu_capability(),
+        "the GPU": torch.cuda.is_available() and torch.cuda.get_device_name(),
+        "torch._functorch.config": torch._functorch.config.save_config(),
+        "torch, Python or autofuse.capture": version(),
+    }
+    return {name: str(value) for name, value in found.items()}
 
 
 class _NoRecorder:

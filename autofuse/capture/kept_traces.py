@@ -77,8 +77,8 @@ class _Noted(Traced):
 class Plans(Protocol):
     """The planner's part: graphs as they were planned."""
 
-    def switches(self) -> str:
-        """All that a plan depends on beside its graph."""
+    def switches(self) -> dict[str, str]:
+        """All that a plan depends on beside its graph, by name."""
 
     def to_bytes(self, plans: Mapping[str, Any]) -> bytes:
         """What the planner has noted, by phase. Raises what says that it cannot be kept."""
@@ -185,8 +185,8 @@ class TraceKeeper:
         self._folder.write(name, data)
         self._folder.prune()
 
-    def _switches(self) -> str:
-        return repr((switches(), _dynamo_settings(), self._plans.switches()))
+    def _switches(self) -> dict[str, str]:
+        return switches() | _dynamo_settings() | self._plans.switches()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -235,8 +235,10 @@ class TraceKeeper:
         found = self._kept.get(name)
         if found is None:
             written, found = pickle.loads(self._folder.read(name))
-            if written != self._switches():
-                raise Untrusted("torch, Python, autofuse or a setting has changed since")
+            present = self._switches()
+            changed = [name for name in {**written, **present} if written.get(name) != present.get(name)]
+            if changed:
+                raise Untrusted(f"changed since: {', '.join(changed[:4])}")
             install_generation_tagging_init()  # as before each trace: it puts a function around Module.__init__
             for place in found.places:
                 if not place.holds():
@@ -328,13 +330,20 @@ def _code_apart(code: CodeType) -> tuple[bytes, tuple[tuple[int, Any], ...]]:
         raise Unknown(f"code with the constants {constants}") from error
 
 
-def _dynamo_settings() -> list[str]:
+_NOT_OF_TRACES = ("debug_dir_root",)  # Dynamo's settings that depend on the current folder, and no trace on them
+
+
+def _dynamo_settings() -> dict[str, str]:
     """All of Dynamo's settings; functions among them by their names."""
     found = torch._dynamo.config.get_config_copy()
+    for name in _NOT_OF_TRACES:
+        found.pop(name, None)
     ignored = found.pop("ignore_logging_functions", ())
     names = sorted(f"{f.__module__}.{f.__qualname__}" for f in ignored)
-    texts = {name: sorted(map(repr, v)) if isinstance(v, set | frozenset) else repr(v) for name, v in found.items()}
-    return [*names, *(f"{name}={text}" for name, text in sorted(texts.items()))]
+    texts = {name: repr(sorted(map(repr, v)) if isinstance(v, set | frozenset) else v) for name, v in found.items()}
+    return {f"torch._dynamo.config.{name}": text for name, text in texts.items()} | {
+        "torch._dynamo.config.ignore_logging_functions": repr(names)
+    }
 
 
 def _packages(places: Sequence[Place]) -> tuple[tuple[str, str], ...]:

@@ -62,21 +62,22 @@ class KeptPlans:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def switches(self) -> str:
-        """All that a plan depends on beside its graph."""
+    def switches(self) -> dict[str, str]:
+        """All that a plan depends on beside its graph, by name."""
         settings = self._session.settings
         path = settings.fusion.patterns
-        return repr(
-            (
-                _version(),
-                settings.as_dict()["fusion"],
-                settings.run.check,
+        found = {
+            "autofuse": _version(),
+            "settings of fusion": settings.as_dict()["fusion"],
+            "run.check": settings.run.check,
+            "patterns": (
                 path.read_text() if path is not None and path.is_file() else "",
                 registered_patterns(),
-                torch.get_float32_matmul_precision(),
-                self._session.catalogue.toolchain is None,
-            )
-        )
+            ),
+            "precision of products": torch.get_float32_matmul_precision(),
+            "a C compiler": self._session.catalogue.toolchain is not None,
+        }
+        return {name: str(value) for name, value in found.items()}
 
     def to_bytes(self, plans: Mapping[str, Planned]) -> bytes:
         """Raises PicklingError where a graph holds what is no data: tensors, modules, a GPU."""

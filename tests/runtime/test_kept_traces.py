@@ -275,16 +275,25 @@ def test_a_folder_that_others_may_write_to_is_left_alone(warm, tmp_path):
     assert seen == first
 
 
-@pytest.mark.parametrize("what", ["torch", "autofuse"])
-def test_a_trace_of_another_version_is_made_anew(warm, tmp_path, what):
+@pytest.mark.parametrize("what", ["torch, Python or autofuse.capture", "torch._dynamo.config.automatic_dynamic_shapes"])
+def test_a_trace_of_another_version_or_setting_is_made_anew(warm, tmp_path, what):
     scripts, first = copied(warm, tmp_path)
     folder = PrivateFolder(scripts.graphs)
     for path in scripts.traces():
         switches, kept = pickle.loads(folder.read(path.name))
-        folder.write(path.name, pickle.dumps((switches.replace("True", "False", 1) if what == "torch" else "", kept)))
+        assert what in switches
+        folder.write(path.name, pickle.dumps((switches | {what: "another"}, kept)))
     seen, traced, stderr = scripts.run()
-    assert traced >= 1 and "has changed since" in stderr
+    assert traced >= 1 and f"changed since: {what}" in stderr
     assert seen == first
+
+
+def test_a_trace_is_used_in_another_folder(warm, tmp_path, monkeypatch):
+    scripts, first = copied(warm, tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    seen, traced, _ = scripts.run()
+    assert traced == 0 and seen == first
 
 
 def test_without_graphs_beside_it_a_trace_is_made_anew(warm, tmp_path):
