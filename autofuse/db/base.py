@@ -28,6 +28,7 @@ from autofuse.db import models
 from autofuse.db.connection import BUSY_TIMEOUT_SECONDS, WRITES, open_engine, store_error
 from autofuse.errors import StoreError
 from autofuse.ir.records import Bucket, DecisionKey, Event, ObservedShape
+from autofuse.ir.stored import stored_number
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -230,7 +231,7 @@ def ranges_json(bucket: Bucket) -> list[list[int]]:
 
 
 def bucket_of(ranges: list[Any]) -> Bucket:
-    return Bucket(as_tuples(ranges))
+    return Bucket(tuple((stored_number(low), stored_number(high)) for low, high in ranges))
 
 
 def shapes_json(shapes: Iterable[ObservedShape]) -> list[Any]:
@@ -238,4 +239,4 @@ def shapes_json(shapes: Iterable[ObservedShape]) -> list[Any]:
 
 
 def shapes_of(data: list[Any]) -> tuple[ObservedShape, ...]:
-    return tuple(ObservedShape(tuple(values), calls) for values, calls in data)
+    return tuple(ObservedShape(tuple(map(stored_number, values)), stored_number(calls)) for values, calls in data)

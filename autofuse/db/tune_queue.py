@@ -23,7 +23,6 @@ from autofuse.db import models
 from autofuse.db.base import (
     NodeText,
     StoreBase,
-    as_tuples,
     bucket_of,
     clean,
     key_of,
@@ -33,6 +32,7 @@ from autofuse.db.base import (
     put_nodes,
     record_of,
     shapes_json,
+    shapes_of,
     upsert,
 )  # fmt: skip
 from autofuse.db.rows import DaemonState, Outcome, QueueStatus, RequestRow
@@ -85,25 +85,18 @@ class TuneQueue(StoreBase):
             if connection.execute(query).first() is None:
                 return None
         with self._write() as connection:
-            row = connection.execute(query).first()
-            if row is None:
-                return None
-            connection.execute(
-                update(table)
-                .where(table.key == row.key)
-                .values(status="running", pid=pid or os.getpid(), host=socket.gethostname(), updated_at=now())
-            )
-            shapes = _merged_shapes(connection, row.key)
-        return TuneRequest(
-            key=key_of(row),
-            node=row.form,
-            bucket=bucket_of(row.ranges),
-            shapes=shapes,
-            calls=row.calls,
-            unfused_us=row.unfused_us,
-            estimated_speedup=row.estimated_speedup,
-            run_id=row.run_id,
-        )
+            while (row := connection.execute(query).first()) is not None:
+                here = update(table).where(table.key == row.key)
+                try:
+                    request = _request_of(connection, row)
+                except (ValueError, TypeError) as error:  # a damaged row, or one that is not ours
+                    problem = {"status": "failed", "message": clean(f"not a request: {error}"), "updated_at": now()}
+                    connection.execute(here.values(**problem))
+                    continue
+                taken = {"status": "running", "pid": pid or os.getpid(), "host": socket.gethostname()}
+                connection.execute(here.values(**taken, updated_at=now()))
+                return request
+        return None
 
     def finish_request(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
         """Note what became of a request: done, failed, or requeued for later. Errors: StoreError if unknown."""
@@ -282,9 +275,22 @@ def _merged_shapes(connection: Connection, digest: str) -> tuple[ObservedShape, 
     """The shapes of all runs, most frequent first."""
     counts: Counter[tuple[int, ...]] = Counter()
     for shapes in connection.execute(select(models.RequestRun.shapes).where(models.RequestRun.key == digest)).scalars():
-        for values, calls in shapes:
-            counts[as_tuples(values)] += calls
+        for shape in shapes_of(shapes):
+            counts[shape.symbol_values] += shape.calls
     return tuple(ObservedShape(values, calls) for values, calls in counts.most_common())
+
+
+def _request_of(connection: Connection, row: Any) -> TuneRequest:
+    return TuneRequest(
+        key=key_of(row),
+        node=row.form,
+        bucket=bucket_of(row.ranges),
+        shapes=_merged_shapes(connection, row.key),
+        calls=row.calls,
+        unfused_us=row.unfused_us,
+        estimated_speedup=row.estimated_speedup,
+        run_id=row.run_id,
+    )
 
 
 def _operations(node: Mapping[str, Any]) -> str:

@@ -16,7 +16,9 @@ from typing import Any
 
 import sympy
 
+from autofuse.errors import FusionError
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim
+from autofuse.ir.stored import one_line, stored_name, stored_number, stored_operator, stored_word
 
 BYTES_PER_ELEMENT = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -38,7 +40,7 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> TensorSpec:
-        return cls(SymbolicShape(data[0]), data[1], SymbolicShape(data[2]), data[3])
+        return cls(SymbolicShape(data[0]), stored_name(data[1]), SymbolicShape(data[2]), stored_name(data[3]))
 
     @property
     def numel(self) -> Dim:
@@ -104,13 +106,14 @@ class Operation:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Operation:
+        source = data.get("source")
         return cls(
-            name=data["name"],
-            target=data["target"],
+            name=stored_name(data["name"]),
+            target=stored_operator(data["target"]),
             args=tuple(decode_arg(a) for a in data["args"]),
-            kwargs=tuple((k, decode_arg(v)) for k, v in data["kwargs"].items()),
+            kwargs=tuple((stored_name(k), decode_arg(v)) for k, v in data["kwargs"].items()),
             outputs=tuple(TensorSpec.from_json(o) for o in data["outputs"]),
-            source=data.get("source"),
+            source=None if source is None else one_line(source),
         )
 
 
@@ -151,14 +154,16 @@ def encode_arg(arg: Arg) -> Any:
 def decode_arg(data: Any) -> Arg:
     if isinstance(data, dict):
         if "ref" in data:
-            return ValueRef(data["ref"], data["index"])
+            return ValueRef(stored_name(data["ref"]), stored_number(data["index"]))
         if "dim" in data:
             return as_dim(data["dim"])
         text = data["float"]
         return float(text) if text in ("inf", "-inf", "nan") else float.fromhex(text)
     if isinstance(data, list):
         return tuple(decode_arg(a) for a in data)
-    return data
+    if data is None or isinstance(data, bool):
+        return data
+    return stored_word(data) if isinstance(data, str) else stored_number(data)
 
 
 @dataclass(frozen=True)
@@ -205,12 +210,29 @@ class NodeForm:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeForm:
-        return cls(
-            inputs=tuple(NodeInput(name, TensorSpec.from_json(spec)) for name, spec in data["inputs"]),
+        """Raises FusionError and ShapeError for what is no node."""
+        found = cls(
+            inputs=tuple(NodeInput(stored_name(name), TensorSpec.from_json(spec)) for name, spec in data["inputs"]),
             operations=tuple(Operation.from_json(op) for op in data["operations"]),
-            outputs=tuple(ValueRef(name, index) for name, index in data["outputs"]),
-            symbols=tuple(data["symbols"]),
+            outputs=tuple(ValueRef(stored_name(name), stored_number(index)) for name, index in data["outputs"]),
+            symbols=tuple(map(stored_name, data["symbols"])),
         )
+        found._check_refs()
+        return found
+
+    def _check_refs(self) -> None:
+        """What is read must be there: in generated code any other name would be somebody else's."""
+        counts = {item.name: 1 for item in self.inputs}
+        for reads, name, count in [
+            *((op.inputs, op.name, len(op.outputs)) for op in self.operations),
+            (self.outputs, "", 0),
+        ]:
+            absent = [ref for ref in reads if not 0 <= ref.index < counts.get(ref.name, 0)]
+            if absent:
+                raise FusionError(
+                    f"expected {absent[0].name}[{absent[0].index}] before it is read, found no such value"
+                )
+            counts[name] = count
 
     def text(self) -> str:
         """Canonical JSON text without source lines: equal text means equal code."""

@@ -17,23 +17,23 @@ import sympy
 
 from autofuse.errors import LoweringError, ShapeError
 from autofuse.ir.dims import PYTHON, dim_text
+from autofuse.ir.size_text import is_name, parse
 
 Dim: TypeAlias = int | sympy.Expr
 
 
 @functools.cache
 def symbol(name: str) -> sympy.Symbol:
-    """The one symbol of that name; sizes are integers and at least 0."""
+    """The one symbol of that name; sizes are integers and at least 0. Generated code has it under the same name."""
+    if not is_name(name):
+        raise ShapeError(f"expected a name for a size, such as s0, found {name!r}")
     return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
 @functools.lru_cache(maxsize=65536)
 def parse_dim(text: str) -> Dim:
     """Read a dim from its text form, such as ``"4"``, ``"s0"`` or ``"s0*s1 + 1"``."""
-    if text.lstrip("-").isdigit():
-        return int(text)
-    names = {str(s): symbol(str(s)) for s in sympy.sympify(text, evaluate=False).free_symbols}
-    return as_dim(sympy.sympify(text, locals=names))
+    return as_dim(parse(text, symbol))
 
 
 def as_dim(value: Any) -> Dim:

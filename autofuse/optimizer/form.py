@@ -15,6 +15,7 @@ from typing import Any
 
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape
+from autofuse.ir.stored import one_of, stored_name, stored_number
 from autofuse.optimizer.algorithms import ALGORITHMS, Algorithm
 
 OPTIMIZER = "optimizer"  # key of a request's node that holds a step
@@ -22,6 +23,8 @@ OPTIMIZER = "optimizer"  # key of a request's node that holds a step
 
 # Arguments that change the code: by their truth (a weight decay of 0 is none).
 FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay", "weight_decay", "momentum", "nesterov", "centered")
+ASKED = ("", "foreach", "fused")
+COUNTERS = ("host", "device")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -50,8 +53,16 @@ class StepForm:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepForm:
-        data = dict(data)
-        return cls(data.pop("algorithm"), tuple(data.pop("flags")), data.pop("dtype"), tuple(data.pop("sizes")), **data)
+        """Raises FusionError for what is no step."""
+        return cls(
+            one_of(data["algorithm"], ALGORITHMS, "an optimizer"),
+            tuple(one_of(flag, FLAGS, "a flag") for flag in data["flags"]),
+            one_of(data["dtype"], DTYPES, "a dtype"),
+            tuple(map(stored_number, data["sizes"])),
+            one_of(data["asked"], ASKED, "a variant"),
+            stored_name(data["device"]),
+            one_of(data["counters"], COUNTERS, "a place of counters"),
+        )
 
     @property
     def rule(self) -> Algorithm:

@@ -19,9 +19,11 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim, as_dim, floors, symbol
+from autofuse.ir.stored import one_line, one_of, stored_name, stored_number
 
 # What prints a part: one nest of loops; a product in tiles, on a GPU with what follows it; an attention; a convolution.
 LOOP, MATMUL, ATTENTION, CONVOLUTION = "loop", "matmul", "attention", "convolution"
+PRINTERS = (LOOP, MATMUL, ATTENTION, CONVOLUTION)
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,20 @@ class Way:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Way:
-        parts = tuple(Part(tuple(names), printer) for names, printer in data["parts"])
+        """Raises FusionError and ShapeError for what is no way."""
+        form = NodeForm.from_json(data["form"])
+        made = {op.name: op for op in form.operations}
+        parts = tuple(
+            Part(
+                tuple(one_of(name, made, "an operation of it") for name in names),
+                one_of(printer, PRINTERS, "a printer"),
+            )
+            for names, printer in data["parts"]
+        )
         rows = data.get("rows")
         if rows is not None:
-            rows = Rows(rows[0], rows[1], as_dim(rows[2]), tuple(rows[3]))
-        return cls(data["name"], NodeForm.from_json(data["form"]), parts, data["detail"], rows)
+            rows = Rows(stored_name(rows[0]), stored_number(rows[1]), as_dim(rows[2]), tuple(map(bool, rows[3])))
+        return cls(one_line(data["name"]), form, parts, one_line(data["detail"]), rows)
 
     def without(self, index: int) -> Way:
         """The same program with part ``index`` run through aten."""

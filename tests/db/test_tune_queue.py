@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,18 @@ def test_largest_expected_saving_first(store: Store) -> None:
     taken = [store.next_request(DEVICE.key) for _ in range(4)]
     assert taken == [large, small, unknown, None]
     assert store.queue_length(DEVICE.key) == QueueStatus(running=3)
+
+
+def test_a_damaged_request_fails_and_the_others_go_on(store: Store) -> None:
+    damaged, sound = request("a" * 64, calls=99), request("b" * 64, calls=10)
+    store.add_requests([damaged, sound])
+    with sqlite3.connect(store.path) as raw:
+        raw.execute("UPDATE buckets SET ranges = ? WHERE fusion_id = ?", ('[["1, system(1)", 2]]', "a" * 64))
+    raw.close()
+    assert store.next_request(DEVICE.key) == sound
+    assert [(row.status, row.message.partition(":")[0]) for row in store.requests("a" * 64)] == [
+        ("failed", "not a request")
+    ]
 
 
 def test_requests_of_other_devices_and_versions_wait(store: Store) -> None:

@@ -39,6 +39,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
+from autofuse.ir.stored import one_line
 
 _REDUCES = (OpKind.REDUCTION, OpKind.NORMALISATION, OpKind.LOSS)
 _ELEMENT_BY_ELEMENT = ("_native_batch_norm_legit_no_training",)  # though of such a kind
@@ -347,5 +348,5 @@ def describe(op: Operation) -> str:
     reads = ", ".join(f"{r.name}.{r.index}" if r.index else r.name for r in op.inputs)
     shape = op.outputs[0].shape if op.outputs else ""
     line = f"{op.name} = {op.target}({reads}) {shape}"
-    source = (op.source or "").replace("*/", "* /").replace("\n", " ")
+    source = one_line(op.source or "").replace("*/", "* /")
     return f"{line}  # {source}" if source else line

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from autofuse.codegen.philox import RandomState
 from autofuse.errors import ShapeError
 from autofuse.ir.shape import Dim, evaluate, parse_dim
+from autofuse.ir.stored import stored_name, stored_number
 
 MAX_GRID = 2**31 - 1  # programs of a launch along x
 RANDOM = ("seed", "offset", "threads", "vec", "draws")  # fields of a RandomState, in the order of its arguments
@@ -95,21 +96,21 @@ class TritonSource:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TritonSource:
         return cls(
-            name=data["name"],
+            name=stored_name(data["name"]),
             text=data["text"],
             passes=tuple(
                 Pass(
-                    p["function"],
-                    tuple(Argument(*a) for a in p["arguments"]),
-                    tuple((name, value) for name, value in p["constants"]),
+                    stored_name(p["function"]),
+                    tuple(Argument(stored_name(name), *rest) for name, *rest in p["arguments"]),
+                    tuple((stored_name(name), stored_number(value)) for name, value in p["constants"]),
                     _decode_tiles(p["tiles"]),
                     p["shared"],
                     tuple(_decode_tiles(tiles) for tiles in p["beside"]),
                 )
                 for p in data["passes"]
             ),
-            scratch=tuple(Scratch(dtype, _decode(columns)) for dtype, columns in data["scratch"]),
-            symbols=tuple(data["symbols"]),
+            scratch=tuple(Scratch(stored_name(dtype), _decode(columns)) for dtype, columns in data["scratch"]),
+            symbols=tuple(map(stored_name, data["symbols"])),
             num_warps=data["num_warps"],
             num_stages=data["num_stages"],
             programs=data["programs"],

@@ -1,0 +1,58 @@
+"""What a stored text has to look like before a record is made of it: names, operators, dtypes, whole numbers.
+
+In: plain JSON from a store, a pipe or a kernel's own data. Out: the same value, or FusionError that says what was
+expected and what was found.
+Guarantee: what passes may stand in generated Python, C and Triton where such a thing stands, and means nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from autofuse.errors import FusionError
+from autofuse.ir.size_text import is_name
+
+_OPERATOR = re.compile(r"(aten|vendor|autofuse|optimizer|opaque|prims)\.[A-Za-z_]\w{0,127}\.\w{1,64}", re.ASCII)
+_WORD = re.compile(r"[\w.:]{0,128}", re.ASCII)  # such as "mean", "float32", "cuda:0", "aten.relu.default"
+
+
+def stored_name(value: Any) -> str:
+    """Of a value, a symbol, an argument, a kernel."""
+    if not is_name(value):
+        raise _refusal("a name", value)
+    return str(value)
+
+
+def stored_operator(value: Any) -> str:
+    if not isinstance(value, str) or not _OPERATOR.fullmatch(value):
+        raise _refusal("an operator such as aten.add.Tensor", value)
+    return value
+
+
+def stored_word(value: Any) -> str:
+    """A text among an operation's arguments."""
+    if not isinstance(value, str) or not _WORD.fullmatch(value):
+        raise _refusal("a word", value)
+    return value
+
+
+def stored_number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
+        raise _refusal("a whole number", value)
+    return value
+
+
+def one_of(value: Any, known: Any, what: str) -> Any:
+    if not isinstance(value, str) or value not in known:
+        raise _refusal(f"{what} ({', '.join(known)})", value)
+    return value
+
+
+def one_line(text: Any) -> str:
+    """Text for people, such as a line of the user's: without what ends a line or moves a terminal's cursor."""
+    return "".join(c if c.isprintable() else " " for c in str(text))
+
+
+def _refusal(expected: str, found: Any) -> FusionError:
+    return FusionError(f"expected {expected} in a stored node, found {repr(found)[:80]}")
