@@ -46,6 +46,10 @@ class CompilerError(AutofuseError):
     """The system compiler is missing or refused the source."""
 
 
+class CompilerNotReady(CompilerError):
+    """It cannot work just now, whatever the source: it is missing or killed, or there is no room for its files."""
+
+
 class DeviceError(AutofuseError):
     """A GPU's driver is missing, or refused a kernel."""
 

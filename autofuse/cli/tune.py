@@ -13,6 +13,7 @@ import click
 from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import err_console, out_console
 from autofuse.execute import Target, check_target
+from autofuse.report.words import plural
 from autofuse.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ Examples:
 @click.command("tune", epilog=EPILOG, context_settings={"allow_interspersed_args": False})
 @store_option
 @effort_options
+@click.option("--again", is_flag=True, help="Work on requests that have failed before, too.")
 @click.option(
     "--process-settings",
     is_flag=True,
@@ -45,38 +47,43 @@ def command(
     store: Path | None,
     profile: str | None,
     assignments: tuple[str, ...],
+    again: bool,
     process_settings: bool,
     steps: int,
     is_module: bool,
     script: str | None,
     arguments: tuple[str, ...],
-) -> None:
+) -> int:
     """Work off the tuning queue now, in the foreground.
 
     'autofuse run' queues the operators it meets; the daemon tunes them beside your script. This command does the same
-    work at full speed, with a progress bar, and ends when the queue is empty.
+    work at full speed, with a progress bar, and ends when the queue is empty. Exit code 1 where a request failed.
     """
     settings = load_settings(assignments, store=store, profile=profile)
     if not process_settings:
         if script is not None:
             raise click.UsageError(f"SCRIPT is only for --process-settings. To run it, type: autofuse run {script}")
-        _drain(settings)
-        return
+        return _drain(settings, again)
     if script is None:
         raise click.UsageError("--process-settings needs a SCRIPT, for example: autofuse tune --process-settings x.py")
     target = Target(script, arguments, is_module)
     check_target(target)
     _measure(settings, target, steps)
+    return 0
 
 
-def _drain(settings: Settings) -> None:
+def _drain(settings: Settings, again: bool) -> int:
     # Here and below: what a command works with is imported when it works, not when it prints its help.
     from autofuse.tuner import daemon
 
     with _progress("tuning", None) as (progress, task):
-        done = daemon.drain(settings, lambda done, total: progress.update(task, completed=done, total=total))
-    nodes = "1 request" if done == 1 else f"{done} requests"
-    click.echo(f"{nodes} tuned; the queue is empty. Next: autofuse report")
+        found = daemon.drain(
+            settings, lambda done, total: progress.update(task, completed=done, total=total), again=again
+        )
+    left = f"{found.left} wait for another device, version or budget" if found.left else "the queue is empty"
+    failed = f"; {found.failed} failed, try anew with: autofuse tune --again" if found.failed else ""
+    click.echo(f"{plural(found.done, 'request')} tuned{failed}; {left}. Next: autofuse report")
+    return 1 if found.failed else 0
 
 
 @contextlib.contextmanager

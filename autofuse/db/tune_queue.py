@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,6 +39,9 @@ from autofuse.db.rows import DaemonState, Outcome, QueueStatus, RequestRow
 from autofuse.errors import StoreError
 from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
 
+NOT_READY = "not possible just now: "  # begins the message of a request whose failure is of the moment
+NOT_READY_SECONDS = 60.0  # how long that is believed: each try starts a process that imports torch
+FAILED_SECONDS = 24 * 3600.0  # how long any other failure is: a compiler may be mended, a machine less full
 MAX_ATTEMPTS = 3  # daemons that may die over one request before it counts as failed
 _NO_RUN = 0  # a request made outside of a run
 
@@ -50,7 +53,7 @@ class TuneQueue(StoreBase):
         """Queue requests and return how many of them wait now that did not before.
 
         A key that is queued or in work merges the observed shapes and calls and keeps its state. One that is
-        decided or has failed is ignored, unless ``force`` asks for it anew.
+        decided, or has failed a short while ago, is ignored, unless ``force`` asks for it anew.
         """
         pieces: list[dict[str, TuneRequest]] = []
         for request in requests:
@@ -110,20 +113,24 @@ class TuneQueue(StoreBase):
             if done.rowcount == 0:
                 raise StoreError(f"expected a request for {key.fusion_id[:12]} [{key.bucket}], found none")
 
-    def requeue_stale(self, pid_is_alive: Callable[[int], bool]) -> int:
-        """Queue again what daemons of this host had in work when they died; return how many.
+    def requeue_failed(self, beginning: str = "") -> int:
+        """Queue again what has failed with a message that begins so; return how many."""
+        table = models.Request
+        failed = (table.status == "failed") & table.message.startswith(beginning, autoescape=True)
+        with self._write() as connection:
+            again = {"status": "queued", "attempts": 0, "message": "", "updated_at": now()}
+            return connection.execute(update(table).where(failed).values(**again)).rowcount
+
+    def requeue_stale(self) -> int:
+        """Queue again what daemons had in work when they died; return how many. For the holder of the store's lock.
 
         A request over which MAX_ATTEMPTS daemons died has failed: it may be what kills them.
         """
         table = models.Request
-        query = select(table.key, table.pid, table.attempts).where(
-            table.status == "running", table.host == socket.gethostname()
-        )
+        query = select(table.key, table.attempts).where(table.status == "running")
         requeued = 0
         with self._write() as connection:
-            for digest, pid, attempts in connection.execute(query).all():
-                if pid is not None and pid_is_alive(pid):
-                    continue
+            for digest, attempts in connection.execute(query).all():
                 lost = attempts + 1 >= MAX_ATTEMPTS
                 message = f"{attempts + 1} daemons ended while they worked on it" if lost else ""
                 connection.execute(
@@ -198,7 +205,7 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
     old = {row.key: row for row in connection.execute(select(table).where(table.key.in_(requests)))}
     decided = set(connection.execute(select(decisions.key).where(decisions.key.in_(requests))).scalars())
     waiting = {digest for digest, row in old.items() if row.status in ("queued", "running")}
-    closed = decided | {digest for digest, row in old.items() if row.status == "failed"}
+    closed = decided | {digest for digest, row in old.items() if row.status == "failed" and not _may_pass_now(row)}
     if not force:
         requests = {d: request for d, request in requests.items() if d in waiting or d not in closed}
     if not requests:
@@ -231,6 +238,12 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
         [{"of": row["digest"], **{f"new_{name}": row[name] for name in names}} for row in rows],
     )
     return len(requests.keys() - waiting)
+
+
+def _may_pass_now(row: Any) -> bool:
+    """Whether a request that has failed is worth another try."""
+    seconds = NOT_READY_SECONDS if row.message.startswith(NOT_READY) else FAILED_SECONDS
+    return not 0.0 <= now() - row.updated_at <= seconds  # a time that lies ahead is of another clock
 
 
 def _insert(connection: Connection, requests: Mapping[str, TuneRequest]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from autofuse.codegen.triton.source import Assumptions
-from autofuse.errors import CompilerError
+from autofuse.errors import CompilerError, CompilerNotReady
 from autofuse.ir.records import EAGER, Candidate, Config, Decision, KernelRecord, Measurement, TuneRequest, make_config
 from autofuse.optimizer.form import OPTIMIZER, StepForm
 from autofuse.optimizer.printer import KNOBS, print_step
@@ -101,6 +101,8 @@ class StepJob:
             candidate = Candidate(variant, config)
             try:
                 found.append((candidate, self._compiled(config)))
+            except CompilerNotReady:
+                raise
             except CompilerError as error:
                 self._outcome.measurements.append(Measurement(candidate, "compile_error", message=str(error)[:500]))
             except CandidateProblem as problem:

@@ -143,6 +143,9 @@ def _why_nothing_fused(report: Report) -> str:
             return row.event.message
     if report.queue.open:
         return f"{words.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."
+    if report.queue.failed:
+        failed = words.plural(report.queue.failed, "request")
+        return f"{failed} for tuning failed; autofuse explain NODE says why, autofuse tune --again tries anew."
     if report.nodes:
         if run.mode == "off":
             return "Tuning was off, and the store has no winner for this run's nodes."

@@ -34,7 +34,7 @@ from autofuse.tuner.manners import is_alive, lower_priority
 from autofuse.tuner.worker_process import python_module
 
 if TYPE_CHECKING:
-    from autofuse.tuner.serving import TuningLoop
+    from autofuse.tuner.serving import Drained, TuningLoop
 
 log = logging.getLogger("autofuse.daemon")
 
@@ -233,11 +233,13 @@ def serve(settings: Settings) -> None:
         sys.exit(1)
 
 
-def drain(settings: Settings, on_progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+def drain(
+    settings: Settings, on_progress: Callable[[int, int], None] = lambda done, total: None, *, again: bool = False
+) -> Drained:
     """Work the queue off in this process, at full speed, until it is empty or ``tuner.budget_seconds`` are spent.
 
-    ``on_progress(done, total)``. Returns how many requests were handled. A running daemon is ended first: a store has
-    one writer of decisions. Raises DaemonError, StoreError and CompilerError.
+    ``on_progress(done, total)``; ``again``: work on what has failed before too. A running daemon is ended first: a
+    store has one writer of decisions. Raises DaemonError, StoreError and CompilerError.
     """
     stop(settings)
     try:
@@ -246,7 +248,7 @@ def drain(settings: Settings, on_progress: Callable[[int, int], None] = lambda d
 
             loop = TuningLoop(settings, is_urgent=lambda: True, worker_log=output)
             with _announced(settings, loop):
-                return loop.drain(on_progress)
+                return loop.drain(on_progress, again)
     except Timeout:
         raise DaemonError("expected to work on the store alone, found that another process has its lock") from None
     except OSError as error:

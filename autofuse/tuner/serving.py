@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import IO
+from typing import IO, NamedTuple
 
 import psutil
 
@@ -25,7 +25,8 @@ from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.version import versions
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
-from autofuse.errors import StoreError
+from autofuse.db.tune_queue import NOT_READY, NOT_READY_SECONDS
+from autofuse.errors import CompilerNotReady, StoreError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import (
@@ -69,11 +70,17 @@ WORKER_START_SECONDS = 3.0  # of CPU time, to import torch
 WORKER_IDLE_SECONDS = 60.0  # then its memory is given back
 RECENT_RUNS = 32
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
-NOT_READY = "not possible just now: "  # begins the message of a request that another daemon may succeed with
-NOT_READY_SECONDS = 60.0  # how long that is believed: each try starts a process that imports torch
 OTHER_DEVICES = ("cuda:", "interpreter:")  # beginnings of keys: every GPU of this machine
 CUT_BELOW = 1.15  # speedup of one kernel below which it is also tried as two
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
+
+
+class Drained(NamedTuple):
+    """What became of the requests of a queue."""
+
+    done: int
+    failed: int
+    left: int  # for other devices and versions, or beyond the budget
 
 
 class TuningLoop:
@@ -146,9 +153,11 @@ class TuningLoop:
             self._beat("idle")
             time.sleep(POLL_SECONDS if idle_seconds < IDLE_AFTER_SECONDS else IDLE_POLL_SECONDS)
 
-    def drain(self, on_progress: Callable[[int, int], None]) -> int:
-        """Work until the queue is empty or ``tuner.budget_seconds`` are spent; how many requests were handled."""
+    def drain(self, on_progress: Callable[[int, int], None], again: bool = False) -> Drained:
+        """Work until the queue is empty or ``tuner.budget_seconds`` are spent; ``again``: on what has failed, too."""
         self._take_up()
+        if again:
+            self._store.requeue_failed()
         deadline = time.monotonic() + self.settings.tuner.budget_seconds
         while not self.is_stopping and time.monotonic() < deadline:
             request = self._store.next_request(*self._devices, versions=self._versions)
@@ -157,16 +166,12 @@ class TuningLoop:
             queued = self._store.queue_length(*self._devices).queued
             on_progress(self.done + self.failed, self.done + self.failed + queued + 1)
             self.work(request)
-        return self.done + self.failed
+        return Drained(self.done, self.failed, self._store.queue_length().open)
 
     def _take_up(self) -> int:
         """Queue again what daemons before us had in work or could not do where they ran; how many requests."""
-        taken = self._store.requeue_stale(lambda pid: False)  # whoever took them is gone: we hold the lock
-        for row in self._store.requests():
-            if row.status == "failed" and row.message.startswith(NOT_READY):
-                self._store.finish_request(row.key, "requeued")
-                taken += 1
-        return taken
+        # Whoever took them is gone: we hold the lock.
+        return self._store.requeue_stale() + self._store.requeue_failed(NOT_READY)
 
     def close(self) -> None:
         """Give everything back: requests, workers, store."""
@@ -231,10 +236,11 @@ class TuningLoop:
             return
         except StoreError:
             raise
-        except NotReady as error:
-            self._not_ready.setdefault(request.key.device, (time.monotonic() + NOT_READY_SECONDS, str(error)))
-            log.warning("%s: %s", self._job, error)
-            self._store.finish_request(request.key, "failed", f"{NOT_READY}{error}")
+        except (NotReady, CompilerNotReady, OSError, MemoryError) as error:  # of this moment, not of the request
+            problem = str(error) or type(error).__name__
+            self._not_ready.setdefault(request.key.device, (time.monotonic() + NOT_READY_SECONDS, problem))
+            log.warning("%s: %s", self._job, problem)
+            self._store.finish_request(request.key, "failed", f"{NOT_READY}{problem}")
             self.failed += 1
             return
         except Exception as error:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.lowering.lower import lower
-from autofuse.errors import AutofuseError, CompilerError
+from autofuse.errors import AutofuseError, CompilerError, CompilerNotReady
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord
 from autofuse.tuner.backends import Backend, Printable, Sizes, Tiled
@@ -126,6 +126,8 @@ class Workshop:
                 return self.build(loop, candidate, constants, sizes)
             except CandidateProblem as problem:
                 return problem
+            except CompilerNotReady:  # no fault of the candidate
+                raise
             except CompilerError as error:
                 return CandidateProblem("compile_error", str(error)[:500])
             except AutofuseError as error:
@@ -160,6 +162,8 @@ class Workshop:
             began = time.monotonic()
             try:
                 record = recipe.make()
+            except CompilerNotReady:
+                raise
             except (CompilerError, CandidateProblem) as error:
                 self._failures[digest] = error.with_traceback(None)
                 raise
@@ -236,6 +240,8 @@ class NodeWorkshop:
         constants = sizes[0] if is_specialised(built.candidate) else {}
         try:
             whole = self._workshop.build(self._loop(), built.candidate, constants, sizes, is_final=True)
+        except CompilerNotReady:
+            raise
         except CompilerError as error:
             raise CandidateProblem("compile_error", str(error)[:500]) from None
         return Built(built.candidate, whole.record, built.seconds + whole.seconds)

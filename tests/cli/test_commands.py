@@ -12,6 +12,7 @@ import pytest
 from autofuse.cli.app import COMMANDS, parse
 from autofuse.cli.job import RunJob
 from autofuse.settings import SPECS
+from autofuse.tuner.serving import Drained
 
 DAEMON_COMMANDS = ["start", "stop", "status", "logs"]
 HELPS = [[], *([name] for name in COMMANDS), *(["daemon", name] for name in DAEMON_COMMANDS)]
@@ -197,3 +198,22 @@ def test_module_beside_the_user_does_not_replace_ours(clean_environment: Path) -
     (clean_environment / "click.py").write_text("raise RuntimeError('not this one')")
     done = subprocess.run([sys.executable, "-m", "autofuse", "--version"], capture_output=True, text=True)
     assert done.stdout.startswith("autofuse ")
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "text"),
+    [
+        (Drained(2, 0, 0), 0, "2 requests tuned; the queue is empty."),
+        (Drained(0, 1, 0), 1, "0 requests tuned; 1 failed, try anew with: autofuse tune --again; the queue is empty."),
+        (Drained(1, 0, 3), 0, "1 request tuned; 3 wait for another device, version or budget."),
+    ],
+)
+def test_tune_tells_what_failed_and_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Drained, code: int, text: str
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "autofuse.tuner.daemon.drain", lambda settings, on_progress, *, again: asked.append(again) or found
+    )
+    assert parse(["tune", "--again"]) == code
+    assert capsys.readouterr().out.startswith(text) and asked == [True]

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_records import DEVICE, VERSIONS, bucket, decision, key, request, start
 
+from autofuse.db import tune_queue
 from autofuse.db.rows import QueueStatus
 from autofuse.db.store import Store
-from autofuse.db.tune_queue import MAX_ATTEMPTS
+from autofuse.db.tune_queue import FAILED_SECONDS, MAX_ATTEMPTS, NOT_READY
 from autofuse.errors import StoreError
 from autofuse.ir.records import DeviceInfo, ObservedShape
 
@@ -125,10 +126,38 @@ def test_requests_of_a_dead_daemon_wait_again_until_they_look_guilty(store: Stor
     store.add_requests([request()])
     for attempt in range(1, MAX_ATTEMPTS + 1):
         assert store.next_request(DEVICE.key, pid=12345) is not None
-        assert store.requeue_stale(lambda pid: pid == 12345) == 0
-        assert store.requeue_stale(lambda pid: False) == (1 if attempt < MAX_ATTEMPTS else 0)
+        assert store.requeue_stale() == (1 if attempt < MAX_ATTEMPTS else 0)
     assert store.queue_length() == QueueStatus(failed=1)
     assert "daemons ended" in store.requests()[0].message
+
+
+def test_a_request_that_a_container_took_with_it_waits_again(store: Store) -> None:
+    store.add_requests([request()])
+    assert store.next_request(DEVICE.key) is not None
+    with sqlite3.connect(store.path) as raw:
+        raw.execute("UPDATE requests SET host = 'c0ffee123456'")  # each container has a name of its own
+    raw.close()
+    assert store.requeue_stale() == 1
+    assert store.queue_length() == QueueStatus(queued=1)
+
+
+@pytest.mark.parametrize(("message", "seconds"), [("KeyError: 'x'", FAILED_SECONDS), (f"{NOT_READY}no room", 60.0)])
+def test_a_failure_is_not_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch, message: str, seconds: float) -> None:
+    store.add_requests([request()])
+    store.finish_request(key(), "failed", message)
+    began = tune_queue.now()
+    for later, added in ((seconds - 1.0, 0), (seconds + 1.0, 1)):
+        monkeypatch.setattr(tune_queue, "now", lambda later=later: began + later)
+        assert store.add_requests([request()]) == added
+    assert store.queue_length() == QueueStatus(queued=1)
+
+
+def test_what_has_failed_is_queued_again_when_asked_for(store: Store) -> None:
+    store.add_requests([request(), request("b" * 64)])
+    store.finish_request(key(), "failed", f"{NOT_READY}no room")
+    store.finish_request(key("b" * 64), "failed", "KeyError")
+    assert store.requeue_failed(NOT_READY) == 1 and store.queue_length() == QueueStatus(queued=1, failed=1)
+    assert store.requeue_failed() == 1 and store.queue_length() == QueueStatus(queued=2)
 
 
 def test_a_decision_is_charged_to_the_run_that_asked_last(store: Store) -> None:

@@ -8,18 +8,22 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.version import CODEGEN_VERSION, versions
 from autofuse.db.store import Store
-from autofuse.errors import DaemonError
+from autofuse.db.tune_queue import NOT_READY
+from autofuse.errors import CompilerError, CompilerNotReady, DaemonError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import RunStart, TuneRequest
 from autofuse.settings import Settings, load
@@ -212,7 +216,7 @@ def test_drain_takes_the_largest_saving_first_and_tells_how_far_it_is(settings: 
     sizes = {(24,): 10.0, (12,): 1000.0, (6,): 100.0}
     queue(settings, request(matmul_form(), (8,)), *(request(FORM, v, unfused_us=us) for v, us in sizes.items()))
     told: list[tuple[int, int]] = []
-    assert daemon.drain(settings, lambda done, total: told.append((done, total))) == 4
+    assert daemon.drain(settings, lambda done, total: told.append((done, total))) == (4, 0, 0)
     assert told == [(0, 4), (1, 4), (2, 4), (3, 4)]
     with Store.open(settings.run.store) as store:
         assert store.queue_length().done == 4
@@ -259,10 +263,38 @@ def test_a_job_that_fails_is_noted_and_the_next_one_is_done(settings: Settings) 
     broken = request(FORM, (24,), unfused_us=1e6)
     node = {**broken.node, "operations": [{"name": "v0"}]}
     queue(settings, TuneRequest(**{**vars(broken), "node": node}), request(matmul_form(), (8,)))
-    assert daemon.drain(settings) == 2
+    assert sum(daemon.drain(settings)[:2]) == 2
     with Store.open(settings.run.store) as store:
         assert (store.queue_length().failed, store.queue_length().done) == (1, 1)
         assert any("KeyError" in row.message for row in store.requests())
+
+
+def test_a_failure_of_the_moment_is_tried_again(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder for temporary files that went with its batch job, a disk that was full, a compiler that was killed."""
+    queue(settings, request(FORM, (24,)))
+    monkeypatch.setattr(tempfile, "tempdir", str(settings.run.store.parent / "gone"))
+    assert daemon.drain(settings) == (0, 1, 0)
+    with Store.open(settings.run.store) as store:
+        assert store.requests()[0].message.startswith(NOT_READY) and "gone" in store.requests()[0].message
+        assert store.decisions() == [], "eager has not won"
+    monkeypatch.undo()
+    loop = make_loop(settings)
+    loop._take_up()
+    assert loop._next() is not None
+    loop.close()
+
+
+def test_a_compiler_that_cannot_work_is_told_from_a_kernel_that_does_not_compile(tmp_path: Path) -> None:
+    toolchain = find_toolchain()
+    with pytest.raises(CompilerError, match="expected the generated C to compile") as refused:
+        compile_source("int f(void) { return x; }", toolchain, ["-shared", "-fPIC"])
+    assert not isinstance(refused.value, CompilerNotReady)
+    full = tmp_path / "cc"
+    full.write_text("#!/bin/sh\necho 'fatal error: error writing to /tmp/x.s: No space left on device' >&2\nexit 1\n")
+    full.chmod(0o755)
+    for path in (full, tmp_path / "gone"):
+        with pytest.raises(CompilerNotReady):
+            compile_source("int f(void) { return 0; }", replace(toolchain, path=str(path)), [])
 
 
 def test_winners_of_other_buckets_are_known_after_a_restart(settings: Settings) -> None:

@@ -119,7 +119,7 @@ def test_a_daemon_works_off_requests_of_other_devices(tmp_path: Any) -> None:
         asked = asked_for(form, (4,), "interpreter:test")
         unknown = asked_for(form, (4,), "cuda:GPU of the future:1:sm_999:1GiB")
         store.add_requests([asked, unknown, request(form, (4,))])
-        assert daemon.drain(settings) == 3
+        assert sum(daemon.drain(settings)[:2]) == 3
         rows = {r.key.device: (r.status, r.message) for r in store.requests()}
     assert rows[asked.key.device][0] == "done"
     status, message = rows[unknown.key.device]
@@ -350,14 +350,14 @@ def test_a_device_that_cannot_be_used_just_now_is_tried_again_by_the_next_daemon
     monkeypatch.setattr(serving, "as_seen_by", lambda pid, variables: starts.append(1) or dict(variables))
     with Store.open(settings.run.store) as store:
         store.add_requests(asked)
-        assert daemon.drain(settings) == 2
+        assert sum(daemon.drain(settings)[:2]) == 2
         rows = store.requests()
         assert {r.status for r in rows} == {"failed"}  # at once: a script that waits goes on
         assert all(r.message.startswith(serving.NOT_READY) and "expected a device H200" in r.message for r in rows)
         assert len(starts) <= 2  # started ahead and for the first; the second is not tried
         assert store.decision_history(asked[0].key.fusion_id) == [] == store.measurements(asked[0].key.fusion_id)
         monkeypatch.undo()
-        assert daemon.drain(settings) == 2
+        assert sum(daemon.drain(settings)[:2]) == 2
         assert {(r.status, r.message) for r in store.requests()} == {("done", "")}
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofuse.codegen.c.target import NATIVE, march
-from autofuse.errors import CompilerError
+from autofuse.errors import CompilerError, CompilerNotReady
 from autofuse.ir.records import CompileKey, Config
 
 BASE_FLAGS = (
@@ -67,7 +67,7 @@ def find_toolchain(cc: str | None = None) -> Toolchain:
         path = shutil.which(name)
         if path:
             return _probe(path, march())
-    raise CompilerError(
+    raise CompilerNotReady(
         f"expected a C compiler, found none of {', '.join(names)}; "
         "install one (apt install gcc, dnf install gcc) or name it with the setting `cc`"
     )
@@ -86,7 +86,7 @@ def _probe(path: str, march: str) -> Toolchain:
         has_openmp, target = compiles(0, nothing, "-fopenmp"), pool.submit(_target, path, march)
         openmp = has_openmp.result()
         if not openmp and not compiles(1, nothing).result():
-            raise CompilerError(
+            raise CompilerNotReady(
                 f"expected {path} to build a shared object, found that it cannot; try `{path} --version`"
             )
         flags = ("-O3", f"-march={march}", "-fno-math-errno", *(("-fopenmp",) if openmp else ()))
@@ -136,7 +136,7 @@ def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProces
     try:
         return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilerError(
+        raise CompilerNotReady(
             f"expected {arguments[0]} to run, found {error}; name another compiler with `cc`"
         ) from error
 
@@ -185,7 +185,7 @@ def _run_tended(arguments: Sequence[str], timeout: float, tend: Tend) -> subproc
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
     except OSError as error:
-        raise CompilerError(
+        raise CompilerNotReady(
             f"expected {arguments[0]} to run, found {error}; name another compiler with `cc`"
         ) from error
 
@@ -193,7 +193,8 @@ def _run_tended(arguments: Sequence[str], timeout: float, tend: Tend) -> subproc
 def compile_source(
     source: str, toolchain: Toolchain, flags: Sequence[str], timeout: float = 120.0, tend: Tend | None = None
 ) -> bytes:
-    """The shared object of a translation unit. Raises CompilerError with the compiler's first error lines.
+    """The shared object of a translation unit. Raises CompilerError with the compiler's first error lines, of these
+    CompilerNotReady where they are not about the text, and OSError where there is no room for it.
 
     ``tend`` is given the compiler's process group again and again, and returns for how many seconds it has made it
     stand still: these do not count as the compiler's.
@@ -205,5 +206,10 @@ def compile_source(
         result = _run(command, timeout) if tend is None else _run_tended(command, timeout, tend)
         if result.returncode != 0 or not binary.exists():
             errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-            raise CompilerError("expected the generated C to compile, found:\n" + "\n".join(errors[:5]))
+            # Complaints about the text name a place in it or a name that it uses; all else is no fault of it.
+            ours = [line for line in errors if f"{text}:" in line or "undefined reference" in line]
+            if ours:
+                raise CompilerError("expected the generated C to compile, found:\n" + "\n".join(ours[:5]))
+            found = "; ".join(errors[:3]) or f"exit code {result.returncode}"
+            raise CompilerNotReady(f"expected {toolchain.path} to work, found: {found}")
         return binary.read_bytes()
