@@ -310,12 +310,21 @@ class HeldOutCalls:
 
     def __init__(self, share: float, pairs: int) -> None:
         self._share = HeldOut(share)
-        self._confirmation = Confirmation(pairs, times=3 if share else 0)
+        self._pairs = pairs
+        self._times = 3 if share else 0
+        self._confirmations: dict[int, Confirmation] = {}  # of each magnitude of sizes, for each is judged by itself
+        self._last: dict[int, int] = {}  # call of each magnitude
+        self._calls = 0
         self._follows = False
         self._skips = False
 
-    def next(self, generation: int, is_new: bool, has_pair: bool, is_short: bool) -> Held:
-        """What the next call is for. ``generation`` changes with the kernels; ``is_new``: its shape has not run yet."""
+    def next(self, generation: int, is_new: bool, has_pair: bool, is_short: bool, magnitude: int = 0) -> Held:
+        """What the next call is for.
+
+        ``generation`` changes with the kernels; ``is_new``: its shape has not run yet; ``magnitude``: of its sizes.
+        """
+        self._calls += 1
+        self._last[magnitude] = self._calls
         if self._follows:
             self._follows = False
             return Held.COMPARED if has_pair else Held.COLD
@@ -323,19 +332,28 @@ class HeldOutCalls:
         if is_taken and is_short:
             self._skips = not self._skips
             is_taken = self._skips
-        if not (is_taken or self._confirmation.next(generation, has_pair)):
+        if not (is_taken or self._confirmation(magnitude).next(generation, has_pair)):
             return Held.NO
         self._follows = is_short
         return Held.COLD if is_short else Held.COMPARED
 
-    def extend(self) -> None:
+    def _confirmation(self, magnitude: int) -> Confirmation:
+        found = self._confirmations.get(magnitude)
+        if found is None:
+            found = self._confirmations[magnitude] = Confirmation(self._pairs, times=self._times)
+        return found
+
+    def extend(self, magnitude: int = 0) -> None:
         """More calls are needed to confirm the present kernels, once those foreseen are over; a few times."""
-        self._confirmation.extend()
+        self._confirmation(magnitude).extend()
 
     def free(self) -> int:
         """Coming calls that `next` need not be asked about: they run the graph, and none lies near a held-out one."""
-        if self._follows or not self._confirmation.is_over:
+        if self._follows:
             return 0
+        for magnitude, confirmation in self._confirmations.items():
+            if not confirmation.is_over and self._last[magnitude] > self._calls - _MANY_CALLS:
+                return 0
         return max(0, self._share.free() - _NEAR)
 
     def skip(self, calls: int) -> None:

@@ -82,6 +82,8 @@ class QuietCalls:
         self.is_quiet = False
         self.is_final = False  # the handler has no interest in any call of it
         self.until_probe = PROBE_EVERY
+        # Of a function: whether this call need not be seen, where the others are.
+        self.skips: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
 
 
 class Attached(QuietCalls):
@@ -216,6 +218,9 @@ class RootTracker:
                     attached.calls += 1
                     return original(*args, **kwargs)
                 attached.until_probe = PROBE_EVERY
+            elif attached.skips is not None and attached.skips(args, kwargs):
+                attached.calls += 1
+                return original(*args, **kwargs)
             if _belongs_elsewhere():
                 return original(*args, **kwargs)
             answer = thread.answer

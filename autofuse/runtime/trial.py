@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.policy import Held, HeldOutCalls, is_unsure
 from autofuse.observer.signatures import count_elements, without_sizes
-from autofuse.observer.verdicts import PAIRS_BEFORE_RELEASE, Loss, Verdicts
+from autofuse.observer.verdicts import PAIRS_BEFORE_RELEASE, Loss, Verdicts, magnitude
 from autofuse.runtime.root_shapes import OpenStep, Shape, Sizes
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Trial:
         self.key = key
         self.is_on = False  # the captured graph is in use, and its steps are compared
         self.on_gpu = False
+        self.skips_lost = False  # calls of sizes that lost do not come here
         self.total_us = 0.0
         self.opened: OpenStep | None = None
         self.shapes: dict[Any, Shape] = {}  # by signature
@@ -95,7 +96,8 @@ class Trial:
         near = shape.sizes.near(shape.elements)
         has_pair = len(near) >= PAIRED
         shape.is_short = has_pair and near[0] < SHORT_CALL_US
-        held = self._held_out.next(session.disturbances, shape.is_new, has_pair, shape.is_short)
+        size = magnitude(shape.elements)
+        held = self._held_out.next(session.disturbances, shape.is_new, has_pair, shape.is_short, size)
         self._is_watched = False
         if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):
             watch = self._peaks.begin(shape.sizes.text, shape.elements, number)
@@ -129,7 +131,9 @@ class Trial:
             return 0
         if self._peaks is not None and self._peaks.is_half_known(shape.sizes.text, shape.elements):
             return 0
-        if self.verdicts.any_lost:  # a code that fits all sizes would run those as well that stay in eager
+        if (
+            self.verdicts.any_lost and not self.skips_lost
+        ):  # a code that fits all sizes would run those as well that stay in eager
             return 0
         if any(len(known.sizes.recent) < PAIRED for known in shapes.values()):
             return 0
@@ -214,7 +218,7 @@ class Trial:
         if len(near) >= PAIRED:
             # Released, the original would be as fast as a held-out call is without us.
             outside_us = 0.0 if self._call_us is not None else self._costs.timed
-            has_briefs = len(self.shapes) <= MAX_BRIEF and not self.verdicts.any_lost
+            has_briefs = len(self.shapes) <= MAX_BRIEF and (self.skips_lost or not self.verdicts.any_lost)
             added_us = self._costs.brief if has_briefs else self._costs.timed
             captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
             self.verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)
@@ -230,4 +234,4 @@ class Trial:
             seen = [known for known in self.shapes.values() if len(known.sizes.near(known.elements)) >= PAIRED]
             self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
         elif is_unsure(ratios):
-            self._held_out.extend()
+            self._held_out.extend(magnitude(shape.elements))

@@ -280,6 +280,16 @@ def test_short_held_out_calls_are_compared_warm(is_short: bool) -> None:
         assert all((b is Held.COMPARED) == (a is Held.COLD) for a, b in pairwise(kinds))
 
 
+def test_each_magnitude_is_confirmed_by_itself() -> None:
+    """Sizes that come one after the other: the first does not use up what is held out of the second."""
+    calls = HeldOutCalls(0.02, pairs=12)
+    for magnitude in (5, 8):
+        kinds = Counter(calls.next(1, False, True, True, magnitude) for _ in range(250))
+        assert 12 <= kinds[Held.COMPARED] <= 18
+    assert calls.next(1, False, True, True, 9) is Held.NO and not calls.free(), "a third one is to be confirmed"
+    assert any(calls.next(1, False, True, True, 8) is Held.NO and calls.free() for _ in range(150)), "it comes no more"
+
+
 def test_a_new_shape_runs_before_it_is_held_out() -> None:
     calls = HeldOutCalls(0.5, pairs=12)
     assert {calls.next(1, True, False, False) for _ in range(100)} == {Held.NO}

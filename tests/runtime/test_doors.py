@@ -116,6 +116,17 @@ def test_sizes_are_judged_apart(session, clock):
     assert captured.calls > ran + 30
 
 
+def test_sizes_that_come_one_after_the_other_are_both_released(session, clock, monkeypatch):
+    monkeypatch.setenv("AUTOFUSE_CAPTURE_HELD_OUT_SHARE", "0.02")
+    session.settings = load()
+    sizes = [(n, torch.empty(n)) for n in (64, 1 << 20)]
+    graph, _, _, call = watched(session, clock, 40.0, 15.0, list(sizes[1]))
+    for inputs in sizes:
+        for _ in range(250):
+            call(*inputs)
+        assert graph.trial.verdicts.is_lost(inputs[0])
+
+
 def test_a_released_graph_looks_at_a_new_magnitude(session, clock):
     graph, captured, _, call = watched(session, clock, 40.0, 15.0, [64, torch.empty(64)])
     for _ in range(600):
@@ -167,29 +178,36 @@ def test_a_function_that_loses_is_released(session, monkeypatch):
         assert len(calls) == before + 100 and root.all_calls == 700
 
 
-def test_sizes_of_a_function_that_lost_skip_the_handler(session, monkeypatch):
-    """With gradients too; calls of another size are seen again soon."""
+def test_sizes_of_a_function_that_lost_skip_the_handler(session):
+    """With gradients too; calls of another size are seen at once, and what a step took that they end."""
 
     def function(x):
         return torch.relu(x) * 2
 
     call = autofuse.optimize(function)
     root = session.roots.root_of_function(function)
+    root.trial._compare = lambda shape, held_out, us: None  # what they take here says nothing
+    root._may_trace = lambda *args: True
     small, large = (torch.randn(n, requires_grad=True) for n in (16, 4096))
     for _ in range(12):
         call(small), call(large)
     root.trial.verdicts.lose_up_to(16)
-    for _ in range(300):
-        call(small)
-    seen = root.calls
+    call(small)
+    seen, calls = root.calls, root.all_calls
     for _ in range(310):
         assert torch.equal(call(small), function(small))
-    assert root.calls - seen == 10 and root.state == "captured"
-    ran = []
-    monkeypatch.setattr(root, "_routed", lambda module, *rest: ran.append(1) or function(large))
+    assert root.calls == seen and root.all_calls == calls + 310 and root.state == "captured"
+    ended = 0
     for _ in range(40):
+        seen = root.calls
         call(large)
-    assert len(ran) >= 9
+        opened = root.trial.opened
+        is_open = opened is not None and opened.shape is not None
+        call(small), call(small)
+        assert root.calls == seen + 1 + is_open, "the first one ends the step of the large one"
+        ended += is_open
+    seen = root.calls
+    assert ended and torch.equal(call(x=small), function(small)) and root.calls == seen + 1, "not positional: looked at"
 
 
 # ---- as eager -------------------------------------------------------------------------------------------------------
