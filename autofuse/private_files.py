@@ -1,9 +1,10 @@
-"""Files that only this user may have written: what is unpickled or run as code is read from nowhere else.
+"""Files that only this user may have written: the one place that says what is trusted.
 
-In: a folder, names and bytes. Out: the same bytes in a later process, or ``Untrusted`` with the reason.
-Guarantee: nothing is given out unless file, folder and all folders above are real and may be written to by nobody but
-this user and root, and unless the file carries the seal that this user's key makes of its name and content. So what
-another user has put there, what was cut, altered or renamed, and what came with a copied store is refused.
+In: a folder, names and bytes. Out: the same bytes in a later process, or ``Untrusted`` with the reason and the mend.
+Guarantee: nothing is read unless file, folder and all folders above are real and may be written to by nobody but this
+user and root (`check_folder`, `check_beside`). What is unpickled or run as code must also carry the seal that this
+user's key makes of its name and content (`PrivateFolder`, `seal`). So what another user has put there, what was cut,
+altered or renamed, and what came with a copied store is refused.
 
 The key lies in the user's own data folder, for the user alone to read. Reading and writing cost a hash of the content.
 """
@@ -11,14 +12,16 @@ The key lies in the user's own data folder, for the user alone to read. Reading 
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import hmac
 import os
 import pwd
 import secrets
+import shlex
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -40,12 +43,11 @@ class PrivateFolder:
 
     def __init__(self, path: Path, key_file: Path | None = None) -> None:
         self.path = path
-        self._key_file = key_file or default_store().with_name("seal.key")
+        self._key_file = key_file
 
     def write(self, name: str, data: bytes) -> None:
         """Put a file there, whole or not at all. Raises OSError, and Untrusted where the folder is no private one."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_folder(self.path)
+        make_folder(self.path)
         sealed = _MAGIC + self._seal(name, data) + data
         descriptor, temporary = tempfile.mkstemp(prefix=".", dir=self.path)  # for its owner alone
         try:
@@ -62,7 +64,7 @@ class PrivateFolder:
         if not os.path.lexists(self.path / name):
             raise FileNotFoundError(self.path / name)
         check_folder(self.path)
-        found = _read_own(self.path / name, 0o022)
+        found = read_own(self.path / name)
         start = len(_MAGIC) + _SEAL_BYTES
         seal, data = found[len(_MAGIC) : start], found[start:]
         if not found.startswith(_MAGIC) or not hmac.compare_digest(seal, self._seal(name, data)):
@@ -101,14 +103,19 @@ class PrivateFolder:
                     os.unlink(path)
 
     def _seal(self, name: str, data: bytes) -> bytes:
-        text = name.encode()
-        seal = hmac.new(_key(self._key_file), digestmod="sha256")
-        seal.update(len(text).to_bytes(8, "little") + text)
-        seal.update(data)
-        return seal.digest()
+        return seal(name, data, self._key_file)
 
 
 # ---- who may write ---------------------------------------------------------------------------------------------
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and all that are missing above it, for this user alone. Raises OSError and Untrusted."""
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    check_folder(path)
 
 
 def check_folder(path: Path) -> None:
@@ -116,7 +123,7 @@ def check_folder(path: Path) -> None:
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
         raise Untrusted(f"{path} is no real folder")
-    problem = _problem(found, 0o022)
+    problem = _problem(path, found, 0o022)
     if problem:
         raise Untrusted(f"{path} {problem}")
     for parent in _parents(path):
@@ -125,9 +132,32 @@ def check_folder(path: Path) -> None:
             raise Untrusted(f"{parent}, above {path}, belongs to another user")
         found = os.stat(parent)
         is_shared_safely = bool(found.st_mode & stat.S_ISVTX) and found.st_uid == 0  # as /tmp is
-        problem = _problem(found, 0 if is_shared_safely else 0o022)
+        problem = _problem(parent, found, 0 if is_shared_safely else 0o022)
         if problem:
             raise Untrusted(f"{parent}, above {path}, {problem}")
+
+
+def check_beside(path: Path, suffixes: Iterable[str] = ("",)) -> None:
+    """Raises Untrusted unless the folder that holds ``path`` is as `check_folder` wants it, through links or not, and
+    unless ``path`` and what lies beside it under its name and a suffix, where there, are this user's own files."""
+    folder = Path(os.path.realpath(path.parent))
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    for place in dict.fromkeys((folder, path.parent.absolute())):
+        if place == folder or os.path.islink(place):
+            check_folder(place if place == folder else place.parent)
+    for suffix in suffixes:
+        file = folder / (path.name + suffix)
+        with contextlib.suppress(FileNotFoundError):
+            _check_own(file, os.lstat(file))
+
+
+def _check_own(path: Path, found: os.stat_result, forbidden: int = 0o022) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise Untrusted(f"{path} is a link")
+    problem = _problem(path, found, forbidden) if stat.S_ISREG(found.st_mode) else "is no regular file"
+    if problem:
+        raise Untrusted(f"{path} {problem}")
 
 
 def _parents(path: Path) -> Iterator[Path]:
@@ -136,14 +166,18 @@ def _parents(path: Path) -> Iterator[Path]:
     yield from dict.fromkeys([*written.parents, *Path(os.path.realpath(written)).parents])
 
 
-def _problem(found: os.stat_result, forbidden: int) -> str:
-    """Why others may have changed it; "" where they may not have."""
+def _problem(path: Path, found: os.stat_result, forbidden: int) -> str:
+    """Why others may have changed it, and what mends it; "" where they may not have."""
     if found.st_uid not in (os.geteuid(), 0):
         return "belongs to another user"
     mode = found.st_mode & forbidden
     if mode & 0o020 and _is_of_one(found.st_gid):
         mode &= ~0o020
-    return "may be written to by others" if mode else ""
+    if not mode:
+        return ""
+    if mode & ~0o022:
+        return f"may be read by others (type: chmod go= {shlex.quote(str(path))})"
+    return f"may be written to by others (type: chmod go-w {shlex.quote(str(path))})"
 
 
 @cache
@@ -156,7 +190,26 @@ def _is_of_one(group: int) -> bool:
     return own.gr_name == name and not set(own.gr_mem) - {name}
 
 
-def _read_own(path: Path, forbidden: int) -> bytes:
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a file of this user's, made for them alone where there is none; never through a link.
+
+    Raises OSError and Untrusted.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if os.path.islink(path):
+            raise Untrusted(f"{path} is a link") from error
+        raise
+    try:
+        _check_own(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_own(path: Path, forbidden: int = 0o022) -> bytes:
     """A regular file of this user's or root's that has none of the ``forbidden`` permissions."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -165,21 +218,26 @@ def _read_own(path: Path, forbidden: int) -> bytes:
             raise Untrusted(f"{path} is a link") from error
         raise
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        problem = _problem(found, forbidden) if stat.S_ISREG(found.st_mode) else "is no regular file"
-        if problem:
-            raise Untrusted(f"{path} {problem}")
+        _check_own(path, os.fstat(descriptor), forbidden)
         return file.read()
 
 
 # ---- the key ---------------------------------------------------------------------------------------------------
 
 
+def seal(name: str, data: bytes, key_file: Path | None = None) -> bytes:
+    """What only who has this user's key can make of a name and a content. Raises OSError and Untrusted."""
+    text = name.encode()
+    found = hmac.new(_key(key_file or default_store().with_name("seal.key")), digestmod="sha256")
+    found.update(len(text).to_bytes(8, "little") + text)
+    found.update(data)
+    return found.digest()
+
+
 @cache
 def _key(path: Path) -> bytes:
     """This user's key, made at the first use. Raises OSError and Untrusted."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_folder(path.parent)
+    make_folder(path.parent)
     if not os.path.lexists(path):
         descriptor, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
         try:
@@ -189,7 +247,7 @@ def _key(path: Path) -> bytes:
                 os.link(temporary, path)
         finally:
             os.unlink(temporary)
-    found = _read_own(path, 0o077)
+    found = read_own(path, 0o077)
     if len(found) != _KEY_BYTES:
         raise Untrusted(f"{path} holds {len(found)} bytes in place of {_KEY_BYTES}: remove it, a new one will be made")
     return found

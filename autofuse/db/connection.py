@@ -23,6 +23,7 @@ from sqlalchemy.exc import DBAPIError, StatementError
 from sqlalchemy.pool import StaticPool
 
 from autofuse.errors import StoreError, StoreVersionError
+from autofuse.private_files import Untrusted, check_beside, make_folder
 
 APPLICATION_ID = 0x61667573  # "afus", in the header of every store of ours
 REVISIONS = ("0001", "0002", "0003")  # schemas this version reads or upgrades, oldest first, as Alembic lists them
@@ -33,6 +34,8 @@ UPGRADE_TIMEOUT_SECONDS = 60.0
 
 WRITES = "autofuse_writes"  # execution option: begin with the write lock, so that no statement has to wait for it
 
+# What SQLite and we put beside a store: others may not have put it there.
+BESIDE = ("", "-wal", "-shm", "-journal")
 _ELSEWHERE = "or choose another store with --store PATH (or AUTOFUSE_STORE=PATH)"
 
 
@@ -51,6 +54,8 @@ def open_engine(path: Path, *, readonly: bool = False, timeout_seconds: float = 
         except BaseException:
             engine.dispose()
             raise
+    except Untrusted as error:
+        raise StoreError(f"expected a store that only this user may write to, found: {error}; {_ELSEWHERE}") from error
     except (DBAPIError, sqlite3.Error, OSError) as error:
         raise store_error(path, error) from error
     return engine
@@ -62,6 +67,7 @@ def _check_file(path: Path, readonly: bool) -> None:
     if path.exists():
         if 0 < path.stat().st_size < SMALLEST_PAGE_BYTES:
             raise _not_a_database(path)  # SQLite takes a file of one byte for an empty one that is locked
+        check_beside(path, BESIDE)
     elif readonly:
         raise StoreError(
             f"expected a store at {path}, found no such file; "
@@ -89,19 +95,12 @@ def _check_schema(engine: Engine, path: Path, readonly: bool) -> None:
 
 
 def _create_private(path: Path) -> None:
-    """Make the parents and an empty file that only its owner can read: binaries are loaded from it."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Make the parents and an empty file that only its owner can read: decisions and binaries come from it."""
+    if not os.path.lexists(path.parent):
+        make_folder(path.parent)
+    check_beside(path, BESIDE)
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-
-
-def is_private(path: Path) -> bool:
-    """Whether nobody but this user can have put a binary into the store."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _engine(path: Path, readonly: bool, timeout_seconds: float) -> Engine:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Row, func, select
@@ -28,7 +27,6 @@ from autofuse.db.base import (
     ranges_json,
     upsert,
 )
-from autofuse.db.connection import is_private
 from autofuse.db.rows import KernelSource, StoredDecision, StoredMeasurement
 from autofuse.ir.records import Candidate, Decision, DecisionKey, KernelRecord, Measurement
 
@@ -176,11 +174,9 @@ class TuneResults(StoreBase):
     def get_kernel(self, digest: str) -> KernelRecord | None:
         """The kernel under a compile key's digest, or None: unknown, evicted, damaged, or not safe to load.
 
-        Not safe: the store file belongs to another user, or others may write to it. A damaged one is dropped and
+        Not safe: another user's, or one that came with a copied store. A damaged one is dropped and
         recorded as an event.
         """
-        if not self._is_private:
-            return None
         with self._read() as connection:
             record, problem = kernel_cache.get(connection, digest)
             touch = record is not None and kernel_cache.needs_touch(connection, digest)
@@ -191,10 +187,6 @@ class TuneResults(StoreBase):
                 else:
                     kernel_cache.touch(connection, digest)
         return record
-
-    @cached_property
-    def _is_private(self) -> bool:
-        return is_private(self.path)
 
     def kernel_source(self, digest: str) -> KernelSource | None:
         """A kernel for people to read, evicted ones included; ``digest`` may be the beginning of one."""
@@ -216,8 +208,6 @@ class TuneResults(StoreBase):
 
     def get_triton_files(self, key: str) -> dict[str, bytes] | None:
         """The sound files under a key, or None where there is none; likewise where a kernel would not be loaded."""
-        if not self._is_private:
-            return None
         with self._read() as connection:
             files, damaged = triton_files.get(connection, key)
             used_at = triton_files.last_use(connection, key)

@@ -89,14 +89,6 @@ def test_a_kernel_beyond_the_bound_is_kept_alone(store: Store) -> None:
     assert store.get_kernel(kernel("b").key.digest) == kernel("b")
 
 
-def test_binaries_of_a_file_that_others_may_write_are_not_loaded(store: Store, path: Path) -> None:
-    store.put_kernel(kernel())
-    assert path.stat().st_mode & 0o777 == 0o600
-    path.chmod(0o666)
-    with Store.open(path) as opened:
-        assert opened.get_kernel(kernel().key.digest) is None
-
-
 # ---- kernels for GPUs, and the files of Triton's cache ----------------------------------------------
 
 
@@ -148,10 +140,3 @@ def test_triton_files_and_kernels_share_the_bound(store: Store, monkeypatch: pyt
     assert store.get_triton_files("A") is None  # all of its files
     assert store.get_triton_files("B") is not None
     assert store.kernel_bytes() == 200
-
-
-def test_triton_files_of_a_store_that_others_may_write_are_not_used(store: Store, path: Path) -> None:
-    store.put_triton_files("KEY", TRITON_FILES)
-    path.chmod(0o666)
-    with Store.open(path) as opened:
-        assert opened.get_triton_files("KEY") is None

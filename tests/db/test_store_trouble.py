@@ -216,7 +216,7 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "none", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a small disk takes root's rights")
     try:
