@@ -1,7 +1,7 @@
 """Generated kernels in the store: source and binary under the digest of their compile key.
 
 In: ``KernelRecord``. Out: the same record, or a miss; a miss only ever costs a compilation.
-Guarantee: a binary is handed out only if its checksum holds; the binaries and the files of Triton's cache together
+Guarantee: a binary is handed out only if its seal holds (`seals`). Binaries and the files of Triton's cache together
 stay within a bound, the least recently used ones going first; sources are kept for good, because people read them.
 """
 
@@ -12,6 +12,7 @@ from sqlalchemy import Connection, func, literal, select, union_all, update
 from autofuse.db import models, triton_files
 from autofuse.db.base import add_event_row, now, upsert
 from autofuse.db.rows import KernelSource
+from autofuse.db.seals import is_sealed, seal_of
 from autofuse.ir.records import CompileKey, Event, KernelRecord
 
 DEFAULT_LIMIT_BYTES = 512 << 20  # a kernel is 16 to 60 kB: some ten thousand of them
@@ -30,13 +31,19 @@ def put(connection: Connection, record: KernelRecord, limit_bytes: int) -> None:
         "name": record.name,
         "source": record.source,
         "binary": record.binary,
-        "checksum": triton_files.checksum(record.binary),
+        "checksum": seal_of(_name(record.key.digest, record.name), record.binary),
         "size_bytes": len(record.binary),
         "created_at": at,
         "used_at": at,
         "resources": dict(record.resources) or None,
     }
-    upsert(connection, models.Kernel, [row], ["digest"], ["binary", "checksum", "size_bytes", "used_at", "resources"])
+    upsert(
+        connection,
+        models.Kernel,
+        [row],
+        ["digest"],
+        ["name", "binary", "checksum", "size_bytes", "used_at", "resources"],
+    )
     evict(connection, limit_bytes, keep=record.key.digest)
 
 
@@ -45,13 +52,17 @@ def get(connection: Connection, digest: str) -> tuple[KernelRecord | None, str]:
     row = connection.execute(select(models.Kernel).where(models.Kernel.digest == digest)).one_or_none()
     if row is None or row.binary is None:
         return None, ""
-    # SQLite keeps to no column type: a damaged row may hold text.
-    if not isinstance(row.binary, bytes) or triton_files.checksum(row.binary) != row.checksum:
-        return None, f"the binary of kernel {row.name} does not match its checksum"
+    if not is_sealed(_name(digest, row.name), row.binary, row.checksum):
+        return None, f"kernel {row.name} is not as this user's autofuse wrote it here: damaged, or of a copied store"
     key = CompileKey(row.source_hash, row.compiler, row.flags, row.target)
     if key.digest != digest:
         return None, f"kernel {row.name} does not belong to its key"
     return KernelRecord(key, row.name, row.source, row.binary, row.resources or {}), ""
+
+
+def _name(digest: str, name: str) -> str:
+    """What a kernel's seal says beside its binary: under which key, and under which symbol a profiler sees it."""
+    return f"kernel {digest} {name}"
 
 
 def needs_touch(connection: Connection, digest: str) -> bool:
@@ -68,7 +79,7 @@ def touch(connection: Connection, digest: str) -> None:
 def note_damage(connection: Connection, digest: str, problem: str) -> None:
     """Drop a binary that must not be loaded, and record why."""
     _drop_binaries(connection, [digest])
-    add_event_row(connection, None, Event("damaged_kernel", f"{problem}; it is compiled again", {"digest": digest}))
+    add_event_row(connection, None, Event("damaged_kernel", f"{problem}; it is tuned again", {"digest": digest}))
 
 
 def source(connection: Connection, digest: str) -> KernelSource | None:

@@ -300,7 +300,7 @@ class Kernel(Base):
     name: Mapped[str]
     source: Mapped[str]
     binary: Mapped[bytes | None] = mapped_column(LargeBinary)
-    checksum: Mapped[str]  # SHA-256 of the binary
+    checksum: Mapped[str]  # seal of the binary, see `seals`
     size_bytes: Mapped[int]  # of the binary, 0 when evicted
     created_at: Mapped[float]
     used_at: Mapped[float] = mapped_column(index=True)
@@ -315,7 +315,7 @@ class TritonFile(Base):
     key: Mapped[str] = mapped_column(String, primary_key=True)  # Triton's, of one kernel
     name: Mapped[str] = mapped_column(String, primary_key=True)  # of the file
     data: Mapped[bytes | None] = mapped_column(LargeBinary)
-    checksum: Mapped[str]  # SHA-256 of the bytes
+    checksum: Mapped[str]  # seal of the bytes, see `seals`
     size_bytes: Mapped[int]  # 0 when evicted
     used_at: Mapped[float] = mapped_column(index=True)
 

@@ -37,6 +37,7 @@ class TuneResults(StoreBase):
     """The part of the store that the daemon writes and scripts read."""
 
     kernel_limit_bytes = kernel_cache.DEFAULT_LIMIT_BYTES  # settable on an object
+    kernels_refused = 0  # so far, by this object: damaged, or not sealed by this user
 
     # ---- measurements ---------------------------------------------------------------------------
 
@@ -180,6 +181,7 @@ class TuneResults(StoreBase):
         with self._read() as connection:
             record, problem = kernel_cache.get(connection, digest)
             touch = record is not None and kernel_cache.needs_touch(connection, digest)
+        self.kernels_refused += bool(problem)
         if not self.readonly and (problem or touch):
             with self._write() as connection:
                 if problem:

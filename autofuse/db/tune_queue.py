@@ -53,7 +53,7 @@ class TuneQueue(StoreBase):
         """Queue requests and return how many of them wait now that did not before.
 
         A key that is queued or in work merges the observed shapes and calls and keeps its state. One that is
-        decided, or has failed a short while ago, is ignored, unless ``force`` asks for it anew.
+        decided with its kernel there, or has failed a short while ago, is ignored, unless ``force`` asks for it anew.
         """
         pieces: list[dict[str, TuneRequest]] = []
         for request in requests:
@@ -200,10 +200,10 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
 
     All at once, for a script that asks for hundreds shares its interpreter with this.
     """
-    table, decisions = models.Request, models.DecisionRow
+    table = models.Request
     put_keys(connection, (request.key for request in requests.values()))
     old = {row.key: row for row in connection.execute(select(table).where(table.key.in_(requests)))}
-    decided = set(connection.execute(select(decisions.key).where(decisions.key.in_(requests))).scalars())
+    decided = _decided(connection, requests)
     waiting = {digest for digest, row in old.items() if row.status in ("queued", "running")}
     closed = decided | {digest for digest, row in old.items() if row.status == "failed" and not _may_pass_now(row)}
     if not force:
@@ -238,6 +238,18 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
         [{"of": row["digest"], **{f"new_{name}": row[name] for name in names}} for row in rows],
     )
     return len(requests.keys() - waiting)
+
+
+def _decided(connection: Connection, digests: Iterable[str]) -> set[str]:
+    """Keys with a standing decision whose kernel is here: one that is damaged or not ours was dropped."""
+    table, kernel = models.DecisionRow, models.Kernel
+    standing = select(func.max(table.id)).where(table.key.in_(digests)).group_by(table.key)
+    query = (
+        select(table.key)
+        .outerjoin(kernel, table.compile_key == kernel.digest)
+        .where(table.id.in_(standing), or_(table.compile_key.is_(None), kernel.binary.is_not(None)))
+    )
+    return set(connection.execute(query).scalars())
 
 
 def _may_pass_now(row: Any) -> bool:

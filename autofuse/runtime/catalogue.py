@@ -73,8 +73,11 @@ class KernelShelf:
         self._records[digest] = record
         self._missing.discard(digest)
 
-    def has(self, digest: str) -> bool:
+    def was_read(self, digest: str) -> bool:
         return digest in self._records
+
+    def has(self, digest: str) -> bool:
+        return self._records.get(digest) is not None
 
     def entry(self, digest: str, device: torch.device) -> Entry | None:
         """The kernel, ready to launch; None where it is not here (yet). Loading takes 0.2 ms, once."""
@@ -109,7 +112,7 @@ def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Seq
         return Choice(known=True, in_one=decision.candidate.config == IN_ONE)
     entry = shelf.entry(decision.compile_key, place.device)
     if entry is None:
-        # Known, but its kernel is not: eager until it is.
+        # Eager until its kernel is here. One that the store has not (any more) counts as not tuned.
         return Choice(known=shelf.has(decision.compile_key))
     return Choice(known=True, entry=entry, tag=decision.compile_key)
 
@@ -175,12 +178,23 @@ class Catalogue:
                 self._absorbed[key] = max(number for number, _ in found)
                 rows += found
         self.table.update(d for _, d in rows)
-        wanted = [key for key in self.table.kernels() if not self.shelf.has(key)]
+        # A kernel that was not there is looked for once more when a decision names it anew.
+        new = {d.compile_key for _, d in rows}
+        wanted = [
+            key
+            for key in self.table.kernels()
+            if not self.shelf.was_read(key) or (key in new and not self.shelf.has(key))
+        ]
+        refused = store.kernels_refused
         for digest in wanted:
             self.shelf.add(digest, store.get_kernel(digest))
+        if store.kernels_refused > refused:
+            count = store.kernels_refused - refused
+            problem = StoreError(f"{count} of {len(wanted)} are damaged, another user's, or of a copied store")
+            self._report("kernels_refused", "stored kernels were left out and are tuned again", problem)
         if not rows and not wanted:
             return None
-        late = set(wanted) - {d.compile_key for _, d in rows}  # kernels of decisions that were known before
+        late = set(wanted) - new  # kernels of decisions that were known before
         return Absorbed(bool(rows), None if late else frozenset(d.key.fusion_id for _, d in rows))
 
     def _prepare_launcher(self, store: Store) -> None:

@@ -46,6 +46,7 @@ class TuningClient:
         self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
         self._lacks_daemon = False  # work was handed in that no daemon was started for
         self._script: Script | None = None  # as daemons see us
+        self._neighbours: Neighbours | None = None  # from the moment on at which the store is open
         self._machine = OtherWork(lambda: 0.0, look_seconds=LOOK_SECONDS)
         self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
@@ -173,7 +174,12 @@ class TuningClient:
 
     def _can_afford_daemon(self) -> bool:
         """Whether a daemon that is started now has where to work, on idle cores or in the script's own time."""
-        if self._script is None or not self._machine.is_full() or daemon.running_pid(self._session.settings):
+        if (
+            self._script is None
+            or self._neighbours is None
+            or not self._machine.is_full()
+            or daemon.running_pid(self._session.settings)
+        ):
             return True
         percent = self._session.settings.tuner.busy_percent
         return room_beside([self._script], time.time(), self._neighbours.spent(), percent) >= START_CPU_SECONDS
@@ -181,15 +187,16 @@ class TuningClient:
     def announce(self, store: Store) -> None:
         """Let the daemons of this user know that a script runs, and for how long it is expected to."""
         with contextlib.suppress(OSError):
-            self._neighbours = Neighbours(meeting_folder(self._session.settings))
+            neighbours = self._neighbours = Neighbours(meeting_folder(self._session.settings))
             expected = store.last_seconds(self._session.command)
             age = time.perf_counter() - self._session.started
-            self._script = self._neighbours.announce(expected, time.time() - age)
+            self._script = neighbours.announce(expected, time.time() - age)
 
     def withdraw(self) -> None:
         """The script has ended."""
-        with contextlib.suppress(OSError):
-            self._neighbours.withdraw()
+        if self._neighbours is not None:
+            with contextlib.suppress(OSError):
+                self._neighbours.withdraw()
 
     def hand_over(self) -> None:
         """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""

@@ -334,15 +334,17 @@ class TuningLoop:
             for stored in self._store.decision_history(key.fusion_id)
             if stored.decision.key == key and stored.decision.bucket == bucket
         ]
-        if not known:
+        kernel = self._store.get_kernel(known[-1].compile_key) if known and known[-1].compile_key else None
+        if not known or (known[-1].compile_key and kernel is None):
             shapes = tuple(ObservedShape(values, n) for values, n in sorted(calls.items(), key=lambda i: -i[1]))
             own = replace(request, key=key, node=part.to_json(), bucket=bucket, shapes=shapes)
             outcome = self._tune_kernel(own, part, printer)
             self._write(own, outcome)
             self._answered.add(key.digest)
             known = [d for d in outcome.decisions if d.bucket == bucket]
-        winner = known[-1].compile_key if known else None
-        return self._store.get_kernel(winner) if winner else None
+            winner = known[-1].compile_key if known else None
+            kernel = self._store.get_kernel(winner) if winner else None
+        return kernel
 
     def _clock(self) -> float:
         """Seconds of work."""

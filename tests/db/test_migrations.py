@@ -77,16 +77,14 @@ def test_upgrade_from(revision: str, tmp_path: Path) -> None:
         assert store.run(1).command == "train.py"
         assert store.node_uses(1) == [use()]
         assert [made for _, made in store.decisions(DEVICE.key, VERSIONS)] == [decision()]
-        assert store.get_kernel(kernel().key.digest) == kernel()
         assert len(store.step_samples(1)) == 4
-        if revision >= "0002":
-            assert store.get_kernel(gpu_kernel().key.digest) == gpu_kernel()
-            assert store.get_triton_files("KEY") == TRITON_FILES
-        else:
-            store.put_kernel(gpu_kernel())
-            store.put_triton_files("KEY", TRITON_FILES)
-            assert store.get_kernel(gpu_kernel().key.digest) == gpu_kernel()
-            assert store.get_triton_files("KEY") == TRITON_FILES
+        for record in (kernel(), gpu_kernel()):
+            assert store.get_kernel(record.key.digest) is None  # no seal of this user's
+            store.put_kernel(record)
+            assert store.get_kernel(record.key.digest) == record
+        assert store.get_triton_files("KEY") is None
+        store.put_triton_files("KEY", TRITON_FILES)
+        assert store.get_triton_files("KEY") == TRITON_FILES
 
 
 def test_newer_schema_is_refused_and_left_alone(path: Path) -> None:

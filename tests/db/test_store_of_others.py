@@ -6,11 +6,14 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_records import start
+from store_records import TRITON_FILES, decision, kernel, key, request, start
 
+from autofuse import private_files
+from autofuse.db import seals
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
 
@@ -81,6 +84,13 @@ def test_a_folder_of_ours_behind_a_link_of_ours_is_ours(place: Path, tmp_path: P
         assert len(store.runs()) == 1
 
 
+def test_no_folder_is_made_where_others_may_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(StoreError, match=f"chmod go-w {tmp_path}"):
+        Store.open(tmp_path / "new" / "store.db")
+    assert os.listdir(tmp_path) == []
+
+
 @needs_root
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
 def test_files_of_another_user_are_refused(place: Path, suffix: str) -> None:
@@ -118,3 +128,55 @@ def test_a_folder_of_another_user_is_refused(place: Path) -> None:
     with pytest.raises(StoreError, match="belongs to another user"):
         Store.open(place.with_name("new.db"))
     assert not place.with_name("new.db").exists()
+
+
+# ---- copies -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store with a decision, its kernel and Triton's files that another user has made, copied and given to us."""
+    theirs = tmp_path / "theirs.key"
+    theirs.write_bytes(bytes(32))
+    theirs.chmod(0o600)
+    with monkeypatch.context() as other:
+        other.setattr(seals, "seal", lambda name, data: private_files.seal(name, data, theirs))
+        with Store.open(place) as store:
+            record = kernel()
+            store.put_kernel(record)
+            store.put_triton_files("KEY", TRITON_FILES)
+            store.put_decision(replace(decision(), compile_key=record.key.digest))
+            assert store.get_kernel(record.key.digest) == record
+    return place
+
+
+def test_a_copied_store_brings_decisions_and_no_code(copied: Path) -> None:
+    digest = kernel().key.digest
+    with Store.open(copied) as store:
+        assert [found.compile_key for _, found in store.decisions()] == [digest]
+        assert store.get_kernel(digest) is None and store.get_triton_files("KEY") is None
+        assert [row.event.kind for row in store.events()] == ["damaged_kernel"] * 2 and store.kernels_refused == 1
+        assert store.add_requests([request()]) == 1, "it is tuned again"
+        store.put_kernel(kernel())
+        assert store.get_kernel(digest) == kernel()
+        store.finish_request(key(), "done")
+        assert store.add_requests([request()]) == 0
+
+
+def test_a_kernel_under_another_name_or_key_is_refused(place: Path) -> None:
+    with Store.open(place) as store:
+        store.put_kernel(kernel("a"))
+        store.put_kernel(kernel("b"))
+        with sqlite3.connect(place) as raw:
+            query = "SELECT binary, checksum FROM kernels WHERE source = 'a'"
+            raw.execute("UPDATE kernels SET binary = ?, checksum = ? WHERE source = 'b'", raw.execute(query).fetchone())
+            raw.execute("UPDATE kernels SET name = '../../af' WHERE source = 'a'")
+        raw.close()
+        assert store.get_kernel(kernel("a").key.digest) is None and store.get_kernel(kernel("b").key.digest) is None
+
+
+def test_without_a_place_for_a_key_it_says_so(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(private_files, "default_store", lambda: tmp_path / "file" / "autofuse" / "store.sqlite3")
+    with Store.open(place) as store, pytest.raises(StoreError, match="XDG_DATA_HOME=PATH"):
+        store.put_kernel(kernel())

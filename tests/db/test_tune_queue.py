@@ -15,7 +15,7 @@ from autofuse.db.rows import QueueStatus
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import FAILED_SECONDS, MAX_ATTEMPTS, NOT_READY
 from autofuse.errors import StoreError
-from autofuse.ir.records import DeviceInfo, ObservedShape
+from autofuse.ir.records import Candidate, Decision, DeviceInfo, ObservedShape
 
 
 def test_largest_expected_saving_first(store: Store) -> None:
@@ -87,9 +87,13 @@ def test_what_is_running_keeps_running(store: Store) -> None:
     assert store.queue_length() == QueueStatus(running=1)
 
 
+def without_kernel(won: Decision) -> Decision:
+    return replace(won, candidate=Candidate("eager"), compile_key=None)
+
+
 def test_decided_and_failed_requests_are_not_asked_again_unless_forced(store: Store) -> None:
     store.add_requests([request(), request("b" * 64)])
-    store.put_decision(decision())
+    store.put_decision(without_kernel(decision()))
     store.finish_request(key(), "done")
     store.finish_request(key("b" * 64), "failed", "gcc died")
     assert store.add_requests([request(), request("b" * 64)]) == 0
@@ -100,7 +104,7 @@ def test_decided_and_failed_requests_are_not_asked_again_unless_forced(store: St
 
 
 def test_a_decision_without_a_request_is_enough(store: Store) -> None:
-    store.put_decision(decision())
+    store.put_decision(without_kernel(decision()))
     assert store.add_requests([request(), request(of=bucket(129, 256))]) == 1
 
 

@@ -140,6 +140,7 @@ def one_line(result, *words):
     lines = [line for line in result.stderr.splitlines() if line.startswith("autofuse:")]
     found = [line for line in lines if all(word in line for word in words)]
     assert len(found) == 1, result.stderr
+    assert "incomplete" not in result.stderr
 
 
 def test_garbage_instead_of_a_store(tmp_path, expected):

@@ -73,6 +73,15 @@ def test_choices_wait_for_their_kernel_and_survive_a_bad_one():
     assert choose(table, shelf, "n", [7], place()).known and choose(table, shelf, "n", [7], place()).entry is None
 
 
+def test_a_kernel_that_the_store_has_not_counts_as_not_tuned():
+    table, shelf = DecisionTable(), KernelShelf(lambda record, device: lambda *args: None)
+    table.update([decision(bucket_of([7]), kernel="k1")])
+    shelf.add("k1", None)
+    assert not choose(table, shelf, "n", [7], place()).known, "else it would never be asked for again"
+    shelf.add("k1", KernelRecord(CompileKey("s", "c", "f", "t"), "good", "", b""))
+    assert choose(table, shelf, "n", [7], place()).entry is not None
+
+
 def test_two_devices_share_decisions_by_model_and_load_by_index():
     loaded = []
 

@@ -1,0 +1,35 @@
+"""Seals of what the store keeps to be run: binaries of kernels, and the files of Triton's cache.
+
+In: a name and bytes. Out: the text that stands beside them in the store.
+Guarantee: only who has this user's key can make a seal, so what another user has written, what is damaged, and what
+came with a store that was copied from elsewhere is told from what was compiled here. Decisions, which are data, carry
+none.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from autofuse.errors import StoreError
+from autofuse.private_files import Untrusted, seal
+from autofuse.setting_groups import default_store
+
+_MARK = "seal:"
+
+
+def seal_of(name: str, data: bytes) -> str:
+    """Raises StoreError where this user has no key, and none can be made."""
+    try:
+        return _MARK + seal(name, data).hex()
+    except (OSError, Untrusted) as error:
+        raise StoreError(
+            f"expected a key of this user's in {default_store().parent}, found: {error}; "
+            "name a folder of your own with XDG_DATA_HOME=PATH"
+        ) from error
+
+
+def is_sealed(name: str, data: object, found: object) -> bool:
+    """Whether bytes are what this user has put there under this name. SQLite keeps to no column type. StoreError."""
+    if not isinstance(data, bytes) or not isinstance(found, str) or not found.isascii():
+        return False
+    return hmac.compare_digest(found, seal_of(name, data))
