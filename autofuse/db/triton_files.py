@@ -1,8 +1,8 @@
 """The files of Triton's own cache in the store: what its compiler would otherwise keep in ``~/.triton``.
 
 In: files under the key that Triton gives a kernel. Out: the same, or fewer; one that is missing is compiled again.
-Guarantee: bytes are handed out only if their seal holds (`seals`). They share the bound of the kernels' binaries, and all
-files of a key are evicted together (``kernel_cache.evict``).
+Guarantee: bytes are handed out only if their seal holds (`seals`). They share the bound of the kernels' binaries, and
+all files of a key are evicted together (``kernel_cache.evict``).
 """
 
 from __future__ import annotations
