@@ -22,6 +22,7 @@ MODULE_SECONDS = 16e-3  # Dynamo goes into the code of each
 DYNAMO_SHARE = 0.2  # of an operation's costs: equal blocks are traced by Dynamo one by one, what follows is done once
 SYMBOL_SHARE = 1.3  # a size that varies makes an operation so much dearer: expressions in symbols in place of numbers
 KEPT_SHARE = 0.5  # of a capture is left where its graphs were kept
+KEPT_TRACE_SECONDS = 0.6  # where its trace was: to read it, and to plan a first shape
 _FACTOR_LIMITS = 0.25, 4.0
 
 

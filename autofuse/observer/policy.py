@@ -26,7 +26,6 @@ KNOWN_MARGIN = 1.2
 # A capture that is as good as free, on a machine of usual speed: taken at once where the last run was long enough.
 _TRIFLE_SECONDS = 1.0
 _SOON = 0.25  # of a run like the last one, within which such a capture has to pay
-_KEPT_TRACE_SECONDS = 0.6  # to read a trace that an earlier run has kept, and to plan a first shape
 _USUAL_SAVING = 0.25  # of a root's time in eager: models gain 1.2 to 2.1x, 1.4 in the mean
 _CALLS_TO_JUDGE_SIZE = 3
 _CALLS_TO_SETTLE_SIZE = 20
@@ -34,6 +33,7 @@ _CALLS_TO_SETTLE_SIZE = 20
 _NEAR = 6  # calls before a held-out one, with which it is compared
 _MANY_CALLS = 50  # free at a time where nothing is held out
 
+UNTUNED = "slower_untuned"  # lost, but not with all of its kernels
 _FINAL_IN_EARLIER_RUNS = ("capture_failed", "slower_than_eager", "no_gain")
 
 
@@ -116,22 +116,20 @@ def advise_capture(
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
     if at_first_call:
         return CaptureAdvice(True, "first_call", "capture.at_once is set")
-    was_captured = known is not None and known.state == "captured"
+    was_captured = known is not None and (
+        known.state == "captured" or (has_kept_trace and known.reason == UNTUNED and known_seconds is not None)
+    )
     is_known = was_captured and known_seconds is not None
+    reason = "kept_trace" if was_captured and has_kept_trace else "known_to_pay"
     predicted = (known_seconds if is_known else predicted_seconds) or 0.0
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
-    if known is not None and was_captured and has_kept_trace and calls:
-        # Twice, for the first step takes longer than those that follow.
-        seconds, each = factor * _KEPT_TRACE_SECONDS, step_seconds or spent_seconds / calls
-        if _USUAL_SAVING * max(known.calls - calls, 0) * each >= 2 * seconds:
-            return CaptureAdvice(True, "kept_trace", "traced in an earlier run", seconds)
     if was_captured:
         if not calls:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
         if at_once or uses_known:
-            return CaptureAdvice(True, "known_to_pay", "captured in an earlier run", predicted)
+            return CaptureAdvice(True, reason, "captured in an earlier run", predicted)
     if calls >= _CALLS_TO_JUDGE_SIZE:
         typical_us = spent_seconds / calls * 1e6 if call_us is None else call_us
         if typical_us < min_root_us:
@@ -141,11 +139,14 @@ def advise_capture(
         detail = f"capture is expected to take {predicted:.0f} s, more than {max_seconds:.0f} s"
         return CaptureAdvice(False, "too_expensive", detail, predicted, final=True)
     if known is not None and was_captured:
+        if step_seconds is None and has_kept_trace and calls:
+            step_seconds = spent_seconds / calls
         if step_seconds is None:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
-        saved = _USUAL_SAVING * max(known.calls - calls, 0) * step_seconds
-        if is_known and predicted <= factor * _TRIFLE_SECONDS and _SOON * saved >= predicted:
-            return CaptureAdvice(True, "known_to_pay", "captured in an earlier run, soon paid for", predicted)
+        saved = _saving(known) * max(known.calls - calls, 0) * step_seconds
+        is_trifle = has_kept_trace or predicted <= factor * _TRIFLE_SECONDS
+        if is_known and is_trifle and _SOON * saved >= predicted:
+            return CaptureAdvice(True, reason, "captured in an earlier run, soon paid for", predicted)
         # Captured by order, or too late to pay. Rent would be paid for nothing, unless this run turns out to be longer.
         if calls < known.calls and saved < predicted:
             detail = (
@@ -155,18 +156,26 @@ def advise_capture(
             return CaptureAdvice(False, "not_yet", detail, predicted)
     if at_once:
         if calls >= min_calls:
-            return CaptureAdvice(True, "at_once", f"captured after {calls} calls: the run waits for tuning", predicted)
+            detail = f"captured after {calls} calls: the run waits for tuning"
+            return CaptureAdvice(True, reason if is_known else "at_once", detail, predicted)
         return CaptureAdvice(False, "not_yet", f"{calls} of {min_calls} calls seen", predicted)
     if not is_known and predicted_seconds is None:
         return CaptureAdvice(False, "not_observed", "no step was sampled yet", predicted)
     needed = max(predicted, budget.needed(predicted, KNOWN_MARGIN if is_known else MARGIN))
     if spent_seconds >= predicted and budget.spent_seconds >= needed:
         detail = f"{budget.spent_seconds:.1f} s spent in eager, capture is expected to take {predicted:.1f} s"
-        return CaptureAdvice(True, "paid_off", detail, predicted)
+        return CaptureAdvice(True, reason if was_captured and has_kept_trace else "paid_off", detail, predicted)
     detail = (
         f"{budget.spent_seconds:.1f} s of {needed:.1f} s in eager that are to pay for a capture of {predicted:.1f} s"
     )
     return CaptureAdvice(False, "not_yet", detail, predicted)
+
+
+def _saving(known: RootRecord) -> float:
+    """The share of its time in eager that a root saves once it is captured."""
+    if known.state != "captured":
+        return 0.0
+    return max(1.0 - 1.0 / known.gain, 0.0) if known.gain else _USUAL_SAVING
 
 
 def advise_release(ratios: Sequence[float], is_short: bool, release_factor: float) -> str | None:
@@ -298,6 +307,7 @@ class Held(Enum):
     NO = "no"  # the captured graph
     COLD = "cold"  # the original module, not to be compared: caches and branch predictors are full of the graph's code
     COMPARED = "compared"  # the original module
+    RESTING = "resting"  # the original module, while the graph loses and kernels for it are still to come
 
 
 class HeldOutCalls:
@@ -342,6 +352,10 @@ class HeldOutCalls:
         if found is None:
             found = self._confirmations[magnitude] = Confirmation(self._pairs, times=self._times)
         return found
+
+    def confirm_anew(self, magnitude: int = 0) -> None:
+        """Calls of a magnitude run the graph again, which ran the original module for a while."""
+        self._confirmations.pop(magnitude, None)
 
     def extend(self, magnitude: int = 0) -> None:
         """More calls are needed to confirm the present kernels, once those foreseen are over; a few times."""

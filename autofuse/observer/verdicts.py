@@ -8,7 +8,7 @@ out on the first sizes of a run must not rule those that follow. So calls are ju
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class Loss(NamedTuple):
 
     reason: str  # see ``advise_release``
     gain: float  # eager's time over the captured graph's, median
+    magnitudes: frozenset[int]
 
 
 def magnitude(elements: int) -> int:
@@ -71,7 +72,7 @@ class Verdicts:
             return tuple(own)
         return tuple(ratio for ratios in self._ratios.values() for ratio in ratios)
 
-    def judge(self, elements: int, is_short: bool, release_factor: float) -> Loss | None:
+    def find_loss(self, elements: int, is_short: bool, release_factor: float) -> Loss | None:
         """After ``add``: what loses, all magnitudes that are judged together with this one, None while nothing does."""
         ratios = self.ratios(elements)
         if len(ratios) < PAIRS_BEFORE_RELEASE:
@@ -83,10 +84,21 @@ class Verdicts:
         few = {m for m, its in self._ratios.items() if len(its) < PAIRS_BEFORE_RELEASE and median(its) < 1.0}
         own = magnitude(elements)
         losers = {own} if len(self._ratios.get(own, ())) >= PAIRS_BEFORE_RELEASE else few
-        if not losers:
-            return None
-        self._lost |= losers
-        for loser in losers:
-            del self._ratios[loser]
+        return Loss(reason, median(ratios), frozenset(losers)) if losers else None
+
+    def lose(self, loss: Loss) -> None:
+        """These stay in eager from now on."""
+        self._lost |= loss.magnitudes
+        self.forget(loss.magnitudes)
         self.any_lost = True
-        return Loss(reason, median(ratios))
+
+    def forget(self, magnitudes: Iterable[int]) -> None:
+        """What was measured of them is of no use any more."""
+        for found in magnitudes:
+            self._ratios.pop(found, None)
+
+    @property
+    def gain(self) -> float:
+        """Eager's time over the captured graph's, the median of what did not lose; 0 while too little is known."""
+        ratios = [ratio for its in self._ratios.values() for ratio in its]
+        return median(ratios) if len(ratios) >= PAIRS_BEFORE_RELEASE else 0.0

@@ -24,10 +24,10 @@ import torch
 
 from autofuse import collector
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_cost import KEPT_SHARE, Traits, model_seconds
+from autofuse.observer.capture_cost import KEPT_SHARE, KEPT_TRACE_SECONDS, Traits, model_seconds
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
-from autofuse.observer.policy import Held, advise_capture, may_trace_again
+from autofuse.observer.policy import UNTUNED, Held, advise_capture, may_trace_again
 from autofuse.observer.roots import QuietCalls, Target
 from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path
 from autofuse.observer.verdicts import Loss
@@ -53,7 +53,6 @@ COSTS = Costs(brief=6.0, timed=12.0)  # hook and guards; where the call is timed
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
-UNTUNED = "slower_untuned"
 LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
 BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
 KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
@@ -219,13 +218,14 @@ class Root:
             is_eager = not is_training and not has_gradients and self._has_fast_path(module)
             shape = trial.new_shape(signature, is_eager)
         account = self.account
-        if shape.is_new and self._traces and not self._may_trace(module, args, kwargs, shape):
-            trial.begin(None, Held.NO, self.calls, now, stretch)
+        may_run = not shape.is_new or not self._traces or self._may_trace(module, args, kwargs, shape)
+        held = trial.choose(shape, self.calls) if may_run else Held.RESTING
+        if held is Held.RESTING:
+            trial.begin(shape, held, self.calls, now, stretch)
             account.begin(shape.elements, now, False)
             result = self.roots.tracker.call_original(module, args, kwargs)
             account.returned(result, time.perf_counter())
             return result
-        held = trial.choose(shape, self.calls)
         is_settled = not account.ledger.is_open
         if held is Held.NO and is_settled and self._begin_brief(shape, now, has_gradients):
             return self._run(module, args, kwargs, shape, False)
@@ -525,7 +525,10 @@ class Root:
             self.model_seconds = self.roots.known[self.key].model_seconds
 
     def _known_seconds(self, known: RootRecord | None) -> float | None:
-        """What its capture took in an earlier run, or as little as is left of that where its graphs are kept now."""
+        """What its capture took in an earlier run, or what is left of that where its graphs or its trace are kept."""
+        if self._has_kept_trace:
+            was_read = known is not None and known.kept_graphs and known.capture_seconds
+            return known.capture_seconds if known is not None and was_read else self.factor * KEPT_TRACE_SECONDS
         if known is None or known.state != "captured" or not known.capture_seconds:
             return None
         is_kept_now = not known.kept_graphs and self.session.graphs_folder is not None
@@ -601,6 +604,12 @@ class Root:
     def record(self) -> RootRecord:
         known, ledger = self.roots.known.get(self.key), self.account.ledger
         state, reason, detail = self.state, self.reason, self.detail
+        if state == "captured" and self.trial.is_resting:
+            state, reason, detail = (
+                "eager",
+                UNTUNED,
+                "captured steps are slower as long as kernels are still to be tuned",
+            )
         if self._decided is not None and state != "captured":
             # Sizes of which nothing is known yet do not undo what is known of the others.
             state, (reason, detail) = "eager", self._decided
@@ -622,6 +631,7 @@ class Root:
             judged_elements=self.trial.verdicts.lost_elements,
             capture_causes=tuple((cause, seconds) for cause, seconds in ledger.lost().items() if seconds >= 5e-4),
             model_seconds=self.model_seconds,
+            gain=self.trial.gain or (known.gain if known is not None else 0.0),
         )
 
 

@@ -31,6 +31,10 @@ MAX_BRIEF = 4
 SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in the caches
 # Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
 MAX_EXACT = 16
+# A graph that loses while kernels for it are still to come rests for so many calls, each time for twice as many.
+FIRST_REST = 256
+LONGEST_REST = 1 << 14
+ASKED_EVERY = 32  # resting calls: whether kernels are still to come
 MAX_SHAPES = 4096  # kept; a shape that is let go is met as a new one should it come again
 OnLoss = Callable[[Shape, Loss, bool, bool], None]  # shape, loss, whether calls are short, whether all sizes have lost
 
@@ -56,6 +60,7 @@ class Trial:
         self.opened: OpenStep | None = None
         self.shapes: dict[Any, Shape] = {}  # by signature
         self.verdicts = Verdicts()
+        self.gain = 0.0  # as last known, see `Verdicts.gain`
         self.late = LateTimes(roots.timer)  # what the device has not told yet
         self._costs = costs
         self._peaks = peaks
@@ -63,6 +68,8 @@ class Trial:
         self._sizes: dict[str, Sizes] = {}
         self._newest: Shape | None = None
         self._held_out = self._new_held_out()
+        self._resting: dict[int, int] = {}  # calls left, by magnitude
+        self._rests: dict[int, int] = {}  # how often each has rested
         self._is_marked = False  # the plans that run in the open step are noted
         self._is_watched = False  # so are the allocations of the call that was chosen last
         self._call_us: float | None = None  # of the open step, where it has no backward pass
@@ -97,6 +104,9 @@ class Trial:
         has_pair = len(near) >= PAIRED
         shape.is_short = has_pair and near[0] < SHORT_CALL_US
         size = magnitude(shape.elements)
+        if self._resting and self._rests_on(size):
+            self._is_watched = False
+            return Held.RESTING
         held = self._held_out.next(session.disturbances, shape.is_new, has_pair, shape.is_short, size)
         self._is_watched = False
         if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):
@@ -107,6 +117,25 @@ class Trial:
             self._is_marked = True
         return held
 
+    def _rests_on(self, size: int) -> bool:
+        left = self._resting.get(size, 0)
+        if not left:
+            return False
+        left -= 1
+        if left % ASKED_EVERY == 0 and not self.session.tuning.expects_more():
+            left = 0
+        self._resting[size] = left
+        if not left:
+            del self._resting[size]
+            self._held_out.confirm_anew(size)
+        return True
+
+    @property
+    def is_resting(self) -> bool:
+        """All sizes that come run the original module, for now."""
+        sizes = {magnitude(shape.elements) for shape in self.shapes.values()} if self._resting else set()
+        return bool(sizes) and sizes <= {*self._resting}
+
     def _is_settled(self, shape: Shape) -> bool:
         """Whether the kernels of a shape are those that stay."""
         return shape.fused_at == self.session.disturbances and not self.session.tuning.expects_more()
@@ -114,6 +143,8 @@ class Trial:
     def begin(self, shape: Shape | None, held: Held, number: int, now: float, stretch: Stretch | None = None) -> None:
         """The call that was chosen begins, and with it a step; ``shape``: None where nothing is compared."""
         is_watched, self._is_watched = self._is_watched, False
+        if held is Held.RESTING:
+            shape, held = None, Held.NO
         self.opened = OpenStep(now, shape, held, number, self.session.disturbances, stretch, is_watched)
         if shape is not None and held is not Held.NO:
             self.roots.held_out_calls += 1
@@ -125,7 +156,7 @@ class Trial:
     def free_calls(self, shape: Shape) -> int:
         """How many calls, this one among them, need neither be timed nor held out; 0 for none."""
         shapes = self.shapes
-        if self._is_watched or self.on_gpu or not shape.is_short or len(shapes) > MAX_BRIEF:
+        if self._resting or self._is_watched or self.on_gpu or not shape.is_short or len(shapes) > MAX_BRIEF:
             return 0
         if shape.fused_at != self.session.disturbances:
             return 0
@@ -226,12 +257,22 @@ class Trial:
         if len(ratios) < PAIRS_BEFORE_RELEASE:
             return
         is_short = us < SHORT_CALL_US
-        loss = None
-        if not self.session.tuning.expects_more():
-            loss = self.verdicts.judge(shape.elements, is_short, self.session.settings.capture.release_factor)
-        if loss is not None:
+        self.gain = self.verdicts.gain or self.gain
+        loss = self.verdicts.find_loss(shape.elements, is_short, self.session.settings.capture.release_factor)
+        if loss is not None and self.session.tuning.expects_more():
+            self._rest(loss)
+        elif loss is not None:
+            self.verdicts.lose(loss)
             # A shape that came once or twice has no say: no pair of it will ever be known.
             seen = [known for known in self.shapes.values() if len(known.sizes.near(known.elements)) >= PAIRED]
             self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
         elif is_unsure(ratios):
             self._held_out.extend(magnitude(shape.elements))
+
+    def _rest(self, loss: Loss) -> None:
+        """What loses before its kernels are there may yet win with them; the script runs in eager meanwhile."""
+        self.verdicts.forget(loss.magnitudes)
+        for size in loss.magnitudes:
+            times = self._rests.get(size, 0)
+            self._rests[size] = times + 1
+            self._resting[size] = min(FIRST_REST << times, LONGEST_REST)

@@ -162,6 +162,29 @@ def test_what_large_calls_gain_does_not_keep_tiny_ones_captured(make: Callable[.
     assert len(bench.captured_calls) > 250
 
 
+def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = [False]
+    bench = make(lambda n: float(n), lambda n: n / 2 if tuned[0] else n * 1.25)
+    monkeypatch.setattr(bench.roots.session.tuning, "expects_more", lambda: not tuned[0])
+    monkeypatch.setattr(bench.roots.session.tuning, "has_open", lambda: not tuned[0])
+    bench.root.state = "captured"
+    bench.call([1 << 14] * 200)
+    assert len(bench.captured_calls) < 120, "it has been found slower, and eager runs"
+    assert bench.root.state == "captured", "it is not given up"
+    assert (bench.root.record().state, bench.root.record().reason) == ("eager", "slower_untuned")
+    bench.call([1 << 14] * 4000)
+    assert 0 < len(bench.captured_calls) < 500, "tried again, each time later"
+    tuned[0] = True
+    bench.roots.session.disturbances += 1
+    bench.call([1 << 14] * 64)
+    bench.call([1 << 14] * 1000)
+    assert len(bench.captured_calls) > 900, "its kernels are there"
+    record = bench.root.record()
+    assert record.state == "captured" and record.gain == pytest.approx(2.0, rel=0.1)
+
+
 def test_a_size_that_comes_now_and_then_does_not_undo_what_is_known(make: Callable[..., Bench]) -> None:
     bench = make(*LOSES_SMALL)
     bench.root.state = "captured"

@@ -164,6 +164,24 @@ def test_a_warm_store_knows_better() -> None:
     assert advice(known=record(state="observing", reason="not_yet")).reason == "not_yet"
 
 
+def test_a_kept_trace_is_read_where_it_soon_pays() -> None:
+    def kept(calls: int = 1, spent: float = 0.1, **values: Any) -> Any:
+        known = record(**{"capture_seconds": 0.5, "calls": 400, "kept_graphs": 2, "gain": 1.5} | values)
+        return advice(calls=calls, spent_seconds=spent, known=known, known_seconds=0.5, has_kept_trace=True)
+
+    found = kept()
+    assert found.capture and found.reason == "kept_trace" and found.predicted_seconds == 0.5
+    assert not kept(calls=0, spent=0.0).capture, "no step tells how long the run will be"
+    assert not kept(calls=1, spent=1e-2).capture, "400 such steps save 1.3 s, a quarter of them less than it costs"
+    assert kept(calls=1, spent=1e-2, gain=0.0).reason == "not_yet"
+    assert not kept(gain=0.98).capture, "nothing was gained when it was measured"
+    assert not kept(calls=350, spent=10.0).capture, "too late to pay in a run like the last one"
+    assert kept(calls=500, spent=20.0).reason == "kept_trace", "longer than the last run"
+    untuned = {"state": "eager", "reason": "slower_untuned", "gain": 0.0}
+    assert not kept(**untuned).capture
+    assert kept(calls=401, spent=20.0, **untuned).reason == "kept_trace", "paid for like any other capture"
+
+
 @given(st.floats(0.002, 0.5), st.integers(0, 5))
 def test_held_out_calls_are_spread_evenly(share: float, seed: int) -> None:
     held_out = HeldOut(share, seed)
