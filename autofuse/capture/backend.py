@@ -30,7 +30,7 @@ from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
 from autofuse.capture.simplify import simplify
-from autofuse.capture.traced import being_traced
+from autofuse.capture.traced import ROOT_FILE, being_traced
 from autofuse.private_files import PrivateFolder
 from autofuse.untouched import untouched
 
@@ -211,7 +211,7 @@ def compile_root(
     """
     namespace: dict[str, Any] = {}
     text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
-    exec(compile(text, f"<autofuse root {name}>", "exec"), namespace)
+    exec(compile(text, f"{ROOT_FILE} {name}>", "exec"), namespace)
     call_root = namespace["call_root"]
     traces = _traces(key, call_root, keeper, plans) if keeper is not None and plans is not None else None
     traced = torch.compile(call_root, backend=backend)

@@ -35,7 +35,13 @@ class DirectCall(NamedTuple):
 
     def fits(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the code may run in place of this call."""
-        return self.manager.cache_entry is not None and self.check({"module": module, "args": args, "kwargs": kwargs})
+        try:
+            return self.manager.cache_entry is not None and self.check(
+                {"module": module, "args": args, "kwargs": kwargs}
+            )
+        except RuntimeError:  # a nested tensor has no strides; guards then leave __torch_function__ off (torch 2.13)
+            torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
+            return False
 
 
 class DirectCalls:

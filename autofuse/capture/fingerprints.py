@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from autofuse.capture.traced import ROOT_FILE
+
 Step = tuple[str, Any]  # "attr", "const", "cell": and which
 _MOST_VISITED = 400  # functions looked through for one code
 
@@ -119,7 +121,7 @@ def find_places(codes: Iterable[types.CodeType], classes: Iterable[type]) -> lis
 
 def _is_of_python(code: types.CodeType) -> bool:
     name = code.co_filename
-    return name.startswith(("<frozen ", "<autofuse root")) or (
+    return name.startswith(("<frozen ", ROOT_FILE)) or (
         name.startswith(_STDLIB) and "site-packages" not in name and "dist-packages" not in name
     )
 

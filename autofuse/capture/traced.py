@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autofuse.capture.second_gradients import Replay
 
+ROOT_FILE = "<autofuse root"  # so begins the name of the file that a captured root's code says it comes from
+
 _active = threading.local()
 
 

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofuse import collector
+from autofuse.capture.traced import ROOT_FILE
 from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_cost import KEPT_SHARE, KEPT_TRACE_SECONDS, Traits, model_seconds
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.policy import UNTUNED, Held, advise_capture, may_trace_again
-from autofuse.observer.roots import QuietCalls, Target
-from autofuse.observer.signatures import call_signature, count_elements, tensors_by_path
+from autofuse.observer.roots import QuietCalls, RootTracker, Target
+from autofuse.observer.signatures import call_signature, count_elements, has_plain_sizes, tensors_by_path
 from autofuse.observer.verdicts import Loss
 from autofuse.runtime.account import Account
 from autofuse.runtime.devices import CPU
@@ -111,6 +112,26 @@ class Root:
     # ---- a call --------------------------------------------------------------------------------------
 
     def call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._call(module, args, kwargs)
+        except Exception as error:
+            if ran_forward(error):
+                raise
+            self._give_up(module, error)
+        return self.roots.tracker.call_original(module, args, kwargs)
+
+    def _give_up(self, module: Target, error: BaseException) -> None:
+        """Bookkeeping of ours has failed: the module is let go."""
+        with contextlib.suppress(Exception):
+            self.state, self.reason = "eager", "bookkeeping_failed"
+            self.detail = f"{type(error).__name__}: {error}"[:300]
+            self._brief = None
+            if self.roots.tracker.is_installed:
+                self.roots.tracker.release(module).is_final = True
+            self.session.report_fallback(self.reason, f"{self.name} stays eager: autofuse failed to watch it", error)
+            self.roots.observer.decide(self.key)
+
+    def _call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         brief = self._brief
         if brief is not None and brief.left > 0:
             direct = brief.find(module, args, kwargs)
@@ -216,15 +237,20 @@ class Root:
         stretch = self._begin_stretch() if trial.on_gpu else None
         if shape is None:
             is_eager = not is_training and not has_gradients and self._has_fast_path(module)
+            is_eager = is_eager or not has_plain_sizes(signature[0])  # Dynamo knows half of what nested tensors are
             shape = trial.new_shape(signature, is_eager)
         account = self.account
-        may_run = not shape.is_new or not self._traces or self._may_trace(module, args, kwargs, shape)
+        is_untraced = shape.is_new and self._traces and not shape.is_eager
+        may_run = not is_untraced or self._may_trace(module, args, kwargs, shape)
         held = trial.choose(shape, self.calls) if may_run else Held.RESTING
         if held is Held.RESTING:
             trial.begin(shape, held, self.calls, now, stretch)
             account.begin(shape.elements, now, False)
             result = self.roots.tracker.call_original(module, args, kwargs)
-            account.returned(result, time.perf_counter())
+            try:
+                account.returned(result, time.perf_counter())
+            except Exception as error:
+                self._give_up(module, error)
             return result
         is_settled = not account.ledger.is_open
         if held is Held.NO and is_settled and self._begin_brief(shape, now, has_gradients):
@@ -234,11 +260,14 @@ class Root:
         began = time.perf_counter()
         result = self._run(module, args, kwargs, shape, held is not Held.NO)
         returned = time.perf_counter()
-        # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
-        if not has_gradients or not _needs_gradients(result):
-            trial.call_took(returned - began)
-        if account.ledger.is_open:
-            account.returned(result, returned)
+        try:
+            # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
+            if not has_gradients or not _needs_gradients(result):
+                trial.call_took(returned - began)
+            if account.ledger.is_open:
+                account.returned(result, returned)
+        except Exception as error:
+            self._give_up(module, error)
         return result
 
     def _may_trace(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> bool:
@@ -332,15 +361,23 @@ class Root:
             result = self.roots.tracker.call_original(module, args, kwargs)
             return result
         finally:
-            now = time.perf_counter()
-            seconds = now - began
-            stretch = self.roots.timer.end(stretch)
-            was_plain = observer.after_root_call(self.key, None if stretch is not None else seconds)
-            self.account.returned(result, now, not was_plain)
-            if self.trial.on_gpu:
-                self._add_on_gpu(seconds)
-            if stretch is not None:
-                self.trial.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
+            try:
+                self._returned(result, began, stretch)
+            except Exception as error:
+                self._give_up(module, error)
+
+    def _returned(self, result: Any, began: float, stretch: Stretch | None) -> None:
+        """An observed call is over; ``result``: None where it raised."""
+        observer = self.roots.observer
+        now = time.perf_counter()
+        seconds = now - began
+        stretch = self.roots.timer.end(stretch)
+        was_plain = observer.after_root_call(self.key, None if stretch is not None else seconds)
+        self.account.returned(result, now, not was_plain)
+        if self.trial.on_gpu:
+            self._add_on_gpu(seconds)
+        if stretch is not None:
+            self.trial.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
 
     def _add_on_gpu(self, seconds: float) -> None:
         """A forward pass; the host's clock does not tell how long the device is busy with the backward pass."""
@@ -635,12 +672,24 @@ class Root:
         )
 
 
+def ran_forward(error: BaseException) -> bool:
+    """Whether the module had begun to run, captured or not, when this was raised: it is the user's then."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code in _ITS_OWN or code.co_filename.startswith(ROOT_FILE):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+# A trace knows what to do where it fails.
+_ITS_OWN = {RootTracker.call_original.__code__, Root._traced.__code__}
+
+
 def elements_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How large a call is; 1 where its tensors do not tell, as nested ones do not."""
-    try:
-        return count_elements(call_signature(args, kwargs))
-    except Exception:
-        return 1
+    return count_elements(call_signature(args, kwargs))
 
 
 def _device_of(module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

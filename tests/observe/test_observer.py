@@ -368,7 +368,7 @@ def test_arguments_that_cannot_be_described() -> None:
         Odd()(Hostile())
         Odd()(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged))
         Odd()(torch.ones(3))
-    assert watch.observer.skipped_calls >= 1
+    assert watch.observer.skipped_calls == 0
     assert watch.calls == ["Odd"] * 3
 
 

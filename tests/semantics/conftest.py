@@ -32,3 +32,10 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
     yield session
     session.finish(None)
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def functions_are_on() -> Iterator[None]:
+    """A guard that raises leaves ``__torch_function__`` off, for all that follows."""
+    yield
+    assert torch._C._is_torch_function_enabled()
