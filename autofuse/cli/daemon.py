@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import out_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autofuse.db.rows import DaemonState
 
 EPILOG = """\
 \b
@@ -58,18 +64,23 @@ def status(store: Path | None) -> int:
     from autofuse.tuner import daemon
 
     settings = load_settings(store=store)
-    state = daemon.status(settings)
-    if state is None:
+    states = daemon.statuses(settings)
+    if not states:
         click.echo(f"No daemon serves {settings.run.store}. 'autofuse run' starts one when there is work.")
         return 1
     console = out_console()
+    for state in states:
+        _print_state(console, state)
+    console.print(f"store {settings.run.store}", soft_wrap=True)
+    return 0
+
+
+def _print_state(console: Console, state: DaemonState) -> None:
     console.print(f"process {state.pid}, {state.state}" + (f": {state.job}" if state.job else ""), soft_wrap=True)
     console.print(f"queued {state.queued}, done {state.done}, failed {state.failed}")
     if state.heartbeat_at:
         age = max(0.0, time.time() - state.heartbeat_at)
         console.print(f"started {_ago(time.time() - state.started_at)}, last sign of life {_ago(age)}")
-    console.print(f"store {settings.run.store}", soft_wrap=True)
-    return 0
 
 
 @command.command("logs", epilog="\b\nExample:\n  autofuse daemon logs -n 50\n")

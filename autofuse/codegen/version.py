@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 CODEGEN_VERSION = "15"  # changes whenever equal nodes would get other text; part of every decision key
 
 
+@functools.cache
 def versions() -> str:
     """As it stands in decision keys: "torch 2.13, codegen 7". Scripts and daemons agree on it; imports no torch."""
     minor = ".".join(importlib.metadata.version("torch").split(".")[:2])

@@ -35,7 +35,7 @@ UPGRADE_TIMEOUT_SECONDS = 60.0
 WRITES = "autofuse_writes"  # execution option: begin with the write lock, so that no statement has to wait for it
 
 # What SQLite and we put beside a store: others may not have put it there.
-BESIDE = ("", "-wal", "-shm", "-journal")
+BESIDE = ("", "-wal", "-shm", "-journal", ".lock")
 _ELSEWHERE = "or choose another store with --store PATH (or AUTOFUSE_STORE=PATH)"
 
 
@@ -166,7 +166,7 @@ def _found_revision(connection: Connection, path: Path) -> str | None:
 
 def _upgrade(engine: Engine, path: Path) -> None:
     """Bring the schema to HEAD in one transaction, one process at a time."""
-    lock = FileLock(path.with_name(path.name + ".lock"), timeout=UPGRADE_TIMEOUT_SECONDS)
+    lock = FileLock(path.with_name(path.name + ".lock"), timeout=UPGRADE_TIMEOUT_SECONDS, mode=0o600)
     try:
         with lock:
             _outside_transactions(engine, "PRAGMA journal_mode=WAL")  # stays in the file

@@ -10,9 +10,8 @@ runs add up, so that sending a request twice counts nothing twice.
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -67,8 +66,12 @@ class TuneQueue(StoreBase):
         with self._write() as connection:
             return sum(_add_requests(connection, piece, force) for piece in pieces)
 
-    def next_request(self, *devices: str, versions: str | None = None, pid: int | None = None) -> TuneRequest | None:
+    def next_request(
+        self, *devices: str, versions: str | None = None, pid: int | None = None, kind: str = ""
+    ) -> TuneRequest | None:
         """Take the queued request with the largest expected saving, or None; ``pid`` (ours) works on it now.
+
+        ``kind``: the daemon's, whose lock tells whether it still does.
 
         ``devices``: keys of devices, or their beginnings that end with a colon (``cuda:``).
         """
@@ -96,7 +99,7 @@ class TuneQueue(StoreBase):
                     problem = {"status": "failed", "message": clean(f"not a request: {error}"), "updated_at": now()}
                     connection.execute(here.values(**problem))
                     continue
-                taken = {"status": "running", "pid": pid or os.getpid(), "host": socket.gethostname()}
+                taken = {"status": "running", "pid": pid or os.getpid(), "host": kind}
                 connection.execute(here.values(**taken, updated_at=now()))
                 return request
         return None
@@ -121,16 +124,20 @@ class TuneQueue(StoreBase):
             again = {"status": "queued", "attempts": 0, "message": "", "updated_at": now()}
             return connection.execute(update(table).where(failed).values(**again)).rowcount
 
-    def requeue_stale(self) -> int:
-        """Queue again what daemons had in work when they died; return how many. For the holder of the store's lock.
+    def requeue_stale(self, is_served: Callable[[str], bool] = lambda kind: False) -> int:
+        """Queue again what daemons had in work when they died; return how many.
+
+        ``is_served``: whether a daemon of a kind is at work, in whichever container.
 
         A request over which MAX_ATTEMPTS daemons died has failed: it may be what kills them.
         """
         table = models.Request
-        query = select(table.key, table.attempts).where(table.status == "running")
+        query = select(table.key, table.attempts, table.host).where(table.status == "running")
         requeued = 0
         with self._write() as connection:
-            for digest, attempts in connection.execute(query).all():
+            for digest, attempts, kind in connection.execute(query).all():
+                if is_served(kind):
+                    continue
                 lost = attempts + 1 >= MAX_ATTEMPTS
                 message = f"{attempts + 1} daemons ended while they worked on it" if lost else ""
                 connection.execute(

@@ -5,6 +5,7 @@ In: /proc/cpuinfo and the affinity of this process. Out: a `DeviceInfo`. Torch-f
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -14,11 +15,18 @@ from autofuse.ir.records import DeviceInfo
 _ISA = (("avx512f", "avx512"), ("avx2", "avx2"), ("avx", "avx"), ("asimd", "neon"), ("sse2", "sse2"))
 
 
+@functools.cache
 def cpu_device() -> DeviceInfo:
-    """The CPU that this process may use."""
+    """The CPU that this process may use. As it was when first asked: a script may pin its threads later on."""
     name, flags = _cpuinfo()
     isa = next((isa for flag, isa in _ISA if flag in flags), platform.machine())
-    return DeviceInfo("cpu", name, len(os.sched_getaffinity(0)), isa)
+    return DeviceInfo("cpu", name, len(usable_cores()), isa)
+
+
+@functools.cache
+def usable_cores() -> frozenset[int]:
+    """The cores that this process may run on, likewise."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def _cpuinfo() -> tuple[str, frozenset[str]]:

@@ -130,7 +130,7 @@ class TuningClient:
     def _touch(self) -> None:
         """Tell the daemon that a script waits: it need not yield."""
         with contextlib.suppress(OSError):
-            daemon.urgent_path(self._session.settings).touch()
+            daemon.urgent_path(self._session.settings).touch(mode=0o600)
 
     def expects_more(self) -> bool:
         """Whether kernels are still to come for what has been captured: in this run, or in the next one.

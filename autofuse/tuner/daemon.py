@@ -1,15 +1,14 @@
 """The tuning daemon from outside: start, stop, look, and work the queue off in the foreground.
 
-In: settings, which name the store. Out: one detached process for each store, or the same loop in this process.
-Guarantee: one process at a time works on a store (a lock that ends with its holder); many starters at once start
-one; a daemon that was killed leaves nothing that keeps the next from starting. Never imports torch.
-Files beside the store: ``.daemon.lock``, ``.daemon.pid``, ``.daemon.log``; ``.urgent`` is touched by scripts that wait.
+In: settings, which name the store. Out: a detached process, no child of ours, or the same loop in this process.
+Guarantee: one process at a time works on requests of one kind (`daemon_files`: a lock that ends with its holder); many
+starters at once start one; a daemon that was killed leaves nothing that keeps the next from starting; none but this
+user's own processes are ended. Never imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -24,13 +23,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, DaemonError, StoreError
+from autofuse.ir.device import usable_cores
+from autofuse.private_files import Untrusted
 from autofuse.settings import Settings
-from autofuse.tuner.manners import is_alive, lower_priority
+from autofuse.tuner.daemon_files import DaemonFiles
+from autofuse.tuner.manners import lower_priority
+from autofuse.tuner.process_id import ProcessId, process_id
 from autofuse.tuner.worker_process import python_module
 
 if TYPE_CHECKING:
@@ -43,7 +46,6 @@ STOP_SECONDS = 10.0  # then it is killed, which loses nothing but the job at han
 POLL_SECONDS = 0.05
 URGENT_SECONDS = 3.0  # a script that waits renews its mark more often than this
 LOG_BYTES = 4 << 20  # a log this long is put aside when the next daemon starts
-SAME_START_SECONDS = 3.0  # process start times are derived from a clock that may be adjusted
 LOCK_TAKEN_SECONDS = 3.0
 LOCK_TAKEN = 75  # exit code of a daemon that found another one (EX_TEMPFAIL)
 
@@ -53,47 +55,43 @@ LOCK_TAKEN = 75  # exit code of a daemon that found another one (EX_TEMPFAIL)
 
 def log_path(settings: Settings) -> Path:
     """The daemon's log."""
-    return _beside(settings, ".daemon.log")
+    return DaemonFiles(settings).log
 
 
 def urgent_path(settings: Settings) -> Path:
     """Touched by a script that waits: the daemon need not yield while its age is below URGENT_SECONDS."""
-    return _beside(settings, ".urgent")
-
-
-def _pid_path(settings: Settings) -> Path:
-    return _beside(settings, ".daemon.pid")
-
-
-def _beside(settings: Settings, suffix: str) -> Path:
-    store = Path(settings.run.store)
-    return store.with_name(store.name + suffix)
+    return DaemonFiles(settings).urgent
 
 
 # ---- from outside ---------------------------------------------------------------------------------------
 
 
 def running_pid(settings: Settings) -> int | None:
-    """The process that works on the store, None where there is none. Takes no lock, so it disturbs no start."""
-    try:
-        found = json.loads(_pid_path(settings).read_text())
-        process = psutil.Process(int(found["pid"]))
-        started = abs(process.create_time() - float(found["created_at"])) < SAME_START_SECONDS
-        return process.pid if started and process.status() != psutil.STATUS_ZOMBIE else None
-    except (OSError, ValueError, TypeError, KeyError, psutil.Error):
-        return None
+    """The process that works on what this one asks of the store, None where there is none."""
+    found = DaemonFiles(settings).running()
+    return found.pid if found is not None else None
 
 
 def status(settings: Settings) -> DaemonState | None:
-    """What the running daemon said last; None where none runs."""
+    """What the running daemon said last, ours if there are several; None where none runs."""
+    found = statuses(settings)
     pid = running_pid(settings)
-    if pid is None:
-        return None
-    with contextlib.suppress(StoreError), Store.open(settings.run.store, readonly=True) as store:
-        state = store.daemon_state()
-        if state is not None and state.pid == pid:
-            return state
-    return DaemonState(pid=pid, host=socket.gethostname(), started_at=time.time(), state="idle")
+    return next((state for state in found if state.pid == pid), found[0] if found else None)
+
+
+def statuses(settings: Settings) -> list[DaemonState]:
+    """Of all daemons of the store: one for each version and number of cores that asked."""
+    running = DaemonFiles(settings).all_running()
+    state: DaemonState | None = None
+    if running:
+        with contextlib.suppress(StoreError), Store.open(settings.run.store, readonly=True) as store:
+            state = store.daemon_state()
+    return [
+        state
+        if state is not None and state.pid == found.pid
+        else DaemonState(pid=found.pid, host=socket.gethostname(), started_at=time.time(), state="idle")
+        for found in running
+    ]
 
 
 def ensure_running(settings: Settings) -> int:
@@ -101,15 +99,16 @@ def ensure_running(settings: Settings) -> int:
     pid = running_pid(settings)
     if pid is not None:
         return pid
+    files = DaemonFiles(settings)
     try:
-        _beside(settings, "").parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(_beside(settings, ".start.lock"), timeout=START_SECONDS):
+        files.check()
+        with files.start_lock(START_SECONDS):
             return running_pid(settings) or _start(settings)
     except Timeout:
         raise DaemonError(
             f"expected the tuning daemon to start within {START_SECONDS:.0f} s{_look(settings)}"
         ) from None
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+    except (OSError, NotImplementedError, Untrusted) as error:  # the second: a file system without locks
         raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
 
 
@@ -118,42 +117,42 @@ def launch(settings: Settings) -> None:
 
     Raises DaemonError. It is announced at once, so that whoever wants to end it before it has begun finds it.
     """
+    files = DaemonFiles(settings)
     try:
-        _beside(settings, "").parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(_beside(settings, ".start.lock"), timeout=0):
+        files.check()
+        with files.start_lock(0):
             if running_pid(settings) is None:
-                process = _spawn(settings)
-                _announce(settings, process.pid)
-                process.returncode = 0  # it outlives this process on purpose: no warning that it still runs
+                files.announce(_spawn(settings))
     except Timeout:
         return  # somebody starts one
-    except (OSError, NotImplementedError, psutil.Error) as error:
+    except (OSError, NotImplementedError, Untrusted) as error:
         raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
 
 
 def _start(settings: Settings) -> int:
-    path = log_path(settings)
-    process = _spawn(settings)
+    files = DaemonFiles(settings)
+    process = process_id(_spawn(settings))
     deadline, used = time.monotonic() + START_SECONDS, 0.0
+    has_ended = False
     while time.monotonic() < deadline:
         pid = running_pid(settings)
         if pid is not None:
-            # Whoever started it is its parent as long as it lives, and must not leave a zombie.
-            threading.Thread(target=process.wait, name="autofuse-daemon", daemon=True).start()
             return pid
-        code = process.poll()
-        if code == LOCK_TAKEN:  # another one was faster, and has not said so yet
+        if not has_ended and not process.is_alive:
+            if not files.is_served(files.kind):
+                raise DaemonError(f"expected the tuning daemon to run, found that it ended{_look(settings)}")
+            has_ended = True  # another one was faster, and has not said so yet
             deadline = min(deadline, time.monotonic() + LOCK_TAKEN_SECONDS)
-        elif code is not None:
-            raise DaemonError(
-                f"expected the tuning daemon to run, found that it ended with code {code}{_look(settings)}"
-            )
         elif (now_used := _cpu_seconds(process.pid)) > used:
             deadline, used = time.monotonic() + START_SECONDS, now_used
         time.sleep(POLL_SECONDS)
-    if process.poll() == LOCK_TAKEN:
-        raise DaemonError(f"expected a store without a daemon, found that another container or user serves it: {path}")
-    process.kill()
+    if has_ended:
+        raise DaemonError(
+            f"expected a store without a daemon, found that another container serves it: {files.store}; "
+            "it works on what is asked here, or choose another store with --store PATH"
+        )
+    if process.is_alive:
+        os.kill(process.pid, signal.SIGKILL)
     raise DaemonError(f"expected the tuning daemon to start within {START_SECONDS:.0f} s{_look(settings)}")
 
 
@@ -165,23 +164,33 @@ def _cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def _spawn(settings: Settings) -> subprocess.Popen[bytes]:
-    path = log_path(settings)
-    if path.exists() and path.stat().st_size > LOG_BYTES:
-        os.replace(path, path.with_name(path.name + ".old"))
+# Its parent ends at once, so that the daemon is no child of the script: one that waits for all of its children would
+# wait for it, and one that has a handler for their end would hear of it.
+_DETACH = '"$@" >&2 & echo $!'
+
+
+def _spawn(settings: Settings) -> int:
+    """The process number of a new daemon. Raises OSError and Untrusted."""
     command, environment = python_module("autofuse")
-    with open(path, "ab") as output:
-        process = subprocess.Popen(
-            [*command, "daemon", "serve", *settings.as_arguments()],
+    with DaemonFiles(settings).open_log(LOG_BYTES) as output:
+        starter = subprocess.Popen(
+            ["/bin/sh", "-c", _DETACH, "sh", *command, "daemon", "serve", *settings.as_arguments()],
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=subprocess.PIPE,
             stderr=output,
             start_new_session=True,  # outlives the script and its terminal
             cwd="/",
             env=environment,
         )
-    lower_priority(settings.tuner.nice, process.pid)  # from its first moment: its imports take a core for seconds
-    return process
+    answer, _ = starter.communicate()
+    try:
+        pid = int(answer)
+    except ValueError:
+        raise OSError(f"/bin/sh, which gave no process number but {answer[:80]!r}") from None
+    lower_priority(settings.tuner.nice, pid)  # from its first moment: its imports take a core for seconds
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(pid, usable_cores())  # this thread may have been pinned since
+    return pid
 
 
 def _look(settings: Settings) -> str:
@@ -189,24 +198,27 @@ def _look(settings: Settings) -> str:
 
 
 def stop(settings: Settings) -> bool:
-    """End the daemon; whether one was running. Its queued work stays queued. Raises DaemonError."""
-    pid = running_pid(settings)
-    if pid is None:
-        return False
+    """End all daemons of the store; whether one was running. Queued work stays queued. Raises DaemonError."""
+    running = DaemonFiles(settings).all_running()
+    for process in running:
+        _end(process)
+    return bool(running)
+
+
+def _end(process: ProcessId) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            process = psutil.Process(pid)  # remembers its start, so no later process of that number is hit
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.AccessDenied:
-            raise DaemonError(f"expected a daemon of your own, found that process {pid} is another user's") from None
+        if not process.is_alive:
+            return
+        if not process.is_ours:
+            raise DaemonError(f"expected a daemon of your own, found that process {process.pid} is another user's")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline:
-            if not is_alive(pid):
-                return True
+            if not process.is_alive:
+                return
             time.sleep(POLL_SECONDS)
-    raise DaemonError(f"expected process {pid} to end, found that not even SIGKILL ends it")
+    raise DaemonError(f"expected process {process.pid} to end, found that not even SIGKILL ends it")
 
 
 # ---- the process itself ---------------------------------------------------------------------------------
@@ -218,12 +230,15 @@ def serve(settings: Settings) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand: otherwise its starter did it
         lower_priority(settings.tuner.nice)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a script may leave its children to the system
     try:
-        with _lock(settings):
+        files = DaemonFiles(settings)
+        files.check()
+        with files.lock():
             from autofuse.tuner.serving import TuningLoop  # not for scripts, which only start daemons
 
             loop = TuningLoop(settings, is_urgent=lambda: _someone_waits(settings))
-            with _announced(settings, loop):
+            with _announced(files, loop):
                 loop.serve()
     except Timeout:
         log.info("another daemon serves %s", settings.run.store)
@@ -242,34 +257,23 @@ def drain(
     store has one writer of decisions. Raises DaemonError, StoreError and CompilerError.
     """
     stop(settings)
+    files = DaemonFiles(settings)
     try:
-        with _lock(settings), open(log_path(settings), "ab") as output:
+        files.check()
+        with files.lock(), files.open_log(LOG_BYTES) as output:
             from autofuse.tuner.serving import TuningLoop
 
             loop = TuningLoop(settings, is_urgent=lambda: True, worker_log=output)
-            with _announced(settings, loop):
+            with _announced(files, loop):
                 return loop.drain(on_progress, again)
     except Timeout:
         raise DaemonError("expected to work on the store alone, found that another process has its lock") from None
-    except OSError as error:
+    except (OSError, Untrusted) as error:
         raise DaemonError(f"expected a store beside which files can be written, found {error}") from error
 
 
-def _lock(settings: Settings) -> FileLock:
-    """The store's lock, to be held while working on it. Entering raises Timeout where another process holds it."""
-    Path(settings.run.store).parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(_beside(settings, ".daemon.lock"), timeout=1.0)
-
-
-def _announce(settings: Settings, pid: int) -> None:
-    path = _pid_path(settings)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps({"pid": pid, "created_at": psutil.Process(pid).create_time()}))
-    os.replace(fresh, path)
-
-
 @contextlib.contextmanager
-def _announced(settings: Settings, loop: TuningLoop) -> Iterator[None]:
+def _announced(files: DaemonFiles, loop: TuningLoop) -> Iterator[None]:
     """While it runs, the loop has its process number beside the store, and ends at SIGTERM and SIGINT."""
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -279,17 +283,17 @@ def _announced(settings: Settings, loop: TuningLoop) -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
     before = {n: signal.signal(n, ask) for n in (signal.SIGTERM, signal.SIGINT)} if main else {}
     try:
-        _announce(settings, os.getpid())
+        files.announce(os.getpid())
         yield
     finally:
         loop.close()
-        _pid_path(settings).unlink(missing_ok=True)
+        files.withdraw()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _someone_waits(settings: Settings) -> bool:
     try:
-        return time.time() - urgent_path(settings).stat().st_mtime < URGENT_SECONDS
+        return abs(time.time() - urgent_path(settings).stat().st_mtime) < URGENT_SECONDS  # ahead: of another clock
     except OSError:
         return False

@@ -240,10 +240,3 @@ def lower_priority(nice: int, pid: int = 0) -> None:
         # Where the kernel groups processes by session, ours is as heavy as the script's whatever its nice value is.
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid or 'self'}/autogroup").write_text(str(nice))
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False

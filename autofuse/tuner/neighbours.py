@@ -18,11 +18,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from autofuse.settings import Settings
-
-SAME_START_SECONDS = 3.0  # process start times are derived from a clock that may be adjusted
+from autofuse.tuner.process_id import ProcessId, start_ticks, this_machine
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Script:
     """A script that runs under autofuse."""
 
     pid: int
-    created_at: float  # its process, which tells it from a later one of the same number
+    ticks: float  # when its process began, which tells it from a later one of the same number
     began: float  # Unix time
     expected_seconds: float  # how long the last run of the same command took, 0.0 where there was none
     spent: float  # CPU seconds that daemons had taken when it began
@@ -75,8 +72,8 @@ class Neighbours:
 
     def announce(self, expected_seconds: float, began: float | None = None) -> Script:
         """This process runs a script. Raises OSError."""
-        created = psutil.Process().create_time()
-        script = Script(os.getpid(), created, time.time() if began is None else began, expected_seconds, self.spent())
+        ticks = start_ticks(os.getpid())
+        script = Script(os.getpid(), ticks, time.time() if began is None else began, expected_seconds, self.spent())
         path = self._folder / f"script-{script.pid}"
         self._write(path, json.dumps(asdict(script)))
         self._own = path
@@ -156,8 +153,4 @@ def _read_script(path: Path) -> Script | None:
 
 
 def _runs(script: Script) -> bool:
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(script.pid)
-        same = abs(process.create_time() - script.created_at) < SAME_START_SECONDS
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    return False
+    return script.ticks >= 0 and ProcessId(script.pid, int(script.ticks), this_machine()).is_alive

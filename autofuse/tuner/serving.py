@@ -47,6 +47,7 @@ from autofuse.settings import Settings
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.buckets import distance
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
+from autofuse.tuner.daemon_files import DaemonFiles
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.neighbours import Neighbours, Script, meeting_folder
 from autofuse.tuner.pipes import Interrupted
@@ -91,7 +92,7 @@ class TuningLoop:
         settings: Settings,
         *,
         is_urgent: Callable[[], bool],
-        worker_log: IO[bytes] | None = None,
+        worker_log: IO[bytes] | int | None = None,
     ) -> None:
         """``is_urgent``: whether someone waits for the result. Raises StoreError."""
         self.settings = settings
@@ -100,6 +101,7 @@ class TuningLoop:
         self._store = Store.open(settings.run.store)
         self._store.kernel_limit_bytes = settings.cache.max_bytes
         self._is_urgent = is_urgent
+        self._files = DaemonFiles(settings)
         self._cpu = cpu_device().key
         self._devices = (self._cpu, *OTHER_DEVICES)
         self._worker_log = worker_log
@@ -160,7 +162,7 @@ class TuningLoop:
             self._store.requeue_failed()
         deadline = time.monotonic() + self.settings.tuner.budget_seconds
         while not self.is_stopping and time.monotonic() < deadline:
-            request = self._store.next_request(*self._devices, versions=self._versions)
+            request = self._store.next_request(*self._devices, versions=self._versions, kind=self._files.kind)
             if request is None:
                 break
             queued = self._store.queue_length(*self._devices).queued
@@ -170,8 +172,11 @@ class TuningLoop:
 
     def _take_up(self) -> int:
         """Queue again what daemons before us had in work or could not do where they ran; how many requests."""
-        # Whoever took them is gone: we hold the lock.
-        return self._store.requeue_stale() + self._store.requeue_failed(NOT_READY)
+
+        def is_served(kind: str) -> bool:
+            return kind != self._files.kind and self._files.is_served(kind)  # our own lock is held by us
+
+        return self._store.requeue_stale(is_served) + self._store.requeue_failed(NOT_READY)
 
     def close(self) -> None:
         """Give everything back: requests, workers, store."""
@@ -193,7 +198,7 @@ class TuningLoop:
         if self._parked and (now - self._parked_at > UNPARK_SECONDS or self._is_urgent()):
             self._unpark()
         while not self.is_stopping and self._yielding.may_begin():
-            request = self._store.next_request(*self._devices, versions=self._versions)
+            request = self._store.next_request(*self._devices, versions=self._versions, kind=self._files.kind)
             if request is None:
                 self._seen_version, self._looked_at = version, now
                 return None

@@ -49,7 +49,7 @@ class TritonCompiler:
         timeout_seconds: float = TIMEOUT_SECONDS,
         memory_bytes: int = MEMORY_BYTES,
         is_stopping: Callable[[], bool] = lambda: False,
-        stderr: IO[bytes] | None = None,
+        stderr: IO[bytes] | int | None = None,
         tend: Callable[[int], float] | None = None,
     ) -> None:
         """``load`` and ``save`` keep Triton's files: ``Store.get_triton_files`` and ``put_triton_files``; ``tend``: as

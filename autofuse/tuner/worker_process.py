@@ -58,7 +58,7 @@ class WorkerProcess:
         memory_bytes: int,
         timeout_seconds: float,
         is_stopping: Callable[[], bool] = lambda: False,
-        stderr: IO[bytes] | None = None,
+        stderr: IO[bytes] | int | None = None,
         module: str = WORKER,
         environment: Callable[[Mapping[str, str]], dict[str, str]] = dict,
         answers: Mapping[str, Answer] | None = None,

@@ -26,8 +26,10 @@ from autofuse.db.tune_queue import NOT_READY
 from autofuse.errors import CompilerError, CompilerNotReady, DaemonError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import RunStart, TuneRequest
+from autofuse.private_files import Untrusted
 from autofuse.settings import Settings, load
-from autofuse.tuner import daemon
+from autofuse.tuner import daemon, daemon_files
+from autofuse.tuner.daemon_files import DaemonFiles
 from autofuse.tuner.manners import (
     BURST_SECONDS,
     FULL_PERCENT,
@@ -52,6 +54,15 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     yield found
     with contextlib.suppress(DaemonError):
         daemon.stop(found)
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this user's that is no daemon."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 def queue(settings: Settings, *requests: TuneRequest) -> None:
@@ -87,7 +98,8 @@ def test_many_starters_start_one_that_works_and_ends_when_idle(settings: Setting
     assert len(set(pids)) == 1
     pid = pids[0]
     process = psutil.Process(pid)
-    assert os.getsid(pid) == pid and process.nice() == settings.tuner.nice
+    assert os.getsid(pid) != os.getsid(0) and process.ppid() != os.getpid()
+    assert process.nice() == settings.tuner.nice
     assert not any("libtorch" in region.path for region in process.memory_maps())
     with Store.open(settings.run.store) as store:
         wait_until(lambda: store.queue_length().done == 1)
@@ -173,13 +185,14 @@ def test_a_daemon_that_is_slow_to_start_is_waited_for_while_it_gets_on(
 ) -> None:
     monkeypatch.setattr(daemon, "START_SECONDS", 1.0)
     settings.run.store.parent.mkdir(parents=True)
-    announce = f"{begins}from autofuse.settings import load\nfrom autofuse.tuner import daemon\nimport os, time\n"
-    announce += f"daemon._announce(load({{'run.store': {str(settings.run.store)!r}}}), os.getpid())\ntime.sleep(60)"
+    announce = f"{begins}from autofuse.settings import load\nfrom autofuse.tuner.daemon_files import DaemonFiles\n"
+    announce += f"import os, time\nfiles = DaemonFiles(load({{'run.store': {str(settings.run.store)!r}}}))\n"
+    announce += "files.announce(os.getpid())\ntime.sleep(60)"
     started = []
 
-    def spawn(settings: Settings) -> subprocess.Popen[bytes]:
+    def spawn(settings: Settings) -> int:
         started.append(subprocess.Popen([sys.executable, "-c", announce]))
-        return started[0]
+        return started[0].pid
 
     monkeypatch.setattr(daemon, "_spawn", spawn)
     if is_waited_for:
@@ -191,12 +204,112 @@ def test_a_daemon_that_is_slow_to_start_is_waited_for_while_it_gets_on(
         assert started[0].wait() == -signal.SIGKILL
 
 
-def test_a_stale_pid_file_is_no_daemon(settings: Settings) -> None:
-    path = settings.run.store.with_name(settings.run.store.name + ".daemon.pid")
-    path.parent.mkdir(parents=True)
-    for text in ("", "77", json.dumps({"pid": os.getpid(), "created_at": 1.0}), json.dumps({"pid": 2**22 - 1})):
+def test_a_stale_pid_file_is_no_daemon(settings: Settings, bystander: subprocess.Popen[bytes]) -> None:
+    files = DaemonFiles(settings)
+    path = files._pid_path(files.kind)
+    path.parent.mkdir(parents=True, mode=0o700)
+    files.announce(bystander.pid)
+    ours = json.loads(path.read_text())
+    assert daemon.running_pid(settings) == bystander.pid and path.stat().st_mode & 0o777 == 0o600
+    changed = [{"ticks": ours["ticks"] + 1}, {"machine": "another start of it"}, {"pid": 2**22 - 1}, {"pid": "x"}]
+    for text in ("", "77", "[]", *(json.dumps(ours | change) for change in changed)):
         path.write_text(text)
         assert daemon.running_pid(settings) is None and daemon.status(settings) is None
+        assert daemon.stop(settings) is False and bystander.poll() is None
+
+
+def test_a_clock_that_is_set_hides_no_daemon(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, bystander: subprocess.Popen[bytes]
+) -> None:
+    settings.run.store.parent.mkdir(parents=True, mode=0o700)
+    DaemonFiles(settings).announce(bystander.pid)
+    began = psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: began + 3600.0)
+    monkeypatch.setattr(time, "time", lambda: began - 3600.0)
+    assert daemon.running_pid(settings) == bystander.pid
+
+
+def test_a_mark_of_the_future_is_no_hurry_for_ever(settings: Settings) -> None:
+    settings.run.store.parent.mkdir(parents=True, mode=0o700)
+    mark = daemon.urgent_path(settings)
+    mark.touch()
+    assert daemon._someone_waits(settings)
+    for away in (-60.0, 3600.0):
+        os.utime(mark, (time.time() + away,) * 2)
+        assert not daemon._someone_waits(settings)
+
+
+def test_requests_of_other_cores_and_versions_have_a_daemon_of_their_own(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, bystander: subprocess.Popen[bytes]
+) -> None:
+    """One that a pinned script has started, or one of another environment, cannot do what we ask."""
+    settings.run.store.parent.mkdir(parents=True, mode=0o700)
+    theirs = DaemonFiles(settings)
+    theirs.announce(bystander.pid)
+    queue(settings, request(FORM, (24,)))
+    with theirs.lock(), Store.open(settings.run.store) as store:
+        assert store.next_request(cpu_device().key, kind=theirs.kind) is not None
+        for what, value in (
+            ("cpu_device", lambda: replace(cpu_device(), cores=77)),
+            ("versions", lambda: "torch 1.0, codegen 0"),
+        ):
+            with monkeypatch.context() as other:
+                other.setattr(daemon_files, what, value)
+                assert daemon.running_pid(settings) is None, "we would wait for it in vain"
+                assert [state.pid for state in daemon.statuses(settings)] == [bystander.pid], "but it is known"
+                loop = make_loop(settings)
+                assert loop._files.kind != theirs.kind
+                with loop._files.lock():
+                    assert loop._take_up() == 0, "it is still at work"
+                loop.close()
+    loop = make_loop(settings)
+    with loop._files.lock():
+        assert loop._take_up() == 1
+    loop.close()
+
+
+@pytest.mark.parametrize("bits", [0o002, 0o022])
+def test_where_others_may_write_no_daemon_is_believed_or_started(
+    settings: Settings, bits: int, bystander: subprocess.Popen[bytes]
+) -> None:
+    folder = settings.run.store.parent
+    folder.mkdir(parents=True, mode=0o700)
+    DaemonFiles(settings).announce(bystander.pid)
+    folder.chmod(0o755 | bits)
+    assert daemon.running_pid(settings) is None and daemon.stop(settings) is False
+    assert bystander.poll() is None
+    for start in (daemon.ensure_running, daemon.launch, daemon.drain):
+        with pytest.raises(DaemonError, match=f"chmod go-w {folder}"):
+            start(settings)
+
+
+@pytest.mark.parametrize("name", [".daemon.log", ".start.lock", "pid.new"])
+def test_nothing_is_written_through_a_link(settings: Settings, tmp_path: Path, name: str) -> None:
+    settings.run.store.parent.mkdir(parents=True, mode=0o700)
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    files = DaemonFiles(settings)
+    pid = files._pid_path(files.kind)
+    link = pid.with_name(pid.name + ".new") if name == "pid.new" else files._beside(name)
+    link.symlink_to(target)
+    with pytest.raises((DaemonError, Untrusted), match="is a link"):
+        if name == "pid.new":
+            files.announce(os.getpid())
+        else:
+            daemon.ensure_running(settings)
+    assert target.read_text() == "precious"
+
+
+def test_the_daemon_is_no_child_of_the_script(settings: Settings) -> None:
+    """One that waits for all of its children would wait for it."""
+    settings.run.store.parent.mkdir(parents=True, mode=0o700)
+    before = psutil.Process().children()
+    process = psutil.Process(daemon._spawn(settings))
+    try:
+        assert psutil.Process().children() == before and process.ppid() != os.getpid()
+        assert "serve" in process.cmdline()
+    finally:
+        process.kill()
 
 
 def test_looking_at_the_daemon_imports_no_torch() -> None:
