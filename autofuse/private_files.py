@@ -158,6 +158,15 @@ def check_beside(path: Path, suffixes: Iterable[str] = ("",)) -> None:
             _check_own(file, os.lstat(file))
 
 
+def check_file(path: Path) -> None:
+    """Raises Untrusted unless a file, and a link that leads there, are this user's or root's. For what is only read."""
+    if os.lstat(path).st_uid not in (os.geteuid(), 0):
+        raise Untrusted(f"{path} belongs to another user")
+    problem = _problem(path, os.stat(path), 0o022)
+    if problem:
+        raise Untrusted(f"{path} {problem}")
+
+
 def _check_own(path: Path, found: os.stat_result, forbidden: int = 0o022) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise Untrusted(f"{path} is a link")

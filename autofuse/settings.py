@@ -2,11 +2,13 @@
 
 In: command-line values, ``AUTOFUSE_*`` variables, ``autofuse.toml`` or ``[tool.autofuse]`` of the project, the user's
 own ``autofuse.toml``, an effort profile, the defaults of ``setting_groups``; the first that names a setting decides.
+A project's file may come from anywhere: it must be this user's or root's, lie no higher than the repository or the
+home, and names no program and no store.
 Out: a frozen ``Settings`` whose groups are attributes (``settings.tuner.trials``) and which knows where each value
 came from (``settings.origin("tuner.trials")``).
 Guarantee: an unknown key or a value out of range is a ``SettingsError`` that says what was expected, what was found and
-what to type; an unknown ``AUTOFUSE_*`` variable is only a warning, for it may belong to another version.
-Imports no torch, and of ours only the errors and the declarations.
+what to type. An unknown ``AUTOFUSE_*`` variable is only a warning, for it may belong to another version; so is whatever
+is wrong with a file of a folder above. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from autofuse.errors import SettingsError
+from autofuse.private_files import Untrusted, check_file
 from autofuse.setting_groups import (
     CacheSettings,
     CaptureSettings,
@@ -38,6 +41,7 @@ from autofuse.setting_groups import (
 
 PROFILE_FOLDER = Path(__file__).with_name("configs")
 PROJECT_FILE = "autofuse.toml"
+OWN_CHOICE = ("run.cc", "run.store")  # what is run and what is trusted is no project's to say
 
 
 def as_text(value: Any) -> str:
@@ -223,10 +227,11 @@ def load(
     """
     here = Path(cwd) if cwd is not None else Path.cwd()
     variables = os.environ if environ is None else environ
+    warnings: list[str] = []
     layers = [
         {_known_name(k): _Found(v, "command line", f"--set {k}={{}}", here) for k, v in (cli or {}).items()},
         _read_environment(variables, here),
-        _read_project(here),
+        _read_project(here, warnings),
         _read_user(),
     ]
     chosen = _first_of(layers)
@@ -237,7 +242,7 @@ def load(
         values[group][key] = _convert(name, found)
     settings = Settings.model_validate(values)
     settings._origins = {name: found.origin for name, found in chosen.items()}
-    settings._warnings = tuple(_unknown_variables(variables))
+    settings._warnings = (*_unknown_variables(variables), *warnings)
     return settings
 
 
@@ -266,20 +271,60 @@ def _read_environment(environ: Mapping[str, str], here: Path) -> dict[str, _Foun
     return found
 
 
-def _read_project(here: Path) -> dict[str, _Found]:
-    """The nearest ``autofuse.toml``, or ``pyproject.toml`` with ``[tool.autofuse]``, in this folder or a parent."""
-    for folder in (here, *here.resolve().parents):
-        if (folder / PROJECT_FILE).is_file():
-            return _flatten(read_toml(folder / PROJECT_FILE), folder / PROJECT_FILE)
-        if (folder / "pyproject.toml").is_file():
-            tools = read_toml(folder / "pyproject.toml").get("tool", {})
-            if "autofuse" in tools:
-                return _flatten(tools["autofuse"], folder / "pyproject.toml", "tool.autofuse.")
+def _read_project(here: Path, warnings: list[str]) -> dict[str, _Found]:
+    """The nearest ``autofuse.toml``, or ``pyproject.toml`` with ``[tool.autofuse]``, in this folder or one above.
+
+    One above that is not to be trusted or read is left out, with a warning; so is what it may not say.
+    """
+    for folder in _project_folders(here):
+        for path, prefix in ((folder / PROJECT_FILE, ""), (folder / "pyproject.toml", "tool.autofuse.")):
+            if not path.is_file():
+                continue
+            try:
+                check_file(path)
+                tables = read_toml(path)
+                if prefix and "autofuse" not in tables.get("tool", {}):
+                    continue
+                found = _flatten(tables["tool"]["autofuse"] if prefix else tables, path, prefix)
+            except Untrusted as error:
+                warnings.append(f"settings left out: {error}")
+                continue
+            except SettingsError as error:
+                if folder == here:
+                    raise
+                warnings.append(f"settings left out: {error}")
+                continue
+            for name in OWN_CHOICE:
+                if found.pop(name, None) is not None:
+                    warnings.append(
+                        f"{path}: {name} is not read from a project's file; "
+                        f"set {SPECS[name].variables[0]}, or write it into {_user_file()}"
+                    )
+            return found
     return {}
 
 
+def _project_folders(here: Path) -> list[Path]:
+    """This folder and those above it, up to the repository's root, the home or the end of the file system."""
+    found: list[Path] = []
+    for folder in (here, *here.resolve().parents):
+        try:
+            if found and os.stat(folder).st_dev != os.stat(here).st_dev:
+                break
+            found.append(folder)
+            if folder.resolve() == Path.home().resolve() or (folder / ".git").exists():
+                break
+        except (OSError, RuntimeError):  # a folder that we may not enter; a user without a home
+            break
+    return found
+
+
+def _user_file() -> Path:
+    return platformdirs.user_config_path("autofuse") / PROJECT_FILE
+
+
 def _read_user() -> dict[str, _Found]:
-    path = platformdirs.user_config_path("autofuse") / PROJECT_FILE
+    path = _user_file()
     return _flatten(read_toml(path), path) if path.is_file() else {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,70 @@ def refusal(cli: dict[str, Any] | None = None, environ: dict[str, str] | None = 
         load(cli, environ or {}, cwd)
     assert caught.value.exit_code == 2
     return str(caught.value)
+
+
+# ---- whose files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["autofuse.toml", "pyproject.toml"])
+def test_a_projects_file_names_no_program_and_no_store(tmp_path: Path, name: str) -> None:
+    table = "tool.autofuse." if name == "pyproject.toml" else ""
+    text = f"[{table}run]\ncc = '/elsewhere/cc'\nstore = 'theirs.sqlite3'\n[{table}tuner]\ntrials = 5\n"
+    write(tmp_path / name, text)
+    settings = load({}, {}, tmp_path)
+    assert settings.tuner.trials == 5
+    assert settings.run.cc == "" and settings.run.store == SPECS["run.store"].default
+    assert [line.split(": ")[1].split()[0] for line in settings.warnings] == ["run.cc", "run.store"]
+    assert "AUTOFUSE_CC" in settings.warnings[0] and str(tmp_path / name) in settings.warnings[0]
+
+
+@pytest.mark.parametrize("where", ["here", "above"])
+def test_a_file_that_others_may_write_to_is_left_out(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "autofuse.toml"
+    write(path, "[tuner]\ntrials = 5\n")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    path.chmod(0o666)
+    settings = load({}, {}, tmp_path if where == "here" else inner)
+    assert settings.origin("tuner.trials") == "default"
+    assert len(settings.warnings) == 1 and f"chmod go-w {path}" in settings.warnings[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making a file of another user takes root's rights")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_another_user_is_left_out(tmp_path: Path, is_link: bool) -> None:
+    path = tmp_path / "autofuse.toml"
+    write(tmp_path / "ours", "[tuner]\ntrials = 5\n")
+    path.symlink_to("ours") if is_link else (tmp_path / "ours").rename(path)
+    assert load({}, {}, tmp_path).tuner.trials == 5
+    os.chown(path, 2002, 2002, follow_symlinks=False)
+    settings = load({}, {}, tmp_path)
+    assert settings.origin("tuner.trials") == "default"
+    assert [f"{path} belongs to another user" in line for line in settings.warnings] == [True]
+
+
+@pytest.mark.parametrize("name", ["autofuse.toml", "pyproject.toml"])
+def test_a_broken_file_above_is_a_warning_and_one_here_is_an_error(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, "[broken")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (warning,) = load({}, {}, inner).warnings
+    assert str(tmp_path / name) in warning
+    assert str(tmp_path / name) in refusal(cwd=tmp_path)
+
+
+def test_nothing_is_read_beyond_the_repository_and_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "autofuse.toml", "[tuner]\ntrials = 5\n")
+    inner = tmp_path / "repository" / "folder"
+    inner.mkdir(parents=True)
+    assert load({}, {}, inner).tuner.trials == 5
+    (tmp_path / "repository" / ".git").mkdir()
+    assert load({}, {}, inner).origin("tuner.trials") == "default"
+    (tmp_path / "repository" / ".git").rmdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "repository"))
+    assert load({}, {}, inner).origin("tuner.trials") == "default"
+    write(tmp_path / "repository" / "autofuse.toml", "[tuner]\ntrials = 6\n")
+    assert load({}, {}, inner).tuner.trials == 6
 
 
 # ---- precedence -----------------------------------------------------------------------------------
@@ -111,11 +176,11 @@ def test_empty_variables_are_not_set(tmp_path: Path) -> None:
     assert (settings.run.debug, settings.run.disable, settings.origin("run.debug")) == (0, False, "default")
 
 
-def test_relative_stores_are_relative_to_where_they_are_written(tmp_path: Path) -> None:
+def test_relative_stores_are_relative_to_where_they_are_written(tmp_path: Path, user_folder: Path) -> None:
     inner = tmp_path / "inner"
-    write(tmp_path / "autofuse.toml", "[run]\nstore = 'kept/here.sqlite3'\n")
+    write(user_folder / "autofuse.toml", "[run]\nstore = 'kept/here.sqlite3'\n")
     inner.mkdir()
-    assert load({}, {}, inner).run.store == tmp_path / "kept/here.sqlite3"
+    assert load({}, {}, inner).run.store == user_folder / "kept/here.sqlite3"
     assert load({"run.store": "x.sqlite3"}, {}, inner).run.store == inner / "x.sqlite3"
     assert load({}, {"AUTOFUSE_STORE": "~/x"}, inner).run.store == Path.home() / "x"
 

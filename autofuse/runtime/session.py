@@ -375,6 +375,8 @@ def _session_from_environment() -> Session | None:
         return None
     if settings.run.disable:
         return None
+    for line in settings.warnings:
+        say(line)
     try:
         session = start_session(settings, " ".join(sys.argv) or "python")
     except Exception as error:
