@@ -34,6 +34,7 @@ COMMANDS = {
     "explain": _Entry("autofuse.cli.explain", "Tell why something was fused or left alone."),
     "tune": _Entry("autofuse.cli.tune", "Work off the tuning queue now, in the foreground."),
     "daemon": _Entry("autofuse.cli.daemon", "Start, stop or look at the background tuner."),
+    "store": _Entry("autofuse.cli.store", "Put the store aside, or shorten its history."),
     "config": _Entry("autofuse.cli.config", "List all settings with their values and where those come from."),
     "doctor": _Entry("autofuse.cli.doctor", "Check that this machine has what autofuse needs."),
 }

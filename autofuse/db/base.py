@@ -48,6 +48,7 @@ class StoreBase:
         self.path = path
         self.readonly = readonly
         self._engine: Engine | None = engine
+        self._inode = _inode(path)
         self._pid = os.getpid()
         self._lock = threading.RLock()
 
@@ -75,6 +76,11 @@ class StoreBase:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def was_moved(self) -> bool:
+        """Whether the path leads to another file by now, or to none."""
+        return _inode(self.path) != self._inode
 
     def data_version(self) -> int:
         """A number that changes when another process or store has written (about 0.1 ms)."""
@@ -112,6 +118,14 @@ class StoreBase:
         self._pid = os.getpid()
         if self._engine is not None:
             self._engine.dispose(close=False)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 # ---- rows that several parts write --------------------------------------------------------------

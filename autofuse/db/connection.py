@@ -247,4 +247,4 @@ def _errno_is_full(error: BaseException) -> bool:
 
 
 def _move_away(path: Path) -> str:
-    return f"mv {shlex.quote(str(path))} {shlex.quote(str(path) + '.old')}"
+    return f"autofuse store reset --store {shlex.quote(str(path))}"  # not mv: most of it may be in the log beside it

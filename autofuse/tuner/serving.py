@@ -146,6 +146,9 @@ class TuningLoop:
             if not self._yielding.may_begin():
                 idle_since = time.monotonic()  # there may be work, but it is another daemon's turn
             self._yielding.end()
+            if self._store.was_moved:
+                log.info("the store was put aside, ending")
+                return
             idle_seconds = time.monotonic() - idle_since
             if idle_seconds >= self.settings.tuner.idle_exit_seconds:
                 log.info("nothing to do for %.0f s, ending", idle_seconds)

@@ -37,7 +37,7 @@ def test_garbage_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> No
     for readonly in (False, True):
         with pytest.raises(StoreError, match=r"expected a store of autofuse at .*garbage\.db") as caught:
             Store.open(path, readonly=readonly)
-        assert f"mv {path}" in str(caught.value) and "--store PATH" in str(caught.value)
+        assert f"autofuse store reset --store {path}" in str(caught.value) and "--store PATH" in str(caught.value)
     assert path.read_bytes() == content
     assert os.listdir(tmp_path) == ["garbage.db"]
 

@@ -1,0 +1,43 @@
+"""``autofuse store``: care of the file that keeps all results; the work is in ``autofuse.db.care``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autofuse.cli.options import load_settings, store_option
+
+EPILOG = """\
+\b
+Examples:
+  autofuse store reset         put the store aside whole, and begin a new one with the next run
+"""
+
+
+@click.group("store", epilog=EPILOG)
+def command() -> None:
+    """Put the store aside, or shorten its history.
+
+    The store is one SQLite file and what lies beside it. Do not move the file alone: most of what it holds may still be
+    in its log.
+    """
+
+
+@command.command("reset", epilog="\b\nExample:\n  autofuse store reset --store ./tuned.sqlite3\n")
+@store_option
+def reset(store: Path | None) -> None:
+    """Put the store aside with all that belongs to it; the next run begins a new one.
+
+    Ends its daemons first. Nothing is deleted: look into what was put aside with --store.
+    """
+    from autofuse.db.care import set_aside  # here and below: only when the command works, not for its help
+    from autofuse.tuner import daemon
+
+    settings = load_settings(store=store)
+    daemon.stop(settings)
+    aside = set_aside(settings.run.store)
+    if aside is None:
+        click.echo(f"There is no store at {settings.run.store}.")
+    else:
+        click.echo(f"The store is now {aside}. The next 'autofuse run' begins a new one at {settings.run.store}.")
