@@ -23,6 +23,8 @@ from autofuse.ir.records import Event, RunStart, TuneRequest
 TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
 CALM_TICK_SECONDS = 0.25
 FLUSH_SECONDS = 1.0
+PATIENCE_SECONDS = 1.0
+BUSY_SECONDS = 2.0  # how long another process may keep the store locked before this run goes on without it
 # A thread that computes in Python keeps another one from the interpreter for 5 ms whenever that comes back from an
 # operator. So work here is done in pieces, with rests in between in which the script finds the interpreter free.
 BREATH_SECONDS = 0.0003
@@ -89,6 +91,7 @@ class Backstage:
         self._pid = os.getpid()
         self._is_new = not os.path.exists(path)  # unlike Path's, never an error
         self._broken = False
+        self._patience = PATIENCE_SECONDS
         self._stale = False  # what was absorbed does not cover all devices in use
         self._absorbed_again = threading.Event()
         self._flushed = threading.Condition()
@@ -107,8 +110,16 @@ class Backstage:
         return not self._broken and self._pid == os.getpid()
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait until what earlier runs have left is in memory; for a store that this run makes nobody need wait."""
-        return self._is_new or not self.usable or self._ready.wait(seconds)
+        """Wait until what earlier runs have left is in memory; for a store that this run makes nobody need wait.
+
+        All who ask wait PATIENCE_SECONDS together at most: a store that somebody has locked may take long.
+        """
+        if self._is_new or not self.usable or self._ready.is_set():
+            return True
+        began = time.monotonic()
+        is_ready = self._ready.wait(min(seconds, self._patience))
+        self._patience = max(0.0, self._patience - (time.monotonic() - began))
+        return is_ready
 
     def absorb_again(self, seconds: float) -> bool:
         """Read decisions and kernels anew, since more devices are in use; wait for it, so long at most."""
@@ -129,8 +140,9 @@ class Backstage:
         return ticket
 
     def post_event(self, event: Event) -> None:
-        with self._lock:
-            self._events.append(event)
+        if self.usable:
+            with self._lock:
+                self._events.append(event)
 
     def wait_written(self, ticket: int, seconds: float) -> bool:
         """Wait until the requests of a ticket are in the store."""
@@ -167,7 +179,7 @@ class Backstage:
                 self._store.close()
 
     def _open(self) -> None:
-        self._store = Store.open(self._path)
+        self._store = Store.open(self._path, timeout_seconds=BUSY_SECONDS)
         self.run_id = self._store.start_run(self._start)
         self.has_leftovers = not self._is_new and self._store.queue_length().queued > 0
         self._absorb(self._store)

@@ -94,7 +94,7 @@ class Session:
         self._written_calls: dict[tuple[str, Bucket], int] = {}
         self._pace = Pace()
         self.backstage = Backstage(
-            settings.run.store, start, collect=self._collect, absorb=self._absorb, report=self.say_once
+            settings.run.store, start, collect=self._collect, absorb=self._absorb, report=self._lose_store
         )
         self.tuning = TuningClient(self)
         self._plan_limit = PlanLimit(self.routers, before=self.tuning.note_leaving)
@@ -143,6 +143,11 @@ class Session:
         self.backstage.post_event(Event(kind, message))
         if self._said[kind] == 1 and not self.settings.run.quiet:
             say(message)
+
+    def _lose_store(self, kind: str, message: str) -> None:
+        """What was kept to be written is let go: nobody will write it."""
+        self.steps = []
+        self.say_once(kind, message)
 
     def report_fallback(self, kind: str, what: str, error: BaseException) -> None:
         first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""

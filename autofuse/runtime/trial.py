@@ -232,9 +232,10 @@ class Trial:
         _, shape, held, number, _, _, _ = opened
         assert shape is not None
         held_out = held is not Held.NO
-        self.session.steps.append(
-            (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
-        )
+        if self.session.backstage.usable:  # else nobody takes them
+            self.session.steps.append(
+                (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
+            )
         if step_us and self.is_on:
             self.roots.step_us_total += step_us
             self._compare(shape, held_out, step_us if self._call_us is None else self._call_us)

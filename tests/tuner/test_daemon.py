@@ -407,7 +407,7 @@ def test_a_compiler_that_cannot_work_is_told_from_a_kernel_that_does_not_compile
     full.chmod(0o755)
     for path in (full, tmp_path / "gone"):
         with pytest.raises(CompilerNotReady):
-            compile_source("int f(void) { return 0; }", replace(toolchain, path=str(path)), [])
+            compile_source("int f(void) { return 0; }", replace(toolchain, command=(str(path),)), [])
 
 
 def test_winners_of_other_buckets_are_known_after_a_restart(settings: Settings) -> None:

@@ -8,10 +8,12 @@ directory only this user can read.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -42,13 +44,18 @@ Tend = Callable[[int], float]
 class Toolchain:
     """A compiler and what it was found to be able to do."""
 
-    path: str
+    command: tuple[str, ...]  # the program, and words that always follow it, as in "ccache gcc"
     version: str  # first line of ``cc --version``
     target: str  # instruction set that -march resolves to
     libmvec: int  # 0 none, 1 exp log sin cos pow (glibc 2.22), 2 the rest too (glibc 2.35)
     openmp: bool
     is_x86: bool
     march: str = NATIVE
+
+    @property
+    def path(self) -> str:
+        """For people."""
+        return shlex.join(self.command)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -64,37 +71,50 @@ def find_toolchain(cc: str | None = None) -> Toolchain:
     """
     names = [cc] if cc else ["cc", "gcc", "clang"]
     for name in names:
-        path = shutil.which(name)
-        if path:
-            return _probe(path, march())
+        command = _command(name)
+        if command:
+            return _probe(command, march())
     raise CompilerNotReady(
         f"expected a C compiler, found none of {', '.join(names)}; "
         "install one (apt install gcc, dnf install gcc) or name it with the setting `cc`"
     )
 
 
+def _command(name: str) -> tuple[str, ...]:
+    """A program, or one with words behind it as make and configure take CC; empty where there is none."""
+    path = shutil.which(name)
+    if path:
+        return (path,)
+    with contextlib.suppress(ValueError):  # an open quote
+        first, *rest = shlex.split(name) or [""]
+        path = shutil.which(first)
+        return (path, *rest) if path else ()
+    return ()
+
+
 @functools.lru_cache(maxsize=8)
-def _probe(path: str, march: str) -> Toolchain:
+def _probe(command: tuple[str, ...], march: str) -> Toolchain:
     """Runs of the compiler side by side: a script waits for them when it is first captured, 0.4 s one by one."""
     nothing = "int af_probe(void) { return 0; }"
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder, ThreadPoolExecutor(_PROBES_AT_ONCE) as pool:
 
         def compiles(number: int, text: str, *flags: str) -> Future[bool]:
-            return pool.submit(_compiles, path, text, flags, Path(folder, f"probe{number}"))
+            return pool.submit(_compiles, command, text, flags, Path(folder, f"probe{number}"))
 
-        version = pool.submit(_run, [path, "--version"], 20)
-        has_openmp, target = compiles(0, nothing, "-fopenmp"), pool.submit(_target, path, march)
+        version = pool.submit(_run, [*command, "--version"], 20)
+        has_openmp, target = compiles(0, nothing, "-fopenmp"), pool.submit(_target, command, march)
         openmp = has_openmp.result()
         if not openmp and not compiles(1, nothing).result():
             raise CompilerNotReady(
-                f"expected {path} to build a shared object, found that it cannot; try `{path} --version`"
+                f"expected {shlex.join(command)} to build a shared object, found that it cannot; "
+                f"try `{shlex.join(command)} --version`"
             )
         flags = ("-O3", f"-march={march}", "-fno-math-errno", *(("-fopenmp",) if openmp else ()))
         levels = {level: compiles(1 + level, text, *flags) for level, text in _LIBMVEC_PROBES}
         libmvec = max((level for level, found in levels.items() if found.result()), default=0)
         first_line = version.result().stdout.partition("\n")[0].strip()
         is_x86 = platform.machine() in ("x86_64", "AMD64")
-        return Toolchain(path, first_line, target.result(), libmvec, openmp, is_x86, march)
+        return Toolchain(command, first_line, target.result(), libmvec, openmp, is_x86, march)
 
 
 def _vector_probe(functions: Sequence[str]) -> str:
@@ -112,17 +132,28 @@ _LIBMVEC_PROBES = (
 )
 
 
-def _compiles(path: str, text: str, flags: Sequence[str], stem: Path) -> bool:
+def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Path) -> bool:
     source, binary = stem.with_suffix(".c"), stem.with_suffix(".so")
     source.write_text(text)
     # --no-undefined: a vector variant that libmvec lacks must fail here, not when the kernel is loaded
-    arguments = [path, *flags, "-fPIC", "-shared", "-w", str(source), "-o", str(binary), "-Wl,--no-undefined", "-lm"]
+    arguments = [
+        *command,
+        *flags,
+        "-fPIC",
+        "-shared",
+        "-w",
+        str(source),
+        "-o",
+        str(binary),
+        "-Wl,--no-undefined",
+        "-lm",
+    ]
     return _run(arguments, 60).returncode == 0
 
 
-def _target(path: str, march: str) -> str:
+def _target(command: Sequence[str], march: str) -> str:
     """What -march means here, as the compiler itself says it."""
-    result = _run([path, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null"], 20)
+    result = _run([*command, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null"], 20)
     names = sorted(line.split()[1] for line in result.stdout.splitlines() if line.startswith("#define __AVX"))
     names += [
         line.split()[1]
@@ -155,7 +186,7 @@ def compile_key(source: str, toolchain: Toolchain, flags: Sequence[str]) -> Comp
     return CompileKey(
         source_hash=hashlib.sha256(source.encode()).hexdigest(),
         compiler=toolchain.version,
-        flags=" ".join(flags),
+        flags=" ".join([*toolchain.command[1:], *flags]),
         target=toolchain.target,
     )
 
@@ -202,7 +233,7 @@ def compile_source(
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
         text, binary = Path(folder) / "kernel.c", Path(folder) / "kernel.so"
         text.write_text(source)
-        command = [toolchain.path, *flags, str(text), "-o", str(binary), "-lm"]
+        command = [*toolchain.command, *flags, str(text), "-o", str(binary), "-lm"]
         result = _run(command, timeout) if tend is None else _run_tended(command, timeout, tend)
         if result.returncode != 0 or not binary.exists():
             errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
