@@ -21,9 +21,11 @@ from typing import Final
 from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.triton.targets import LIMITS, target_of
+from autofuse.db.file_systems import network_type
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
+from autofuse.private_files import check_above, check_beside
 from autofuse.settings import Settings
 
 TORCH_RANGE: Final = ((2, 11), (2, 14))  # as in pyproject.toml: from, up to but not including
@@ -252,6 +254,10 @@ def _check_store(settings: Settings) -> Finding:
                 pass
         else:
             folder = next(parent for parent in path.parents if parent.exists())
+            if folder == path.parent:
+                check_beside(path)
+            else:
+                check_above(path.parent)
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
@@ -260,7 +266,11 @@ def _check_store(settings: Settings) -> Finding:
         return Finding("store", False, str(error), "pip install --upgrade autofuse; or " + remedy)
     except AutofuseError as error:
         return Finding("store", False, str(error), remedy)
-    return Finding("store", True, str(path) if path.exists() else f"{path}, to be made by the first run")
+    kind = network_type(path)
+    found = (
+        f"{path} on {kind}, which other machines may share: a store on a local disk is faster" if kind else str(path)
+    )
+    return Finding("store", True, found if path.exists() else f"{found}, to be made by the first run")
 
 
 def _check_daemon(settings: Settings) -> Finding:

@@ -112,7 +112,7 @@ class PrivateFolder:
 def make_folder(path: Path) -> None:
     """Make a folder, and all that are missing above it, for this user alone. Raises OSError and Untrusted."""
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
-    _check_above(path)
+    check_above(path)
     for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -127,10 +127,10 @@ def check_folder(path: Path) -> None:
     problem = _problem(path, found, 0o022)
     if problem:
         raise Untrusted(f"{path} {problem}")
-    _check_above(path)
+    check_above(path)
 
 
-def _check_above(path: Path) -> None:
+def check_above(path: Path) -> None:
     """Raises Untrusted unless only this user and root may put anything in the place of ``path``."""
     for parent in filter(os.path.lexists, _parents(path)):
         # A link is as safe as the folder that holds it, and what it leads to is looked at by itself.

@@ -44,6 +44,9 @@ def start(store: Path | None, profile: str | None, assignments: tuple[str, ...])
     settings = load_settings(assignments, store=store, profile=profile)
     running = daemon.status(settings) is not None
     pid = daemon.ensure_running(settings)
+    if pid is None:
+        click.echo("A daemon of another container or machine serves this store.")
+        return
     click.echo(f"The daemon {'was already running' if running else 'has started'} (process {pid}).")
 
 

@@ -22,6 +22,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError, StatementError
 from sqlalchemy.pool import StaticPool
 
+from autofuse.db.file_systems import network_type
 from autofuse.errors import StoreError, StoreVersionError
 from autofuse.private_files import Untrusted, check_beside, make_folder
 
@@ -51,6 +52,8 @@ def open_engine(path: Path, *, readonly: bool = False, timeout_seconds: float = 
         engine = _engine(path, readonly, timeout_seconds)
         try:
             _check_schema(engine, path, readonly)
+            if not readonly:
+                _choose_journal(engine, path, timeout_seconds=0.0)
         except BaseException:
             engine.dispose()
             raise
@@ -169,7 +172,7 @@ def _upgrade(engine: Engine, path: Path) -> None:
     lock = FileLock(path.with_name(path.name + ".lock"), timeout=UPGRADE_TIMEOUT_SECONDS, mode=0o600)
     try:
         with lock:
-            _outside_transactions(engine, "PRAGMA journal_mode=WAL")  # stays in the file
+            _choose_journal(engine, path, UPGRADE_TIMEOUT_SECONDS)  # first: what is written below is written by it
             with engine.connect().execution_options(**{WRITES: True}) as connection, connection.begin():
                 found = _found_revision(connection, path)
                 if found is None:
@@ -195,10 +198,22 @@ def _create_schema(connection: Connection) -> None:
     connection.exec_driver_sql("INSERT INTO alembic_version VALUES (?)", (HEAD,))
 
 
-def _outside_transactions(engine: Engine, statement: str) -> None:
+def _choose_journal(engine: Engine, path: Path, timeout_seconds: float) -> None:
+    """A log that the processes of one machine share; a journal, which is slower, where other machines may write too.
+
+    It stays in the file. Where others have the store open it cannot be changed, and is by whoever opens it next.
+    """
+    wanted = "delete" if network_type(path) else "wal"
     raw = engine.raw_connection()
     try:
-        raw.cursor().execute(statement).close()
+        cursor = raw.cursor()
+        if cursor.execute("PRAGMA journal_mode").fetchone()[0] != wanted:
+            (before,) = cursor.execute("PRAGMA busy_timeout").fetchone()
+            cursor.execute(f"PRAGMA busy_timeout={int(timeout_seconds * 1000)}")
+            with contextlib.suppress(sqlite3.OperationalError):
+                cursor.execute(f"PRAGMA journal_mode={wanted}").fetchone()
+            cursor.execute(f"PRAGMA busy_timeout={before}")
+        cursor.close()
     finally:
         raw.close()
 

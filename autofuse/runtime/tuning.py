@@ -118,7 +118,7 @@ class TuningClient:
                     return
                 if now - checked > 1.0:
                     checked = now
-                    if daemon.running_pid(session.settings) is None:
+                    if not daemon.is_served(session.settings):
                         restarts += 1
                         if restarts > 2:
                             session.say_once("daemon_lost", "the tuning daemon ended three times; tuning stops here")

@@ -72,6 +72,12 @@ def running_pid(settings: Settings) -> int | None:
     return found.pid if found is not None else None
 
 
+def is_served(settings: Settings) -> bool:
+    """Whether somebody works on what we ask of the store, in whichever container."""
+    files = DaemonFiles(settings)
+    return files.running() is not None or files.is_served(files.kind)
+
+
 def status(settings: Settings) -> DaemonState | None:
     """What the running daemon said last, ours if there are several; None where none runs."""
     found = statuses(settings)
@@ -94,8 +100,11 @@ def statuses(settings: Settings) -> list[DaemonState]:
     ]
 
 
-def ensure_running(settings: Settings) -> int:
-    """The daemon's process number; started where there was none. Raises DaemonError where it does not start."""
+def ensure_running(settings: Settings) -> int | None:
+    """The daemon's process number; started where there was none. None where one of another container or machine serves.
+
+    Raises DaemonError where it does not start.
+    """
     pid = running_pid(settings)
     if pid is not None:
         return pid
@@ -129,7 +138,7 @@ def launch(settings: Settings) -> None:
         raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
 
 
-def _start(settings: Settings) -> int:
+def _start(settings: Settings) -> int | None:
     files = DaemonFiles(settings)
     process = process_id(_spawn(settings))
     deadline, used = time.monotonic() + START_SECONDS, 0.0
@@ -147,10 +156,7 @@ def _start(settings: Settings) -> int:
             deadline, used = time.monotonic() + START_SECONDS, now_used
         time.sleep(POLL_SECONDS)
     if has_ended:
-        raise DaemonError(
-            f"expected a store without a daemon, found that another container serves it: {files.store}; "
-            "it works on what is asked here, or choose another store with --store PATH"
-        )
+        return None
     if process.is_alive:
         os.kill(process.pid, signal.SIGKILL)
     raise DaemonError(f"expected the tuning daemon to start within {START_SECONDS:.0f} s{_look(settings)}")

@@ -1,0 +1,37 @@
+"""Which file systems other machines write to as well.
+
+In: a path. Out: the type of its file system where that is one of a network, as Linux names it.
+Guarantee: only a name; what is not known counts as local. SQLite's shared log lives in memory that processes of one
+machine share, so on these file systems a store uses a journal instead, which needs locks alone.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Beside those of fuse: none that is local is worth a shared log.
+NETWORK = frozenset((
+    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "pvfs2", "orangefs", "afs", "ncpfs", "cifs", "smb3",
+    "smbfs", "9p", "virtiofs", "vboxsf", "prl_fs",
+))  # fmt: skip
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def network_type(path: Path) -> str:
+    """ "nfs4", "fuse.sshfs" and so on; "" for a local file system, and where that is not told."""
+    try:
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    place = Path(os.path.realpath(path))
+    found, deepest = "", -1
+    for line in lines:  # later mounts hide earlier ones at the same place
+        fields, _, rest = line.partition(" - ")
+        mount, kind = fields.split()[4:5], rest.split()[:1]
+        if not mount or not kind:
+            continue
+        folder = Path(mount[0].encode().decode("unicode_escape"))
+        if place.is_relative_to(folder) and len(folder.parts) >= deepest:
+            found, deepest = kind[0], len(folder.parts)
+    return found if found in NETWORK or found.startswith("fuse") else ""
