@@ -106,12 +106,11 @@ def explain(node: str | None = None, store: str | Path | None = None) -> str:
     and StoreError for a store that cannot be read.
     """
     with untouched():  # rich draws when it is imported, and for links
-        from rich.console import Console
-
+        from autofuse.report.console import PlainConsole
         from autofuse.report.explain import render_explain
 
         path = Path(store) if store is not None else load().run.store
-        console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console = PlainConsole(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         with Store.open(path, readonly=True) as opened:
             render_explain(opened, console, node)
         return console.export_text()

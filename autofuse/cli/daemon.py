@@ -10,6 +10,7 @@ import click
 
 from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import out_console
+from autofuse.say import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,7 +100,7 @@ def logs(lines: int, store: Path | None) -> int:
     if not path.exists():
         click.echo(f"There is no log yet: {path}", err=True)
         return 1
-    click.echo("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]))
+    click.echo(plain("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])))
     return 0
 
 

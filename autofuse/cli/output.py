@@ -21,13 +21,13 @@ def one_line(error: BaseException) -> str:
 
 def out_console() -> Console:
     """For results, on stdout."""
-    from rich.console import Console  # rich costs 50 ms: only commands that draw pay it
+    from autofuse.report.console import PlainConsole  # rich costs 50 ms: only commands that draw pay it
 
-    return Console(highlight=False)
+    return PlainConsole(highlight=False)
 
 
 def err_console() -> Console:
     """For progress, on stderr."""
-    from rich.console import Console
+    from autofuse.report.console import PlainConsole
 
-    return Console(stderr=True, highlight=False)
+    return PlainConsole(stderr=True, highlight=False)

@@ -17,7 +17,8 @@ import sympy
 
 from autofuse.errors import LoweringError, ShapeError
 from autofuse.ir.dims import PYTHON, dim_text
-from autofuse.ir.size_text import is_name, parse
+from autofuse.ir.size_text import parse
+from autofuse.ir.stored import is_name
 
 Dim: TypeAlias = int | sympy.Expr
 

@@ -8,17 +8,16 @@ beyond `LONGEST`, numbers beyond 64 bits, powers beyond the eighth.
 
 from __future__ import annotations
 
-import keyword
 import re
 from collections.abc import Callable, Mapping
 
 import sympy
 
 from autofuse.errors import ShapeError
+from autofuse.ir.stored import is_name
 
 LONGEST, DEEPEST = 4096, 32
 LARGEST_POWER = 8
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
 _TOKENS = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*\*|//|[-+*/%(),])")
 _FUNCTIONS: Mapping[str, tuple[Callable[..., sympy.Expr], int | None]] = {  # and how many arguments, None for any
     "floor": (sympy.floor, 1),
@@ -37,11 +36,6 @@ _PRODUCTS: Mapping[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
     "//": lambda a, b: sympy.floor(a / b),
     "%": sympy.Mod,
 }
-
-
-def is_name(text: object) -> bool:
-    """Whether a text can be a name in all languages that code is generated in."""
-    return isinstance(text, str) and bool(_NAME.fullmatch(text)) and not keyword.iskeyword(text)
 
 
 def parse(text: str, symbol: Callable[[str], sympy.Symbol]) -> sympy.Expr:

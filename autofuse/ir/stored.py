@@ -3,18 +3,25 @@
 In: plain JSON from a store, a pipe or a kernel's own data. Out: the same value, or FusionError that says what was
 expected and what was found.
 Guarantee: what passes may stand in generated Python, C and Triton where such a thing stands, and means nothing else.
+Imports nothing heavy: the store and reports use it.
 """
 
 from __future__ import annotations
 
+import keyword
 import re
 from typing import Any
 
 from autofuse.errors import FusionError
-from autofuse.ir.size_text import is_name
 
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
 _OPERATOR = re.compile(r"(aten|vendor|autofuse|optimizer|opaque|prims)\.[A-Za-z_]\w{0,127}\.\w{1,64}", re.ASCII)
 _WORD = re.compile(r"[\w.:]{0,128}", re.ASCII)  # such as "mean", "float32", "cuda:0", "aten.relu.default"
+
+
+def is_name(text: object) -> bool:
+    """Whether a text can be a name in all languages that code is generated in."""
+    return isinstance(text, str) and bool(_NAME.fullmatch(text)) and not keyword.iskeyword(text)
 
 
 def stored_name(value: Any) -> str:
