@@ -26,6 +26,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from autofuse import collector
 from autofuse.capture.conv_guards import without_batch_guards
 from autofuse.capture.direct import DirectCalls, has_subclasses, is_plain_graph, note_plain_graph, plain_call
+from autofuse.capture.overlaps import Writes
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
@@ -92,6 +93,8 @@ def _compile_whole(
             replay.note_graph(graph)
         if phase == "backward" and replay is not None:
             replay.note_backward(graph)
+        if phase != "backward":
+            writes.note(graph)
         if phase == "inference":  # the other two were simplified as one
             simplify(graph.graph)
             graph.recompile()
@@ -105,6 +108,7 @@ def _compile_whole(
         return call, is_plain
 
     plain: list[Call] = []
+    writes = Writes(example_inputs)
     has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
     of_subclasses = has_subclasses(module, example_inputs)
@@ -138,7 +142,9 @@ def _compile_whole(
         compiled: Callable[..., Any] = backend(module, example_inputs)
     if len(plain) == 1:
         note_plain_graph(compiled, plain[0])
-    return compiled if replay is None else replay.around(compiled)
+    if writes.are_watched and traced is not None:
+        traced.spoil("inputs that are written to")
+    return writes.around(compiled if replay is None else replay.around(compiled), lambda: as_it_is(module))
 
 
 _read: Counter[str] = Counter()

@@ -41,6 +41,7 @@ from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.graph_import import note_parameters, parameters_of
+from autofuse.capture.overlaps import written_inputs
 from autofuse.capture.passes import backward_of, note_backward
 from autofuse.capture.repeats import free_symbols_of
 from autofuse.capture.traced import being_traced
@@ -69,7 +70,8 @@ class Keeping:
 
     def compile(self, graph: fx.GraphModule, phase: str) -> Call:
         """A graph that AOTAutograd has just made."""
-        data = _written(graph, phase) if not self._is_guarded_apart() else None
+        is_apart = self._is_guarded_apart() or (phase != "backward" and written_inputs(graph))
+        data = None if is_apart else _written(graph, phase)
         call, is_plain = self.compile_graph(graph, phase, None)
         call.__wrapped__ = KeptGraph(phase, data, is_plain)  # type: ignore[attr-defined]  # where torch looks for it
         return call

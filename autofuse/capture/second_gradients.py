@@ -30,10 +30,10 @@ _FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None
 _DEVICES = ("cpu", "cuda")
 _aten = torch.ops.aten
 # What reads a running statistic in training only in order to write it.
-_STATISTICS = {_aten._native_batch_norm_legit_functional.default, _aten.copy_.default}
+STATISTICS = {_aten._native_batch_norm_legit_functional.default, _aten.copy_.default}
 if hasattr(_aten, "_batch_norm_with_update_functional"):
-    _STATISTICS.add(_aten._batch_norm_with_update_functional.default)
-_COUNTERS = {_aten.add.Tensor, _aten.copy_.default}  # of batches
+    STATISTICS.add(_aten._batch_norm_with_update_functional.default)
+COUNTERS = {_aten.add.Tensor, _aten.copy_.default}  # of batches
 _NOT_TWICE = (
     "autofuse: expected a model that can be run again for the gradients of its gradients, found one that writes "
     "to its inputs or has an autograd.Function. Set AUTOFUSE_DISABLE=1 for this script."
@@ -91,7 +91,7 @@ class Replay:
         nodes = [n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
         self.is_random = any(torch.Tag.nondeterministic_seeded in n.target.tags for n in nodes)
         readers = [{user.target for user in n.users} for n in graph.graph.nodes if n.op == "placeholder"]
-        self._reads = [(bool(found - _STATISTICS), bool(found - _COUNTERS)) for found in readers]
+        self._reads = [(bool(found - STATISTICS), bool(found - COUNTERS)) for found in readers]
 
     def note_backward(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's backward graph."""

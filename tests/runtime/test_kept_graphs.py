@@ -360,7 +360,8 @@ def test_inputs_in_one_storage_are_traced_anew(capture):
         same((capture(write, dynamic=True)(*ours), *ours), (write(*theirs), *theirs))
         return found()
 
-    assert [run(False), run(True), run(False), run(True)] == [0, 0, 1, 0]
+    # Where inputs are written to, calls whose inputs overlap run in eager, which is no part of what is kept.
+    assert [run(False), run(True), run(False), run(True)] == [0, 0, 0, 0]
 
 
 def test_effects_whose_tokens_torchs_cache_forgets_are_not_kept(capture):
