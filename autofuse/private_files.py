@@ -90,13 +90,15 @@ class PrivateFolder:
             (self.path / name).unlink()
 
     def prune(self, most: int = MOST_FILES, most_bytes: int = MOST_BYTES) -> None:
-        """Remove the oldest files beyond ``most`` and ``most_bytes``."""
+        """Remove the oldest of our files beyond ``most`` and ``most_bytes``; nothing where others may write."""
         files = []
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, Untrusted):
+            check_folder(self.path)
             files = [(entry.stat(follow_symlinks=False), entry.path) for entry in os.scandir(self.path)]
         kept_bytes = 0
         newest_first = sorted(files, key=lambda item: -item[0].st_mtime)
-        for number, (found, path) in enumerate(found for found in newest_first if stat.S_ISREG(found[0].st_mode)):
+        ours = (item for item in newest_first if stat.S_ISREG(item[0].st_mode) and _is_sealed(item[1]))
+        for number, (found, path) in enumerate(ours):
             kept_bytes += found.st_size
             if number >= most or kept_bytes > most_bytes:
                 with contextlib.suppress(OSError):
@@ -104,6 +106,13 @@ class PrivateFolder:
 
     def _seal(self, name: str, data: bytes) -> bytes:
         return seal(name, data, self._key_file)
+
+
+def _is_sealed(path: str) -> bool:
+    """Whether a file begins as those that are written here."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 # ---- who may write ---------------------------------------------------------------------------------------------

@@ -148,6 +148,20 @@ def test_a_key_that_others_may_know_is_not_used(folder, tmp_path, damage):
         folder.write("b", b"")
 
 
+def test_files_that_are_not_ours_stay(folder, tmp_path):
+    """A user's own folder of that name, and a link to one."""
+    theirs = tmp_path / "thesis"
+    theirs.mkdir()
+    for number in range(9):
+        (theirs / f"chapter{number}").write_text("precious")
+        (folder.path / f"note{number}").write_text("precious")
+    (tmp_path / "link").symlink_to(theirs)
+    for place in (tmp_path / "link", theirs):
+        PrivateFolder(place, tmp_path / "own" / "seal.key").prune(2, 1)
+    folder.prune(0)
+    assert len(list(theirs.iterdir())) == 9 and folder.names() == [f"note{number}" for number in range(9)]
+
+
 def test_the_oldest_go(folder):
     folder.remove("a")
     for number in range(6):
