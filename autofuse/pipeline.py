@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autofuse.capture.backend import CAPTURE_ERRORS, as_it_is, boxed, compile_with
+from autofuse.capture.backend import as_it_is, boxed, compile_with
 from autofuse.capture.direct import plain_call
+from autofuse.capture.dynamo import CAPTURE_ERRORS
 from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
 from autofuse.capture.traced import being_traced
@@ -26,7 +27,8 @@ from autofuse.ir.records import Refusal
 from autofuse.runtime.devices import CPU
 from autofuse.runtime.halves import Half
 from autofuse.runtime.kept_plans import Planned
-from autofuse.runtime.program import Program, build_program
+from autofuse.runtime.program import Program
+from autofuse.runtime.program_builder import build_program
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
 from autofuse.runtime.user_graphs import Sizes
@@ -44,7 +46,7 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
         with untouched():  # a backward graph is compiled in a backward pass of the script's
             draws, refusals = bool(split_dropout(module)), len(session.refusals)
             if draws:
-                session.planner.prepare_generator()
+                session.draws.prepare_generator()
             planned = _plan(module, session, phase)
             router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
             described = session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
@@ -73,7 +75,7 @@ class _Planned:
 
 
 def _plan(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
-    drawn = regenerate_dropout(module, session.planner.draws_as_eager)
+    drawn = regenerate_dropout(module, session.draws.draws_as_eager)
     try:
         return _plan_as_it_is(module, session, phase)
     except ShapeError:

@@ -164,7 +164,7 @@ def work(name: str, layers: int) -> int:
         compiled = torch.compile(model, dynamic=True, backend="aot_eager")
         measured = [step(model, compiled, length) for length in LENGTHS]
     else:
-        from autofuse.capture.backend import capture_settings
+        from autofuse.capture.dynamo import capture_settings
         from autofuse.pipeline import backend
 
         compiled = torch.compile(model, backend=backend)

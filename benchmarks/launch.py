@@ -43,7 +43,7 @@ from autofuse.runtime.gpu.modules import LoadedArtifact, load_artifact
 from autofuse.runtime.gpu.record import LaunchRecord
 from autofuse.runtime.launch import empty_like_spec, make_device_launcher
 from autofuse.runtime.plans import NodeState, Plan
-from autofuse.runtime.program import build_program
+from autofuse.runtime.program_builder import build_program
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
 
 COLUMNS = 64

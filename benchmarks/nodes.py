@@ -165,7 +165,7 @@ class Tuner:
             shapes=(ObservedShape(values, CALLS),),
             calls=CALLS,
             unfused_us=100.0,
-            estimated_speedup=self._session.planner.estimates.get(node.fusion_id, 1.0),
+            estimated_speedup=self._session.notes.estimates.get(node.fusion_id, 1.0),
         )
         with Store.open(self.settings.run.store) as store:
             store.add_requests([request])

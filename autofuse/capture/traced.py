@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autofuse.private_files import PrivateFolder
 
 if TYPE_CHECKING:
     from autofuse.capture.second_gradients import Replay
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 ROOT_FILE = "<autofuse root"  # so begins the name of the file that a captured root's code says it comes from
 
 _active = threading.local()
+
+
+class Keeper(NamedTuple):
+    """Where traces are kept from one run to the next, and who is told what was refused there."""
+
+    folder: PrivateFolder
+    report: Callable[[str, str], None]  # kind, message
 
 
 def trace_prefix(root: str) -> str:

@@ -27,6 +27,13 @@ class OpKind(Enum):
     OPAQUE = "opaque"  # everything else
 
 
+CONVOLUTION = "aten.convolution.default"
+ATTENTION_FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+# The first of query, key and value among the arguments; of dropout and causality behind them.
+TORCH_ATTENTIONS: dict[str, tuple[int, int]] = {ATTENTION_FORWARD: (0, 3), ATTENTION_BACKWARD: (1, 6)}
+
+
 @dataclass(frozen=True)
 class OpInfo:
     """Facts about an overload."""

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from autofuse.codegen.triton.source import TritonSource
 from autofuse.optimizer.form import StepForm
-from autofuse.optimizer.printer import COLUMNS, MOST_STATES
+from autofuse.optimizer.table import COLUMNS, MOST_STATES, block_counts, columns, grid_values
 from autofuse.optimizer.tensors import Arguments, StepTensors, with_variant
-from autofuse.optimizer.triton_printer import block_counts, columns, grid_values
 from autofuse.optimizer.update import constants, host_constants
 from autofuse.runtime.gpu.calls import torch_calls
 from autofuse.runtime.gpu.launcher import launch_of

@@ -15,10 +15,9 @@ from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
 from autofuse.codegen.knobs import Knob
 from autofuse.ir.records import Config
 from autofuse.optimizer.form import StepForm
+from autofuse.optimizer.table import COLUMNS
 from autofuse.optimizer.update import constants, statements
 
-COLUMNS = 7  # of the table
-MOST_STATES = 3
 SERIAL_BELOW = 1 << 16  # elements: a parallel region costs as much as these
 
 KNOBS = (

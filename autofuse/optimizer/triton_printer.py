@@ -11,14 +11,13 @@ vectors; each program finds out by itself. 16-bit tensors are computed in float3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.triton.scalar import TYPES, store_text
 from autofuse.codegen.triton.source import Argument, Pass, TritonSource
 from autofuse.ir.records import Config
 from autofuse.ir.shape import symbol
 from autofuse.optimizer.form import StepForm
+from autofuse.optimizer.table import columns
 from autofuse.optimizer.update import constants, statements
 
 KNOBS = (
@@ -52,26 +51,6 @@ _ROUNDED = {
     "float32": {"root": "tl.sqrt_rn(x)", "divide": "tl.div_rn(a, b)"},
     "float64": {"root": "libdevice.sqrt(x)", "divide": "a / b"},
 }
-
-
-def columns(form: StepForm) -> tuple[str, ...]:
-    """What a row of the table holds: elements, the tensor's first block, addresses, constants as float64.
-
-    With counters on the device also their addresses, and the scalars that the constants follow from.
-    """
-    found = ("elements", "first", "p", "g", *(f"s{n}" for n in range(len(form.states))))
-    found += tuple(name for name, _ in constants(form))
-    return found if form.counters == "host" else (*found, "counter", *(f"scalar_{name}" for name in form.rule.scalars))
-
-
-def block_counts(sizes: Sequence[int], block: int) -> list[int]:
-    """Programs of each tensor; one without elements has one too, which counts the step."""
-    return [max(1, -(-size // block)) for size in sizes]
-
-
-def grid_values(block_counts: Sequence[int]) -> dict[str, int]:
-    """Values of the module's symbols."""
-    return {"tensors": len(block_counts), "programs": sum(block_counts)}
 
 
 def print_triton_step(form: StepForm, config: Config) -> TritonSource:

@@ -23,7 +23,7 @@ import autofuse
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.records import Refusal
 from autofuse.runtime.eager_calls import overload
-from autofuse.runtime.planner import Described
+from autofuse.runtime.graph_notes import Described
 from autofuse.runtime.program import NodeSlot, link
 from autofuse.runtime.router import GraphRouter
 
@@ -111,10 +111,11 @@ class KeptPlans:
             for device in dict.fromkeys(slot.device for slot in program.slots):
                 session.use_device(device)
             if found.draws:
-                session.planner.prepare_generator()
+                session.draws.prepare_generator()
             session.refusals.extend(found.refusals)
             router = GraphRouter(program, session, phase, perf_counter, session.make_timer, found.times)
-            session.planner.adopt(router, found.described)
+            session.add_router(router)
+            session.notes.add(router, found.described)
             if phase == "backward":
                 for slot in _halves(written.get("forward")):
                     assert slot.half is not None

@@ -14,18 +14,15 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 
-from autofuse.codegen.c.attention import OPERANDS as TORCH_ATTENTIONS
-from autofuse.codegen.c.convolution import CONVOLUTION
-from autofuse.codegen.in_place import Pairs
 from autofuse.errors import ShapeError
 from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import CONVOLUTION, TORCH_ATTENTIONS, OpKind, info
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.eager_calls import render_call
 from autofuse.runtime.gpu.calls import TorchCalls, torch_calls
@@ -35,6 +32,9 @@ from autofuse.runtime.gpu.modules import LoadedArtifact
 from autofuse.runtime.gpu.philox import draw_of, drawing_launch
 from autofuse.runtime.gpu.record import make_record
 from autofuse.untraced import define
+
+if TYPE_CHECKING:
+    from autofuse.codegen.in_place import Pairs
 
 try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
     from torch._C._dynamo.guards import (  # type: ignore[attr-defined]

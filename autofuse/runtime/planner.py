@@ -1,4 +1,4 @@
-"""Plans captured graphs: which nodes, halves of attention and groups, and which kernels may draw random numbers.
+"""Plans captured graphs: which nodes, halves of attention and groups.
 
 In: graphs of a session, its settings and patterns. Out: nodes and groups for `build_program`; refusals, estimates and
 metrics for the report. Guarantee: what cannot be lowered is no node; patterns that cannot be read are said once.
@@ -7,16 +7,13 @@ metrics for the report. Guarantee: what cannot be lowered is no node; patterns t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autofuse.capture.graph_import import ImportedGraph
 from autofuse.capture.passes import backward_of
-from autofuse.capture.random_ops import use_generator
-from autofuse.codegen.c.bernoulli import make_bernoulli
 from autofuse.codegen.in_place import in_place
 from autofuse.errors import AutofuseError, LoweringError
 from autofuse.fusion.config import FusionConfig
@@ -25,11 +22,11 @@ from autofuse.fusion.graph import MATMULS, FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Event, Refusal
+from autofuse.ir.records import Refusal
 from autofuse.pattern_file import read_patterns
-from autofuse.runtime.gpu import philox
-from autofuse.runtime.graph_log import GraphLog
-from autofuse.runtime.halves import Half, find_halves, halves_of
+from autofuse.runtime.find_halves import find_halves, halves_of
+from autofuse.runtime.graph_notes import Described, measure_graph
+from autofuse.runtime.halves import Half
 from autofuse.runtime.router import GraphRouter
 from autofuse.say import say
 from autofuse.ways.groups import Group, find_groups
@@ -38,27 +35,13 @@ if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
 
-@dataclass(frozen=True)
-class Described:
-    """What reports say of a planned graph."""
-
-    estimates: dict[str, float]  # fusion_id -> estimated speedup
-    sources: dict[str, str]  # fusion_id -> first source line
-    metrics: dict[str, Any] | None
-
-
 class Planner:
     """All planning of one session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._settings = session.settings
-        self.graphs = GraphLog()
-        self.estimates: dict[str, float] = {}  # fusion_id -> estimated speedup
-        self.sources: dict[str, str] = {}  # fusion_id -> first source line
         self._lowered: dict[str, tuple[str, str] | None] = {}
-        self._generator_ready = False
-        self._draws: dict[tuple[torch.device, torch.dtype], bool] = {}
         config = FusionConfig.from_mapping(session.settings.as_dict()["fusion"])
         self.engine = FusionEngine(
             config, lowerable=self._lowerable, shared_patterns=registered_patterns(), groups_follow=True
@@ -127,25 +110,22 @@ class Planner:
         self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode], halves: Sequence[Half] = ()
     ) -> Described:
         """A graph is planned and routed from now on."""
-        found = [*nodes, *(half.pair.node for half in halves)]
-        for node in found:
-            if node.fusion_id not in self.estimates:
-                self.estimates[node.fusion_id] = self.engine.benefit(node, graph).estimated_speedup
-                self.sources[node.fusion_id] = next((op.source for op in node.kernels if op.source), "")
-        self._session.add_router(router)
-        metrics = self.graphs.add(router, graph, nodes, [half.names for half in halves])
+        notes = self._session.notes
+        estimates, sources = {}, {}
+        for node in [*nodes, *(half.pair.node for half in halves)]:
+            fusion_id = node.fusion_id
+            if fusion_id not in notes.estimates:
+                notes.estimates[fusion_id] = self.engine.benefit(node, graph).estimated_speedup
+                notes.sources[fusion_id] = next((op.source for op in node.kernels if op.source), "")
+            estimates[fusion_id], sources[fusion_id] = notes.estimates[fusion_id], notes.sources[fusion_id]
+        metrics = measure_graph(router, graph, nodes, [half.names for half in halves])
         if self._settings.run.debug >= 3:
             for node in nodes:
                 say(f"{router.phase}: {node.label}: {node.operation_names}")
-        ids = [node.fusion_id for node in found]
-        return Described({i: self.estimates[i] for i in ids}, {i: self.sources[i] for i in ids}, metrics)
-
-    def adopt(self, router: GraphRouter, described: Described) -> None:
-        """A graph that an earlier run has planned is routed from now on."""
-        self.estimates = described.estimates | self.estimates
-        self.sources = described.sources | self.sources
+        described = Described(estimates, sources, metrics)
         self._session.add_router(router)
-        self.graphs.adopt(router, described.metrics)
+        notes.add(router, described)
+        return described
 
     def _refuse(self, refusals: Sequence[Refusal]) -> None:
         self._session.refusals.extend(refusals)
@@ -159,32 +139,3 @@ class Planner:
             except LoweringError as error:
                 self._lowered[text] = (error.code, str(error))
         return self._lowered[text]
-
-    # ---- random numbers ------------------------------------------------------------------------------
-
-    def prepare_generator(self) -> None:
-        """Dropout's masks from our generator, once it has proved itself bit-equal to aten's."""
-        toolchain = self._session.catalogue.toolchain
-        if self._generator_ready or toolchain is None:
-            return
-        self._generator_ready = True
-        try:
-            with _disable_current_modes():  # capture runs under a fake-tensor mode; the proof needs real tensors
-                use_generator(make_bernoulli(toolchain))
-        except Exception as error:
-            self._session.report_fallback("generator_unusable", "dropout masks come from aten", error)
-
-    def draws_as_eager(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether kernels may draw a dropout's mask on a device: only where eager's numbers are known bit by bit."""
-        key = (device, dtype)
-        if key not in self._draws:
-            self._draws[key] = False
-            try:
-                with _disable_current_modes():  # the proof needs real tensors
-                    self._draws[key] = philox.draws_as_expected(device, dtype)
-            except Exception as error:
-                self._session.report_fallback("random_unknown", f"dropout on {device} stays eager's own kernel", error)
-            if not self._draws[key]:
-                message = f"eager draws other numbers than expected on {device} in {dtype}"
-                self._session.backstage.post_event(Event("random_differs", message))
-        return self._draws[key]

@@ -41,8 +41,8 @@ from autofuse.runtime.trial import Costs, Trial
 from autofuse.untouched import keep_generators, untouched
 
 if TYPE_CHECKING:
-    from autofuse.capture.backend import CapturedRoot
     from autofuse.capture.direct import DirectCall, DirectCalls
+    from autofuse.capture.dynamo import CapturedRoot
     from autofuse.runtime.roots import Roots
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Root:
         self._has_kept_trace = False
         self.failures = 0
         self._captured: CapturedRoot | None = None
-        self._dynamo: ModuleType | None = None  # capture.backend, once something is captured
+        self._dynamo: ModuleType | None = None  # capture.dynamo, once something is captured
         self._fast_paths = ModuleTable[bool]()
         self._is_small = False  # counting its calls costs what can be seen
         self._released: set[QuietCalls] = set()  # modules whose calls skip the handler, or did
@@ -600,8 +600,7 @@ class Root:
         self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
         with collector.paused(), untouched():
-            from autofuse.capture import backend as dynamo
-            from autofuse.pipeline import root_backend
+            from autofuse.capture import dynamo
             from autofuse.runtime.kept_plans import KeptPlans
 
         self.account.note("imports", time.perf_counter() - began)
@@ -609,7 +608,7 @@ class Root:
         if self._captured is None:
             plans = KeptPlans(self.session)
             keeper = self.session.keeper
-            self._captured = dynamo.compile_root(self.name, root_backend, self.key, keeper, plans)
+            self._captured = dynamo.compile_root(self.name, _backend, self.key, keeper, plans)
         self.state, self._decided = "captured", None
         self.roots.observer.decide(self.key)
 
@@ -670,6 +669,13 @@ class Root:
             model_seconds=self.model_seconds,
             gain=self.trial.gain or (known.gain if known is not None else 0.0),
         )
+
+
+def _backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """The Dynamo backend of roots. It comes with the first trace: a run on traces of an earlier one makes none."""
+    with untouched():
+        from autofuse.pipeline import root_backend
+    return root_backend(module, example_inputs)
 
 
 def ran_forward(error: BaseException) -> bool:

@@ -17,11 +17,11 @@ import traceback
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from autofuse.capture.traced import trace_prefix
+from autofuse.capture.traced import Keeper, trace_prefix
 from autofuse.codegen.version import versions
 from autofuse.errors import AutofuseError
 from autofuse.ir.device import cpu_device
@@ -30,6 +30,7 @@ from autofuse.optimizer.hook import OptimizerHook
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import roots
 from autofuse.runtime.backstage import Backstage, Pace, breathe
+from autofuse.runtime.graph_notes import GraphNotes
 from autofuse.runtime.node_timer import NodeTimer
 from autofuse.runtime.plan_limit import PlanLimit
 from autofuse.runtime.tuning import TuningClient
@@ -39,10 +40,10 @@ from autofuse.settings import Settings, load
 from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
-    from autofuse.capture.backend import Keeper
     from autofuse.db.store import Store
     from autofuse.runtime.backends import Place
     from autofuse.runtime.catalogue import Catalogue
+    from autofuse.runtime.draws import Draws
     from autofuse.runtime.launch import NodeCall
     from autofuse.runtime.planner import Planner
     from autofuse.runtime.plans import NodeState, Plan
@@ -53,13 +54,6 @@ SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward an
 
 _current: Session | None = None
 _lock = threading.Lock()
-
-
-class _Loaded(NamedTuple):
-    """What comes with the first capture."""
-
-    catalogue: Catalogue
-    planner: Planner
 
 
 class Session:
@@ -88,7 +82,10 @@ class Session:
         self._knows_roots = False
         self._unusable: set[torch.device] = set()
         self._loading = threading.RLock()
-        self._loaded: _Loaded | None = None
+        self._catalogue: Catalogue | None = None
+        self._planner: Planner | None = None
+        self._draws: Draws | None = None
+        self.notes = GraphNotes()
         changed = {name: str(value) for name, value in settings.changed().items()}
         start = RunStart(command, self.device, self.versions, settings.run.tune, os.getpid(), changed)
         self._written_calls: dict[tuple[str, Bucket], int] = {}
@@ -112,28 +109,47 @@ class Session:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether planner and catalogue are there."""
-        return self._loaded is not None
+        """Whether the catalogue is there."""
+        return self._catalogue is not None
 
     @property
     def catalogue(self) -> Catalogue:
         """Devices in use, decisions and kernels; brought by the first who asks."""
-        return (self._loaded or self._load()).catalogue
+        return self._catalogue or self._bring_catalogue()
 
     @property
     def planner(self) -> Planner:
-        """Plans graphs; brought by the first who asks."""
-        return (self._loaded or self._load()).planner
+        """Plans graphs; brought by the first who asks: a run that reads what earlier ones have planned needs none."""
+        return self._planner or self._bring_planner()
 
-    def _load(self) -> _Loaded:
+    @property
+    def draws(self) -> Draws:
+        """Which kernels may draw random numbers; brought by the first who asks."""
+        return self._draws or self._bring_draws()
+
+    def _bring_catalogue(self) -> Catalogue:
         with self._loading, untouched():
-            if self._loaded is None:
+            if self._catalogue is None:
                 from autofuse.runtime.catalogue import Catalogue
+
+                self._catalogue = Catalogue(self.settings.run, self.device, self.versions, self.report_fallback)
+            return self._catalogue
+
+    def _bring_planner(self) -> Planner:
+        with self._loading, untouched():
+            if self._planner is None:
                 from autofuse.runtime.planner import Planner
 
-                catalogue = Catalogue(self.settings.run, self.device, self.versions, self.report_fallback)
-                self._loaded = _Loaded(catalogue, Planner(self))
-            return self._loaded
+                self._planner = Planner(self)
+            return self._planner
+
+    def _bring_draws(self) -> Draws:
+        with self._loading, untouched():
+            if self._draws is None:
+                from autofuse.runtime.draws import Draws
+
+                self._draws = Draws(self)
+            return self._draws
 
     # ---- telling the person -----------------------------------------------------------------------
 
@@ -173,10 +189,7 @@ class Session:
 
     @property
     def keeper(self) -> Keeper | None:
-        """Keeps traced graphs there; to be asked for during a capture, whose modules it comes from."""
-        with untouched():
-            from autofuse.capture.backend import Keeper
-
+        """Keeps traced graphs there."""
         folder = self.graphs_folder
         return Keeper(PrivateFolder(folder), self.say_once) if folder is not None else None
 
@@ -249,7 +262,7 @@ class Session:
             self._knows_roots = True
             self.roots.known.update(store.roots())
             self.tuning.announce(store)
-        found = self._loaded.catalogue.absorb(store) if self._loaded is not None else None
+        found = self._catalogue.absorb(store) if self._catalogue is not None else None
         if found is None:
             return False
         self.tuning.news_at = time.perf_counter()
@@ -341,8 +354,7 @@ class Session:
         with untouched():
             self.roots.uninstall()
             self.optimizers.uninstall()
-            if self._loaded is not None:
-                self._loaded.planner.graphs.post(self.backstage.post_event)
+            self.notes.post(self.backstage.post_event)
             self.tuning.hand_over()
             self.backstage.stop()
             self.tuning.withdraw()

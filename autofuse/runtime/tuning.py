@@ -288,7 +288,7 @@ class TuningClient:
                     shapes=(ObservedShape(node.values, plan.count),),
                     calls=plan.count,
                     unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
-                    estimated_speedup=session.planner.estimates.get(node.fusion_id, 1.0),
+                    estimated_speedup=session.notes.estimates.get(node.fusion_id, 1.0),
                     run_id=session.backstage.run_id,
                 )
                 found[known] = _merge(found.get(known), request)

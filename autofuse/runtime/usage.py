@@ -110,5 +110,5 @@ def _record(session: Session, total: NodeSum) -> NodeUse:
         live_us=live_us,
         time_share=min(1.0, live_us * total.calls / run_us) if session.roots.step_us_total else 0.0,
         shapes=tuple(ObservedShape(values, calls) for values, calls in total.shapes.most_common(MAX_SHAPES)),
-        source=session.planner.sources.get(total.node.fusion_id, ""),
+        source=session.notes.sources.get(total.node.fusion_id, ""),
     )

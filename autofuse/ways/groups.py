@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autofuse.codegen.c.attention import OPERANDS as TORCH_ATTENTIONS
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, ValueRef
-from autofuse.ir.optable import FUSIBLE, OpKind, info
+from autofuse.ir.optable import FUSIBLE, TORCH_ATTENTIONS, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ways.attention import find_attention
 from autofuse.ways.cut import GENERATED, GENERATED_CONVOLUTION, LEAST_FLOPS, TILED, generated_names, tiles_of

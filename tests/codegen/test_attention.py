@@ -12,14 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autofuse.codegen.c.attention import (
-    BACKWARD,
     BLOCKS,
-    FORWARD,
     attention_refusal,
     default_attention_config,
 )
 from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from autofuse.ir.records import make_config
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, contiguous_strides, symbol
 from tests.codegen.compare import Answers, problems, problems_of_draws
@@ -35,8 +34,8 @@ MASKS: dict[str, tuple[Dim, ...] | None] = {
 }
 _aten = torch.ops.aten
 CALLS: dict[str, Any] = {
-    FORWARD: _aten._scaled_dot_product_flash_attention_for_cpu,
-    BACKWARD: _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ATTENTION_FORWARD: _aten._scaled_dot_product_flash_attention_for_cpu,
+    ATTENTION_BACKWARD: _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 }
 
 
@@ -71,7 +70,9 @@ def attention(
         specs.append(spec(mask, dtype=dtype))
         kwargs = (("attn_mask", ValueRef(f"i{len(specs) - 1}")), *kwargs)
     outputs = (spec(rows, True, dtype), *[spec(keys, True, dtype)] * 2) if backward else (result, sums)
-    op = Operation("v0", BACKWARD if backward else FORWARD, (*refs, dropout, causal), kwargs, outputs)
+    op = Operation(
+        "v0", ATTENTION_BACKWARD if backward else ATTENTION_FORWARD, (*refs, dropout, causal), kwargs, outputs
+    )
     inputs = tuple(NodeInput(f"i{n}", s) for n, s in enumerate(specs))
     used = ("s0", "s1", "s2")
     return NodeForm(inputs, (op,), tuple(ValueRef("v0", n) for n in range(len(outputs))), used)
@@ -85,8 +86,8 @@ def operands(form: NodeForm, sizes: dict[str, int], seed: int = 0) -> list[torch
         shape, strides = item.spec.shape.bind(sizes), item.spec.strides.bind(sizes)
         found.append(torch.empty_strided(shape, strides).copy_(torch.randn(shape, generator=generator)))
     (op,) = form.operations
-    if op.target == BACKWARD:
-        out, sums = eager(form, found, FORWARD)
+    if op.target == ATTENTION_BACKWARD:
+        out, sums = eager(form, found, ATTENTION_FORWARD)
         found[4], found[5] = found[4].copy_(out), found[5].copy_(sums)
     return found
 
@@ -94,10 +95,10 @@ def operands(form: NodeForm, sizes: dict[str, int], seed: int = 0) -> list[torch
 def eager(form: NodeForm, inputs: list[torch.Tensor], target: str | None = None) -> tuple[torch.Tensor, ...]:
     (op,) = form.operations
     target = target or op.target
-    count = 6 if op.target == BACKWARD else 3
+    count = 6 if op.target == ATTENTION_BACKWARD else 3
     mask = inputs[count] if len(inputs) > count else None
     given = inputs[:count]
-    if count == 6 and target == FORWARD:
+    if count == 6 and target == ATTENTION_FORWARD:
         given = inputs[1:4]
     result: tuple[torch.Tensor, ...] = CALLS[target](
         *given, 0.0, op.args[-1], attn_mask=mask, scale=op.kwarg("scale", None)
@@ -108,7 +109,7 @@ def eager(form: NodeForm, inputs: list[torch.Tensor], target: str | None = None)
 def exact(form: NodeForm, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """In float64 by products; the sums too."""
     (op,) = form.operations
-    first = 1 if op.target == BACKWARD else 0
+    first = 1 if op.target == ATTENTION_BACKWARD else 0
     wide = [t.double() for t in inputs]
     q, k, v = (t.requires_grad_() for t in wide[first : first + 3])
     scale = op.kwarg("scale", None)
@@ -144,7 +145,7 @@ def check(form: NodeForm, sizes: tuple[int, int, int], threads: int = 2, rows: i
     def draw(number: int) -> Answers:
         inputs = operands(form, dict(zip(("s0", "s1", "s2"), sizes, strict=True)), seed + 1000 * number)
         wanted = eager(form, inputs)
-        if form.operations[0].target == BACKWARD:
+        if form.operations[0].target == ATTENTION_BACKWARD:
             for own, given in zip(
                 compiled(forward_of(form), rows)(*inputs[1:4], *inputs[6:]), inputs[4:6], strict=True
             ):
@@ -195,7 +196,7 @@ FORMS = [
 )
 def test_any_sizes(form: NodeForm, sizes: tuple[int, int, int], threads: int, rows: int) -> None:
     op = form.operations[0]
-    assume(op.target == FORWARD or min(sizes[1:]) > 4)  # of one key, 0 but for rounding
+    assume(op.target == ATTENTION_FORWARD or min(sizes[1:]) > 4)  # of one key, 0 but for rounding
     if op.args[-1] and sizes[1] < sizes[2]:
         with pytest.raises(FloatingPointError):
             compiled(form, rows)(*operands(form, dict(zip(("s0", "s1", "s2"), sizes, strict=True))), threads=threads)
@@ -209,7 +210,7 @@ def test_sums_over_many_keys_round_no_oftener_than_eagers(backward: bool) -> Non
     inputs = operands(form, sizes)
     inputs[3 if backward else 2] += 1.0  # values with a mean: errors add up
     if backward:
-        for kept, made in zip(inputs[4:6], eager(form, inputs, FORWARD), strict=True):
+        for kept, made in zip(inputs[4:6], eager(form, inputs, ATTENTION_FORWARD), strict=True):
             kept.copy_(made)
     found = compiled(form, BLOCKS[0])(*inputs)
     assert not problems(list(found), list(eager(form, inputs)), list(exact(form, inputs)))
@@ -235,7 +236,7 @@ def test_gradients_beyond_float32_are_left_to_eager() -> None:
     inputs[0] *= 1e37
     inputs[1] *= 20.0
     inputs[2] *= 0.05
-    for kept, made in zip(inputs[4:6], eager(form, inputs, FORWARD), strict=True):
+    for kept, made in zip(inputs[4:6], eager(form, inputs, ATTENTION_FORWARD), strict=True):
         kept.copy_(made)
     assert not all(t.isfinite().all() for t in eager(form, inputs))
     with pytest.raises(FloatingPointError):
@@ -263,7 +264,7 @@ def test_scores_that_a_mask_hides_are_no_reason() -> None:
 
 
 def test_gradients_after_the_forward_pass_of_torch() -> None:
-    for form in (f for f in FORMS if f.operations[0].target == BACKWARD):
+    for form in (f for f in FORMS if f.operations[0].target == ATTENTION_BACKWARD):
         inputs = operands(form, {"s0": 3, "s1": 61, "s2": 61})
         found = compiled(form, BLOCKS[0])(*inputs)
         assert not problems(list(found), list(eager(form, inputs)), list(exact(form, inputs)))

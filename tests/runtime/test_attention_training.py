@@ -219,7 +219,7 @@ def test_one_kernel_each_way_instead_of_many(session: Session, name: str, kernel
     function, make = FORMS[name]
     gradients(Captured(session, function).call, make(9))
     events: list[Event] = []
-    session.planner.graphs.post(events.append)
+    session.notes.post(events.append)
     found = {e.data["phase"]: (e.data["before"]["kernels"], e.data["after"]["kernels"]) for e in events}
     assert found == kernels
 

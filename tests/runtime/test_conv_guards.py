@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autofuse.capture.backend import capture_settings, mark_dynamic
 from autofuse.capture.conv_guards import without_batch_guards
+from autofuse.capture.dynamo import capture_settings, mark_dynamic
 
 
 class Convolutions(nn.Module):

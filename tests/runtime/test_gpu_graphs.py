@@ -26,7 +26,7 @@ from autofuse.runtime import backends, launch
 from autofuse.runtime.gpu import capturing, launcher, modules
 from autofuse.runtime.gpu.modules import LoadedArtifact, load_artifact
 from autofuse.runtime.node_timer import NodeTimer
-from autofuse.runtime.program import build_program
+from autofuse.runtime.program_builder import build_program
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
 from autofuse.runtime.session import Session
 from autofuse.settings import load

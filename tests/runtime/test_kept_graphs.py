@@ -14,7 +14,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from autofuse.capture import kept_graphs
-from autofuse.capture.backend import Keeper, compile_with
+from autofuse.capture.backend import compile_with
+from autofuse.capture.traced import Keeper
 from autofuse.pipeline import route_graph
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.kept_plans import KeptPlans

@@ -288,6 +288,17 @@ def test_a_trace_of_another_version_or_setting_is_made_anew(warm, tmp_path, what
     assert seen == first
 
 
+PLANNING = ("autofuse.capture.backend", "autofuse.pipeline", "autofuse.runtime.planner", "autofuse.fusion.engine")
+TRACING = ("networkx", "torch._functorch.partitioners", "torch._dynamo.testing")
+
+
+def test_a_run_on_kept_traces_imports_nothing_that_traces_or_plans(warm, tmp_path):
+    scripts, first = copied(warm, tmp_path)
+    check = f"found = {{*{PLANNING + TRACING}}} & {{*sys.modules}}; assert not found, found"
+    seen, traced, _ = scripts.run(at={"13": check})
+    assert traced == 0 and seen == first
+
+
 def test_a_trace_is_used_in_another_folder(warm, tmp_path, monkeypatch):
     scripts, first = copied(warm, tmp_path)
     (tmp_path / "elsewhere").mkdir()

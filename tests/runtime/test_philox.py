@@ -27,7 +27,7 @@ from autofuse.runtime.gpu import philox
 from autofuse.runtime.gpu.launcher import CtypesLaunch, compile_launcher, install
 from autofuse.runtime.gpu.modules import load_artifact
 from autofuse.runtime.gpu.record import make_record
-from autofuse.runtime.program import build_program
+from autofuse.runtime.program_builder import build_program
 from autofuse.runtime.router import GraphRouter
 from tests.codegen.test_philox import eager_uniforms
 from tests.runtime.fake_driver import artifact_of, cpu_calls, fake_driver
@@ -155,7 +155,7 @@ def test_draws_whose_order_nodes_cannot_keep_stay_with_eager(session_with: Any) 
         return torch.native_dropout(x.relu(), 0.1, True)[0] + torch.native_dropout(y.relu(), 0.2, True)[0]
 
     session = session_with()
-    session.planner.draws_as_eager = lambda device, dtype: True
+    session.draws.draws_as_eager = lambda device, dtype: True
     router = route_graph(traced(crossed, GPU, GPU), "inference", session)
     assert isinstance(router, GraphRouter) and session._said["graph_not_planned"] == 0
     drawn = [op.target for s in router.program.slots for op in s.node.operations if op.target == DROPOUT]

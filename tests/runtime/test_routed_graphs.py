@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autofuse.capture.backend import capture_settings, compile_with
+from autofuse.capture.backend import compile_with
+from autofuse.capture.dynamo import capture_settings
 from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import split_dropout
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine
 from autofuse.ir.optable import OpKind, info
-from autofuse.runtime.program import build_program
+from autofuse.runtime.program_builder import build_program
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
 
 

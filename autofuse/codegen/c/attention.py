@@ -29,13 +29,9 @@ from autofuse.codegen.lowering.lower import Context
 from autofuse.errors import LoweringError
 from autofuse.ir.dims import dim_text
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import ATTENTION_BACKWARD, TORCH_ATTENTIONS
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, as_dim, free_symbols
-
-FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
-# The first of query, key and value among the arguments; of dropout and causality behind them.
-OPERANDS: dict[str, tuple[int, int]] = {FORWARD: (0, 3), BACKWARD: (1, 6)}
 
 # Rows and vectors of the sums that stay in registers: of scores, and by the vectors that a head's width is made of.
 SCORES: dict[int, tuple[int, int]] = {512: (12, 2), 256: (6, 2), 128: (6, 2)}
@@ -74,12 +70,12 @@ def attention_refusal(form: NodeForm) -> tuple[str, str] | None:
 def plan_attention(form: NodeForm) -> Attention:
     """The attention that a node is. Raises LoweringError where it is none, or one that torch has to do."""
     op = form.operations[0]
-    if len(form.operations) != 1 or op.target not in OPERANDS:
+    if len(form.operations) != 1 or op.target not in TORCH_ATTENTIONS:
         raise LoweringError(
             "anchor", f"expected one attention and nothing else, found {len(form.operations)} operations"
         )
-    first, rest = OPERANDS[op.target]
-    is_backward = op.target == BACKWARD
+    first, rest = TORCH_ATTENTIONS[op.target]
+    is_backward = op.target == ATTENTION_BACKWARD
     query, key, value = (_spec(form, ref) for ref in op.args[first : first + 3])
     (batches, heads, queries, width), keys = query.shape, key.shape[2]
     if op.arg(rest):

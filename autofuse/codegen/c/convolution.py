@@ -28,10 +28,10 @@ from autofuse.codegen.knobs import Knob
 from autofuse.errors import LoweringError
 from autofuse.ir.dims import dim_text
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import CONVOLUTION
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, contiguous_strides, evaluate, free_symbols
 
-CONVOLUTION = "aten.convolution.default"
 DEEPEST = 224  # products of a sum before it is added to the result: a panel of them stays in the nearest cache
 MOST_TAPS = 512
 # Tiles of one vector, for few channels; the others are those of products.

@@ -1,0 +1,162 @@
+"""What a captured root needs of Dynamo: its function in three forms, settings for traces, what may go wrong.
+
+In: a module's call. Out: its captured call, from a trace of this run or of an earlier one.
+Importing this brings Dynamo, 1 s unless an optimizer has (torch 2.13), so a script in which nothing is captured never
+does. What only a trace needs is in `backend`, which comes with the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch._dynamo
+from torch._dynamo.exc import TorchDynamoException
+
+from autofuse import collector
+from autofuse.capture.conv_guards import without_batch_guards
+from autofuse.capture.direct import DirectCalls
+from autofuse.capture.traced import ROOT_FILE, Keeper
+from autofuse.untouched import untouched
+
+if TYPE_CHECKING:
+    from autofuse.capture.kept_traces import Plans, TraceKeeper
+
+log = logging.getLogger(__name__)
+
+_read: Counter[str] = Counter()
+
+
+def note_read(what: str = "trace") -> None:
+    """A whole trace of an earlier run has been read, or the graph of a phase."""
+    _read[what] += 1
+
+
+def graphs_read() -> int:
+    """Graphs of this process that an earlier run had kept."""
+    return _read.total()
+
+
+# What Dynamo raises when it cannot capture; anything else is the user's own.
+CAPTURE_ERRORS = (TorchDynamoException,)
+
+# A Dynamo graph break a call is what a log line costs, and the module around it is then traced twice.
+IGNORED_LOGGING = tuple(
+    getattr(logging.Logger, name)
+    for name in ("debug", "info", "warning", "warning_once")
+    if hasattr(logging.Logger, name)
+)
+
+
+class CapturedRoot(NamedTuple):
+    """A root's function ``call(module, *args, **kwargs)`` in its three forms."""
+
+    trace: Callable[..., Any]  # traces what is new
+    settled: Callable[..., Any]  # runs what is traced, else the module as it is
+    direct: DirectCalls  # what is traced, past Dynamo
+    traces: TraceKeeper | None  # those of earlier runs, None where none are kept
+
+
+def compile_root(
+    name: str, backend: Callable[..., Any], key: str = "", keeper: Keeper | None = None, plans: Plans | None = None
+) -> CapturedRoot:
+    """A function of its own for each root: Dynamo's recompile limit counts per code object.
+
+    ``key``: the root's, which is the same in every run. The call also gives modules whose forward lives in torch itself
+    a frame that Dynamo does not skip.
+    """
+    namespace: dict[str, Any] = {}
+    text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
+    exec(compile(text, f"{ROOT_FILE} {name}>", "exec"), namespace)
+    call_root = namespace["call_root"]
+    traces = _traces(key, call_root, keeper, plans) if keeper is not None and plans is not None else None
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        with untouched():  # it brings functorch and networkx: 0.1 s that a run on kept traces never pays
+            made: Callable[..., Any] = torch.compile(call_root, backend=backend)
+            return made
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return CapturedRoot(trace, torch._dynamo.run(call_root), DirectCalls(call_root), traces)
+
+
+def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:
+    """As `_keeping`, and with much of Dynamo too."""
+    try:
+        with untouched():
+            from autofuse.capture.kept_graphs import IS_SUPPORTED
+            from autofuse.capture.kept_traces import TraceKeeper
+    except ImportError as error:
+        log.debug("traces are not kept with this torch: %s", error)
+        return None
+    return TraceKeeper(key, function, keeper.folder, keeper.report, plans) if IS_SUPPORTED else None
+
+
+class _NotOfOurTraces(logging.Filter):
+    """Keeps back what torch says about traces that the person never asked for, unless its logs are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracing = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        ours = getattr(self.tracing, "ours", False) and record.levelno >= logging.WARNING
+        return not ours or logging.getLogger(record.name).isEnabledFor(logging.INFO)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """While a root of ours is traced on this thread."""
+        for name, logger in list(logging.root.manager.loggerDict.items()):
+            if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+                for handler in logger.handlers:
+                    handler.addFilter(self)  # which adds it once
+        before = getattr(self.tracing, "ours", False)
+        self.tracing.ours = True
+        try:
+            yield
+        finally:
+            self.tracing.ours = before
+
+
+not_of_our_traces = _NotOfOurTraces()
+
+
+@contextlib.contextmanager
+def capture_settings(recompile_limit: int) -> Iterator[None]:
+    """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside.
+
+    The garbage collector rests meanwhile: in a process that has imported much it takes a tenth of a trace.
+    """
+    config = torch._dynamo.config
+    ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
+    # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
+    hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
+    # A forward that draws from numpy's generator: Dynamo would draw from torch's in its place.
+    patched = config.patch(
+        ignore_logging_functions=ignored, recompile_limit=recompile_limit, use_numpy_random_stream=True, **hooks
+    )
+    with patched, not_of_our_traces.active(), collector.paused(), without_batch_guards():
+        yield
+
+
+def suppressed_errors() -> contextlib.AbstractContextManager[None]:
+    """What Dynamo cannot trace runs in eager, frame by frame."""
+    found: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(suppress_errors=True)
+    return found
+
+
+def mark_dynamic(tensors: Mapping[str, torch.Tensor], dims: Sequence[tuple[str, int]]) -> None:
+    """Dims seen to vary are symbols from the first trace on; sizes 0 and 1 are always traced as they are."""
+    for path, dim in dims:
+        tensor = tensors.get(path)
+        if tensor is not None and dim < tensor.dim() and tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
