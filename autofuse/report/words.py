@@ -53,6 +53,8 @@ ROOT_REASONS = {
     "too_expensive": "capture would take longer than allowed",
     "nothing_to_run": "no kernel is stored for its device, and none can be made",
     "capture_failed": "could not be captured",
+    "bookkeeping_failed": "autofuse failed to watch it",
+    "code_replaced": "its code was replaced after it was captured",
     "kept_graph_failed": "the graph that an earlier run kept did not run; the next run traces it anew",
     "slower_than_eager": "released: captured steps were slower than eager",
     "slower_untuned": "released for this run: captured steps were slower than eager, not all kernels are tuned yet",

@@ -35,6 +35,7 @@ from autofuse.observer.verdicts import Loss
 from autofuse.runtime.account import Account
 from autofuse.runtime.devices import CPU
 from autofuse.runtime.gpu import capturing
+from autofuse.runtime.replaced import Classes, has_global_hooks
 from autofuse.runtime.root_shapes import Brief, Shape
 from autofuse.runtime.traits import traits_of
 from autofuse.runtime.trial import Costs, Trial
@@ -97,6 +98,7 @@ class Root:
         self._spent_at_trace = 0.0  # in eager, when a graph was traced last
         self._traces = 0
         self._brief: Brief | None = None
+        self._classes = Classes()
         self._device: torch.device | None = None
 
     @property
@@ -131,9 +133,15 @@ class Root:
             self.session.report_fallback(self.reason, f"{self.name} stays eager: autofuse failed to watch it", error)
             self.roots.observer.decide(self.key)
 
+    def _release(self, detail: str) -> None:
+        """Code is not what it was when it was captured: its modules run in eager."""
+        self.state, self.reason, self.detail = "eager", "code_replaced", detail
+        self.session.say_once(self.reason, f"{self.name} goes on in eager: {detail}")
+
     def _call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         brief = self._brief
-        if brief is not None and brief.left > 0:
+        is_hooked = has_global_hooks()
+        if brief is not None and brief.left > 0 and not is_hooked and self._classes.are_as_noted():
             direct = brief.find(module, args, kwargs)
             if direct is not None:
                 self.calls += 1
@@ -145,6 +153,11 @@ class Root:
         self.trial.end_step(now)
         self.account.end(now, not self.trial.on_gpu)
         self.calls += 1
+        if self.state == "captured" and not self._classes.are_as_noted():
+            self._release(f"{self._classes.replaced()}.forward was replaced after it was captured")
+        if is_hooked:
+            self.trial.begin(None, Held.NO, self.calls, now)
+            return self.roots.tracker.call_original(module, args, kwargs)
         verdicts = self.trial.verdicts
         if verdicts.any_lost:
             elements = elements_of(args, kwargs)
@@ -236,6 +249,7 @@ class Root:
             self._find_device(module, args, kwargs)
         stretch = self._begin_stretch() if trial.on_gpu else None
         if shape is None:
+            self._classes.note(module)
             is_eager = not is_training and not has_gradients and self._has_fast_path(module)
             is_eager = is_eager or not has_plain_sizes(signature[0])  # Dynamo knows half of what nested tensors are
             shape = trial.new_shape(signature, is_eager)
