@@ -203,3 +203,10 @@ class CacheSettings(Group):
     max_bytes: int = declare(
         512 << 20, "Kernels kept in the store; the least used go first.", unit="bytes", low=1 << 20
     )
+    history_days: float = declare(
+        90.0, "Details of older runs (steps, operators, shapes) are removed; totals and decisions stay.", unit="days",
+        low=0.0,
+    )  # fmt: skip
+    history_bytes: int = declare(
+        1 << 30, "So much history is kept, kernels left out; the oldest runs' details go first.", unit="bytes", low=0
+    )

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from autofuse.cli.options import load_settings, store_option
+from autofuse.cli.options import effort_options, load_settings, store_option
 
 EPILOG = """\
 \b
 Examples:
   autofuse store reset         put the store aside whole, and begin a new one with the next run
+  autofuse store prune         remove the details of old runs now, and give their room back
 """
 
 
@@ -41,3 +42,24 @@ def reset(store: Path | None) -> None:
         click.echo(f"There is no store at {settings.run.store}.")
     else:
         click.echo(f"The store is now {aside}. The next 'autofuse run' begins a new one at {settings.run.store}.")
+
+
+@command.command("prune", epilog="\b\nExample:\n  autofuse store prune --set cache.history_days=7\n")
+@store_option
+@effort_options
+def prune(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
+    """Remove the details of old runs now, and give their room back.
+
+    Keeps decisions, kernels and each run's totals. cache.history_days and cache.history_bytes say what is old; daemons
+    keep to them too, when they begin.
+    """
+    from autofuse.db.store import Store
+
+    settings = load_settings(assignments, store=store, profile=profile)
+    before = settings.run.store.stat().st_size if settings.run.store.exists() else 0
+    with Store.open(settings.run.store) as opened:
+        count = opened.prune(settings.cache.history_days, settings.cache.history_bytes)
+        opened.compact()
+    after = settings.run.store.stat().st_size
+    runs = f"{count} run{'s' if count != 1 else ''}"
+    click.echo(f"Removed the details of {runs}; {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now.")

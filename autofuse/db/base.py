@@ -97,6 +97,19 @@ class StoreBase:
             raise StoreError(f"expected a store that can be written, found {self.path} opened for reading only")
         return self._transaction(writes=True)
 
+    def _outside_transactions(self, statement: str) -> None:
+        with self._lock:
+            if self._engine is None or self.readonly:
+                raise StoreError(f"expected a store that is open for writing, found {self.path} closed or readonly")
+            try:
+                raw = self._engine.raw_connection()
+                try:
+                    raw.cursor().execute(statement).close()
+                finally:
+                    raw.close()
+            except (SQLAlchemyError, sqlite3.Error) as error:
+                raise store_error(self.path, error) from error
+
     @contextlib.contextmanager
     def _transaction(self, writes: bool) -> Iterator[Connection]:
         if self._pid != os.getpid():

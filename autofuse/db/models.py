@@ -2,7 +2,7 @@
 
 In: nothing. Out: ``Base.metadata``, which the migrations must reproduce exactly (a test compares the two).
 Guarantee: lists and mappings are stored as JSON text, times as UTC epoch seconds, microseconds where a
-name ends in ``_us``. Rows are appended or brought up to date, never deleted.
+name ends in ``_us``. Rows are appended or brought up to date; only details of old runs are deleted (`history`).
 
 Every key is stored as its fields beside its digest, so that a miss can say which field differed.
 """

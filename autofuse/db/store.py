@@ -4,8 +4,9 @@ In: records of ``ir``. Out: the same records, and the plain rows of ``rows``.
 
 What it promises:
 
-- **Nothing is lost.** No method deletes a row. ``add_`` and ``put_measurements``, ``put_decision`` append; the other
-  ``put_`` bring counters of the same run up to date. Only binaries of kernels are evicted, their sources stay.
+- **Nothing is lost** but the details of old runs, by ``prune``. ``add_`` and ``put_measurements``, ``put_decision``
+  append; the other ``put_`` bring counters of the same run up to date. Only binaries of kernels are evicted, their
+  sources stay.
 - **All or nothing.** Each method is one transaction: after ``kill -9`` its rows are all there or none is.
 - **Many processes.** WAL: readers see a consistent state and wait for nobody; writers wait for each other, up to
   ``timeout_seconds``. One object per thread is fastest; sharing one is safe and takes turns.
@@ -17,10 +18,11 @@ What it promises:
 
 from __future__ import annotations
 
+from autofuse.db.history import StoreHistory
 from autofuse.db.notes import RunNotes
 from autofuse.db.results import TuneResults
 from autofuse.db.tune_queue import TuneQueue
 
 
-class Store(RunNotes, TuneQueue, TuneResults):
+class Store(RunNotes, TuneQueue, TuneResults, StoreHistory):
     """An open store: ``RunLog`` and ``RunNotes`` (runs), ``TuneQueue`` (requests), ``TuneResults`` (decisions)."""

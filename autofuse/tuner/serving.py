@@ -134,6 +134,8 @@ class TuningLoop:
     def serve(self) -> None:
         """Work until told to stop, or idle for ``tuner.idle_exit_seconds``. Raises StoreError."""
         requeued = self._take_up()
+        cache = self.settings.cache
+        self._store.prune(cache.history_days, cache.history_bytes)
         log.info("serving %s as process %d; %d requests taken up again", self._store.path, os.getpid(), requeued)
         idle_since = time.monotonic()
         self._heartbeat("idle")

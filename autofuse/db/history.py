@@ -1,0 +1,70 @@
+"""Bounded history: what old runs looked like in detail is let go, what later runs learn from stays.
+
+In: how old, and how many bytes. Out: of how many runs the details were removed.
+Guarantee: decisions, kernels, roots' verdicts, requests and each run's totals stay; what goes are single steps,
+operators, shapes, refusals and events, which only reports of that very run show. The newest run with steps keeps them,
+and so does any that may still be running. Each run goes in a transaction of its own: no script beside waits for long.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, delete, exists, func, or_, select
+
+from autofuse.db import kernel_cache, models
+from autofuse.db.base import StoreBase, now
+
+LONGEST_RUN_SECONDS = 30 * 86400.0  # without an end: killed, not running
+_DETAILS = (
+    models.Op, models.DimHistogramRow, models.Capture, models.NodeUseRow, models.RefusalRow, models.StepSeries,
+    models.EventRow,
+)  # fmt: skip
+
+
+class StoreHistory(StoreBase):
+    """The part of the store that forgets."""
+
+    def prune(self, days: float, most_bytes: int) -> int:
+        """Remove the details of runs older than ``days``, and of the oldest ones until ``most_bytes`` are left.
+
+        Binaries of kernels, which have a bound of their own, do not count. Returns of how many runs.
+        """
+        count = 0
+        for run_id, started_at in self._with_details():
+            if now() - started_at <= days * 86400.0 and self.history_bytes() <= most_bytes:
+                break
+            with self._write() as connection:
+                _remove_details(connection, run_id)
+            count += 1
+        return count
+
+    def history_bytes(self) -> int:
+        """Bytes in use, kernels left out."""
+        with self._read() as connection:
+            pages, free, size = (
+                int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
+                for name in ("page_count", "freelist_count", "page_size")
+            )
+            return (pages - free) * size - kernel_cache.size_bytes(connection)
+
+    def compact(self) -> None:
+        """Give free pages back to the file system; takes a second copy of the store while it works."""
+        self._outside_transactions("VACUUM")
+
+    def _with_details(self) -> list[tuple[int, float]]:
+        """Runs that are over and have details, oldest first, without the newest that has steps."""
+        run, series, use, op = models.Run, models.StepSeries, models.NodeUseRow, models.Op
+        has_details = or_(*(exists().where(table.run_id == run.id) for table in (series, use, op, models.EventRow)))
+        is_over = or_(run.finished_at.is_not(None), run.started_at < now() - LONGEST_RUN_SECONDS)
+        newest = select(func.max(series.run_id)).scalar_subquery()
+        query = select(run.id, run.started_at).where(has_details, is_over, run.id != func.coalesce(newest, 0))
+        with self._read() as connection:
+            return [(row.id, row.started_at) for row in connection.execute(query.order_by(run.id))]
+
+
+def _remove_details(connection: Connection, run_id: int) -> None:
+    ops = select(models.Op.id).where(models.Op.run_id == run_id)
+    series = select(models.StepSeries.id).where(models.StepSeries.run_id == run_id)
+    connection.execute(delete(models.OpShape).where(models.OpShape.op_id.in_(ops)))
+    connection.execute(delete(models.StepSampleRow).where(models.StepSampleRow.series_id.in_(series)))
+    for table in _DETAILS:
+        connection.execute(delete(table).where(table.run_id == run_id))
