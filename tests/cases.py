@@ -184,6 +184,7 @@ _POINTWISE: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...]
     ("leaky_relu_slope", lambda a: aten.leaky_relu.default(a, 0.2), (_X,)),
     ("softplus_beta", lambda a: aten.softplus.default(a, 2.0, 1.0), (_X,)),
     ("elu_scales", lambda a: aten.elu.default(a, 1.3, 1.05, 0.7), (_X,)),
+    ("xlogy", lambda a, b: (aten.xlogy.Tensor(a, b), aten.xlogy.Scalar_Self(2.0, b), aten.xlogy.Scalar_Other(a, 0.5)), (_X, _Y)),
     ("log_sigmoid", lambda a: tuple(aten.log_sigmoid_forward.default(a)), (_X,)),
     ("pow_scalars", lambda a: (a**2 + a**3 + a**-1 + a**-2, a**0.5, a**-0.5, a**1.7, a**0, a**1), (_X,)),
     ("pow_tensor", lambda a, b: aten.pow.Tensor_Tensor(a.abs(), b), (_X, _Y)),
@@ -297,6 +298,11 @@ _LOSSES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = 
     ("huber", lambda x, y: (aten.huber_loss.default(x, y, 1, 0.7), aten.huber_loss.default(x, y, 2), aten.huber_loss.default(x, y, 0, 0.5)), (_X, _Y)),
     ("huber_backward", lambda g, x, y: aten.huber_loss_backward.default(g, x, y, 1, 0.7), (_t(), _X, _Y)),
     ("huber_backward_none", lambda g, x, y: aten.huber_loss_backward.default(g, x, y, 0, 0.7), (_X.clone(), _X, _Y)),
+    ("smooth_l1", lambda x, y: (aten.smooth_l1_loss.default(x, y, 1, 0.7), aten.smooth_l1_loss.default(x, y, 2), aten.smooth_l1_loss.default(x, y, 0, 0.0)), (_X, _Y)),
+    ("smooth_l1_backward", lambda g, x, y: aten.smooth_l1_loss_backward.default(g, x, y, 1, 0.7), (_t(), _X, _Y)),
+    ("smooth_l1_backward_none", lambda g, x, y: aten.smooth_l1_loss_backward.default(g, x, y, 0, 0.0), (_X.clone(), _X, _Y)),
+    ("bce_logits", lambda x, y: (aten.binary_cross_entropy_with_logits.default(x, y), aten.binary_cross_entropy_with_logits.default(x, y, None, None, 0)), (_X, _Y)),
+    ("bce_logits_weights", lambda x, y, w, p: (aten.binary_cross_entropy_with_logits.default(x, y, w, p, 2), aten.binary_cross_entropy_with_logits.default(x, y, None, p, 1)), (_X, _Y, _ROW, _COL)),
     ("mse_backward", lambda g, x, y: aten.mse_loss_backward.default(g, x, y, 1), (_t(), _X, _Y)),
 )  # fmt: skip
 

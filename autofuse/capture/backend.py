@@ -21,7 +21,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch.aot_autograd import make_boxed_func
 
-from autofuse.capture.direct import has_subclasses, is_plain_graph, note_plain_graph, plain_call
+from autofuse.capture.direct import (
+    has_subclasses,
+    is_plain_graph,
+    note_plain_graph,
+    note_plain_training,
+    plain_call,
+)
 from autofuse.capture.dynamo import not_of_our_traces, note_read
 from autofuse.capture.overlaps import Writes
 from autofuse.capture.recompute import partition
@@ -130,9 +136,12 @@ def _compile_whole(
         compiled: Callable[..., Any] = backend(module, example_inputs)
     if len(plain) == 1:
         note_plain_graph(compiled, plain[0])
+    if replay is not None and replay.apply is not None:
+        note_plain_training(compiled, replay.apply, replay.inputs)
     if writes.are_watched and traced is not None:
         traced.spoil("inputs that are written to")
-    return writes.around(compiled if replay is None else replay.around(compiled), lambda: as_it_is(module))
+    whole = replay.around(plain_call(compiled)) if replay is not None and replay.reach.parted else compiled
+    return writes.around(whole, lambda: as_it_is(module))
 
 
 def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> Keeping | None:

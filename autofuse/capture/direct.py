@@ -104,9 +104,10 @@ class Unrecorded:
         return None
 
 
-# ---- graphs without gradients ---------------------------------------------------------------------------------
+# ---- graphs past AOTAutograd's wrapper ----------------------------------------------------------------------------
 
 _PLAIN = "autofuse_plain_graph"
+_TRAINING = "autofuse_plain_training"
 
 
 def note_plain_graph(compiled: Callable[..., Any], graph: Callable[[list[Any]], Any]) -> None:
@@ -114,17 +115,25 @@ def note_plain_graph(compiled: Callable[..., Any], graph: Callable[[list[Any]], 
     vars(compiled)[_PLAIN] = graph
 
 
+def note_plain_training(compiled: Callable[..., Any], apply: Callable[..., Any], inputs: int) -> None:
+    """Of a graph with gradients: AOTAutograd's callable does nothing but call ``apply`` with so many arguments.
+
+    With more or fewer it does: it leaves out what comes twice.
+    """
+    vars(getattr(compiled, "_torchdynamo_orig_callable", compiled))[_TRAINING] = (apply, inputs)
+
+
 def plain_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What AOTAutograd has compiled, without what keeps Dynamo out: where this is called nobody asks it in."""
     compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    graph = vars(compiled).get(_PLAIN) if hasattr(compiled, "__dict__") else None
-    if graph is None:
+    noted = vars(compiled) if hasattr(compiled, "__dict__") else {}
+    if _PLAIN in noted:
+        graph = noted[_PLAIN]
+        return lambda *args: graph(list(args))
+    if _TRAINING not in noted:
         return compiled
-
-    def call(*args: Any) -> Any:
-        return graph(list(args))
-
-    return call
+    apply, inputs = noted[_TRAINING]
+    return lambda *args: (apply if len(args) == inputs else compiled)(*args)
 
 
 def is_plain_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:

@@ -31,7 +31,7 @@ from torch._guards import Guard, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.direct import UTILITIES, DirectCall, Unrecorded, note_plain_graph, plain_call
+from autofuse.capture.direct import UTILITIES, DirectCall, Unrecorded, note_plain_graph, note_plain_training, plain_call
 from autofuse.capture.fingerprints import Place, Reference, Unknown, find_places, refer_to
 from autofuse.capture.guard_record import Ambient, Built, GuardRecord, Listening, build_guards, note_guards
 from autofuse.capture.kept_graphs import Call, KeptGraph, reading_with, replaced, switches
@@ -297,6 +297,8 @@ class TraceKeeper:
 
         if len(plain) == 1:
             note_plain_graph(compiled, plain[0])
+        if replay is not None and replay.apply is not None:
+            note_plain_training(compiled, replay.apply, replay.inputs)
         around = plain_call(compiled) if replay is None else replay.around(plain_call(compiled))
         names = dict(built.names) | {name: reference.find() for name, reference in kept.others}
         names[kept.call] = around

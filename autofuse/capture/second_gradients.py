@@ -24,6 +24,7 @@ from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.reach import Reach, filled, is_watched, reach_of, tangent_places
+from autofuse.capture.training_call import lean_passes, plain_apply
 from autofuse.untraced import mark_all_below
 
 _FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
@@ -60,6 +61,8 @@ class Replay:
         self.is_random = False
         self._reads: list[tuple[bool, bool]] = []  # of each input: for more than statistics, than counters
         self.reach = Reach()  # once the backward graph is known
+        self.apply: Callable[..., Any] | None = None  # the graph past AOTAutograd's wrapper, see `plain_apply`
+        self.inputs = 0  # of the graph, as AOTAutograd has them
         if isinstance(module, KeptReplay):
             _, self.is_random, self._has_functions, self._reads, self.reach = module
             return
@@ -213,19 +216,22 @@ def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
             later = getattr(self.spec.lazy_backward_info, "bw_module", None)  # compiled for the first backward pass
             if later is not None:
                 replay.note_backward(later)
-            _teach(function, replay, self.spec.fw_metadata, self.spec.maybe_subclass_meta is None)
+            replay.apply = plain_apply(function, self.spec)
+            replay.inputs = len(self.spec.fw_metadata.input_info)
+            _teach(function, replay, self.spec)
         return function
 
     build_function.autofuse = True  # type: ignore[attr-defined]
     return build_function
 
 
-def _teach(function: Any, replay: Replay, metadata: Any, is_plain: bool) -> None:
-    """``is_plain``: AOTAutograd takes no subclasses apart, so that its graph's results are the inputs' gradients."""
+def _teach(function: Any, replay: Replay, spec: Any) -> None:
+    metadata = spec.fw_metadata
     # No buffer is donated. AOTAutograd leaves None, which its check of retain_graph=True takes for some (torch 2.13).
     metadata.bw_donated_idxs = []
-    forward, backward = function._fwd_fn, function._bwd_fn
-    tangents = tangent_places(metadata) if is_plain else []
+    forward, backward = lean_passes(function, spec) or (function._fwd_fn, function._bwd_fn)
+    # Where AOTAutograd takes no subclasses apart its graph's results are the inputs' gradients.
+    tangents = tangent_places(metadata) if spec.maybe_subclass_meta is None else []
 
     def forward_and_keep(ctx: Any, inputs: tuple[Any, ...], *rest: Any) -> Any:
         if tangents:

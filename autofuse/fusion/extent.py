@@ -153,6 +153,11 @@ def _mse(op: Operation, inputs: list[TensorSpec]) -> Extent:
     return Extent(inputs[0].numel, None, (level,))
 
 
+def _bce_of_logits(op: Operation, inputs: list[TensorSpec]) -> Extent:
+    level: Level = "full" if op.arg(4, 1) == 0 else "terminal"
+    return Extent(inputs[0].numel, None, (level,))
+
+
 def _channels(op: Operation, inputs: list[TensorSpec]) -> Extent:
     """Batch norm: everything but dim 1 is reduced.
 
@@ -183,6 +188,8 @@ _RULES: dict[str, Callable[[Operation, list[TensorSpec]], Extent | None]] = {
     "nll_loss_backward": _nll_backward,
     "mse_loss": _mse,
     "huber_loss": _mse,
+    "smooth_l1_loss": _mse,
+    "binary_cross_entropy_with_logits": _bce_of_logits,
     "_native_batch_norm_legit": _channels,
     "_native_batch_norm_legit_functional": _channels,
     "_native_batch_norm_legit_no_training": lambda op, i: Extent(i[0].numel, None, ("full", "terminal", "terminal")),

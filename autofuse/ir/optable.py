@@ -63,6 +63,7 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_P, 12, "atan.default erf.default erfc.default sigmoid.default silu.default mish.default softplus.default"),
     (_P, 12, "elu.default gelu.default hardswish.default hardsigmoid.default log_sigmoid_forward.default"),
     (_P, 20, "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar atan2.default fmod.Scalar remainder.Scalar"),
+    (_P, 12, "xlogy.Tensor xlogy.Scalar_Self xlogy.Scalar_Other"),
     (_P, 1, "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor"),
     (_P, 1, "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor"),
     (_P, 1, "gt.Scalar gt.Tensor ge.Scalar ge.Tensor isnan.default isinf.default"),
@@ -96,6 +97,8 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_N, 8, "_native_batch_norm_legit_functional.default"),
     (_L, 2, "nll_loss_forward.default nll_loss_backward.default mse_loss.default mse_loss_backward.default"),
     (_L, 3, "huber_loss.default huber_loss_backward.default"),
+    (_L, 6, "smooth_l1_loss.default smooth_l1_loss_backward.default"),
+    (_L, 25, "binary_cross_entropy_with_logits.default"),
 )
 
 OPS: dict[str, OpInfo] = {

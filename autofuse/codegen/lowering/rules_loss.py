@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autofuse.codegen.lowering.builder import Builder, Val
-from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, join
+from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, broadcast_index, join
 from autofuse.codegen.lowering.rules_base import Custom, Rule, infer_broadcast
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim
@@ -102,7 +102,7 @@ def _nll_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
     return b.select(b.apply("eq", b.index(index[-1]), hit), slope, 0, to)
 
 
-# ---- mean squared error -------------------------------------------------------------------------------
+# ---- element by element: squares, absolute values, and both --------------------------------------------
 
 
 def _infer_elements(cx: Context, op: Operation) -> Sequence[Index | None]:
@@ -123,11 +123,20 @@ def _elements(cx: Context, op: Operation, output: int, index: Index) -> Val:
     b, to = cx.builder, op.outputs[0].dtype
     place = index if reduction == _NONE else cx.canonical(x)
     off = b.sub(b.cast(cx.operand(x, place), to), b.cast(cx.operand(target, place), to))
-    each = _huber(b, off, float(op.arg(3, 1.0))) if op.short_name == "huber_loss" else b.mul(off, off)
+    if op.short_name == "mse_loss":
+        each = b.mul(off, off)
+    else:
+        each = (_huber if op.short_name == "huber_loss" else _smooth)(b, off, float(op.arg(3, 1.0)))
+    return _reduced(cx, op, each, reduction, place)
+
+
+def _reduced(cx: Context, op: Operation, each: Val, reduction: int, place: Index) -> Val:
+    """One loss of those of all elements, whose place in the input is ``place``."""
+    b, to = cx.builder, op.outputs[0].dtype
     if reduction == _NONE:
         return each
     total = b.reduce("sum", each, atoms_of(place))
-    return total if reduction == _SUM else b.div(total, b.size(cx.shape(x).numel, to))
+    return total if reduction == _SUM else b.div(total, b.size(cx.shape(op.args[0]).numel, to))
 
 
 def _huber(b: Builder, off: Val, delta: float) -> Val:
@@ -135,6 +144,13 @@ def _huber(b: Builder, off: Val, delta: float) -> Val:
     size, edge, half = b.apply("abs", off), b.const(delta, off.dtype), b.const(0.5, off.dtype)
     inner = b.mul(b.mul(half, size), size)
     return b.where(b.compare("lt", size, delta), inner, b.mul(edge, b.sub(size, b.mul(half, edge))))
+
+
+def _smooth(b: Builder, off: Val, beta: float) -> Val:
+    """ATen's BinaryOpsKernel.cpp: smooth_l1_kernel."""
+    size, half = b.apply("abs", off), b.const(0.5, off.dtype)
+    inner = b.div(b.mul(b.mul(half, size), size), b.const(beta, off.dtype)) if beta else size
+    return b.where(b.compare("lt", size, beta), inner, b.sub(size, b.mul(half, b.const(beta, off.dtype))))
 
 
 def _infer_elements_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
@@ -166,11 +182,66 @@ def _huber_backward(cx: Context, op: Operation, output: int, index: Index) -> Va
     return b.mul(slope, clipped)
 
 
+def _smooth_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """ATen's PointwiseOpsKernel.cpp: smooth_l1_backward_cpu_kernel."""
+    grad, x, target, reduction, beta = op.args[:5]
+    b, to = cx.builder, op.outputs[0].dtype
+    off = b.sub(b.cast(cx.operand(x, index), to), b.cast(cx.operand(target, index), to))
+    slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
+    beyond = b.where(b.compare("gt", off, 0), b.const(1, to), b.const(-1, to))
+    inner = b.div(off, b.const(float(beta), to)) if beta else off  # of beta 0: only NaN comes here
+    each = b.where(b.compare("ge", b.apply("abs", off), float(beta)), beyond, inner)
+    if reduction == _MEAN:
+        each = b.mul(b.div(b.const(1, to), b.size(cx.shape(x).numel, to)), each)
+    return b.mul(each, slope)
+
+
+# ---- binary cross-entropy of logits -------------------------------------------------------------------
+
+
+def _infer_logits(cx: Context, op: Operation) -> Sequence[Index | None]:
+    index = infer_broadcast_of(cx, op)
+    for weight in _weights_of(op):
+        sizes = cx.shape(weight)
+        for word, own, dim in zip(index[len(index) - len(sizes) :], cx.canonical(weight), sizes, strict=True):
+            if dim != 1:
+                join(word, own)
+    return [index if op.arg(4, _MEAN) == _NONE else ()]
+
+
+def _weights_of(op: Operation) -> list[ValueRef]:
+    return [weight for weight in (op.arg(2, None), op.arg(3, None)) if weight is not None]
+
+
+def _logits(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """ATen's Loss.cpp: binary_cross_entropy_with_logits."""
+    x_ref, target_ref = op.args[:2]
+    reduction = op.arg(4, _MEAN)
+    b, to = cx.builder, op.outputs[0].dtype
+    place = index if reduction == _NONE else cx.canonical(x_ref)
+
+    def weight(number: int) -> Val | None:
+        ref = op.arg(number, None)
+        return None if ref is None else b.cast(cx.operand(ref, broadcast_index(place, cx.shape(ref))), to)
+
+    x, target = b.cast(cx.operand(x_ref, place), to), b.cast(cx.operand(target_ref, place), to)
+    decay = b.apply("log1p", b.apply("exp", b.apply("neg", b.apply("abs", x))))
+    log_sigmoid = b.sub(b.apply("minimum", x, b.const(0, to)), decay)
+    each_weight, positive = weight(2), weight(3)
+    if positive is not None:
+        log_sigmoid = b.mul(log_sigmoid, b.add(b.mul(b.sub(positive, b.const(1, to)), target), b.const(1, to)))
+    each = b.sub(b.mul(b.sub(b.const(1, to), target), x), log_sigmoid)
+    return _reduced(cx, op, each if each_weight is None else b.mul(each, each_weight), reduction, place)
+
+
 LOSS_RULES: dict[str, Rule] = {
     "aten.nll_loss_forward.default": Custom(_infer_nll, _nll_forward),
     "aten.nll_loss_backward.default": Custom(_infer_nll_backward, _nll_backward),
     "aten.mse_loss.default": Custom(_infer_elements, _elements),
     "aten.huber_loss.default": Custom(_infer_elements, _elements),
+    "aten.smooth_l1_loss.default": Custom(_infer_elements, _elements),
+    "aten.smooth_l1_loss_backward.default": Custom(_infer_elements_backward, _smooth_backward),
+    "aten.binary_cross_entropy_with_logits.default": Custom(_infer_logits, _logits),
     "aten.huber_loss_backward.default": Custom(_infer_elements_backward, _huber_backward),
     "aten.mse_loss_backward.default": Custom(_infer_elements_backward, _mse_backward),
 }

@@ -231,6 +231,13 @@ def _mish(b: Builder, to: str, x: Val) -> Val:
     return b.mul(x, _mish_parts(b, to, x)[1])
 
 
+def _xlogy(b: Builder, to: str, x: Val | Number, y: Val | Number) -> Val:
+    """ATen's BinaryOpsKernel.cpp: xlogy_kernel. 0 for x = 0, whatever the logarithm, but for that of NaN."""
+    x, y = b.cast(x, to), b.cast(y, to)
+    product = b.where(b.compare("eq", x, 0), b.const(0, to), b.mul(x, b.apply("log", y)))
+    return b.where(b.apply("isnan", y), b.const(math.nan, to), product)
+
+
 def _elu(b: Builder, to: str, x: Val, alpha: Number = 1, scale: Number = 1, input_scale: Number = 1) -> Val:
     low = b.mul(b.apply("expm1", _scaled(b, to, x, input_scale)), alpha * scale)
     return b.where(b.compare("lt", x, 0), low, _scaled(b, to, x, scale))
@@ -380,6 +387,7 @@ _FUNCTIONS: dict[str, Scalar] = {
     "hardsigmoid.default": _hardsigmoid, "log_sigmoid_forward.default": _log_sigmoid,
     "pow.Tensor_Scalar": _pow_scalar, "pow.Tensor_Tensor": _pow, "pow.Scalar": _pow,
     "atan2.default": lambda b, to, y, x: b.apply("atan2", b.cast(y, to), b.cast(x, to)),
+    "xlogy.Tensor": _xlogy, "xlogy.Scalar_Self": _xlogy, "xlogy.Scalar_Other": _xlogy,
     "fmod.Scalar": _remainder("fmod"), "remainder.Scalar": _remainder("remainder"),
     "where.self": _where, "where.ScalarSelf": _where, "where.ScalarOther": _where, "where.Scalar": _where,
     "masked_fill.Scalar": _masked_fill, "masked_fill.Tensor": _masked_fill,
