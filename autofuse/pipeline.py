@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autofuse.capture.backend import as_it_is, boxed, compile_with
+from autofuse.capture.backend import as_it_is, boxed, compile_with, has_no_work
 from autofuse.capture.direct import plain_call
 from autofuse.capture.dynamo import CAPTURE_ERRORS
 from autofuse.capture.graph_import import ImportedGraph, import_graph
@@ -122,8 +122,8 @@ def _plan_nodes(
 def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """The Dynamo backend of roots, which decide for themselves what a call runs."""
     session = current_session()
-    if session is None:
-        return as_it_is(module)  # switched off
+    if session is None or has_no_work(module):  # no session: switched off
+        return as_it_is(module)
     with untouched():
         return compile_with(
             module,
@@ -137,7 +137,7 @@ def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor])
 def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """The Dynamo backend of users: ``torch.compile(model, backend="autofuse")``."""
     session = current_session()
-    if session is None:
+    if session is None or has_no_work(module):
         return as_it_is(module)
     try:
         return _watched(module, example_inputs, session)

@@ -165,6 +165,14 @@ def as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
     return forward
 
 
+def has_no_work(module: fx.GraphModule) -> bool:
+    """Whether Dynamo's graph only detaches: what follows a call of ``backward()`` in a step often does no more."""
+    return all(
+        node.op in ("placeholder", "output") or (node.op == "call_method" and node.target == "detach")
+        for node in module.graph.nodes
+    )
+
+
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """A function of positional arguments as one of a list, which AOTAutograd calls."""
     result: Callable[[list[Any]], Any] = make_boxed_func(function)

@@ -2,8 +2,8 @@
 
 In: the function that Dynamo has compiled for a root. Out: for a call, the compiled code whose guards hold, as a plain
 function, to be called as long as they do. Guarantee: nothing runs whose guards do not hold for this very call, and
-nothing that Dynamo has dropped or invalidated. Only whole calls: code with a graph break needs Dynamo's frame
-evaluation for what follows the break.
+nothing that Dynamo has dropped or invalidated. Code with a graph break needs Dynamo's frame evaluation for what follows
+the break, unless that is a call of ``backward`` (`parted_calls`).
 
 Why: guards take 2 us of the 12 that a call of torch.compile's function takes before the graph begins (torch 2.13, AMD
 EPYC, 2026-11); the rest is bookkeeping for users' own compiled regions, which a root of ours is not.
@@ -23,6 +23,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Run = Callable[..., Any]
+FindParted = Callable[[Callable[..., Any], Any, tuple[Any, ...]], Any]  # see `capture.parted_calls`
 _KEPT = 64  # with more code than that Dynamo finds the right one itself
 
 
@@ -47,8 +48,9 @@ class DirectCall(NamedTuple):
 class DirectCalls:
     """What Dynamo has compiled for one function ``call_root(module, /, *args, **kwargs)``."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: FunctionType, find_parted: FindParted | None = None) -> None:
         self._function = function
+        self._find_parted = find_parted
         self._known: dict[int, DirectCall] = {}  # by the identity of the guards
         self._adopted: list[DirectCall] = []
 
@@ -61,9 +63,10 @@ class DirectCalls:
         return next((direct for direct in self._adopted if direct.fits(module, args, kwargs)), None)
 
     def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
-        """The code that Dynamo runs for this call, None where it has none that is whole."""
+        """The code that Dynamo runs for this call, None where it has none that is whole or parted by ``backward``."""
         known: dict[int, DirectCall] = {}
-        for found in _debug_get_cache_entry_list(self._function.__code__)[:_KEPT]:
+        entries = _debug_get_cache_entry_list(self._function.__code__)[:_KEPT]
+        for found in entries:
             manager = found.guard_manager
             before = self._known.get(id(manager))
             if before is not None and before.manager is manager:
@@ -71,7 +74,10 @@ class DirectCalls:
             elif (run := _whole_call(found.code, self._function)) is not None:
                 known[id(manager)] = DirectCall(manager, manager.root.check, run)
         self._known = known
-        return next((direct for direct in (*self._adopted, *known.values()) if direct.fits(module, args, kwargs)), None)
+        direct = next((d for d in (*self._adopted, *known.values()) if d.fits(module, args, kwargs)), None)
+        if direct is None and entries and not kwargs and self._find_parted is not None:
+            direct = self._find_parted(module, entries[0].backend, args)
+        return direct
 
 
 def _whole_call(code: Any, function: FunctionType) -> Run | None:

@@ -22,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from autofuse import collector
 from autofuse.capture.conv_guards import without_batch_guards
 from autofuse.capture.direct import DirectCalls
+from autofuse.capture.parted_calls import find_parted
 from autofuse.capture.traced import ROOT_FILE, Keeper
 from autofuse.untouched import untouched
 
@@ -86,7 +87,7 @@ def compile_root(
     def trace(*args: Any, **kwargs: Any) -> Any:
         return compiled()(*args, **kwargs)
 
-    return CapturedRoot(trace, torch._dynamo.run(call_root), DirectCalls(call_root), traces)
+    return CapturedRoot(trace, torch._dynamo.run(call_root), DirectCalls(call_root, find_parted), traces)
 
 
 def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:
