@@ -21,6 +21,7 @@ from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.key import find_triton
 from autofuse.errors import CompilerError
 from autofuse.ir.records import DeviceInfo, KernelRecord
+from autofuse.private_files import PrivateFolder
 from autofuse.runtime.devices import CPU, gpu_device
 from autofuse.runtime.gpu.modules import load_artifact
 from autofuse.runtime.launch import Entry
@@ -53,15 +54,16 @@ class Backend(Protocol):
 class CpuBackend:
     """C kernels, compiled by the system's compiler."""
 
-    def __init__(self, cc: str | None, device: DeviceInfo) -> None:
+    def __init__(self, cc: str | None, device: DeviceInfo, folder: PrivateFolder | None) -> None:
         self._cc = cc
+        self._folder = folder
         self._device = device
 
     @functools.cached_property
     def _found(self) -> Toolchain | CompilerError | OSError:
         """Looked for when somebody asks: 0.5 s of its probes."""
         try:
-            return find_toolchain(self._cc)
+            return find_toolchain(self._cc, self._folder)
         except (CompilerError, OSError) as error:  # the latter: no folder for temporary files
             return error
 
@@ -110,9 +112,9 @@ class GpuBackend:
 class Backends:
     """The devices in use."""
 
-    def __init__(self, cc: str | None, cpu: DeviceInfo) -> None:
-        """``cpu``: as it was before the script could pin its threads to some of the cores."""
-        self.cpu = CpuBackend(cc, cpu)
+    def __init__(self, cc: str | None, cpu: DeviceInfo, folder: PrivateFolder | None = None) -> None:
+        """``cpu``: as it was before the script could pin its threads to some of the cores; ``folder``: for notes."""
+        self.cpu = CpuBackend(cc, cpu, folder)
         self._by_type: dict[str, Backend] = {"cpu": self.cpu, "cuda": GpuBackend()}
         self._in_use: dict[torch.device, DeviceInfo] = {CPU: self.cpu.describe(CPU)}
         self._seen: set[torch.device] = set()

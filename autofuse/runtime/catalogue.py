@@ -17,6 +17,7 @@ from autofuse.codegen.c.build import Toolchain
 from autofuse.db.store import Store
 from autofuse.errors import CompilerError, StoreError
 from autofuse.ir.records import EAGER, IN_ONE, Decision, DeviceInfo, KernelRecord
+from autofuse.private_files import PrivateFolder
 from autofuse.runtime.backends import Backends, Place
 from autofuse.runtime.gpu import capturing, launcher
 from autofuse.runtime.launch import Entry
@@ -134,9 +135,11 @@ class Catalogue:
         cpu: DeviceInfo,
         versions: str,
         report: Callable[[str, str, BaseException], None],
+        folder: PrivateFolder | None = None,
     ) -> None:
-        """``versions``: of the decisions that count; ``report(kind, what, error)`` says what failed."""
-        self.backends = Backends(settings.cc or None, cpu)
+        """``versions``: of the decisions that count; ``report(kind, what, error)`` says what failed; ``folder``: for
+        notes that later runs start sooner with."""
+        self.backends = Backends(settings.cc or None, cpu, folder)
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
         self._versions = versions

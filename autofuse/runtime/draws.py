@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autofuse.capture.random_ops import use_generator
 from autofuse.codegen.c.bernoulli import make_bernoulli
 from autofuse.ir.records import Event
-from autofuse.private_files import PrivateFolder
 from autofuse.runtime.gpu import philox
 
 if TYPE_CHECKING:
@@ -35,10 +34,9 @@ class Draws:
         if self._generator_ready or toolchain is None:
             return
         self._generator_ready = True
-        folder = self._session.graphs_folder
         try:
             with _disable_current_modes():  # capture runs under a fake-tensor mode; the proof needs real tensors
-                use_generator(make_bernoulli(toolchain, PrivateFolder(folder) if folder is not None else None))
+                use_generator(make_bernoulli(toolchain, self._session.notes_folder))
         except Exception as error:
             self._session.report_fallback("generator_unusable", "dropout masks come from aten", error)
 

@@ -132,7 +132,9 @@ class Session:
             if self._catalogue is None:
                 from autofuse.runtime.catalogue import Catalogue
 
-                self._catalogue = Catalogue(self.settings.run, self.device, self.versions, self.report_fallback)
+                self._catalogue = Catalogue(
+                    self.settings.run, self.device, self.versions, self.report_fallback, self.notes_folder
+                )
             return self._catalogue
 
     def _bring_planner(self) -> Planner:
@@ -186,6 +188,12 @@ class Session:
         if not settings.capture.keep_graphs or not self.backstage.usable:
             return None
         return settings.run.store.with_name(settings.run.store.name + ".graphs")
+
+    @property
+    def notes_folder(self) -> PrivateFolder | None:
+        """The same, for whatever else makes later runs start sooner."""
+        folder = self.graphs_folder
+        return PrivateFolder(folder) if folder is not None else None
 
     @property
     def keeper(self) -> Keeper | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from autofuse.codegen.c import bernoulli, build
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.errors import CompilerError
 from autofuse.ir.records import Event
+from autofuse.private_files import PrivateFolder
 from autofuse.runtime import backstage
 from autofuse.runtime.session import Session
 from autofuse.settings import load
@@ -60,3 +62,30 @@ def test_a_compiler_may_be_several_words(cc):
 def test_a_compiler_that_is_none_is_named(cc):
     with pytest.raises(CompilerError, match="found none of"):
         find_toolchain(cc)
+
+
+def test_what_a_compiler_can_do_is_noted_for_later_processes(tmp_path, monkeypatch):
+    folder = PrivateFolder(tmp_path / "notes")
+    found = find_toolchain("cc", folder)
+    monkeypatch.setattr(build, "_probe", lambda *_: pytest.fail("probed again"))
+    assert find_toolchain("cc", folder) == found
+    (note,) = folder.path.iterdir()
+    note.write_bytes(note.read_bytes()[:-1] + b"?")
+    probes = []
+    monkeypatch.setattr(build, "_probe", lambda *args: probes.append(args) or found)
+    assert find_toolchain("cc", folder) == found and len(probes) == 1, "an altered note is not believed"
+    assert find_toolchain("cc -pipe", folder).command == found.command and len(probes) == 2, (
+        "nor one of another command"
+    )
+
+
+def test_a_generator_is_compiled_once(tmp_path, monkeypatch):
+    folder, compiled = PrivateFolder(tmp_path / "notes"), []
+    compile_it = bernoulli.compile_source
+    monkeypatch.setattr(bernoulli, "compile_source", lambda *args: compiled.append(args) or compile_it(*args))
+    makes = [bernoulli.make_bernoulli(find_toolchain(), folder) for _ in range(3)]
+    assert len(compiled) == 1 and len({make is None for make in makes}) == 1
+    for path in folder.path.iterdir():
+        path.chmod(0o666)
+    bernoulli.make_bernoulli(find_toolchain(), folder)
+    assert len(compiled) == 2, "others may have written it"

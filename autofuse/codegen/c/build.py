@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import platform
 import shlex
@@ -21,12 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autofuse.codegen.c.target import NATIVE, march
+from autofuse.codegen.c.target import NATIVE, flags, march
 from autofuse.errors import CompilerError, CompilerNotReady
 from autofuse.ir.records import CompileKey, Config
+from autofuse.private_files import PrivateFolder, Untrusted
 
 BASE_FLAGS = (
     "-O3", "-march=@MARCH@", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fPIC", "-shared",
@@ -64,16 +66,17 @@ class Toolchain:
         return (*flags, f"-DAF_LIBMVEC={self.libmvec}") if self.libmvec else flags
 
 
-def find_toolchain(cc: str | None = None) -> Toolchain:
+def find_toolchain(cc: str | None = None, folder: PrivateFolder | None = None) -> Toolchain:
     """The given compiler, else the first of cc, gcc, clang that PATH has.
 
+    ``folder``: where an earlier process has noted what the same program can do; its probes take 0.2 s of a start.
     Raises CompilerError where there is none or where it cannot build a shared object.
     """
     names = [cc] if cc else ["cc", "gcc", "clang"]
     for name in names:
         command = _command(name)
         if command:
-            return _probe(command, march())
+            return _probe(command, march()) if folder is None else _known(command, march(), folder)
     raise CompilerNotReady(
         f"expected a C compiler, found none of {', '.join(names)}; "
         "install one (apt install gcc, dnf install gcc) or name it with the setting `cc`"
@@ -90,6 +93,23 @@ def _command(name: str) -> tuple[str, ...]:
         path = shutil.which(first)
         return (path, *rest) if path else ()
     return ()
+
+
+def _known(command: tuple[str, ...], march: str, folder: PrivateFolder) -> Toolchain:
+    """As an earlier process found it, where program, processor and C library are the same."""
+    program = os.stat(command[0])  # through links
+    facts = (
+        command, march, os.path.realpath(command[0]), program.st_size, program.st_mtime_ns, program.st_ino,
+        platform.libc_ver(), sorted(flags()),
+    )  # fmt: skip
+    name = f"toolchain.{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    with contextlib.suppress(OSError, Untrusted, ValueError, TypeError):
+        fields = json.loads(folder.read(name))
+        return Toolchain(**fields | {"command": command, "march": march})
+    found = _probe(command, march)
+    with contextlib.suppress(OSError, Untrusted):
+        folder.write(name, json.dumps(asdict(found)).encode())
+    return found
 
 
 @functools.lru_cache(maxsize=8)

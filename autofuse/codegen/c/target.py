@@ -28,7 +28,7 @@ def march() -> str:
 
 def can_run(name: str) -> bool:
     """Whether this processor runs code for another."""
-    return name == NATIVE or OTHERS[name] <= _flags()
+    return name == NATIVE or OTHERS[name] <= flags()
 
 
 @contextlib.contextmanager
@@ -45,13 +45,14 @@ def vector_bits() -> tuple[int, ...]:
     """Vector widths in bits, narrowest first; (128,) where nothing wider is known."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return (128,)
-    flags = OTHERS.get(march()) or _flags()
-    if flags >= AVX512:
+    has = OTHERS.get(march()) or flags()
+    if has >= AVX512:
         return (256, 512)
-    return (256,) if "avx2" in flags else (128,)
+    return (256,) if "avx2" in has else (128,)
 
 
-def _flags() -> frozenset[str]:
+def flags() -> frozenset[str]:
+    """What this processor has, as /proc/cpuinfo names it."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
