@@ -95,13 +95,14 @@ def _compile_whole(
         if is_plain is not None:
             note_read(phase)
         else:
-            is_plain = phase == "inference" and not needs_wrapper and is_plain_graph(graph, example_inputs)
+            is_plain = phase == "inference" and not needs_wrapper and is_plain_graph(graph, inputs)
         call = compile_graph(graph, phase, times)
         if is_plain and not needs_wrapper:
             plain.append(call)
         return call, is_plain
 
     plain: list[Call] = []
+    inputs = len(example_inputs)  # no more of them: what AOTAutograd keeps would keep a whole batch
     writes = Writes(example_inputs)
     has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
@@ -112,7 +113,7 @@ def _compile_whole(
     def compiler(phase: str) -> Any:
         if keeping is not None:
             return keeping.compiler(phase)
-        return lambda graph, inputs: compile_phase(graph, phase, None)[0]
+        return lambda graph, examples: compile_phase(graph, phase, None)[0]
 
     backend = aot_autograd(
         fw_compiler=compiler("forward"),

@@ -142,12 +142,12 @@ def plain_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: (apply if len(args) == inputs else compiled)(*args)
 
 
-def is_plain_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+def is_plain_graph(graph: fx.GraphModule, inputs: int) -> bool:
     """Whether an inference graph that AOTAutograd is compiling leaves its wrapper nothing to do.
 
     It does where outputs alias no input, no input is written, there are no subclasses (`has_subclasses`), and neither
-    autocast nor gradients are to be switched off meanwhile. ``inputs``: of Dynamo's graph, which the wrapper passes on
-    as they are.
+    autocast nor gradients are to be switched off meanwhile. ``inputs``: how many Dynamo's graph has, which the
+    wrapper passes on as they are.
     """
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
@@ -155,7 +155,7 @@ def is_plain_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
         return False
     placeholders = sum(node.op == "placeholder" for node in graph.graph.nodes)
     return (
-        len(meta.input_info) == placeholders == len(inputs)
+        len(meta.input_info) == placeholders == inputs
         and not any(info.mutates_data or info.mutates_metadata for info in meta.input_info)
         and meta.num_outputs_aliased == 0
         and meta.num_intermediate_bases == 0
