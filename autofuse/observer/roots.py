@@ -54,6 +54,8 @@ _TRANSPARENT = {
     "torch.ao.quantization.stubs.QuantWrapper",
 }
 _MODULE_CALL = torch.nn.Module.__call__
+# torch.jit types all attributes of a module but these; of this one it knows an annotation that it cannot read.
+_NOT_SCRIPTED: list[str] = getattr(sys.modules.get("torch.jit._recursive"), "ignored_attributes", [])
 PROBE_EVERY = 31  # calls of a released module; a prime, for scripts alternate
 
 
@@ -98,15 +100,15 @@ class Attached(QuietCalls):
         super().__init__()
         self._tracker = tracker
         self._module = weakref.ref(module)
+        if "_compiled_call_impl" not in _NOT_SCRIPTED:
+            _NOT_SCRIPTED.append("_compiled_call_impl")
         module.__dict__["_compiled_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         if is_dynamo_compiling():
             return module._call_impl(*args, **kwargs)
-        # Only the caller's frame says whose attribute was read.
-        frame = sys._getframe(1)
-        called = frame.f_locals["self"] if frame.f_code is module_calls.CALL_CODE else module
+        called = _called(sys._getframe(1), module)
         if called is not module:
             return _run_whole(called, *args, **kwargs)
         answer = thread.answer
@@ -207,11 +209,14 @@ class RootTracker:
         Inside of another root's call too, since it was asked for.
         """
         attached = self.attach(target)
+        is_module = isinstance(target, torch.nn.Module)
         original = target._call_impl if isinstance(target, torch.nn.Module) else target
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
                 return original(*args, **kwargs)
+            if is_module and (called := _called(sys._getframe(1), target)) is not target:
+                return _run_whole(called, *args, **kwargs)
             if attached.is_quiet:
                 attached.until_probe -= 1
                 if attached.until_probe > 0 or attached.is_final:
@@ -262,6 +267,11 @@ def _run_whole(target: Target, /, *args: Any, **kwargs: Any) -> Any:
         return (target._call_impl if isinstance(target, torch.nn.Module) else target)(*args, **kwargs)
     finally:
         thread.answer = answer
+
+
+def _called(frame: types.FrameType, module: Any) -> Any:
+    """Whose ``_compiled_call_impl`` was read: replicas and copies of ``__dict__`` share a module's own."""
+    return frame.f_locals["self"] if frame.f_code is module_calls.CALL_CODE else module
 
 
 def _belongs_elsewhere() -> bool:
