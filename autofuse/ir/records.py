@@ -23,7 +23,7 @@ class DeviceInfo:
     kind: str  # "cpu" or "cuda"; "interpreter" for Triton's, which checks kernels without a GPU
     name: str  # model name, such as "AMD EPYC 9654"
     cores: int  # processors this process may run on (CPU) or multiprocessors (GPU)
-    isa: str  # widest vector extension ("avx512", "avx2", ...) or compute capability ("sm_90")
+    isa: str  # widest vectors and a digest of all instructions ("avx512-1f9a0c"), or compute capability ("sm_90")
     memory_bytes: int = 0  # of a GPU
 
     @property

@@ -87,7 +87,9 @@ def _header(report: Report) -> Text:
     text.append(f"Run {run.id}: ", "bold")
     text.append(run.command, "bold cyan")
     text.append(f"\nstarted {words.moment(run.started_at)}, {ended}{code} · tune mode: {run.mode}", "dim")
-    text.append(f"\n{device.name}, {words.plural(device.cores, 'core')}, {device.isa} · {run.versions}", "dim")
+    text.append(
+        f"\n{device.name}, {words.plural(device.cores, 'core')}, {device.isa.partition('-')[0]} · {run.versions}", "dim"
+    )
     return text
 
 

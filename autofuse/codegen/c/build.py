@@ -174,12 +174,7 @@ def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Pat
 def _target(command: Sequence[str], march: str) -> str:
     """What -march means here, as the compiler itself says it."""
     result = _run([*command, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null"], 20)
-    names = sorted(line.split()[1] for line in result.stdout.splitlines() if line.startswith("#define __AVX"))
-    names += [
-        line.split()[1]
-        for line in result.stdout.splitlines()
-        if line.startswith(("#define __FMA__", "#define __ARM_FEATURE"))
-    ]
+    names = sorted(line.split()[1] for line in result.stdout.splitlines() if line.startswith("#define __"))
     return f"{platform.machine()}:{hashlib.sha256(' '.join(names).encode()).hexdigest()[:12]}"
 
 
