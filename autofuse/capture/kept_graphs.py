@@ -45,6 +45,7 @@ from autofuse.capture.overlaps import written_inputs
 from autofuse.capture.passes import backward_of, note_backward
 from autofuse.capture.repeats import free_symbols_of
 from autofuse.capture.traced import being_traced
+from autofuse.locks import make_rlock
 from autofuse.private_files import PrivateFolder, Untrusted
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class Keeping:
         _active.keeping = self
         try:
             with (
+                _one_at_a_time,
                 torch._functorch.config.patch(_SETTINGS),
                 replaced(autograd_cache, "CacheArtifactRecorder", _NoRecorder),
                 replaced(AOTAutogradCache, "_write_to_local_cache", staticmethod(self._write)),
@@ -249,6 +251,8 @@ def _without_meta(*graphs: fx.GraphModule | None) -> Iterator[None]:
 
 # ---- torch's cache, for one compilation ------------------------------------------------------------------------------
 
+# What is replaced below is torch's for all threads: two that overlap would put it back in the wrong order.
+_one_at_a_time = make_rlock()
 _active = threading.local()
 _SETTINGS = {
     "enable_autograd_cache": True,

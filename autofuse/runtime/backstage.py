@@ -19,6 +19,7 @@ from pathlib import Path
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Event, RunStart, TuneRequest
+from autofuse.locks import make_lock
 
 TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
 CALM_TICK_SECONDS = 0.25
@@ -86,7 +87,7 @@ class Backstage:
         self._ready = threading.Event()
         self._requests: list[TuneRequest] = []
         self._events: list[Event] = []
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._open_work: int | None = None  # requests of this run not finished; None: not known
         self._pid = os.getpid()
         self._is_new = not os.path.exists(path)  # unlike Path's, never an error

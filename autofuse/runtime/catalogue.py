@@ -7,7 +7,6 @@ bucket wins, then the latest. Kernels are loaded once for each device, and none 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from autofuse.codegen.c.build import Toolchain
 from autofuse.db.store import Store
 from autofuse.errors import CompilerError, StoreError
 from autofuse.ir.records import EAGER, IN_ONE, Decision, DeviceInfo, KernelRecord
+from autofuse.locks import make_lock
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.backends import Backends, Place
 from autofuse.runtime.gpu import capturing, launcher
@@ -67,7 +67,7 @@ class KernelShelf:
         self._entries: dict[tuple[str, torch.device], Entry | None] = {}  # None: it could not be loaded
         self._records: dict[str, KernelRecord | None] = {}  # None: the store has nothing
         self._missing: set[str] = set()  # asked for by the router, not read yet
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     def add(self, digest: str, record: KernelRecord | None) -> None:
         """Keep what the store gave for ``digest``; None where it had nothing."""

@@ -6,10 +6,10 @@ Guarantee: counters of plans that are let go are kept (`GraphRouter.past`); plan
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from autofuse.locks import make_lock
 from autofuse.runtime.gpu import capturing
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class PlanLimit:
         self._most = most_nodes
         self._before = before
         self._nodes = 0
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     def add(self, plan: Plan) -> None:
         """A plan was made. Not to be called under a router's lock."""

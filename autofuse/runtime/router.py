@@ -8,7 +8,6 @@ graph everything stands still: what is loaded is launched, a new plan runs eager
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from autofuse.errors import DeviceError, ShapeError
+from autofuse.locks import make_lock
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.halves import forward_call
 from autofuse.runtime.launch import Composed, Entry, NodeCall, make_checked, make_launcher
@@ -91,7 +91,7 @@ class GraphRouter:
         self.make_timer = make_timer
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
-        self._lock = threading.Lock()  # guards creation and change, never a call
+        self._lock = make_lock()  # guards creation and change, never a call
         # Groups first: the members of one that runs as a whole are not asked about.
         self._order = sorted(range(len(program.slots)), key=lambda index: not program.slots[index].is_group)
         self._places: dict[str, list[int]] = {}  # of each node and group, by its fusion_id

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -26,6 +25,7 @@ from autofuse.codegen.version import versions
 from autofuse.errors import AutofuseError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import Bucket, Event, Refusal, RunStart, RunTotals, StepSample
+from autofuse.locks import make_lock, make_rlock
 from autofuse.optimizer.hook import OptimizerHook
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import roots
@@ -53,7 +53,7 @@ ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
 
 _current: Session | None = None
-_lock = threading.Lock()
+_lock = make_lock()
 
 
 class Session:
@@ -81,7 +81,7 @@ class Session:
         self._exit_code: int | None = None
         self._knows_roots = False
         self._unusable: set[torch.device] = set()
-        self._loading = threading.RLock()
+        self._loading = make_rlock()
         self._catalogue: Catalogue | None = None
         self._planner: Planner | None = None
         self._draws: Draws | None = None

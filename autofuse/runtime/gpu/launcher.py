@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import threading
 from collections.abc import Callable
 
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source
 from autofuse.codegen.c.load import load_kernel
 from autofuse.ir.records import CompileKey, KernelRecord
+from autofuse.locks import make_lock
 from autofuse.runtime.gpu.record import HEAD, LAUNCH, LITERAL, MOST_ARGUMENTS, MOST_POINTERS, LaunchRecord
 
 Launch = Callable[..., None]
@@ -149,7 +149,7 @@ class CtypesLaunch:
     def __init__(self, record: LaunchRecord) -> None:
         self._record = record
         self._launch = record.loaded.driver.launch
-        self._lock = threading.Lock()  # the arrays below are filled anew by each call
+        self._lock = make_lock()  # the arrays below are filled anew by each call
         self._slots = (ctypes.c_void_p * max(1, record.pointers))()
         self._literals: list[ctypes.c_int64] = []
         self._params = [self._pack(step.arguments) for step in record.steps]

@@ -9,12 +9,12 @@ the tuner and its losers.
 from __future__ import annotations
 
 import hashlib
-import threading
 from dataclasses import dataclass
 
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.source import Assumptions
 from autofuse.errors import DeviceError
+from autofuse.locks import make_lock
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.gpu.driver import Driver, torch_driver
 
@@ -44,7 +44,7 @@ class LoadedArtifact:
 
 
 _loaded: dict[tuple[Driver, str, int], LoadedArtifact] = {}
-_lock = threading.Lock()
+_lock = make_lock()
 
 
 def load_artifact(

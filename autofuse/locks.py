@@ -1,0 +1,35 @@
+"""Locks that a fork leaves free in the child.
+
+In: nothing. Out: locks as `threading` makes them. Guarantee: what another thread held when a process forked is free in
+the child, where that thread does not exist. A child that goes on with captured modules could else wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def make_lock() -> threading.Lock:
+    lock = threading.Lock()
+    _made.add(lock)
+    return lock
+
+
+def make_rlock() -> threading.RLock:
+    """One that its holder may take again."""
+    lock = threading.RLock()
+    _made.add(lock)
+    return lock
+
+
+def _free_all() -> None:
+    for lock in list(_made):
+        lock._at_fork_reinit()  # as threading and logging do with theirs
+
+
+os.register_at_fork(after_in_child=_free_all)
