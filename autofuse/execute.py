@@ -160,7 +160,8 @@ def _prepare_script(name: str) -> _Prepared:
     else:
         loader = importlib.machinery.SourceFileLoader("__main__", path)
         # Bytes, so that compile() honours the encoding cookie and a byte order mark.
-        code = compile(io.FileIO(path).readall(), path, "exec", dont_inherit=True)
+        with io.FileIO(path) as file:  # which python -W error tells of where nobody closes it
+            code = compile(file.readall(), path, "exec", dont_inherit=True)
     attributes = {"__file__": path, "__cached__": None, "__loader__": loader, "__package__": None, "__spec__": None}
     return _Prepared(code, attributes, name)
 

@@ -23,9 +23,9 @@ _forward, _before, _backward, _backward_before = (
 )
 
 
-def has_global_hooks() -> bool:
-    """Whether the script watches the calls of all modules."""
-    return bool(_forward or _before or _backward or _backward_before)
+def must_be_eager() -> bool:
+    """Whether the script watches the calls of all modules, or wants to know which operation made a NaN."""
+    return bool(_forward or _before or _backward or _backward_before or torch.is_anomaly_enabled())
 
 
 class Classes:

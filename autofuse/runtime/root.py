@@ -35,7 +35,7 @@ from autofuse.observer.verdicts import Loss
 from autofuse.runtime.account import Account
 from autofuse.runtime.devices import CPU
 from autofuse.runtime.gpu import capturing
-from autofuse.runtime.replaced import Classes, has_global_hooks
+from autofuse.runtime.replaced import Classes, must_be_eager
 from autofuse.runtime.root_shapes import Brief, Shape
 from autofuse.runtime.traits import traits_of
 from autofuse.runtime.trial import Costs, Trial
@@ -140,7 +140,7 @@ class Root:
 
     def _call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         brief = self._brief
-        is_hooked = has_global_hooks()
+        is_hooked = must_be_eager()
         if brief is not None and brief.left > 0 and not is_hooked and self._classes.are_as_noted():
             direct = brief.find(module, args, kwargs)
             if direct is not None:

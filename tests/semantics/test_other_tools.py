@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import autofuse
+from autofuse.execute import _prepare_script
 from autofuse.runtime.session import Session
 
 T = torch.Tensor
@@ -87,6 +90,16 @@ def test_forward_mode_and_transforms(model: nn.Module) -> None:
         other = copy.deepcopy(model)
         other.load_state_dict(weights)
         torch.testing.assert_close(found, plain(other, X))
+
+
+def test_a_script_is_read_without_warnings(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print(1)")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _prepare_script(str(script))
+        gc.collect()
+    assert not said
 
 
 def test_gradients_in_batches(model: nn.Module) -> None:

@@ -71,3 +71,17 @@ def test_forward_of_a_class_in_calls_that_are_not_timed(session: Session, monkey
         assert session.roots.root_of(model)._brief is not None
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x[:, :1] * 0 + 7)
         assert run(model).eq(7).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_anomaly_mode_names_the_operation(session: Session) -> None:
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 0).sqrt() * 0
+
+    model = Root()
+    for _ in range(3):
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    assert session.roots.root_of(model).state == "captured"
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="SqrtBackward0"):
+        model(torch.ones(2, requires_grad=True)).sum().backward()
