@@ -29,7 +29,7 @@ from autofuse.capture.direct import (
     plain_call,
 )
 from autofuse.capture.dynamo import not_of_our_traces, note_read
-from autofuse.capture.overlaps import Writes
+from autofuse.capture.overlaps import Writes, unseen, written_statistics
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
@@ -89,6 +89,7 @@ def _compile_whole(
             replay.note_backward(graph)
         if phase != "backward":
             writes.note(graph)
+            statistics.extend(written_statistics(graph))
         if phase == "inference":  # the other two were simplified as one
             simplify(graph.graph)
             graph.recompile()
@@ -104,6 +105,7 @@ def _compile_whole(
     plain: list[Call] = []
     inputs = len(example_inputs)  # no more of them: what AOTAutograd keeps would keep a whole batch
     writes = Writes(example_inputs)
+    statistics: list[int] = []
     has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
     needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
     of_subclasses = has_subclasses(module, example_inputs)
@@ -141,8 +143,10 @@ def _compile_whole(
         note_plain_training(compiled, replay.apply, replay.inputs)
     if writes.are_watched and traced is not None:
         traced.spoil("inputs that are written to")
+    if traced is not None:
+        traced.statistics = tuple(statistics)
     whole = replay.around(plain_call(compiled)) if replay is not None and replay.reach.parted else compiled
-    return writes.around(whole, lambda: as_it_is(module))
+    return writes.around(unseen(whole, statistics), lambda: as_it_is(module))
 
 
 def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> Keeping | None:

@@ -35,6 +35,7 @@ from autofuse.capture.direct import UTILITIES, DirectCall, Unrecorded, note_plai
 from autofuse.capture.fingerprints import Place, Reference, Unknown, find_places, refer_to
 from autofuse.capture.guard_record import Ambient, Built, GuardRecord, Listening, build_guards, note_guards
 from autofuse.capture.kept_graphs import Call, KeptGraph, reading_with, replaced, switches
+from autofuse.capture.overlaps import unseen
 from autofuse.capture.second_gradients import KeptReplay, replayed
 from autofuse.capture.traced import Traced, noted_in, trace_prefix
 from autofuse.private_files import PrivateFolder, Untrusted
@@ -62,6 +63,7 @@ class KeptTrace:
     graphs: str  # the file of AOTAutograd's graphs
     plans: bytes  # of these, as the planner wrote them
     replay: KeptReplay  # Dynamo's graph, for gradients of gradients
+    statistics: tuple[int, ...]  # of norms, among its inputs, that it writes to
 
 
 @dataclass
@@ -179,6 +181,7 @@ class TraceKeeper:
             traced.graphs,
             self._plans.to_bytes(traced.plans),
             traced.replay.kept(),
+            traced.statistics,
         )
         data = pickle.dumps((self._switches(), kept))
         name = f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}{_SUFFIX}"
@@ -301,7 +304,7 @@ class TraceKeeper:
             note_plain_training(compiled, replay.apply, replay.inputs)
         around = plain_call(compiled) if replay is None else replay.around(plain_call(compiled))
         names = dict(built.names) | {name: reference.find() for name, reference in kept.others}
-        names[kept.call] = around
+        names[kept.call] = unseen(around, kept.statistics)
         if UTILITIES in names:
             names[UTILITIES] = Unrecorded()
         code: CodeType = marshal.loads(kept.code)

@@ -1,4 +1,4 @@
-"""Graphs that write to an input while another input lies in the same memory.
+"""Graphs that write to inputs: what autograd sees of it, and inputs that lie in the memory of another.
 
 In: a compiled graph, what AOTAutograd has found out about it, and the inputs that it was traced with. Out: a callable
 that runs Dynamo's graph in eager for calls whose inputs overlap. Guarantee: what a write does to the other inputs is
@@ -18,6 +18,7 @@ from torch._guards import TracingContext
 from autofuse.capture.second_gradients import COUNTERS, STATISTICS
 
 Run = Callable[..., Any]
+_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class Writes:
@@ -70,6 +71,39 @@ def written_inputs(graph: fx.GraphModule) -> list[int]:
         return []  # there is nothing to overlap with
     found = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
     return [i for i in found if len(metadata.input_info) != len(values) or not _is_statistic(values[i])]
+
+
+def written_statistics(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Inputs of AOTAutograd's forward graph, while that is compiled, that are running means and variances of norms."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    values = graph.graph.find_nodes(op="placeholder")
+    if metadata is None or len(metadata.input_info) != len(values):
+        return ()
+    written = (i for i, info in enumerate(metadata.input_info) if info.mutates_data and _is_statistic(values[i]))
+    return tuple(i for i in written if values[i].meta["val"].is_floating_point())
+
+
+def unseen(run: Run, statistics: Sequence[int]) -> Run:
+    """The graph, whose writes to statistics autograd does not see, as it does not see those of eager's norms.
+
+    Else a norm that ran in eager would refuse its backward pass once a captured call has come after it, as in
+    discriminators, which are called twice before one backward pass.
+    """
+    if not statistics:
+        return run
+
+    def call(*args: Any) -> Any:
+        tensors = tuple(args[i] for i in statistics)
+        if any(tensor.is_inference() for tensor in tensors):
+            return run(*args)
+        versions = tuple(tensor._version for tensor in tensors)
+        try:
+            return run(*args)
+        finally:
+            _set_versions(tensors, versions)
+
+    return call
 
 
 def _is_statistic(value: fx.Node) -> bool:

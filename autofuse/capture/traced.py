@@ -41,6 +41,7 @@ class Traced:
 
     graphs: str = ""  # the file of AOTAutograd's graphs
     replay: Replay | None = None  # Dynamo's graph
+    statistics: tuple[int, ...] = ()  # inputs of that which are statistics of norms, and written to
     plans: dict[str, Any] = field(default_factory=dict)  # of the planner, by phase
     problem: str = ""  # why it cannot be kept
 
