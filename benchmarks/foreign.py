@@ -1,6 +1,6 @@
 """Twelve training and inference scripts that were not written for autofuse, under plain python and under autofuse.
 
-    python benchmarks/foreign.py                           # all of it, a quarter of an hour
+    python benchmarks/foreign.py                           # all of it, some twenty minutes
     python benchmarks/foreign.py --only gpt2,bert --rounds 3
     python benchmarks/foreign.py --quick                   # a trial of the benchmark itself, within two minutes
 
@@ -13,11 +13,10 @@ these whole processes take turns:
 
 - plain: `python SCRIPT`
 - cold: `autofuse run SCRIPT` without a store
-- tuned: `autofuse run --tune wait SCRIPT` without a store, for `TUNED_STEPS` steps and with at most `TUNING_SECONDS` of
-  pauses for tuning
+- tuned: `autofuse run --tune wait SCRIPT` without a store, with at most `TUNING_SECONDS` of pauses for tuning
 - warm: `autofuse run SCRIPT` on the store that the tuned run has made
 - reordered: plain python on one thread and with vectors of another width (`ATEN_CPU_CAPABILITY`), whose sums are added
-  up in another order
+  up in another order, for `REORDERED_STEPS` steps
 
 Total at step N is the time from the launch of the process to the line of step N, imports included. Draws are seeded, so
 that step N has the same shapes in all runs. The true cost of a capture is what the script lost to it by the clock: of
@@ -25,7 +24,8 @@ all steps from the first that takes `STALL_SECONDS` longer than plain python's, 
 plain python, as far as a step takes more than `SLOW` times as long. Steady state: the same steps' time in plain python
 over that in autofuse, the median of the last third. Loss: the largest relative difference to plain python's at any
 step. Training multiplies any difference from step to step, so the bound is set by eager itself: `DRIFT` times the
-largest difference that reordered sums made up to the same step, and at least `LEAST_DRIFT`.
+largest difference that reordered sums made up to the same step (from `REORDERED_STEPS` on it is not let grow), and at
+least `LEAST_DRIFT`.
 
 Results are written to benchmarks/results/foreign.json after each script, with hardware, versions and commit.
 """
@@ -44,7 +44,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ from autofuse.tuner import daemon
 HERE = Path(__file__).parent
 SCRIPTS, EXAMPLES = HERE / "foreign_scripts", HERE.parent / "examples"
 STEPS = 400
-TUNED_STEPS = 150  # of a tuned run, whose purpose is its store
+REORDERED_STEPS = 150
 MARKS = (50, 150, 400)
-TUNING_SECONDS = 15.0
+TUNING_SECONDS = 20.0
 RUN_SECONDS = 300.0  # after which a run is ended and left out
 STALL_SECONDS = 0.1
 SLOW = 1.5  # a step that takes so many times as long as plain python's has lost something
@@ -113,10 +114,6 @@ class Run:
     exit_code: int
     errors: str = ""  # the end of what it wrote on stderr
     report: dict[str, Any] = field(default_factory=dict)
-
-    def first(self, steps: int) -> Run:
-        """Its beginning."""
-        return replace(self, steps=min(steps, self.steps), at=self.at[:steps], losses=self.losses[:steps])
 
     def step_seconds(self) -> list[float]:
         """Of each step; the first one's begins at the launch."""
@@ -206,8 +203,6 @@ def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
     for run in (plain, other, reordered):
         if len(run.at) != run.steps or run.exit_code:
             raise ValueError(f"{run.kind}: {len(run.at)} of {run.steps} steps, exit code {run.exit_code}: {run.errors}")
-    is_whole = other.steps == plain.steps
-    plain, reordered = plain.first(other.steps), reordered.first(other.steps)
     ours, theirs = other.step_seconds(), plain.step_seconds()
     stalls = [n for n in range(1, len(ours)) if ours[n] - theirs[n] > STALL_SECONDS and ours[n] > SLOW * theirs[n]]
     roots = other.report.get("roots", [])
@@ -225,7 +220,7 @@ def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
         round=other.round,
         totals={mark: ratios[mark - 1] for mark in MARKS if mark <= len(ratios)},
         worst_total=max(ratios[9:], default=0.0),
-        end=other.ended / plain.ended if is_whole else ratios[-1],
+        end=other.ended / plain.ended,
         captured_at=first + 1 if first < len(ours) else 0,
         predicted_seconds=sum(root["predicted_capture_seconds"] for root in captured),
         reported_seconds=sum(root["capture_seconds"] for root in captured),
@@ -241,9 +236,8 @@ def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
 def losses(plain: Run, other: Run, reordered: Run) -> tuple[float, float, bool]:
     """The largest relative difference, the bound where it is used up most, and whether all are within theirs."""
     largest, tightest, bound_there, is_within = 0.0, -1.0, 0.0, True
-    drift = 0.0
-    found = zip(relative(plain.losses, other.losses), relative(plain.losses, reordered.losses), strict=True)
-    for difference, reordering in found:
+    drift, reorderings = 0.0, relative(plain.losses, reordered.losses)
+    for difference, reordering in zip_longest(relative(plain.losses, other.losses), reorderings, fillvalue=0.0):
         drift = max(drift, reordering)
         bound = max(LEAST_DRIFT, DRIFT * drift)
         largest, is_within = max(largest, difference), is_within and difference <= bound
@@ -323,10 +317,9 @@ class Benchmark:
         )
 
     def run_script(self, script: Script, rounds: int, folder: Path) -> None:
-        reordered = self.one(script, "reordered", 0, self.steps, folder)
+        reordered = self.one(script, "reordered", 0, min(self.steps, REORDERED_STEPS), folder)
         for number in range(rounds):
-            length = {"tuned": min(self.steps, TUNED_STEPS)}
-            runs = {kind: self.one(script, kind, number, length.get(kind, self.steps), folder) for kind in RUNS}
+            runs = {kind: self.one(script, kind, number, self.steps, folder) for kind in RUNS}
             for kind in RUNS:
                 if kind == "plain":
                     continue
