@@ -12,7 +12,15 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUICK = ("--set", "tuner.trials=2", "--set", "tuner.rounds=5", "--set", "tuner.job_seconds=1")
-QUICK = (*QUICK, "--set", "tuner.idle_exit_seconds=20", "--set", "capture.min_root_us=0")
+QUICK = (
+    *QUICK,
+    "--set",
+    "tuner.budget_seconds=15",
+    "--set",
+    "tuner.idle_exit_seconds=20",
+    "--set",
+    "capture.min_root_us=0",
+)
 TINY = {
     "train_cnn.py": "--steps 10 --batch-size 4 --width 4 --blocks 1 --smallest 16 --largest 24 --log-every 1",
     "infer.py": "--requests 10 --batch-size 3 --layers 1 --width 32 --heads 2 --context 24 --log-every 1",

@@ -20,6 +20,7 @@ def session(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOFUSE_TUNE", "wait")
     monkeypatch.setenv("AUTOFUSE_TUNER_TRIALS", "2")
     monkeypatch.setenv("AUTOFUSE_TUNER_ROUNDS", "5")
+    monkeypatch.setenv("AUTOFUSE_TUNER_BUDGET_SECONDS", "30")
     monkeypatch.setenv("AUTOFUSE_TUNER_IDLE_EXIT_SECONDS", "5")
     monkeypatch.setenv("AUTOFUSE_CAPTURE_HELD_OUT_SHARE", "0")
     torch._dynamo.reset()
