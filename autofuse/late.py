@@ -14,16 +14,22 @@ import sys
 from autofuse.untouched import untouched
 
 NAMES = (
-    "alembic", "colorsys", "configparser", "graphlib", "html", "mako", "markupsafe", "mpmath", "pygments", "sympy",
-    "termios",
+    "_elementtree", "_lsprof", "_remote_module_non_scriptable", "alembic", "cProfile", "colorsys", "configparser",
+    "functorch", "getpass", "graphlib", "html", "mako", "markupsafe", "mpmath", "networkx", "profile", "pstats",
+    "pyexpat", "pygments", "sympy", "termios", "triton", "xml",
 )  # fmt: skip
 _MODULES = (
+    "autofuse.capture.kept_traces",
     "autofuse.db.migrate",
     "autofuse.optimizer.router",
+    "autofuse.pipeline",
     "autofuse.runtime.catalogue",
     "autofuse.runtime.checking",
+    "autofuse.runtime.draws",
+    "autofuse.runtime.kept_plans",
     "autofuse.runtime.planner",
     "autofuse.runtime.usage",
+    "torch._dynamo.repro.after_dynamo",  # which comes with the first torch.compile
 )
 
 

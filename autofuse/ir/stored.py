@@ -14,19 +14,21 @@ from typing import Any
 
 from autofuse.errors import FusionError
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_LONGEST_SIZE, _LONGEST = 64, 128  # characters of a size's name; of others: a kernel's tells its operators
 _OPERATOR = re.compile(r"(aten|vendor|autofuse|optimizer|opaque|prims)\.[A-Za-z_]\w{0,127}\.\w{1,64}", re.ASCII)
 _WORD = re.compile(r"[\w.:]{0,128}", re.ASCII)  # such as "mean", "float32", "cuda:0", "aten.relu.default"
 
 
-def is_name(text: object) -> bool:
+def is_name(text: object, longest: int = _LONGEST_SIZE) -> bool:
     """Whether a text can be a name in all languages that code is generated in."""
-    return isinstance(text, str) and bool(_NAME.fullmatch(text)) and not keyword.iskeyword(text)
+    fits = isinstance(text, str) and len(text) <= longest
+    return fits and bool(_NAME.fullmatch(str(text))) and not keyword.iskeyword(str(text))
 
 
 def stored_name(value: Any) -> str:
     """Of a value, a symbol, an argument, a kernel."""
-    if not is_name(value):
+    if not is_name(value, _LONGEST):
         raise _refusal("a name", value)
     return str(value)
 

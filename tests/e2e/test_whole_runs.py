@@ -85,7 +85,7 @@ def test_the_second_run_fuses_from_its_first_call_and_tunes_nothing(tuned, expec
     assert second["totals"]["tuning_seconds"] == 0
     assert second["totals"]["fused_calls"] > first["totals"]["fused_calls"]
     (root,) = [r for r in second["roots"] if r["name"] == "Model"]
-    assert root["reason"] == "known_to_pay"
+    assert root["reason"] in ("known_to_pay", "kept_trace")
 
 
 def test_frozen_and_off_use_what_is_stored(tuned, expected):

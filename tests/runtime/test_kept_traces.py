@@ -78,44 +78,6 @@ print(json.dumps({"seen": seen, "traced": frames}))
 """
 
 
-PLAIN = """
-import json, os, runpy, sys, torch
-for line in sys.stdin:
-    sys.argv = json.loads(line)
-    if os.fork() == 0:
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-            sys.stdout.flush()
-        finally:
-            os._exit(0)
-    os.wait()
-    print("done", flush=True)
-"""
-
-
-class PlainPython:
-    """Plain python, a process for each run, which has imported torch before it forks."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PLAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def run(self, path, options):
-        self.process.stdin.write(json.dumps([str(path), options]) + "\n")
-        self.process.stdin.flush()
-        lines = list(iter(self.process.stdout.readline, "done\n"))
-        return json.loads(lines[-1])["seen"]
-
-
-@pytest.fixture(scope="module")
-def plain_python():
-    found = PlainPython()
-    yield found
-    found.process.stdin.close()
-    found.process.wait()
-
-
 class Scripts:
     """A script beside a store; ``run`` gives what it has seen, how often Dynamo traced, and stderr."""
 
@@ -128,9 +90,12 @@ class Scripts:
         self.path.parent.mkdir(exist_ok=True)
         self.path.write_text(SCRIPT.replace("FACTOR", factor))
 
-    def run(self, *settings, **options):
-        command = [sys.executable, "-m", "autofuse", "run", "--tune", "off", "--store", str(self.folder / "s.sqlite3")]
-        command += ["--set", "capture.at_once=true", "--set", "capture.held_out_share=0", *settings]
+    def run(self, *settings, plain=False, **options):
+        command = [sys.executable]
+        if not plain:
+            store = self.folder / "s.sqlite3"
+            command += ["-m", "autofuse", "run", "--tune", "off", "--store", str(store)]
+            command += ["--set", "capture.at_once=true", "--set", "capture.held_out_share=0", *settings]
         result = subprocess.run([*command, str(self.path), json.dumps(options)], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         found = json.loads(result.stdout.splitlines()[-1])
@@ -174,9 +139,9 @@ def copied(warm, tmp_path):
     return fresh, seen
 
 
-def test_the_next_run_traces_nothing_and_sees_the_same(warm, tmp_path, plain_python):
+def test_the_next_run_traces_nothing_and_sees_the_same(warm, tmp_path):
     scripts, first = copied(warm, tmp_path)
-    plain = plain_python.run(scripts.path, {})
+    plain, _, _ = scripts.run(plain=True)
     seen, traced, stderr = scripts.run()
     assert traced == 0 and "anew" not in stderr
     assert seen == first
@@ -217,9 +182,9 @@ def test_the_next_run_traces_nothing_and_sees_the_same(warm, tmp_path, plain_pyt
         "mask",
     ],
 )
-def test_what_happens_after_a_trace_was_read_is_seen(warm, tmp_path, event, plain_python):
+def test_what_happens_after_a_trace_was_read_is_seen(warm, tmp_path, event):
     scripts, _ = copied(warm, tmp_path)
-    expected = plain_python.run(scripts.path, event)
+    expected, _, _ = scripts.run(plain=True, **event)
     seen, _, _ = scripts.run(**event)
     agree(seen, expected)
 
@@ -249,18 +214,18 @@ def test_what_happens_after_a_trace_was_read_is_seen(warm, tmp_path, event, plai
         "deterministic", "eval", "class", "backend",
     ],
 )  # fmt: skip
-def test_a_trace_of_another_model_or_state_is_not_used(warm, tmp_path, change, plain_python):
+def test_a_trace_of_another_model_or_state_is_not_used(warm, tmp_path, change):
     scripts, _ = copied(warm, tmp_path)
-    expected = plain_python.run(scripts.path, change)
+    expected, _, _ = scripts.run(plain=True, **change)
     seen, traced, _ = scripts.run(**change)
     assert traced >= 1
     agree(seen, expected)
 
 
-def test_another_script_with_the_same_names_is_traced(warm, tmp_path, plain_python):
+def test_another_script_with_the_same_names_is_traced(warm, tmp_path):
     scripts, _ = copied(warm, tmp_path)
     scripts.write(" * 0.5", "two")
-    expected = plain_python.run(scripts.path, {})
+    expected, _, _ = scripts.run(plain=True)
     seen, traced, stderr = scripts.run()
     assert traced >= 1 and "made anew" in stderr
     agree(seen, expected)
