@@ -29,7 +29,7 @@ from autofuse.capture.direct import (
     plain_call,
 )
 from autofuse.capture.dynamo import not_of_our_traces, note_read
-from autofuse.capture.overlaps import Writes, unseen, written_statistics
+from autofuse.capture.overlaps import Writes, refuse_checkpointed_writes, unseen, written_statistics
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
@@ -88,6 +88,7 @@ def _compile_whole(
         if phase == "backward" and replay is not None:
             replay.note_backward(graph)
         if phase != "backward":
+            refuse_checkpointed_writes(module)
             writes.note(graph)
             statistics.extend(written_statistics(graph))
         if phase == "inference":  # the other two were simplified as one

@@ -84,6 +84,20 @@ def written_statistics(graph: fx.GraphModule) -> tuple[int, ...]:
     return tuple(i for i in written if values[i].meta["val"].is_floating_point())
 
 
+class CheckpointWrites(RuntimeError):
+    """A checkpointed part writes to a buffer, which eager does twice: it runs that part again for backward."""
+
+
+def refuse_checkpointed_writes(module: fx.GraphModule) -> None:
+    """Raises CheckpointWrites; while AOTAutograd's forward graph of Dynamo's ``module`` is compiled."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or not any(info.mutates_data for info in metadata.input_info):
+        return
+    if any("checkpoint" in str(node.target) for node in module.graph.nodes if node.op == "call_function"):
+        raise CheckpointWrites("expected checkpoints that write to no buffer, found one that does, as batch norms do")
+
+
 def unseen(run: Run, statistics: Sequence[int]) -> Run:
     """The graph, whose writes to statistics autograd does not see, as it does not see those of eager's norms.
 

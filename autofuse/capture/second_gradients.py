@@ -245,6 +245,7 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
             torch.is_grad_enabled()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
+            or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's products are cast
         ):
             return replay.gradients(ctx, grads[0], metadata)
         present = {i for i, place in enumerate(tangents) if grads[0][place] is not None}

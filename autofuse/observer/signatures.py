@@ -22,6 +22,7 @@ _MAX_VALUES = 64  # looked at inside of containers, in one call
 _MAX_DEPTH = 5
 _Tensor = torch.Tensor
 _PLAIN = {torch.Tensor, torch.nn.Parameter}  # whose shapes are numbers, but for nested ones, which raise
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _SCALARS = {type(None), int, float, bool, str, complex, bytes, torch.dtype, torch.device}
 
 
@@ -103,7 +104,10 @@ def _elements(signature: Any) -> int:
 
 def _nested_signature(value: Any, shape: Any, left: list[int], depth: int) -> Any:
     if isinstance(value, _Tensor):
-        return shape(value) if type(value) in _PLAIN else _shape_or_type(value)
+        if type(value) in _PLAIN:
+            return shape(value)
+        # A subclass without a dispatch of its own: AOTAutograd takes it for a plain tensor, and torch then refuses it.
+        return type(value) if type(value).__torch_dispatch__ is _NO_DISPATCH else _shape_or_type(value)
     if _is_leaf(value) or depth > _MAX_DEPTH:
         return None
     found: list[Any] = []
