@@ -89,6 +89,13 @@ class Plans(Protocol):
         """A routed call for each phase."""
 
 
+_OF_A_CALL = {"gradients", "autocast", "autocast's cache"}  # switches that differ between calls of one run
+
+
+class _OtherState(Exception):
+    """A trace for calls in another state, as of evaluation."""
+
+
 class TraceKeeper:
     """The kept traces of one root.
 
@@ -217,6 +224,8 @@ class TraceKeeper:
                         self._refuse(name, found)
                     continue
                 direct = self._install(kept, found)
+            except _OtherState:
+                continue
             except FileNotFoundError:
                 self._refused[name] = "gone"
             except Exception as error:
@@ -240,6 +249,8 @@ class TraceKeeper:
             written, found = pickle.loads(self._folder.read(name))
             present = self._switches()
             changed = [name for name in {**written, **present} if written.get(name) != present.get(name)]
+            if {*changed} <= _OF_A_CALL and changed:
+                raise _OtherState
             if changed:
                 raise Untrusted(f"changed since: {', '.join(changed[:4])}")
             install_generation_tagging_init()  # as before each trace: it puts a function around Module.__init__

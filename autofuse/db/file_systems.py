@@ -8,6 +8,7 @@ machine share, so on these file systems a store uses a journal instead, which ne
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 # Beside those of fuse: none that is local is worth a shared log.
@@ -16,22 +17,23 @@ NETWORK = frozenset((
     "smbfs", "9p", "virtiofs", "vboxsf", "prl_fs",
 ))  # fmt: skip
 MOUNTS = Path("/proc/self/mountinfo")
+_ESCAPED = re.compile(rb"\\([0-7]{3})")  # blanks and the like in names of folders
 
 
 def network_type(path: Path) -> str:
     """ "nfs4", "fuse.sshfs" and so on; "" for a local file system, and where that is not told."""
     try:
-        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+        lines = MOUNTS.read_bytes().splitlines()
     except OSError:
         return ""
     place = Path(os.path.realpath(path))
     found, deepest = "", -1
     for line in lines:  # later mounts hide earlier ones at the same place
-        fields, _, rest = line.partition(" - ")
+        fields, _, rest = line.partition(b" - ")
         mount, kind = fields.split()[4:5], rest.split()[:1]
         if not mount or not kind:
             continue
-        folder = Path(mount[0].encode().decode("unicode_escape"))
+        folder = Path(os.fsdecode(_ESCAPED.sub(lambda found: bytes([int(found[1], 8) & 255]), mount[0])))
         if place.is_relative_to(folder) and len(folder.parts) >= deepest:
-            found, deepest = kind[0], len(folder.parts)
+            found, deepest = os.fsdecode(kind[0]), len(folder.parts)
     return found if found in NETWORK or found.startswith("fuse") else ""

@@ -366,7 +366,7 @@ class HeldOutCalls:
         if self._follows:
             return 0
         for magnitude, confirmation in self._confirmations.items():
-            if not confirmation.is_over and self._last[magnitude] > self._calls - _MANY_CALLS:
+            if not confirmation.is_over and self._last.get(magnitude, 0) > self._calls - _MANY_CALLS:
                 return 0
         return max(0, self._share.free() - _NEAR)
 

@@ -628,6 +628,7 @@ class Root:
 
     def _fail(self, error: BaseException, from_kept: bool) -> None:
         """``from_kept``: with graphs of an earlier run, which are given up: the next run traces anew."""
+        error = getattr(error, "inner_exception", None) or error  # Dynamo's own says little
         self.failures += 1
         self.state, self.reason = "eager", "kept_graph_failed" if from_kept else "capture_failed"
         if from_kept and self.session.graphs_folder is not None:

@@ -34,6 +34,15 @@ def test_the_deepest_mount_and_of_equals_the_last_decides(tmp_path: Path, monkey
     assert network_type(home) == ""
 
 
+@pytest.mark.parametrize("name", ["d\xe4t\xe4", "d\udce4t", "a b"], ids=["utf-8", "bytes", "blank"])
+def test_names_of_mounts_are_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = b"31 27 0:41 / %s rw - nfs4 server:/x rw\n" % os.fsencode(f"/mnt/{name}").replace(b" ", rb"\040")
+    (tmp_path / "mountinfo").write_bytes(LOCAL.encode() + row)
+    monkeypatch.setattr(file_systems, "MOUNTS", tmp_path / "mountinfo")
+    assert network_type(Path(f"/mnt/{name}/x")) == "nfs4"
+    assert network_type(tmp_path) == ""
+
+
 def journal(path: Path) -> str:
     with sqlite3.connect(path) as raw:
         (mode,) = raw.execute("PRAGMA journal_mode").fetchone()

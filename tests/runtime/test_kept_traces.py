@@ -299,6 +299,14 @@ def test_a_run_on_kept_traces_imports_nothing_that_traces_or_plans(warm, tmp_pat
     assert traced == 0 and seen == first
 
 
+def test_traces_of_training_and_of_evaluation_are_both_used(scripts):
+    at = {"4": "model.eval(); torch.set_grad_enabled(False)", "8": "model.train(); torch.set_grad_enabled(True)"}
+    seen, traced, _ = scripts.run(at=at)
+    again, traced_again, stderr = scripts.run(at=at)
+    assert traced >= 2 and traced_again == 0 and "made anew" not in stderr
+    assert again == seen
+
+
 def test_a_trace_is_used_in_another_folder(warm, tmp_path, monkeypatch):
     scripts, first = copied(warm, tmp_path)
     (tmp_path / "elsewhere").mkdir()
