@@ -1,7 +1,7 @@
 """What all tests share: Triton imported for its interpreter, random numbers that are a test's own, and a folder in
 which their scripts and daemons meet no others of this machine.
 
-`--march` has all C generated for another processor.
+`--march` has all C generated for another processor; `--every-state` runs the table of semantics in all states.
 Triton comes before torch, which imports it too: kernels for GPUs are checked on CPU tensors. Compilers of Triton run
 in processes of their own.
 """
@@ -29,6 +29,9 @@ settings.load_profile("busy")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--march", default=NATIVE, choices=[NATIVE, *OTHERS], help="generate all C for this processor")
+    parser.addoption(
+        "--every-state", action="store_true", help="run each program of the table of semantics in all states"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

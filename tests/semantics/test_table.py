@@ -1,0 +1,70 @@
+"""The table of semantics: each small program shows under autofuse, in each state, what it shows under plain python.
+
+A program runs captured, and in one further state that its place in the table chooses; with ``--every-state`` in all.
+Where eager's kernels run all numbers are equal to the bit, in tuned graphs within a bound of rounding (`seen`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.semantics import programs_hooks
+from tests.semantics.seen import differences, seen
+from tests.semantics.states import EAGER, KERNELS, Program, play
+
+MODULES = (programs_hooks,)
+TABLE = {row.name: row for module in MODULES for row in vars(module).values() if isinstance(row, Program)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "state" not in metafunc.fixturenames:
+        return
+    cases = []
+    for number, row in enumerate(TABLE.values()):
+        first, *further = row.states
+        chosen = row.states if metafunc.config.getoption("--every-state") else (first, further[number % len(further)])
+        marks = [pytest.mark.xfail(reason=row.pending, strict=True)] if row.pending else []
+        cases += [pytest.param(row, state, id=f"{row.name}-{state}", marks=marks) for state in chosen]
+    metafunc.parametrize("row, state", cases)
+
+
+@cache
+def under_python(name: str, folder: Path) -> Any:
+    folder.mkdir(exist_ok=True)
+    return play(TABLE[name], "python", folder)[0]
+
+
+def test_shows_the_same(row: Program, state: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    python = under_python(row.name, tmp_path_factory.getbasetemp() / "python")
+    ours, reached = play(row, state, tmp_path)
+    found = list(differences(python, ours, is_rounded=state == "tuned"))
+    if row.differs and state != "cold":
+        assert found, f"{row.name} differs no more: {row.differs}"
+    else:
+        assert not found, "\n".join(found)
+    assert (reached.graphs > 0) == (row.comes_to != EAGER and state != "cold"), reached
+    assert (reached.kernels > 0) == (row.comes_to == KERNELS and state == "tuned"), reached
+    if state == "released":
+        assert reached.released or row.comes_to == EAGER, reached
+    if state == "warm":
+        assert reached.read, reached
+
+
+def test_what_differs_is_found() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    nan, near = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0 + 2e-6])
+    differ = [
+        *((x, x.detach()), (x, x * 1), (x.detach(), x.detach().t().contiguous().t()), (None, x), (1, True), (1, 1.0)),
+        *((torch.zeros(1), -torch.zeros(1)), (nan, near), ({"a": 1, "b": 2}, {"b": 2, "a": 1}), ([1], (1,))),
+        *((ValueError("a"), ValueError("b")), (ValueError("a"), KeyError("a")), (torch.ones(2), near), (1.0, 1.1)),
+    ]
+    for a, b in differ:
+        assert list(differences(seen(a), seen(b), is_rounded=False)), (a, b)
+        assert not list(differences(seen(a), seen(a), is_rounded=False)), a
+    for a, b, is_equal in ((torch.ones(2), near, True), (torch.ones(2), near + 1e-3, False), (nan, near, False)):
+        assert bool(list(differences(seen(a), seen(b), is_rounded=True))) is not is_equal
