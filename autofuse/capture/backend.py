@@ -30,6 +30,7 @@ from autofuse.capture.direct import (
 )
 from autofuse.capture.dynamo import not_of_our_traces, note_read
 from autofuse.capture.overlaps import Writes, refuse_checkpointed_writes, unseen, written_statistics
+from autofuse.capture.random_ops import pass_idle_dropout
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeats import take_apart
 from autofuse.capture.second_gradients import replayed
@@ -59,6 +60,7 @@ def compile_with(
     ``times``: how often the graph is called for one call of the whole; from ``min_blocks`` equal blocks in a row on (0:
     never) one of them is compiled for all; ``keeper``: of graphs of earlier runs, None to keep none.
     """
+    pass_idle_dropout(module)
     if min_blocks and not has_subclasses(module, example_inputs):
         try:
             pieces = take_apart(module, example_inputs, min_blocks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,12 +48,24 @@ def graphs_read() -> int:
 # What Dynamo raises when it cannot capture; anything else is the user's own.
 CAPTURE_ERRORS = (TorchDynamoException,)
 
-# A Dynamo graph break a call is what a log line costs, and the module around it is then traced twice.
-IGNORED_LOGGING = tuple(
-    getattr(logging.Logger, name)
-    for name in ("debug", "info", "warning", "warning_once")
-    if hasattr(logging.Logger, name)
-)
+# Said once in a process, mostly before a module is captured (transformers).
+_SAID_ONCE = tuple(getattr(logging.Logger, name) for name in ("warning_once",) if hasattr(logging.Logger, name))
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class _Silent(set[Any]):
+    """Functions that Dynamo leaves out of a trace: among others a logger's, for lines that it would not write.
+
+    One that it writes is a graph break a call.
+    """
+
+    def __contains__(self, function: object) -> bool:
+        logger = getattr(function, "__self__", None)
+        if isinstance(logger, logging.Logger):
+            level = _LEVELS.get(getattr(function, "__name__", ""))
+            if level is not None and not logger.isEnabledFor(level):
+                return True
+        return super().__contains__(function)
 
 
 class CapturedRoot(NamedTuple):
@@ -85,9 +98,25 @@ def compile_root(
             return made
 
     def trace(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
+        if not _has_arrays(args, kwargs):  # numpy's numbers from numbers, as `np.sqrt(width)`, may be torch's
+            return compiled()(*args, **kwargs)
+        with torch._dynamo.config.patch(trace_numpy=False):  # what came as arrays of numpy's stays numpy's
+            return compiled()(*args, **kwargs)
 
     return CapturedRoot(trace, torch._dynamo.run(call_root), DirectCalls(call_root, find_parted), traces)
+
+
+def _has_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments are arrays of numpy's, or lists, tuples and dicts of them."""
+    numpy: Any = sys.modules.get("numpy")
+    array = getattr(numpy, "ndarray", None)
+    if array is None:
+        return False
+    for value in (*args, *kwargs.values()):
+        inside = dict.values(value) if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)
+        if any(isinstance(item, array) for item in inside):
+            return True
+    return False
 
 
 def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:
@@ -131,6 +160,20 @@ class _NotOfOurTraces(logging.Filter):
 not_of_our_traces = _NotOfOurTraces()
 
 
+def _warn_those_who_trace(warn_once: Callable[..., None]) -> None:
+    """What Dynamo warns of, where it breaks a graph, is meant for those who have asked for the trace."""
+
+    def warn(message: str, stacklevel: int = 1) -> None:
+        if not getattr(not_of_our_traces.tracing, "ours", False):
+            warn_once(message, stacklevel + 1)
+
+    torch._dynamo.utils.warn_once = warn
+
+
+if hasattr(torch._dynamo.utils, "warn_once"):
+    _warn_those_who_trace(torch._dynamo.utils.warn_once)
+
+
 @contextlib.contextmanager
 def capture_settings(recompile_limit: int) -> Iterator[None]:
     """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside.
@@ -138,7 +181,7 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     The garbage collector rests meanwhile: in a process that has imported much it takes a tenth of a trace.
     """
     config = torch._dynamo.config
-    ignored = {*config.ignore_logging_functions, *IGNORED_LOGGING}
+    ignored = _Silent({*config.ignore_logging_functions, *_SAID_ONCE})
     # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
     hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
     # A forward that draws from numpy's generator: Dynamo would draw from torch's in its place.

@@ -8,6 +8,7 @@ them from one tensor, in later calls too in which they lie apart (torch 2.13: ot
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._guards import TracingContext
 from autofuse.capture.second_gradients import COUNTERS, STATISTICS
 
 Run = Callable[..., Any]
+_OF_SEVERAL = re.compile("SyntheticBase|ViewBase")  # how AOTAutograd describes the one input that it makes of several
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -67,7 +69,8 @@ def written_inputs(graph: fx.GraphModule) -> list[int]:
     if metadata is None:
         return []
     values = graph.graph.find_nodes(op="placeholder")
-    if sum(isinstance(value.meta.get("val"), torch.Tensor) for value in values) < 2:
+    are_merged = any(_OF_SEVERAL.search(repr(value.meta.get("desc"))) for value in values)
+    if not are_merged and sum(isinstance(value.meta.get("val"), torch.Tensor) for value in values) < 2:
         return []  # there is nothing to overlap with
     found = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
     return [i for i in found if len(metadata.input_info) != len(values) or not _is_statistic(values[i])]

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from autofuse.ir.optable import OpKind, info
@@ -35,6 +36,8 @@ def bernoulli_mask(x: torch.Tensor | Sequence[int], keep: float) -> torch.Tensor
     """
     is_tensor = isinstance(x, torch.Tensor)
     mask = torch.empty_like(x, dtype=torch.bool) if is_tensor else torch.empty(x, dtype=torch.bool, device="cpu")
+    if keep == 0.0:  # eager multiplies by zero then, and draws nothing
+        return mask.zero_()
     if _generator is not None and mask.is_contiguous() and mask.device.type == "cpu":
         _generator(mask, keep)
         return mask
@@ -71,6 +74,22 @@ def restore_dropout(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is philox_dropout:
             node.target = torch.ops.aten.native_dropout.default
+
+
+def pass_idle_dropout(module: fx.GraphModule) -> None:
+    """Dynamo's graph, without the dropouts of inference and of rate 0: in eager they give out what they were given.
+
+    AOTAutograd would make a copy, of which a script could tell that it shares no memory with the input.
+    """
+    count = 0
+    for node in module.graph.find_nodes(op="call_function", target=F.dropout):
+        given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+        if given.get("training", True) is False or given.get("p", 0.5) == 0.0:
+            node.replace_all_uses_with(given["input"])
+            module.graph.erase_node(node)
+            count += 1
+    if count:
+        module.recompile()
 
 
 def _earliest_like(node: fx.Node) -> fx.Node:

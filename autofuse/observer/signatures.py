@@ -67,9 +67,10 @@ def _shape(tensor: torch.Tensor) -> torch.Size:
 
 
 def _shape_or_type(tensor: torch.Tensor) -> Any:
-    """The type where there are no plain sizes."""
+    """The type where there are no plain sizes. A subclass is not told that it is looked at."""
     try:
-        shape = tensor.shape
+        with torch._C.DisableTorchFunction():
+            shape = tensor.shape
         return shape if all(type(size) is int for size in shape) else type(tensor)
     except Exception:
         return type(tensor)
@@ -123,7 +124,9 @@ def _nested_signature(value: Any, shape: Any, left: list[int], depth: int) -> An
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
     """(argument path, shape) of every tensor among the arguments, in order."""
-    return [(path, tuple(tensor.shape)) for path, tensor in tensors_by_path(args, kwargs).items()]
+    tensors = tensors_by_path(args, kwargs)
+    with torch._C.DisableTorchFunction():
+        return [(path, tuple(tensor.shape)) for path, tensor in tensors.items()]
 
 
 def tensors_by_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

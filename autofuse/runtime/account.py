@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -58,9 +58,10 @@ class BackwardClock:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
             return  # it would trace the hook
-        for tensor in islice(_made_by_autograd(result), _FOLLOWED):
-            assert tensor.grad_fn is not None
-            tensor.grad_fn.register_prehook(partial(self._reach, step))
+        with torch._C.DisableTorchFunction():  # subclasses of the script's are not told
+            for tensor in islice(_made_by_autograd(result), _FOLLOWED):
+                assert tensor.grad_fn is not None
+                tensor.grad_fn.register_prehook(partial(self._reach, step))
 
     def _reach(self, step: Step, gradients: object) -> None:
         task = _current_graph_task_id()
@@ -130,11 +131,14 @@ def _made_by_autograd(result: Any) -> Iterator[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         if result.grad_fn is not None:
             yield result
-    elif isinstance(result, Mapping):  # results of Hugging Face's models are
-        for value in result.values():
+    elif isinstance(result, dict):  # results of Hugging Face's models are; by no method of the script's own
+        for value in dict.values(result):
             yield from _made_by_autograd(value)
-    elif isinstance(result, (tuple, list)):
-        for value in result:
+    elif isinstance(result, tuple):
+        for value in tuple.__iter__(result):
+            yield from _made_by_autograd(value)
+    elif isinstance(result, list):
+        for value in list.__iter__(result):
             yield from _made_by_autograd(value)
     elif hasattr(result, "__dataclass_fields__"):
         for name in result.__dataclass_fields__:

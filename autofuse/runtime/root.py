@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from autofuse import collector
 from autofuse.capture.traced import ROOT_FILE
@@ -254,7 +255,7 @@ class Root:
             is_eager = is_eager or not has_plain_sizes(signature[0])  # Dynamo knows half of what nested tensors are
             shape = trial.new_shape(signature, is_eager)
         account = self.account
-        is_untraced = shape.is_new and self._traces and not shape.is_eager
+        is_untraced = shape.is_new and not shape.is_eager
         may_run = not is_untraced or self._may_trace(module, args, kwargs, shape)
         held = trial.choose(shape, self.calls) if may_run else Held.RESTING
         if held is Held.RESTING:
@@ -286,7 +287,9 @@ class Root:
 
     def _may_trace(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> bool:
         """Whether a shape may run captured: it fits a graph there is, or calls in eager have paid for one more."""
-        if any(direct.fits(module, args, kwargs) for direct in shape.direct):
+        if isinstance(module, torch.nn.Module) and any(map(is_lazy, module.parameters())):
+            return False  # eager makes its parameters, and the numbers that they begin with
+        if not self._traces or any(direct.fits(module, args, kwargs) for direct in shape.direct):
             return True
         session, ledger = self.session, self.account.ledger
         if session.mode == "wait" or session.settings.run.frozen or session.settings.capture.at_once:
@@ -725,7 +728,10 @@ def _device_of(module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _needs_gradients(result: Any) -> bool:
     """Whether a backward pass may follow, as far as a glance at a call's result tells."""
     if isinstance(result, torch.Tensor):
-        return bool(result.requires_grad)
+        if type(result) is torch.Tensor:
+            return bool(result.requires_grad)
+        with torch._C.DisableTorchFunction():  # a subclass is not told that it is looked at
+            return bool(result.requires_grad)
     if isinstance(result, tuple | list):
         return any(_needs_gradients(item) for item in result)
     return result is not None

@@ -19,6 +19,7 @@ from autofuse.locks import make_lock
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.halves import forward_call
 from autofuse.runtime.launch import Composed, Entry, NodeCall, make_checked, make_launcher
+from autofuse.runtime.odd_losses import asking_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, Timer, Untimed, cover
 from autofuse.runtime.program import Program
 from autofuse.runtime.usage import Usage
@@ -286,15 +287,19 @@ class GraphRouter:
                 self._give_up(key, fused, _text_of(error))
             return unfused(*inputs)
 
-        fused = self._fused[key] = make_launcher(
+        is_odd = node.slot.device.type == "cpu" and bool(refuses(node.form))
+        fused = make_launcher(
             node.form,
             choice.entry,
             node.values,
             self.catalogue.threads,
             failed=failed,
-            reuse=self.program.reuse.get(index, ()),
+            reuse=() if is_odd else self.program.reuse.get(index, ()),  # its inputs may be needed once more
             kept=self._kept.setdefault((place, choice.tag), {}),
         )
+        if is_odd:
+            fused = asking_eager(node.form, fused, unfused)
+        self._fused[key] = fused
         return fused
 
     def _give_up(self, key: SharedKey, fused: NodeCall, problem: str) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-# Of a value in units of its dtype's precision, and of the tensor's largest: what reordered sums of some dozens of terms
-# may differ by, through a few layers.
-ROUNDING_UNITS = 256.0
+# Units in the last place of a tensor's largest value by which it may differ, where sums of some dozens of terms are
+# reordered and go through a few layers; values of 16 bits are rounded once for each operation or once for several.
+ROUNDING_UNITS = {torch.float16: 4.0, torch.bfloat16: 4.0}
+OTHER_UNITS = 256.0
 _ADDRESS = re.compile(r"0x[0-9a-f]+|\bat \d{6,}|compiled_autograd\d+")
 
 
@@ -28,19 +29,21 @@ class Numbers:
     def __repr__(self) -> str:
         return str(self.of.tolist())
 
-    def agrees(self, other: Numbers, is_rounded: bool) -> bool:
+    def agrees(self, other: Numbers, rounding: torch.dtype | None) -> bool:
         a, b = self.of, other.of
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         equal = a == b
         if a.is_floating_point():
             equal = (equal & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())
-        if not is_rounded or not a.is_floating_point() or not a.numel():
+        if rounding is None or not a.is_floating_point() or not a.numel():
             return bool(equal.all())
-        a, b, eps = a.double(), b.double(), torch.finfo(a.dtype).eps
+        coarser = max((a.dtype, rounding), key=lambda dtype: torch.finfo(dtype).eps)
+        units, eps = ROUNDING_UNITS.get(coarser, OTHER_UNITS), torch.finfo(coarser).eps
+        a, b = a.double(), b.double()
         finite = a[a.isfinite()].abs()
         largest = float(finite.max()) if finite.numel() else 0.0
-        near = (a - b).abs() <= ROUNDING_UNITS * eps * max(largest, 1e-3)
+        near = (a - b).abs() <= units * eps * max(largest, 1e-3)
         return bool((equal | near).all())
 
 
@@ -97,14 +100,14 @@ def _tensor(tensor: torch.Tensor) -> Any:
     return type(tensor).__name__, tuple(facts.items()), inside
 
 
-def differences(python: Any, ours: Any, is_rounded: bool, where: str = "") -> Iterator[str]:
-    """Each place where two records differ, for people."""
+def differences(python: Any, ours: Any, rounding: torch.dtype | None, where: str = "") -> Iterator[str]:
+    """Each place where two records differ, for people; ``rounding``: the least precision of what was computed."""
     if isinstance(python, Numbers) and isinstance(ours, Numbers):
-        if not python.agrees(ours, is_rounded):
+        if not python.agrees(ours, rounding):
             yield f"{where}: python {python!r:.300}, autofuse {ours!r:.300}"
     elif isinstance(python, tuple) and isinstance(ours, tuple) and len(python) == len(ours):
         is_named = bool(python) and len(python) == 2 and isinstance(python[0], str)
         for index, (a, b) in enumerate(zip(python, ours, strict=True)):
-            yield from differences(a, b, is_rounded, f"{where}/{python[0]}" if is_named and index else where)
+            yield from differences(a, b, rounding, f"{where}/{python[0]}" if is_named and index else where)
     elif python != ours:
         yield f"{where}: python {python!r:.300}, autofuse {ours!r:.300}"

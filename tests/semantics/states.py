@@ -4,8 +4,9 @@ In: a function that takes a `Run` and shows what a person would see. Out: all of
 of, how it ended, the random generators afterwards; and how far its modules came, for a test to hold.
 
 ``python``: no session. ``cold``: watched, never captured. ``captured``: from the first call on, on eager's kernels.
-``tuned``: the same, with each kernel that can be generated in its place. ``released``: given up at the third call.
-``warm``: on the trace that an earlier run has kept.
+``tuned``: the same, with each kernel that can be generated in its place. ``grouped``: and products and convolutions
+in another way than aten's, where there is one. ``released``: given up at the third call. ``warm``: on the trace that an
+earlier run has kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+import torch._decomp.decompositions_for_jvp  # these two warn when they are imported, of whatever comes first
+import torch.utils.mkldnn
 from torch.nn.modules import module as all_modules
 
 import autofuse
@@ -36,11 +39,15 @@ from autofuse.runtime.root import Root
 from autofuse.runtime.router import Choice
 from autofuse.runtime.session import Session, start_session
 from autofuse.settings import load
+from autofuse.ways.call import LoadedWay
+from autofuse.ways.cut import PARTS, ways_of
+from autofuse.ways.record import LOOP, kernel_id
 from tests.semantics.conftest import AT_ONCE
 from tests.semantics.seen import seen
 
 Target = TypeVar("Target", bound=Callable[..., Any])
-STATES = ("captured", "cold", "tuned", "released", "warm")
+STATES = ("captured", "cold", "tuned", "grouped", "released", "warm")
+ROUNDED = ("tuned", "grouped")  # sums are reordered
 # What a program's modules come to run when they are captured and tuned.
 KERNELS, GRAPHS, EAGER = "kernels", "graphs", "eager"
 
@@ -52,7 +59,9 @@ class Program:
     run: Callable[[Run], None]
     comes_to: str  # KERNELS; GRAPHS: nothing in them can be generated; EAGER: no graph runs
     is_kept: bool  # its trace serves the next run
-    differs: str  # why its output is known to differ from eager's, in all states but cold; "" where it does not
+    rounds: str  # why its numbers are eager's within rounding only, where eager's kernels run, too; "": they are equal
+    precision: torch.dtype  # the least that it computes in
+    differs: str  # why what it shows is not eager's, once it is captured; "" where it is
     pending: str  # what is to be mended until it agrees
 
     @property
@@ -65,10 +74,15 @@ class Program:
 
 
 def program(
-    comes_to: str = KERNELS, is_kept: bool = False, differs: str = "", pending: str = ""
+    comes_to: str = KERNELS,
+    is_kept: bool = False,
+    rounds: str = "",
+    precision: torch.dtype = torch.float32,
+    differs: str = "",
+    pending: str = "",
 ) -> Callable[[Callable[[Run], None]], Program]:
     """Makes a row of a function."""
-    return lambda run: Program(run, comes_to, is_kept, differs, pending)
+    return lambda run: Program(run, comes_to, is_kept, rounds, precision, differs, pending)
 
 
 @dataclass
@@ -106,9 +120,9 @@ def play(row: Program, state: str, folder: Path) -> tuple[Any, Reached]:
     """What a program shows in a state, and how far its modules came."""
     if state == "warm":
         with _session("captured", folder, keeps=True):
-            _play(row, autofuse.optimize, folder)
+            _play(row, autofuse.optimize, folder)  # whose graphs and traces the next session reads
     with _session(state, folder, keeps=state == "warm") as reached:
-        found = _play(row, autofuse.optimize if state != "python" else lambda target: target, folder)
+        found = _play(row, (lambda target: target) if state in ("python", "cold") else autofuse.optimize, folder)
     return found, reached
 
 
@@ -141,10 +155,12 @@ def _play(row: Program, optimize: Callable[[Any], Any], folder: Path) -> Any:
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
     """A program leaves no hooks behind; switches of torch are put back."""
+    torch.set_warn_always(True)  # what torch says once in a process, it would say to the first who comes
     before = torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
         yield
     finally:
+        torch.set_warn_always(False)
         torch.set_default_dtype(before[0])
         torch.set_num_threads(before[1])
         torch.use_deterministic_algorithms(before[2])
@@ -167,8 +183,8 @@ def _session(state: str, folder: Path, keeps: bool) -> Iterator[Reached]:
             patch.setenv(f"AUTOFUSE_{name}", value)
         read = dynamo.graphs_read()
         session = start_session(load(), "test")
-        if state == "tuned":
-            patch.setattr(Catalogue, "choose", _all_generated(session))
+        if state in ROUNDED:
+            patch.setattr(Catalogue, "choose", _all_generated(session, state == "grouped"))
         if state == "released":
             patch.setattr(Root, "_call", _given_up(Root._call, reached))
         try:
@@ -182,13 +198,16 @@ def _session(state: str, folder: Path, keeps: bool) -> Iterator[Reached]:
             torch._dynamo.reset()
 
 
-def _all_generated(session: Session) -> Callable[..., Choice]:
-    """A catalogue in which each node has its kernel, which is made when it is asked for; groups run by their parts."""
+def _all_generated(session: Session, in_groups: bool) -> Callable[..., Choice]:
+    """A catalogue in which each node has its kernel, made when it is asked for; ``in_groups``: or its group has."""
 
     def choose(self: Any, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
         slots = [slot for router in list(session.routers) for slot in router.program.slots]
         slot = next(slot for slot in slots if slot.node.fusion_id == fusion_id)
-        entry = None if slot.is_group or slot.half is not None else _kernel(slot.node.form)
+        if slot.is_group:
+            entry = _another_way(slot.node.form) if in_groups and slot.half is None else None
+        else:
+            entry = _kernel(slot.node.form) if slot.half is None else None
         return Choice(known=True, entry=entry, tag="generated" if entry is not None else "")
 
     return choose
@@ -208,11 +227,26 @@ def _kernel(form: NodeForm) -> Any:
         return None
 
 
+@cache
+def _another_way(form: NodeForm) -> LoadedWay | None:
+    """A way of a group other than one by one, None where there is no other."""
+    ways = [way for way in ways_of(form) if way.name != PARTS]
+    if not ways:
+        return None
+    way = ways[int(kernel_id(form, LOOP), 16) % len(ways)]
+    entries = [_kernel(part.node.form) for part in way.kernels]
+    for index in reversed(range(len(entries))):
+        if entries[index] is None:
+            way = way.without(index)
+            del entries[index]
+    return LoadedWay(way, tuple(entries))
+
+
 def _given_up(call: Callable[..., Any], reached: Reached) -> Callable[..., Any]:
     """Roots that lose after their second call."""
 
     def counted(self: Root, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.calls == 2 and self.state == "captured":
+        if self.calls >= 2 and self.state == "captured":
             self.trial.verdicts.lose_up_to(1 << 60)
             self._lose(next(iter(self.trial.shapes.values())), Loss("slower_than_eager", 0.5, frozenset()), True, True)
             reached.released += 1

@@ -2,7 +2,7 @@
 
 In: the index at which a result is wanted. Out: its value.
 Guarantee: a target outside of [0, C) that is not `ignore_index` never reads out of bounds; eager raises there,
-a kernel cannot, so the loss becomes NaN, which no one overlooks.
+a kernel cannot, so the loss becomes NaN, at which the runtime asks eager (`runtime/odd_losses.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autofuse.codegen.lowering.builder import Builder, Val
 from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, broadcast_index, join
 from autofuse.codegen.lowering.rules_base import Custom, Rule, infer_broadcast
+from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim
 
@@ -56,6 +57,8 @@ def _class_weight(cx: Context, weight: ValueRef | None, targets: _Targets, to: s
 
 def _infer_nll(cx: Context, op: Operation) -> Sequence[Index | None]:
     scores, target = op.args[:2]
+    if (kind := cx.spec(target).dtype) not in ("int64", "uint8"):
+        raise LoweringError("target", f"expected targets of int64 or uint8, found {kind}, which eager refuses")
     _join_rows(cx, scores, target)
     return [cx.canonical(target) if op.args[3] == _NONE else (), ()]
 
