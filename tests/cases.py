@@ -7,6 +7,7 @@ would build it: canonical names, strides from the traced metadata.
 # ruff: noqa: E501, SIM905
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,11 +122,16 @@ class Case:
     tags: frozenset[str] = field(default=frozenset())
 
     def form(self, dtype: torch.dtype | None = None) -> NodeForm:
-        """The node; with a dtype, its floating inputs are of that dtype."""
-        example = self.example
-        if dtype is not None:
-            example = tuple(t.to(dtype) if t.is_floating_point() else t for t in example)
-        return trace(self.function, example, self.dynamic, self.static)
+        """The node; with a dtype, its floating inputs are of that dtype. Traced once in a process: it is frozen."""
+        return _traced(self, dtype)
+
+
+@functools.cache
+def _traced(case: Case, dtype: torch.dtype | None) -> NodeForm:
+    example = case.example
+    if dtype is not None:
+        example = tuple(t.to(dtype) if t.is_floating_point() else t for t in example)
+    return trace(case.function, example, case.dynamic, case.static)
 
 
 # ---- the table ------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def test_a_full_disk(tmp_path, expected):
 
 def test_kill_9_on_the_daemon_in_mid_tuning(tmp_path, expected):
     store = tmp_path / "s.sqlite3"
-    command = [sys.executable, "-m", "autofuse", "run", "--tune", "wait", "--store", str(store), str(SCRIPT)]
+    command = [sys.executable, "-m", "autofuse", "run", "--tune", "wait", "--store", str(store), *QUICK, str(SCRIPT)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120

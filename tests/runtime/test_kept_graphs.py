@@ -65,12 +65,17 @@ said = []  # kinds of trouble with kept graphs
 def capture(tmp_path):
     """``capture(module)``: as a new run would see it, with the graphs that earlier ones have kept."""
     said.clear()
+    return starter(tmp_path)
 
-    def start(module, folder=tmp_path / "graphs", blocks=0, **options):
+
+def starter(place):
+    """Captures beside a store in that place."""
+
+    def start(module, folder=place / "graphs", blocks=0, **options):
         torch._dynamo.reset()
         counters.clear()
-        values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "off", "run.quiet": True}
-        session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+        values = {"run.store": place / "s.sqlite3", "run.tune": "off", "run.quiet": True}
+        session = Session(load(cli=values, environ={}, cwd=place), "test")
 
         def backend(graph, inputs):
             call = compile_with(
@@ -109,12 +114,33 @@ def same(ours, theirs):
         assert torch.equal(a, b)
 
 
-def test_training_from_kept_graphs_is_eagers(capture):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A block, what it sees in eager, and the files of the graphs that a run of it has kept."""
+    folder = tmp_path_factory.mktemp("trained")
     model = Block()
     expected = train(copy.deepcopy(model))
-    for hits in (0, 1):
-        same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
-        assert found() == hits
+    same(train(starter(folder)(copy.deepcopy(model), dynamic=True)), expected)
+    assert found() == 0
+    graphs = PrivateFolder(folder / "graphs")
+    files = {path.name: graphs.read(path.name) for path in (folder / "graphs").iterdir()}
+    assert files and all(path.is_file() for path in (folder / "graphs").iterdir())
+    return model, expected, files
+
+
+@pytest.fixture
+def again(capture, trained, tmp_path):
+    """``again()``: the block as the next run captures it, with the files that are in this test's folder by then."""
+    model, _, files = trained
+    for name, content in files.items():
+        PrivateFolder(tmp_path / "graphs").write(name, content)
+    return lambda: train(capture(copy.deepcopy(model), dynamic=True))
+
+
+def test_training_from_kept_graphs_is_eagers(again, trained):
+    """As the run was that has kept them: see `trained`."""
+    same(again(), trained[1])
+    assert found() == 1
 
 
 def test_a_static_graph_with_its_backward_pass_is_kept_too(capture):
@@ -194,10 +220,7 @@ def test_what_changes_the_trace_is_not_found(capture):
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "folder", "writable"])
-def test_a_damaged_file_is_traced_anew(capture, tmp_path, damage):
-    model = Block()
-    expected = train(copy.deepcopy(model))
-    train(capture(copy.deepcopy(model), dynamic=True))
+def test_a_damaged_file_is_traced_anew(again, trained, tmp_path, damage):
     files = [path for path in (tmp_path / "graphs").rglob("*") if path.is_file()]
     assert files
     for path in files:
@@ -209,19 +232,16 @@ def test_a_damaged_file_is_traced_anew(capture, tmp_path, damage):
         if damage == "folder":
             path.unlink()
             path.mkdir()
-    same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
+    same(again(), trained[1])
     assert found() == 0
     assert damage == "folder" or "kept_graph_refused" in said
 
 
-def test_a_pickle_that_someone_else_put_there_is_not_opened(capture, tmp_path):
+def test_a_pickle_that_someone_else_put_there_is_not_opened(again, trained, tmp_path):
     """Whoever may write to the folder could have code of theirs run in the script."""
-    model = Block()
-    expected = train(copy.deepcopy(model))
-    train(capture(copy.deepcopy(model), dynamic=True))
     for path in (tmp_path / "graphs").iterdir():
         path.write_bytes(pickle.dumps(Trap(tmp_path / "run")))
-    same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
+    same(again(), trained[1])
     assert found() == 0 and not (tmp_path / "run").exists()
     pickle.loads(pickle.dumps(Trap(tmp_path / "run")))
     assert (tmp_path / "run").exists()

@@ -1,6 +1,8 @@
 """Dynamo's traces kept from one run to the next: the same results as plain Python's, and refused whenever they must be.
 
 Each run is a process of its own, and a script of its own file: what a trace knows of another process is what is tested.
+The traces of `warm` were made by a process that has nothing in common with those that read them. These are forked from
+one that has imported torch, which takes 3 s; where a test makes its traces itself, all its processes are new ones.
 """
 
 import json
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from autofuse.private_files import PrivateFolder
+from tests.forked import Server
 
 SCRIPT = """
 import json, sys
@@ -81,8 +84,9 @@ print(json.dumps({"seen": seen, "traced": frames}))
 class Scripts:
     """A script beside a store; ``run`` gives what it has seen, how often Dynamo traced, and stderr."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, server=None):
         self.folder = folder
+        self.server = server  # whose children the runs are
         self.write()
 
     def write(self, factor="", folder="one"):
@@ -91,12 +95,16 @@ class Scripts:
         self.path.write_text(SCRIPT.replace("FACTOR", factor))
 
     def run(self, *settings, plain=False, **options):
-        command = [sys.executable]
+        command = []
         if not plain:
             store = self.folder / "s.sqlite3"
             command += ["-m", "autofuse", "run", "--tune", "off", "--store", str(store)]
             command += ["--set", "capture.at_once=true", "--set", "capture.held_out_share=0", *settings]
-        result = subprocess.run([*command, str(self.path), json.dumps(options)], capture_output=True, text=True)
+        command += [str(self.path), json.dumps(options)]
+        if self.server is not None:
+            result = self.server.run(*command)
+        else:
+            result = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         found = json.loads(result.stdout.splitlines()[-1])
         return found["seen"], found["traced"], result.stderr
@@ -119,19 +127,25 @@ def agree(ours, theirs):
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """A script that has run once, twice for the cases that only read."""
+def server():
+    with Server() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory, server):
+    """A script that has run once."""
     scripts = Scripts(tmp_path_factory.mktemp("warm"))
     seen, traced, stderr = scripts.run()
     assert traced >= 1 and "made anew" not in stderr
     assert scripts.traces()
-    return scripts, seen
+    return scripts, seen, server
 
 
 def copied(warm, tmp_path):
     """The store of the first run in a place of this test's own, and the script as it was."""
-    scripts, seen = warm
-    fresh = Scripts(tmp_path)
+    scripts, seen, server = warm
+    fresh = Scripts(tmp_path, server)
     fresh.path = scripts.path
     for path in scripts.graphs.iterdir():
         PrivateFolder(fresh.graphs).write(path.name, PrivateFolder(scripts.graphs).read(path.name))
@@ -294,6 +308,7 @@ TRACING = ("networkx", "torch._functorch.partitioners", "torch._dynamo.testing")
 
 def test_a_run_on_kept_traces_imports_nothing_that_traces_or_plans(warm, tmp_path):
     scripts, first = copied(warm, tmp_path)
+    scripts.server = None
     check = f"found = {{*{PLANNING + TRACING}}} & {{*sys.modules}}; assert not found, found"
     seen, traced, _ = scripts.run(at={"13": check})
     assert traced == 0 and seen == first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,10 +71,15 @@ def plan(
 GENERATOR = FusionKernelGenerator()
 
 
+@functools.cache
+def _entry(form: NodeForm) -> Any:
+    """Of a kernel that is compiled once, however many checks and ways run it."""
+    return GENERATOR.generate_generic_kernel(form).load().entry
+
+
 def load(way: Way) -> LoadedWay:
     """A way with its parts compiled at their default settings."""
-    kernels = [GENERATOR.generate_generic_kernel(kernel.node.form) for kernel in way.kernels]
-    return LoadedWay(way, tuple(kernel.load().entry for kernel in kernels))
+    return LoadedWay(way, tuple(_entry(kernel.node.form) for kernel in way.kernels))
 
 
 def check(form: NodeForm, way: Way, values: Sequence[Sequence[int]], kinds: Sequence[Any] = ("normal",)) -> float:
