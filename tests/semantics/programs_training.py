@@ -326,7 +326,7 @@ def workers_that_call_the_model(run: Run) -> None:
     step(run, "after", model)
 
 
-@program()
+@program(is_slow=True)
 def spawned_children(run: Run) -> None:
     model = nn.Sequential(nn.Linear(6, 3), nn.Tanh())
     for k in range(3):

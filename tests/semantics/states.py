@@ -59,6 +59,7 @@ class Program:
     run: Callable[[Run], None]
     comes_to: str  # KERNELS; GRAPHS: nothing in them can be generated; EAGER: no graph runs
     is_kept: bool  # its trace serves the next run
+    is_slow: bool  # seconds in each state
     rounds: str  # why its numbers are eager's within rounding only, where eager's kernels run, too; "": they are equal
     precision: torch.dtype  # the least that it computes in
     differs: str  # why what it shows is not eager's, once it is captured; "" where it is
@@ -76,13 +77,14 @@ class Program:
 def program(
     comes_to: str = KERNELS,
     is_kept: bool = False,
+    is_slow: bool = False,
     rounds: str = "",
     precision: torch.dtype = torch.float32,
     differs: str = "",
     pending: str = "",
 ) -> Callable[[Callable[[Run], None]], Program]:
     """Makes a row of a function."""
-    return lambda run: Program(run, comes_to, is_kept, rounds, precision, differs, pending)
+    return lambda run: Program(run, comes_to, is_kept, is_slow, rounds, precision, differs, pending)
 
 
 @dataclass

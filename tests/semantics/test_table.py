@@ -42,7 +42,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = []
     for number, row in enumerate(TABLE.values()):
         first, *further = row.states
-        chosen = row.states if metafunc.config.getoption("--every-state") else (first, further[number % len(further)])
+        some = (first,) if row.is_slow else (first, further[number % len(further)])
+        chosen = row.states if metafunc.config.getoption("--every-state") else some
         for state in chosen:
             is_pending = [pytest.mark.xfail(reason=row.pending, strict=state == "captured")] if row.pending else []
             cases.append(pytest.param(row, state, id=f"{row.name}-{state}", marks=is_pending))
