@@ -25,7 +25,7 @@ MARGIN = 1.5
 KNOWN_MARGIN = 1.2
 # A capture that is as good as free, on a machine of usual speed: taken at once where the last run was long enough.
 _TRIFLE_SECONDS = 1.0
-_SOON = 0.25  # of a run like the last one, within which such a capture has to pay
+_SOON = 0.5  # of a run like the last one, within which such a capture has to pay
 _USUAL_SAVING = 0.25  # of a root's time in eager: models gain 1.2 to 2.1x, 1.4 in the mean
 _CALLS_TO_JUDGE_SIZE = 3
 _CALLS_TO_SETTLE_SIZE = 20

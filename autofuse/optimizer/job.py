@@ -11,6 +11,7 @@ import base64
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -45,8 +46,10 @@ class StepJob:
         worker: WorkerProcess,
         limits: JobLimits,
         rest: Callable[[], None] = lambda: None,
+        compilers: int = 1,
     ) -> None:
-        """``rest`` is called before each piece of work, to yield the machine."""
+        """``rest`` is called before each piece of work, to yield the machine; ``compilers``: how many may run at a
+        time."""
         self._request = request
         self._form = StepForm.from_json(request.node[OPTIMIZER])
         self._tried = self._form  # what is timed: cut, where the whole would take too much memory
@@ -55,6 +58,7 @@ class StepJob:
         self._worker = worker
         self._limits = limits
         self._rest = rest
+        self._compilers = compilers
         self._threads = 0  # of the last race; 0: not known
         self._outcome = Outcome()
 
@@ -95,18 +99,39 @@ class StepJob:
     def _candidates(self) -> list[tuple[Candidate, KernelRecord | None]]:
         found: list[tuple[Candidate, KernelRecord | None]] = [(Candidate(name), None) for name in self._form.vendors]
         variant, knobs = (C_MULTI, KNOBS) if isinstance(self._backend, CBackend) else (TRITON_MULTI, TRITON_KNOBS)
-        for choices in itertools.product(*(knob.choices for knob in knobs)):
-            config = make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
-            self._rest()
+        configs = [
+            make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
+            for choices in itertools.product(*(knob.choices for knob in knobs))
+        ]
+        for config, made in zip(configs, self._compile_all(configs), strict=True):
             candidate = Candidate(variant, config)
+            if isinstance(made, KernelRecord):
+                found.append((candidate, made))
+            else:
+                self._outcome.measurements.append(Measurement(candidate, made.status, message=str(made)[:500]))
+        return found
+
+    def _compile_all(self, configs: list[Config]) -> list[KernelRecord | CandidateProblem]:
+        """Kernels, in order."""
+
+        def one(config: Config) -> KernelRecord | CandidateProblem:
             try:
-                found.append((candidate, self._compiled(config)))
-            except CompilerNotReady:
+                return self._compiled(config)
+            except CandidateProblem as problem:
+                return problem
+            except CompilerNotReady:  # no fault of the candidate
                 raise
             except CompilerError as error:
-                self._outcome.measurements.append(Measurement(candidate, "compile_error", message=str(error)[:500]))
-            except CandidateProblem as problem:
-                self._outcome.measurements.append(Measurement(candidate, problem.status, message=str(problem)[:500]))
+                return CandidateProblem("compile_error", str(error))
+
+        if self._compilers > 1:
+            self._rest()
+            with ThreadPoolExecutor(self._compilers) as pool:
+                return list(pool.map(one, configs))
+        found = []
+        for config in configs:
+            self._rest()
+            found.append(one(config))
         return found
 
     def _compiled(self, config: Config) -> KernelRecord:

@@ -38,6 +38,8 @@ from autofuse.tuner.workshop import Bench, Built
 WAVE = 4  # configurations that are built and screened together: the default and the likeliest changes to it
 # Of the best configuration over the best of the first wave, a bold guess: over 30 nodes of a GPT the median was 0 %.
 USUAL_GAIN = 0.05
+# The same where the winners of other buckets of the node are in the first wave.
+GAIN_OVER_NEIGHBOURS = 0.02
 CALLS_PER_TRIAL = 1000  # trials that a profile grants say how long a kernel is meant to be used
 TRIAL_SECONDS = 0.08  # of a trial that has to compile, on one core
 SCREEN_ROUNDS = 5
@@ -168,14 +170,19 @@ class Job:
     # ---- exploring ------------------------------------------------------------------------------
 
     def _explore(self, values: tuple[int, ...]) -> list[_Entrant]:
-        """Screen configurations, in waves; the entrants that ran, each binary once."""
+        """Screen configurations, in waves; the entrants that ran, each binary once.
+
+        Winners of other buckets make a first wave of their own, with the default: they are compiled already, and as a
+        rule one of them wins.
+        """
         variant = self._bench.variants[0 if self.form.symbols else 1]
-        search = ConfigSearch(
-            self._bench.knobs(values), [self._bench.default(values), *self._seeds], self.limits.trials
-        )
+        starts = list(dict.fromkeys([self._bench.default(values), *self._seeds]))
+        wave = min(len(starts), self.limits.wave) if self._seeds else self.limits.wave
+        search = ConfigSearch(self._bench.knobs(values), starts, self.limits.trials)
         entrants: dict[str, _Entrant] = {}
         failed: set[str] = set()
-        while configs := search.ask(self.limits.wave):
+        while configs := search.ask(wave):
+            wave = self.limits.wave
             wave_began = self._clock()
             candidates = [Candidate(variant, config) for config in configs]
             made = dict(zip(configs, self._build(candidates, values), strict=True))
@@ -211,7 +218,8 @@ class Job:
             return True
         calls = max(self.request.calls, CALLS_PER_TRIAL * self.limits.trials)
         cost_seconds = max(wave_seconds, WAVE * TRIAL_SECONDS)
-        return calls * min(times_us) * 1e-6 * USUAL_GAIN > cost_seconds
+        gain = GAIN_OVER_NEIGHBOURS if self._seeds else USUAL_GAIN
+        return calls * min(times_us) * 1e-6 * gain > cost_seconds
 
     def _build(self, candidates: Sequence[Candidate], values: tuple[int, ...]) -> list[Built | None]:
         found: list[Built | None] = []

@@ -280,7 +280,8 @@ class TuningLoop:
         worker.start()  # imports torch while the first kernels compile
         if OPTIMIZER in request.node:
             workshop = self._workshop(request.key.device)
-            return StepJob(request, workshop.backend, workshop.worker, self._limits(request), self._rest).run()
+            limits, compilers = self._limits(request), workshop.compilers()
+            return StepJob(request, workshop.backend, workshop.worker, limits, self._rest, compilers).run()
         form = NodeForm.from_json(dict(request.node))
         if is_group(form):
             ways = ways_of(form, request.key.device != self._cpu)

@@ -95,7 +95,7 @@ class Workshop:
         self.passed: set[str] = set()  # digests
         self.rest = rest
         self.backend = backend
-        self._compilers = compilers
+        self.compilers = compilers
         self._stored = stored
         self._records: dict[str, KernelRecord] = {}
         self._failures: dict[str, Exception] = {}
@@ -133,7 +133,7 @@ class Workshop:
             except AutofuseError as error:
                 return CandidateProblem("refused", str(error)[:500])
 
-        count = self._compilers()
+        count = self.compilers()
         if count == 1 or len(candidates) <= 1:
             found = []
             for candidate in candidates:

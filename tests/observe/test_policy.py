@@ -172,8 +172,8 @@ def test_a_kept_trace_is_read_where_it_soon_pays() -> None:
     found = kept()
     assert found.capture and found.reason == "kept_trace" and found.predicted_seconds == 0.5
     assert not kept(calls=0, spent=0.0).capture, "no step tells how long the run will be"
-    assert not kept(calls=1, spent=1e-2).capture, "400 such steps save 1.3 s, a quarter of them less than it costs"
-    assert kept(calls=1, spent=1e-2, gain=0.0).reason == "not_yet"
+    assert not kept(calls=1, spent=5e-3).capture, "400 such steps save 0.67 s, half of them less than it costs"
+    assert kept(calls=1, spent=5e-3, gain=0.0).reason == "not_yet"
     assert not kept(gain=0.98).capture, "nothing was gained when it was measured"
     assert not kept(calls=350, spent=10.0).capture, "too late to pay in a run like the last one"
     assert kept(calls=500, spent=20.0).reason == "kept_trace", "longer than the last run"

@@ -64,6 +64,18 @@ def test_the_next_bucket_compiles_nothing(workshop: Workshop) -> None:
     assert all(m.compile_seconds == 0.0 for m in outcome.measurements) and only(outcome).reason == "won"
 
 
+def test_winners_of_other_buckets_make_the_first_wave() -> None:
+    knobs = [Knob("a", (1, 2, 4), 1, ""), Knob("b", (1, 2), 1, "")]
+    times = {(("a", a), ("b", b)): 20.0 for a in (1, 2, 4) for b in (1, 2)}
+    known = (("a", 4), ("b", 1))
+    first, next_one = (RecordedBench(knobs, times | {known: 10.0}, 40.0) for _ in range(2))
+    limits = replace(LIMITS, trials=6)
+    Job(request(FORM, SMALL), first, limits, clock=first.clock).run()
+    assert len({*first.built}) > 2, "where nothing is known, a wave of changes to the default"
+    found = Job(request(FORM, SMALL), next_one, limits, [known], next_one.clock).run()
+    assert only(found).candidate.config == known and {*next_one.built} == {known, next_one.default(())}
+
+
 def test_a_dominant_shape_may_get_a_kernel_of_its_own(workshop: Workshop) -> None:
     for _ in range(3):  # beside other work the generic kernel may not win, and then nothing is to be beaten
         outcome = tune(workshop, (700,), calls=500)
