@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import shutil
-import statistics
-import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -26,19 +22,19 @@ from torch.nn.parameter import is_lazy
 from autofuse import collector
 from autofuse.capture.traced import ROOT_FILE
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_cost import KEPT_SHARE, KEPT_TRACE_SECONDS, Traits, model_seconds
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
-from autofuse.observer.policy import UNTUNED, Held, advise_capture, may_trace_again
-from autofuse.observer.roots import QuietCalls, RootTracker, Target
+from autofuse.observer.policy import UNTUNED, Held, may_trace_again
+from autofuse.observer.roots import RootTracker, Target
 from autofuse.observer.signatures import call_signature, count_elements, has_plain_sizes, tensors_by_path
 from autofuse.observer.verdicts import Loss
 from autofuse.runtime.account import Account
 from autofuse.runtime.devices import CPU
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.replaced import Classes, must_be_eager
+from autofuse.runtime.root_bypass import Bypass
+from autofuse.runtime.root_policy import BY_SIZE, RootPolicy
 from autofuse.runtime.root_shapes import Brief, Shape
-from autofuse.runtime.traits import traits_of
 from autofuse.runtime.trial import Costs, Trial
 from autofuse.untouched import keep_generators, untouched
 
@@ -48,19 +44,11 @@ if TYPE_CHECKING:
     from autofuse.runtime.roots import Roots
 
 log = logging.getLogger(__name__)
-_SHAPE = operator.attrgetter("shape")
 
-# After so many calls of one and the same shape, a waiting run takes it for the only one.
-CALLS_OF_ONE_SHAPE = 3
 COSTS = Costs(brief=6.0, timed=12.0)  # hook and guards; where the call is timed, signature and statistics too
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
-LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
-BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
-KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
-MAX_SKIPPED = 1024  # shapes of a function that skip the handler one by one
-QUIET_AFTER = 64  # calls one after the other whose sizes stay in eager: then they skip the handler
 
 
 class Root:
@@ -75,27 +63,15 @@ class Root:
         self.state = "observing"
         self.reason, self.detail = "not_yet", ""
         self.calls = 0
-        self.account = Account(self.session, roots.backwards)
+        self.account = account = Account(self.session, roots.backwards)
+        self.policy = RootPolicy(roots, key, account, self.trial.verdicts)
+        self._bypass = Bypass(roots.tracker, self.trial)
         self.kept_graphs = 0
-        self.predicted_seconds = 0.0
-        self.model_seconds = 0.0
-        self.traits: Traits | None = None
-        self._seen: object = None  # when the traits were looked for last
-        self.factor = 1.0  # how slow captures were thought to be when the last one was weighed
-        self._has_kept_trace = False
         self.failures = 0
         self._captured: CapturedRoot | None = None
         self._dynamo: ModuleType | None = None  # capture.dynamo, once something is captured
         self._fast_paths = ModuleTable[bool]()
-        self._is_small = False  # counting its calls costs what can be seen
-        self._released: set[QuietCalls] = set()  # modules whose calls skip the handler, or did
-        self._skipped: set[tuple[Any, ...]] = set()  # shapes of a function's calls that do, while others do not
-        self._left_alone = 0  # calls one after the other that stayed in eager for their size
-        self._observed_calls = 0  # since the root was opened
-        self._observed_elements = deque[int](maxlen=16)  # of the last of them
-        self._is_reopened = False  # for sizes that nothing was known of
         self._decided: tuple[str, str] | None = None  # why it was left in eager before; holds until it is captured
-        self._spent_before = 0.0  # in eager, when it was opened
         self._spent_at_trace = 0.0  # in eager, when a graph was traced last
         self._traces = 0
         self._brief: Brief | None = None
@@ -166,8 +142,7 @@ class Root:
                 return self._leave_alone(module, args, kwargs, now)
             self._welcome(module)
         if self.state == "observing" and not capturing.is_capturing():
-            self._observed_calls += 1
-            self._observed_elements.append(elements_of(args, kwargs))
+            self.policy.observe(elements_of(args, kwargs))
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs)
             self._decide(module, args, kwargs)
@@ -183,58 +158,19 @@ class Root:
 
     def _leave_alone(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a size that stays in eager."""
-        self._left_alone += 1
-        if self.state == "eager":
-            is_quiet = self._is_small or self._left_alone >= QUIET_AFTER
-        elif self.trial.on_gpu:  # the few calls that warm up a CUDA graph would go unseen
-            is_quiet = False
-        elif isinstance(module, torch.nn.Module):  # not where others' steps end with these
-            is_quiet = self._left_alone >= 4 * QUIET_AFTER and not torch.is_grad_enabled()
-        else:
-            is_quiet = False
-            self._skip(module, args, kwargs)
-        if is_quiet and self.roots.tracker.is_installed:
-            self._released.add(self.roots.tracker.release(module))
+        self._bypass.leave_alone(module, args, kwargs, self.state == "eager")
         if self.state == "observing":
             self.roots.observer.end_step(self.key)  # which would go on until the next call of another size
         self.trial.begin(None, Held.NO, self.calls, now)
         return self.roots.tracker.call_original(module, args, kwargs)
 
-    def _skip(self, function: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Calls of a function with shapes like these skip the handler from now on: 1 us each in place of 8."""
-        if kwargs or len(self._skipped) >= MAX_SKIPPED or not self.roots.tracker.is_installed:
-            return
-        try:
-            self._skipped.add(tuple(map(_SHAPE, args)))
-        except Exception:  # not of tensors alone
-            return
-        attached = self.roots.tracker.attach(function)
-        attached.skips = self._skips
-        self._released.add(attached)
-        self.trial.skips_lost = True
-
-    def _skips(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        opened = self.trial.opened
-        if kwargs or (opened is not None and opened.shape is not None):  # a step that this call ends
-            return False
-        try:
-            return tuple(map(_SHAPE, args)) in self._skipped
-        except Exception:
-            return False
-
     def _welcome(self, module: Target) -> None:
         """A call of a size that did not lose, of a root some of whose sizes did."""
-        self._left_alone = 0
-        if self._released:
-            self.roots.tracker.wake(module)
+        self._bypass.wake(module)
         if self.state == "eager" and self.reason in BY_SIZE and not capturing.is_capturing():
-            # All that is known is of other sizes. These pay for a capture of their own, as those of a new root do.
             self._decided = self._decided or (self.reason, self.detail)
             self.state, self.reason, self.detail = "observing", "not_yet", ""
-            self._is_reopened = True
-            self._spent_before = self.account.ledger.eager_seconds
-            self._observed_calls = 0
-            self._observed_elements.clear()
+            self.policy.reopen()
             self.trial.restart()
             self.roots.observer.reopen(self.key)
 
@@ -371,7 +307,7 @@ class Root:
         observer.before_root_call(self.key, module if isinstance(module, torch.nn.Module) else None)
         began = time.perf_counter()
         self.trial.begin(None, Held.NO, self.calls, began)
-        self.account.begin(self._observed_elements[-1], began, False)
+        self.account.begin(self.policy.last_elements, began, False)
         stretch = self._begin_stretch()
         result = None
         try:
@@ -500,55 +436,21 @@ class Root:
             self.kept_graphs += len(session.routers) - graphs
             session.disturbances += 1
             return
-        self._has_kept_trace = False
+        self.policy.has_kept_trace = False
         self.state, self.reason, self.detail = "observing", "not_yet", "no trace of an earlier run fits"
         self.roots.observer.reopen(self.key)
 
     @property
     def all_calls(self) -> int:
         """With those of modules that were released."""
-        return self.calls + sum(attached.calls for attached in self._released)
+        return self.calls + self._bypass.calls
 
     # ---- decisions --------------------------------------------------------------------------------------
 
     def _decide(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session, capture = self.session, self.session.settings.capture
         device = self._find_device(module, args, kwargs)
-        observer = self.roots.observer
-        if self._observed_calls == 1:
-            # Decisions of earlier runs are read while the script imports; a moment more is well spent.
-            began = time.perf_counter()
-            session.backstage.wait_ready(2.0)
-            self._has_kept_trace = isinstance(module, torch.nn.Module) and session.has_trace(self.key)
-            self.account.ledger.lose("imports", time.perf_counter() - began)
-        typical, ledger = observer.typical_seconds(self.key), self.account.ledger
-        known, factor = self._find_known(), self.roots.cost_factor()
-        self.factor = factor
-        self._find_model_seconds(module)
-        smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
-        advice = advise_capture(
-            spent_seconds=ledger.eager_seconds - self._spent_before,
-            predicted_seconds=self.model_seconds * factor or None,
-            budget=self.roots.budget(),
-            step_seconds=ledger.times.busy(self._observed_elements[-1]),
-            factor=factor,
-            calls=self._observed_calls - 1,
-            min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
-            max_seconds=capture.max_seconds,
-            failures=self.failures,
-            max_failures=capture.max_failures,
-            # At once, but not blind: a first trace of one shape only would be thrown away at the next.
-            at_once=session.mode == "wait",
-            at_first_call=capture.at_once,
-            uses_known=session.settings.run.frozen,
-            min_calls=1 if observer.dynamic_dims(self.key) else CALLS_OF_ONE_SHAPE,
-            call_us=typical * 1e6 if typical is not None else None,
-            known=known,
-            known_seconds=self._known_seconds(known),
-            has_kept_trace=self._has_kept_trace,
-        )
+        advice = self.policy.advise(module, self.failures)
         self.reason, self.detail = advice.reason, advice.detail
-        self.predicted_seconds = advice.predicted_seconds
         if advice.capture:
             try:
                 self._capture_for(device)
@@ -556,48 +458,10 @@ class Root:
                 self._fail(error, False)
         elif advice.final:
             self.state = "eager"
-            self._is_small = advice.reason == "too_small"
+            self._bypass.is_small = advice.reason == "too_small"
             if advice.reason in BY_SIZE:
-                known = self.roots.known.get(self.key)
-                # A store of an older version does not tell how large the calls were that it knows of.
-                reach = 1 if self._is_small or (known is not None and known.judged_elements) else KNOWN_REACH
-                self.trial.verdicts.lose_up_to(reach * round(statistics.median(self._observed_elements)))
+                self.trial.verdicts.lose_up_to(self.policy.reach(self._bypass.is_small))
             self.roots.observer.decide(self.key)
-
-    def _find_model_seconds(self, module: Target) -> None:
-        capture = self.session.settings.capture
-        observer = self.roots.observer
-        is_first = "torch._dynamo" not in sys.modules
-        seen = observer.sampled_steps(self.key), observer.dynamic_dims(self.key), is_first, torch.is_grad_enabled()
-        if seen == self._seen:
-            return
-        self._seen = seen
-        self.traits = traits_of(module, observer, self.key, capture.min_blocks)
-        if self.traits is not None:
-            self.model_seconds = model_seconds(self.traits, capture.predicted_seconds_per_op, is_first)
-        elif self.key in self.roots.known:
-            self.model_seconds = self.roots.known[self.key].model_seconds
-
-    def _known_seconds(self, known: RootRecord | None) -> float | None:
-        """What its capture took in an earlier run, or what is left of that where its graphs or its trace are kept."""
-        if self._has_kept_trace:
-            was_read = known is not None and known.kept_graphs and known.capture_seconds
-            return known.capture_seconds if known is not None and was_read else self.factor * KEPT_TRACE_SECONDS
-        if known is None or known.state != "captured" or not known.capture_seconds:
-            return None
-        is_kept_now = not known.kept_graphs and self.session.graphs_folder is not None
-        return known.capture_seconds * (KEPT_SHARE if is_kept_now else 1.0)
-
-    def _find_known(self) -> RootRecord | None:
-        """What earlier runs found out, where it is about calls like the present one."""
-        known = None if self._is_reopened else self.roots.known.get(self.key)
-        if known is None or known.state != "eager" or known.reason not in LOST or not known.judged_elements:
-            return known
-        self.trial.verdicts.lose_up_to(known.judged_elements)
-        if self.trial.verdicts.is_lost(self._observed_elements[-1]):
-            return known
-        self._is_reopened = True
-        return None
 
     def _capture_for(self, device: torch.device) -> None:
         """Capture, unless there is nothing to run then: no kernel is known for the device yet, and none can be made."""
@@ -647,7 +511,7 @@ class Root:
 
     def _lose(self, shape: Shape, loss: Loss, is_short: bool, is_all: bool) -> None:
         """Sizes of which captured steps lose to held-out eager ones."""
-        self._is_small = is_short
+        self._bypass.is_small = is_short
         self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
         if is_all:
             # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
@@ -679,12 +543,12 @@ class Root:
             eager_seconds=ledger.eager_seconds,
             operations=operations,
             capture_seconds=ledger.lost_seconds,
-            predicted_capture_seconds=self.predicted_seconds,
+            predicted_capture_seconds=self.policy.predicted_seconds,
             dynamic_dims=self.dynamic_dims(),
             kept_graphs=self.kept_graphs,
             judged_elements=self.trial.verdicts.lost_elements,
             capture_causes=tuple((cause, seconds) for cause, seconds in ledger.lost().items() if seconds >= 5e-4),
-            model_seconds=self.model_seconds,
+            model_seconds=self.policy.model_seconds,
             gain=self.trial.gain or (known.gain if known is not None else 0.0),
         )
 

@@ -20,6 +20,7 @@ from autofuse.observer.signatures import call_signature, count_elements, without
 from autofuse.report import words
 from autofuse.report.statistics import measure_gain
 from autofuse.runtime import root as root_life
+from autofuse.runtime import root_policy
 from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_shapes import Sizes
 from autofuse.runtime.session import Session
@@ -65,7 +66,8 @@ class Bench:
         self.eager_calls: list[int] = []  # their elements
         self.captured_calls: list[int] = []
         clock = [0.0]
-        patch.setattr(root_life, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        for module in (root_life, root_policy):
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         self.model = nn.Identity()
         self.root = root = self.roots.root_of(self.model)
 
@@ -224,7 +226,9 @@ def test_what_an_earlier_run_found_out_holds_for_calls_as_large_as_its_own(
     assert later.root.state == ("eager" if first == SMALL else "observing")
     later.call([LARGE])
     assert (later.root.state, later.root.reason) == ("observing", "not_observed"), "large ones may pay for a capture"
-    assert later.root._observed_calls == (1 if first == SMALL else 2), "small ones are no part of what is weighed"
+    assert later.root.policy._observed_calls == (1 if first == SMALL else 2), (
+        "small ones are no part of what is weighed"
+    )
 
 
 def test_what_lost_without_its_kernels_may_win_in_the_next_run(make: Callable[..., Bench]) -> None:

@@ -13,7 +13,7 @@ import autofuse
 from autofuse import pipeline
 from autofuse.ir.records import RootRecord
 from autofuse.runtime import root as root_module
-from autofuse.runtime import user_graphs
+from autofuse.runtime import root_policy, user_graphs
 from autofuse.runtime.devices import CPU
 from autofuse.runtime.session import start_session
 from autofuse.runtime.user_graphs import Sizes, UserGraph
@@ -44,8 +44,8 @@ def clock(monkeypatch):
         def perf_counter():
             return now[0]
 
-    monkeypatch.setattr(user_graphs, "time", Time)
-    monkeypatch.setattr(root_module, "time", Time)
+    for module in (user_graphs, root_module, root_policy):
+        monkeypatch.setattr(module, "time", Time)
     return now
 
 

@@ -1,0 +1,149 @@
+"""When a root is captured: what its observed calls say, what earlier runs found out, what the budget allows.
+
+In: the observed calls of a root. Out: advice, with its reason and what a capture is expected to cost. The rule is
+`observer.policy.advise_capture`, here is what it goes by; the root acts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from autofuse.ir.records import RootRecord
+from autofuse.observer.capture_cost import KEPT_SHARE, KEPT_TRACE_SECONDS, Traits, model_seconds
+from autofuse.observer.policy import UNTUNED, CaptureAdvice, advise_capture
+from autofuse.observer.roots import Target
+from autofuse.observer.verdicts import Verdicts
+from autofuse.runtime.account import Account
+from autofuse.runtime.traits import traits_of
+
+if TYPE_CHECKING:
+    from autofuse.runtime.roots import Roots
+
+# After so many calls of one and the same shape, a waiting run takes it for the only one.
+CALLS_OF_ONE_SHAPE = 3
+LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
+BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
+KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
+
+
+class RootPolicy:
+    """What is known of a root before it is captured."""
+
+    def __init__(self, roots: Roots, key: str, account: Account, verdicts: Verdicts) -> None:
+        self._traits: Traits | None = None
+        self.model_seconds = 0.0  # what its capture is expected to take on a machine of the usual speed
+        self.predicted_seconds = 0.0
+        self._factor = 1.0  # how slow captures were thought to be when the last one was weighed
+        self.has_kept_trace = False
+        self._roots = roots
+        self._session = roots.session
+        self._key = key
+        self._account = account
+        self._verdicts = verdicts
+        self._seen: object = None  # when the traits were looked for last
+        self._observed_calls = 0  # since the root was opened
+        self._observed_elements = deque[int](maxlen=16)  # of the last of them
+        self._is_reopened = False  # for sizes that nothing was known of
+        self._spent_before = 0.0  # in eager, when it was opened
+
+    @property
+    def last_elements(self) -> int:
+        """How large the last observed call was."""
+        return self._observed_elements[-1]
+
+    def observe(self, elements: int) -> None:
+        self._observed_calls += 1
+        self._observed_elements.append(elements)
+
+    def reopen(self) -> None:
+        """All that is known is of other sizes: these pay for a capture of their own, as those of a new root do."""
+        self._is_reopened = True
+        self._spent_before = self._account.ledger.eager_seconds
+        self._observed_calls = 0
+        self._observed_elements.clear()
+
+    def reach(self, is_small: bool) -> int:
+        """How large calls may be that a refusal for their size is about, in elements."""
+        known = self._roots.known.get(self._key)
+        # A store of an older version does not tell how large the calls were that it knows of.
+        times = 1 if is_small or (known is not None and known.judged_elements) else KNOWN_REACH
+        return times * round(statistics.median(self._observed_elements))
+
+    def advise(self, module: Target, failures: int) -> CaptureAdvice:
+        session, capture = self._session, self._session.settings.capture
+        observer, ledger = self._roots.observer, self._account.ledger
+        if self._observed_calls == 1:
+            # Decisions of earlier runs are read while the script imports; a moment more is well spent.
+            began = time.perf_counter()
+            session.backstage.wait_ready(2.0)
+            self.has_kept_trace = isinstance(module, torch.nn.Module) and session.has_trace(self._key)
+            ledger.lose("imports", time.perf_counter() - began)
+        typical = observer.typical_seconds(self._key)
+        known, factor = self._find_known(), self._roots.cost_factor()
+        self._factor = factor
+        self._find_model_seconds(module)
+        smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
+        advice = advise_capture(
+            spent_seconds=ledger.eager_seconds - self._spent_before,
+            predicted_seconds=self.model_seconds * factor or None,
+            budget=self._roots.budget(),
+            step_seconds=ledger.times.busy(self.last_elements),
+            factor=factor,
+            calls=self._observed_calls - 1,
+            min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
+            max_seconds=capture.max_seconds,
+            failures=failures,
+            max_failures=capture.max_failures,
+            # At once, but not blind: a first trace of one shape only would be thrown away at the next.
+            at_once=session.mode == "wait",
+            at_first_call=capture.at_once,
+            uses_known=session.settings.run.frozen,
+            min_calls=1 if observer.dynamic_dims(self._key) else CALLS_OF_ONE_SHAPE,
+            call_us=typical * 1e6 if typical is not None else None,
+            known=known,
+            known_seconds=self._known_seconds(known),
+            has_kept_trace=self.has_kept_trace,
+        )
+        self.predicted_seconds = advice.predicted_seconds
+        return advice
+
+    def _find_model_seconds(self, module: Target) -> None:
+        capture = self._session.settings.capture
+        observer = self._roots.observer
+        is_first = "torch._dynamo" not in sys.modules
+        seen = observer.sampled_steps(self._key), observer.dynamic_dims(self._key), is_first, torch.is_grad_enabled()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self._traits = traits_of(module, observer, self._key, capture.min_blocks)
+        if self._traits is not None:
+            self.model_seconds = model_seconds(self._traits, capture.predicted_seconds_per_op, is_first)
+        elif self._key in self._roots.known:
+            self.model_seconds = self._roots.known[self._key].model_seconds
+
+    def _known_seconds(self, known: RootRecord | None) -> float | None:
+        """What its capture took in an earlier run, or what is left of that where its graphs or its trace are kept."""
+        if self.has_kept_trace:
+            was_read = known is not None and known.kept_graphs and known.capture_seconds
+            return known.capture_seconds if known is not None and was_read else self._factor * KEPT_TRACE_SECONDS
+        if known is None or known.state != "captured" or not known.capture_seconds:
+            return None
+        is_kept_now = not known.kept_graphs and self._session.graphs_folder is not None
+        return known.capture_seconds * (KEPT_SHARE if is_kept_now else 1.0)
+
+    def _find_known(self) -> RootRecord | None:
+        """What earlier runs found out, where it is about calls like the present one."""
+        known = None if self._is_reopened else self._roots.known.get(self._key)
+        if known is None or known.state != "eager" or known.reason not in LOST or not known.judged_elements:
+            return known
+        self._verdicts.lose_up_to(known.judged_elements)
+        if self._verdicts.is_lost(self.last_elements):
+            return known
+        self._is_reopened = True
+        return None
