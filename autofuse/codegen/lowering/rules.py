@@ -9,11 +9,14 @@ from autofuse.codegen.lowering.rules_base import Rule
 from autofuse.codegen.lowering.rules_index import INDEX_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
+from autofuse.codegen.lowering.rules_norm import NORM_RULES
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
 from autofuse.codegen.lowering.rules_pool import POOL_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
+from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
 
 RULES: dict[str, Rule] = {
-    **POINTWISE_RULES, **INDEX_RULES, **MEMORY_RULES, **REDUCE_RULES, **LOSS_RULES, **RANDOM_RULES, **POOL_RULES
+    **POINTWISE_RULES, **INDEX_RULES, **MEMORY_RULES, **SHIFT_RULES, **REDUCE_RULES, **NORM_RULES, **LOSS_RULES,
+    **RANDOM_RULES, **POOL_RULES,
 }  # fmt: skip

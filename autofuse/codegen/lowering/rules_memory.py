@@ -1,4 +1,4 @@
-"""Lowering rules of operators that put elements at other places: concatenation, windows, padding, shifts, repeats.
+"""Lowering rules of operators that put elements at other places: concatenation, windows, padding.
 
 In: the index at which a result is wanted. Out: the value of the operand that lies there.
 A window (slice, select, split) of a value is its index moved: no memory is touched. What is put together from pieces
@@ -47,12 +47,12 @@ def only_where(b: Builder, test: Val | None) -> Iterator[None]:
         b.guard = outer
 
 
-def _with(index: Index, dim: int, *words: Word) -> Index:
+def replace_word(index: Index, dim: int, *words: Word) -> Index:
     """``index`` with the word of one dim replaced by none, one or several."""
     return (*index[:dim], *words, *index[dim + 1 :])
 
 
-def _moved(word: Word, start: Dim, size: Dim, step: int = 1) -> Word:
+def moved_word(word: Word, start: Dim, size: Dim, step: int = 1) -> Word:
     """The place ``start + step x place of word`` in a dim of ``size``.
 
     The word itself only where it runs over all of the dim: digits beside it take their strides from its size.
@@ -61,7 +61,7 @@ def _moved(word: Word, start: Dim, size: Dim, step: int = 1) -> Word:
     return word if is_whole else (Moved(start, size, word, step),)
 
 
-def _loops(size: Dim) -> Word:
+def fresh_loops(size: Dim) -> Word:
     return fresh_index(SymbolicShape((size,)))[0]
 
 
@@ -140,10 +140,10 @@ def _cat_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     words = [_tied([cx.canonical(ref)[d] for ref in refs]) for d in range(len(op.outputs[0].shape)) if d != dim]
     units = _units_of([cx.shape(ref)[dim] for ref in refs])
     if units is None:
-        word = _loops(op.outputs[0].shape[dim])
+        word = fresh_loops(op.outputs[0].shape[dim])
     else:
         within = [cx.canonical(ref)[dim] for ref in refs if cx.shape(ref)[dim] == units.size]
-        word = units.compose(_tied(within) if within else _loops(units.size))
+        word = units.compose(_tied(within) if within else fresh_loops(units.size))
     return [(*words[:dim], word, *words[dim:])]
 
 
@@ -162,7 +162,7 @@ def _cat(cx: Context, op: Operation, output: int, index: Index) -> Val:
         raise LoweringError("empty", f"expected a concatenation with elements, found {op.name} without")
 
     def piece(ref: ValueRef, word: Word) -> Val:
-        return _result(cx, op, cx.operand(ref, _with(index, dim, word)), cx.spec(ref).dtype)
+        return _result(cx, op, cx.operand(ref, replace_word(index, dim, word)), cx.spec(ref).dtype)
 
     units = _units_of(sizes)
     if units is not None:
@@ -182,7 +182,7 @@ def _cat(cx: Context, op: Operation, output: int, index: Index) -> Val:
         tests = [b.compare("ge", place, start)] if k > 0 else []
         tests += [below[k]] if k < len(below) else []
         with only_where(b, all_of(b, tests)):
-            values.append(piece(ref, _moved(index[dim], as_dim(-start), size)))
+            values.append(piece(ref, moved_word(index[dim], as_dim(-start), size)))
     found = values[-1]
     for test, value in reversed(list(zip(below, values, strict=False))):
         found = b.where(test, value, found)
@@ -197,7 +197,7 @@ def all_of(b: Builder, tests: Sequence[Val]) -> Val | None:
 def _stack_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     refs, dim = op.args[0], _stack_dim(op)
     index = tuple(_tied([cx.canonical(ref)[d] for ref in refs]) for d in range(len(op.outputs[0].shape) - 1))
-    word = Units(len(refs), 1).compose(()) if len(refs) <= MOST_UNITS else _loops(len(refs))
+    word = Units(len(refs), 1).compose(()) if len(refs) <= MOST_UNITS else fresh_loops(len(refs))
     return [(*index[:dim], word, *index[dim:])]
 
 
@@ -209,7 +209,7 @@ def _stack(cx: Context, op: Operation, output: int, index: Index) -> Val:
     refs, dim = op.args[0], _stack_dim(op)
 
     def of_unit(unit: int, inner: Word) -> Val:
-        return _result(cx, op, cx.operand(refs[unit], _with(index, dim)), cx.spec(refs[unit]).dtype)
+        return _result(cx, op, cx.operand(refs[unit], replace_word(index, dim)), cx.spec(refs[unit]).dtype)
 
     return Units(len(refs), 1).choose(cx.builder, index[dim], of_unit)
 
@@ -243,7 +243,7 @@ class Window:
         found = self.units
         if found is not None:
             return found[0].at(found[1], word)
-        return _moved(word, self.start, self.total, self.step)
+        return moved_word(word, self.start, self.total, self.step)
 
 
 def _slice_window(op: Operation, total: Dim, length: Dim, first: int) -> Window:
@@ -303,12 +303,12 @@ def _window_rule(window_of: Windows) -> Rule:
         for n in range(len(op.outputs)):
             window, index = window_of(cx, op, n), cx.canonical(op.args[0])
             whole = as_dim(window.length - window.total) == 0
-            found.append(index if whole else _with(index, window.dim, _loops(window.length)))
+            found.append(index if whole else replace_word(index, window.dim, fresh_loops(window.length)))
         return found
 
     def evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
         window = window_of(cx, op, output)
-        return cx.operand(op.args[0], _with(index, window.dim, window.source(index[window.dim])))
+        return cx.operand(op.args[0], replace_word(index, window.dim, window.source(index[window.dim])))
 
     return Custom(infer, evaluate, counts=False)
 
@@ -323,7 +323,7 @@ def _chosen(cx: Context, op: Operation, source: ValueRef, first: int) -> tuple[i
 
 def _select_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     dim = normal_dim(int(op.arg(1, 0)), len(cx.shape(op.args[0])))
-    return [_with(cx.canonical(op.args[0]), dim)] * len(op.outputs)
+    return [replace_word(cx.canonical(op.args[0]), dim)] * len(op.outputs)
 
 
 def _select(cx: Context, op: Operation, output: int, index: Index) -> Val:
@@ -347,7 +347,7 @@ def _inserted(cx: Context, op: Operation, index: Index, window: Window, part: Va
     b, name, dim = cx.builder, op.outputs[0].dtype, window.dim
 
     def inside(word: Word) -> Val:
-        return _result(cx, op, cx.operand(part, _with(index, dim, word)), cx.spec(part).dtype)
+        return _result(cx, op, cx.operand(part, replace_word(index, dim, word)), cx.spec(part).dtype)
 
     def outside() -> Val:
         return b.const(0, name) if rest is None else cx.operand(rest, index)
@@ -368,15 +368,15 @@ def _inserted(cx: Context, op: Operation, index: Index, window: Window, part: Va
         tests.append(b.compare("lt", place, end))
     test = all_of(b, tests)
     with only_where(b, test):
-        value = inside(_moved(index[dim], as_dim(-window.start), window.length))
+        value = inside(moved_word(index[dim], as_dim(-window.start), window.length))
     return value if test is None else b.where(test, value, outside())
 
 
 def _inserted_index(cx: Context, window: Window, part: ValueRef) -> Index:
     index, units = cx.canonical(part), window.units
     if units is not None:
-        return _with(index, window.dim, units[0].compose(index[window.dim]))
-    return _with(index, window.dim, _loops(window.total))
+        return replace_word(index, window.dim, units[0].compose(index[window.dim]))
+    return replace_word(index, window.dim, fresh_loops(window.total))
 
 
 def _gradient_window(cx: Context, op: Operation) -> Window:
@@ -406,14 +406,14 @@ def _put(cx: Context, op: Operation, index: Index, part: ValueRef, rest: ValueRe
     total, place = op.outputs[0].shape[dim], op.arg(3)
     place = as_dim(total + place) if isinstance(place, int) and place < 0 else as_dim(place)
     other = b.const(0, name) if rest is None else cx.operand(rest, index)
-    value = _result(cx, op, cx.operand(part, _with(index, dim)), cx.spec(part).dtype)
+    value = _result(cx, op, cx.operand(part, replace_word(index, dim)), cx.spec(part).dtype)
     return b.where(b.compare("eq", b.index(index[dim]), place), value, other)
 
 
 def _put_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     dim = normal_dim(int(op.arg(2, 0)), len(op.outputs[0].shape))
     part = cx.canonical(op.args[1] if op.short_name == "select_scatter" else op.args[0])
-    return [(*part[:dim], _loops(op.outputs[0].shape[dim]), *part[dim:])]
+    return [(*part[:dim], fresh_loops(op.outputs[0].shape[dim]), *part[dim:])]
 
 
 # ---- padding --------------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def _margins(cx: Context, op: Operation) -> list[tuple[int, Dim, Dim, Dim]]:
 def _pad_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     index = cx.canonical(op.args[0])
     for dim, *_ in _margins(cx, op):
-        index = _with(index, dim, _loops(op.outputs[0].shape[dim]))
+        index = replace_word(index, dim, fresh_loops(op.outputs[0].shape[dim]))
     return [index]
 
 
@@ -446,81 +446,12 @@ def _pad(cx: Context, op: Operation, output: int, index: Index) -> Val:
             tests.append(b.compare("ge", place, before))
         if not isinstance(after, int) or after > 0:
             tests.append(b.compare("lt", place, as_dim(before + size)))
-        source = _with(source, dim, () if size == 1 else _moved(index[dim], as_dim(-before), size))
+        source = replace_word(source, dim, () if size == 1 else moved_word(index[dim], as_dim(-before), size))
     test = all_of(b, tests)
     with only_where(b, test):
         value = cx.operand(op.args[0], source)
     filler = b.round_to(b.cast(op.arg(2, dict(op.kwargs).get("value", 0)), name), name)
     return value if test is None else b.where(test, value, filler)
-
-
-# ---- shifts and repeats ---------------------------------------------------------------------------------
-
-
-def _like(cx: Context, op: Operation) -> Sequence[Index | None]:
-    return [cx.canonical(op.args[0])]
-
-
-def _flip(cx: Context, op: Operation, output: int, index: Index) -> Val:
-    shape = cx.shape(op.args[0])
-    for dim in (normal_dim(int(d), len(shape)) for d in op.args[1]):
-        if shape[dim] != 1:
-            index = _with(index, dim, (Moved(as_dim(shape[dim] - 1), shape[dim], index[dim], -1),))
-    return cx.operand(op.args[0], index)
-
-
-def _roll(cx: Context, op: Operation, output: int, index: Index) -> Val:
-    shape, dims = cx.shape(op.args[0]), tuple(op.arg(2, ()) or ())
-    if len(dims) != len(op.args[1]):
-        raise LoweringError("roll", "expected a roll with a dim for each shift, found one of the flattened tensor")
-    turns = [(normal_dim(int(d), len(shape)), _turn(s, shape[int(d)])) for s, d in zip(op.args[1], dims, strict=True)]
-
-    def rolled(at: Index, rest: Sequence[tuple[int, Dim]]) -> Val:
-        """place p holds what was at p - shift, or, where that is before the beginning, a size further."""
-        if not rest:
-            return cx.operand(op.args[0], at)
-        b, (dim, shift) = cx.builder, rest[0]
-        if shift == 0:
-            return rolled(at, rest[1:])
-        size, word = shape[dim], at[dim]
-        test = b.compare("ge", b.index(word), shift)
-        values = []
-        for guard, start in ((test, as_dim(-shift)), (b.apply("not", test), as_dim(size - shift))):
-            with only_where(b, guard):
-                values.append(rolled(_with(at, dim, _moved(word, start, size)), rest[1:]))
-        return b.where(test, *values)
-
-    return rolled(index, turns)
-
-
-def _turn(shift: Dim, size: Dim) -> Dim:
-    """The shift as a number of places from 0 to the size."""
-    if isinstance(shift, int) and isinstance(size, int):
-        return shift % size if size else 0
-    if shift == -1:
-        return as_dim(size - 1)
-    if shift in (0, 1):
-        return shift
-    raise LoweringError("roll", f"expected a shift below the size, found {shift} of {size}")
-
-
-def _repeats(cx: Context, op: Operation) -> list[tuple[Dim, Dim]]:
-    """For each dim of the result how often the operand's dim is repeated, and its size; 1 where it has none."""
-    shape, times = cx.shape(op.args[0]), op.args[1]
-    sizes = [1] * (len(times) - len(shape)) + list(shape)
-    return list(zip(times, sizes, strict=True))
-
-
-def _repeat_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
-    words = [()] * (len(op.args[1]) - len(cx.shape(op.args[0]))) + list(cx.canonical(op.args[0]))
-    return [tuple((*_loops(times), *word) for (times, _), word in zip(_repeats(cx, op), words, strict=True))]
-
-
-def _repeat(cx: Context, op: Operation, output: int, index: Index) -> Val:
-    words = []
-    for (times, size), word in zip(_repeats(cx, op), index, strict=True):
-        words.append(() if size == 1 else word if times == 1 else regroup((word,), SymbolicShape((times, size)))[1])
-    return cx.operand(op.args[0], tuple(words[len(words) - len(cx.shape(op.args[0])) :]))
 
 
 MEMORY_RULES: dict[str, Rule] = {
@@ -542,8 +473,5 @@ MEMORY_RULES: dict[str, Rule] = {
         _put_infer, lambda cx, op, n, index: _put(cx, op, index, op.args[1], op.args[0])
     ),
     "aten.constant_pad_nd.default": Custom(_pad_infer, _pad),
-    "aten.flip.default": Custom(_like, _flip),
-    "aten.roll.default": Custom(_like, _roll),
-    "aten.repeat.default": Custom(_repeat_infer, _repeat),
     "aten.lift_fresh_copy.default": POINTWISE_RULES["aten.clone.default"],
 }
