@@ -11,7 +11,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -20,36 +20,31 @@ from torch import fx
 
 from autofuse.capture.graph_import import ImportedGraph
 from autofuse.capture.passes import backward_of
-from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode
-from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.operation import ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import OpKind
 from autofuse.ir.shape import free_symbols, symbol
 from autofuse.runtime.bookkeeping import BELOW, kept_books
 from autofuse.runtime.eager_calls import render_call
 from autofuse.runtime.halves import Half
 from autofuse.runtime.program import NodeSlot, Program, link
+from autofuse.runtime.program_nodes import (
+    Unit,
+    attribute,
+    check_made,
+    has_effect,
+    have_effects,
+    in_code,
+    kind_of,
+    ref_of,
+    short_name,
+    target_name,
+)
 from autofuse.ways.groups import Group
 
 LEAST_CALLS = 2  # into torch: to go below its bookkeeping takes 0.8 us, which each gives back
-
-
-@dataclass
-class _Unit:
-    """What one line of the generated function does."""
-
-    nodes: list[fx.Node]  # a single FX node, or those that a fusion node replaces
-    slot: int | None = None
-    inputs: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
-    position: int = 0
-    inner: list[_Unit] = field(default_factory=list)  # of a group: what runs one by one
-    size: sympy.Expr | None = None  # what the line computes, where that is a size
-    arity: int | None = None  # inputs that are arguments of its callable, the first ones; all if None
-    half: int | None = None  # half of an attention: its number
 
 
 def build_program(
@@ -114,7 +109,7 @@ class _Builder:
         self.namespace: dict[str, Any] = {"torch": torch}  # and what `link` adds
 
     def _device_of(self, node: FusionNode) -> torch.device:
-        refs = [_ref_of(name) for name in node.input_names]
+        refs = [ref_of(name) for name in node.input_names]
         refs += [ValueRef(op.name, i) for op in node.operations for i in range(len(op.outputs))]
         return self._only_device(node, refs)
 
@@ -143,7 +138,7 @@ class _Builder:
         placeholders = [n for n in self.fx_nodes if n.op == "placeholder"]
         output = next(n for n in self.fx_nodes if n.op == "output")
         units = self._live(self._order(self._units()), output.all_input_nodes)
-        _check_made(units, placeholders, output)
+        check_made(units, placeholders, output)
         symbols, binding = self._bind_symbols(units)
         head = [f"    ({''.join(f'{n.name}, ' for n in placeholders)}) = args", "    args.clear()"]
         if not placeholders:
@@ -163,7 +158,7 @@ class _Builder:
         del self.namespace["torch"]
         return link(self.slots, symbols, source, self.skips, self.reuse, self.namespace)
 
-    def _booked(self, units: list[_Unit]) -> tuple[list[_Unit], list[_Unit]]:
+    def _booked(self, units: list[Unit]) -> tuple[list[Unit], list[Unit]]:
         """Those that run first, with torch's bookkeeping, and those that run below it. See `bookkeeping`."""
         backward = backward_of(self.imported.module)
         nodes = kept_books(self.imported.module.graph, backward.results if backward is not None else None)
@@ -175,7 +170,7 @@ class _Builder:
         booked: set[int] = set()
         while wanted:
             unit = wanted.pop()
-            if unit.slot is not None or unit.half is not None or _effects(unit):
+            if unit.slot is not None or unit.half is not None or have_effects(unit):
                 return units, []  # what it reads is not there at the beginning
             if id(unit) not in booked:
                 booked.add(id(unit))
@@ -184,12 +179,12 @@ class _Builder:
 
     # ---- units ---------------------------------------------------------------------------------------
 
-    def _units(self) -> list[_Unit]:
+    def _units(self) -> list[Unit]:
         fused: dict[str, int] = {}
         for index, slot in enumerate(self.slots[: self.first_group]):
             fused.update((op.name, index) for op in slot.node.kernels)
-        units: list[_Unit] = []
-        groups: dict[int, _Unit] = {}
+        units: list[Unit] = []
+        groups: dict[int, Unit] = {}
         for fx_node in self.fx_nodes:
             if fx_node.op in ("placeholder", "output"):
                 continue
@@ -197,7 +192,7 @@ class _Builder:
             if ref is not None and ref.name in fused:
                 index = fused[ref.name]
                 if index not in groups:
-                    groups[index] = _Unit([], index)
+                    groups[index] = Unit([], index)
                     units.append(groups[index])
                 groups[index].nodes.append(fx_node)
                 # As late as its last operation: the inputs of a node exist by then.
@@ -214,15 +209,15 @@ class _Builder:
             place = self.first_half + number if self.first_half < len(self.slots) else None
             if place is None:
                 self.namespace[f"af_half{number}"] = half.pair
-            units = self._halved(units, half, _Unit([], place, half=number))
+            units = self._halved(units, half, Unit([], place, half=number))
         return units
 
-    def _halved(self, units: list[_Unit], half: Half, whole: _Unit) -> list[_Unit]:
+    def _halved(self, units: list[Unit], half: Half, whole: Unit) -> list[Unit]:
         """The units with those of a half as one. Views of what comes from outside stay there as well."""
         inner = [u for u in units if any(self._operation_of(n) in half.names for n in u.nodes)]
         made = {n for u in inner for n in u.nodes}
         outer = [u for u in inner if u.slot is None and not made.intersection(u.inputs)]
-        outer = [u for u in outer if all(_kind_of(n) is OpKind.VIEW for n in u.nodes)]
+        outer = [u for u in outer if all(kind_of(n) is OpKind.VIEW for n in u.nodes)]
         rest = [u for u in units if not any(u is i for i in inner) or any(u is o for o in outer)]
         whole.nodes = [n for u in inner for n in u.nodes]
         whole.position = max(u.position for u in inner)
@@ -239,16 +234,16 @@ class _Builder:
         ref = self.imported.refs.get(node)
         return ref.name if ref is not None else ""
 
-    def _unit(self, node: fx.Node) -> _Unit:
+    def _unit(self, node: fx.Node) -> Unit:
         """A line of its own. Sizes are computed from the inputs' sizes, so that no tensor has to be there for them."""
         size = self.imported.dims.get(node)
         if node.op == "call_function" and isinstance(size, sympy.Expr):
             known = all(str(s) in self.sources for s in free_symbols(size))
             if known and size.is_polynomial(*size.free_symbols):
-                return _Unit([node], None, [], [node], self.position[node], size=size)
-        return _Unit([node], None, list(node.all_input_nodes), [node], self.position[node])
+                return Unit([node], None, [], [node], self.position[node], size=size)
+        return Unit([node], None, list(node.all_input_nodes), [node], self.position[node])
 
-    def _grouped(self, units: list[_Unit], index: int) -> list[_Unit]:
+    def _grouped(self, units: list[Unit], index: int) -> list[Unit]:
         """The units with those of a group as one. Views between them run inside too; others keep their own copy."""
         node = self.slots[index].node
         names = {op.name for op in node.operations}
@@ -257,8 +252,8 @@ class _Builder:
         inner = [u for u in units if any(self._operation_of(n) in kernels for n in u.nodes)]
         rest = [u for u in units if not any(u is i for i in inner)]
         views = [u for u in rest if u.slot is None and self._operation_of(u.nodes[0]) in names]
-        group = _Unit([n for u in inner for n in u.nodes], index, position=max(u.position for u in inner))
-        copies = [_Unit(list(u.nodes), None, list(u.inputs), list(u.outputs), u.position) for u in views]
+        group = Unit([n for u in inner for n in u.nodes], index, position=max(u.position for u in inner))
+        copies = [Unit(list(u.nodes), None, list(u.inputs), list(u.outputs), u.position) for u in views]
         group.outputs = [self.by_ref[ref] for ref in node.outputs]
         # Without views of what stays inside a node.
         group.inner = self._live(self._order([*inner, *copies]), group.outputs)
@@ -271,15 +266,15 @@ class _Builder:
 
     def _node_of(self, name: str) -> fx.Node:
         """The FX node of a node input."""
-        return self.by_ref[_ref_of(name)]
+        return self.by_ref[ref_of(name)]
 
-    def _order(self, units: list[_Unit]) -> list[_Unit]:
+    def _order(self, units: list[Unit]) -> list[Unit]:
         """Topological order that stays near the program's; effects keep their order among themselves."""
         producer = {n: unit for unit in units for n in unit.nodes}
         before: dict[int, set[int]] = {id(u): set() for u in units}
-        after: dict[int, list[_Unit]] = {id(u): [] for u in units}
+        after: dict[int, list[Unit]] = {id(u): [] for u in units}
 
-        def edge(first: _Unit, second: _Unit) -> None:
+        def edge(first: Unit, second: Unit) -> None:
             if first is not second and id(first) not in before[id(second)]:
                 before[id(second)].add(id(first))
                 after[id(first)].append(second)
@@ -289,14 +284,14 @@ class _Builder:
                 if n in producer:
                     edge(producer[n], unit)
         # A node runs at its last operation, but draws in the order of the one that draws.
-        drawn = [(min(self.position[n] for n in u.nodes if _has_effect(n)), u) for u in units if _effects(u)]
+        drawn = [(min(self.position[n] for n in u.nodes if has_effect(n)), u) for u in units if have_effects(u)]
         effects = [unit for _, unit in sorted(drawn, key=lambda item: item[0])]
         for first, second in itertools.pairwise(effects):
             edge(first, second)
         ready = [(u.position, i) for i, u in enumerate(units) if not before[id(u)]]
         heapq.heapify(ready)
         index_of = {id(u): i for i, u in enumerate(units)}
-        ordered: list[_Unit] = []
+        ordered: list[Unit] = []
         while ready:
             unit = units[heapq.heappop(ready)[1]]
             ordered.append(unit)
@@ -308,12 +303,12 @@ class _Builder:
             raise ShapeError("expected an acyclic graph of nodes, found a cycle; this is an error of the planner")
         return ordered
 
-    def _live(self, units: list[_Unit], leaving: Sequence[fx.Node]) -> list[_Unit]:
+    def _live(self, units: list[Unit], leaving: Sequence[fx.Node]) -> list[Unit]:
         """Without what nothing reads any more, such as views of values that stayed inside a node."""
         needed = set(leaving)
-        kept: list[_Unit] = []
+        kept: list[Unit] = []
         for unit in reversed(units):
-            if unit.slot is None and not needed.intersection(unit.outputs) and not _effects(unit):
+            if unit.slot is None and not needed.intersection(unit.outputs) and not have_effects(unit):
                 continue
             needed.update(unit.inputs)
             kept.append(unit)
@@ -339,7 +334,7 @@ class _Builder:
                     sources.setdefault(str(size), f"{n.name}.size({axis})")
         return sources
 
-    def _bind_symbols(self, units: Sequence[_Unit]) -> tuple[tuple[str, ...], list[str]]:
+    def _bind_symbols(self, units: Sequence[Unit]) -> tuple[tuple[str, ...], list[str]]:
         """The free symbols of all slots and the lines that read them, and those of sizes, off the inputs."""
         sources = self.sources
         wanted = dict.fromkeys(str(s) for slot in self.slots for s in slot.symbols)
@@ -354,12 +349,12 @@ class _Builder:
             raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")
         lines = [f"af_{s} = {sources[s]}" for s in needed]
         for name, expr in derived.items():
-            lines.append(f"af_{name} = {_in_code(expr)}")
+            lines.append(f"af_{name} = {in_code(expr)}")
         return tuple(wanted), lines
 
     # ---- text ----------------------------------------------------------------------------------------
 
-    def _body(self, units: list[_Unit], output: fx.Node, start: int | None) -> tuple[list[str], list[str]]:
+    def _body(self, units: list[Unit], output: fx.Node, start: int | None) -> tuple[list[str], list[str]]:
         """The lines of all units, without and with measuring; from unit ``start`` on, below torch's bookkeeping."""
         kept = set(output.all_input_nodes)
         last: dict[fx.Node, int] = {}
@@ -392,14 +387,14 @@ class _Builder:
 
     # ---- memory --------------------------------------------------------------------------------------
 
-    def _find_reuse(self, units: Sequence[_Unit], kept: set[fx.Node]) -> None:
+    def _find_reuse(self, units: Sequence[Unit], kept: set[fx.Node]) -> None:
         """Note which outputs of kernels may be written where an input lies that dies there."""
         if not self.reuses:
             return
         steps = []
         for unit in units:
             is_fresh = unit.slot is not None or unit.half is not None
-            is_fresh = is_fresh or (len(unit.nodes) == 1 and _short_name(unit.nodes[0]) in FRESH)
+            is_fresh = is_fresh or (len(unit.nodes) == 1 and short_name(unit.nodes[0]) in FRESH)
             is_kernel = unit.slot is not None and not unit.inner and self.slots[unit.slot].device.type == "cpu"
             form = self.slots[unit.slot].node.form if is_kernel and unit.slot is not None else None
             steps.append(Step(tuple(unit.inputs), tuple(unit.outputs), is_fresh, form))
@@ -407,7 +402,7 @@ class _Builder:
             if pairs and unit.slot is not None:
                 self.reuse[unit.slot] = pairs
 
-    def _measured(self, unit: _Unit, lines: list[str]) -> list[str]:
+    def _measured(self, unit: Unit, lines: list[str]) -> list[str]:
         """The lines of a unit, between those that take their time where it is a node or a group."""
         if unit.slot is None:
             return lines
@@ -417,7 +412,7 @@ class _Builder:
         timer = f"    af_plan.timers[{unit.slot}]"
         return [f"{timer}.start()", *lines, f"{timer}.stop()"]
 
-    def _branch(self, unit: _Unit) -> tuple[list[str], list[str]]:
+    def _branch(self, unit: Unit) -> tuple[list[str], list[str]]:
         """A group: its own callable, or what it is made of; without and with measuring."""
         kept = {*unit.outputs, *unit.inputs}
         last: dict[fx.Node, int] = {}
@@ -439,13 +434,13 @@ class _Builder:
             head, tail = self._half_branch(unit, unit.half)
         return [*head, *_indented(plain), *tail], [*head, *_indented(timed), *tail]
 
-    def _half_branch(self, unit: _Unit, number: int) -> tuple[list[str], list[str]]:
+    def _half_branch(self, unit: Unit, number: int) -> tuple[list[str], list[str]]:
         """A half of an attention: the lines before and behind its operations one by one."""
         inputs = [n.name for n in unit.inputs[: unit.arity]]
         outputs = ", ".join(n.name for n in unit.outputs)
         count = f"        af_plan.skipped[{number}] += 1"
         if unit.slot is None:  # what forward kept tells which half it ran
-            lead = "".join(f"{_in_code(sympy.sympify(dim))}, " for dim in self.halves[number].pair.lead)
+            lead = "".join(f"{in_code(sympy.sympify(dim))}, " for dim in self.halves[number].pair.lead)
             call = f"af_half{number}(({lead}), {', '.join(inputs)})"
             return [f"    if {inputs[0]}.dim() != 1:"], ["    else:", f"        {outputs} = {call}", count]
         whole = f"af_whole{number}"
@@ -453,19 +448,19 @@ class _Builder:
         taken = ["    else:", f"        {outputs} = {whole}", f"        del {whole}", count]
         return [asked, f"    if {whole} is None:"], taken
 
-    def _line(self, unit: _Unit) -> str:
+    def _line(self, unit: Unit) -> str:
         if unit.slot is not None:
             inputs = ", ".join(n.name for n in unit.inputs[: unit.arity])
             return f"{', '.join(n.name for n in unit.outputs)} = af_n{unit.slot}({inputs})"
         node = unit.nodes[0]
         if unit.size is not None:
-            return f"{node.name} = {_in_code(unit.size)}"
+            return f"{node.name} = {in_code(unit.size)}"
         args = [self._arg(a) for a in node.args]
         kwargs = {k: self._arg(v) for k, v in node.kwargs.items()}
         if node.target is operator.getitem:
             return f"{node.name} = {args[0]}[{args[1]}]"
         if node.op == "get_attr":
-            self.namespace[f"af_attr_{node.name}"] = _attribute(self.imported.module, str(node.target))
+            self.namespace[f"af_attr_{node.name}"] = attribute(self.imported.module, str(node.target))
             return f"{node.name} = af_attr_{node.name}"
         if node.op == "call_method":
             rest = [*args[1:], *(f"{k}={v}" for k, v in kwargs.items())]
@@ -473,7 +468,7 @@ class _Builder:
         if node.op == "call_module":
             self.namespace[f"af_attr_{node.name}"] = self.imported.module.get_submodule(str(node.target))
             return f"{node.name} = af_attr_{node.name}({', '.join([*args, *(f'{k}={v}' for k, v in kwargs.items())])})"
-        name = _target_name(node)
+        name = target_name(node)
         if name == "aten._unsafe_view.default" and self.is_below:  # it differs from a view in what is noted of it
             name = "aten.view.default"
         return f"{node.name} = {render_call(name, args, kwargs, self.namespace, node.target)}"
@@ -500,68 +495,3 @@ class _Builder:
 
 def _indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
-
-
-def _in_code(size: sympy.Expr) -> str:
-    """A size in the names that the code has for symbols."""
-    return dim_text(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}), PYTHON)
-
-
-def _check_made(units: Sequence[_Unit], placeholders: Sequence[fx.Node], output: fx.Node) -> None:
-    """Raise ShapeError where a line reads what no line before it makes: a group that holds too much."""
-    made = set(placeholders)
-    for unit in units:
-        absent = [n.name for n in unit.inputs if n not in made]
-        if absent:
-            raise ShapeError(
-                f"expected {', '.join(absent)} before {unit.nodes[0].name}, found them in no node's outputs"
-            )
-        made.update(unit.outputs)
-    absent = [n.name for n in output.all_input_nodes if n not in made]
-    if absent:
-        raise ShapeError(f"expected {', '.join(absent)} among what the nodes make, found no such outputs")
-
-
-def _short_name(node: fx.Node) -> str:
-    return _target_name(node).split(".")[1] if node.op == "call_function" else ""
-
-
-def _kind_of(node: fx.Node) -> OpKind:
-    """What kind of operator an FX node calls."""
-    return info(_target_name(node)).kind if node.op == "call_function" else OpKind.OPAQUE
-
-
-def _ref_of(name: str) -> ValueRef:
-    """The value of a node input; ``a@2`` is output 2 of operation ``a``."""
-    base, _, index = name.partition("@")
-    return ValueRef(base, int(index) if index else 0)
-
-
-def _target_name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
-    return f"py.{getattr(target, '__module__', '')}_{getattr(target, '__name__', 'call')}.{id(target)}"
-
-
-def _attribute(module: fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _effects(unit: _Unit) -> bool:
-    return any(map(_has_effect, unit.nodes))
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether the operation draws random numbers or writes to an input."""
-    if node.op in ("call_module", "call_method"):
-        return True
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return True
-    return target in (bernoulli_mask, philox_dropout)
