@@ -32,6 +32,7 @@ MOST_FILES, MOST_BYTES = 128, 256 << 20  # the oldest go
 _MAGIC = b"autofuse1\n"
 _SEAL_BYTES = 32
 _KEY_BYTES = 32
+UID_MAP = Path("/proc/self/uid_map")
 
 
 class Untrusted(AutofuseError):
@@ -143,11 +144,13 @@ def check_above(path: Path) -> None:
     """Raises Untrusted unless only this user and root may put anything in the place of ``path``."""
     for parent in filter(os.path.lexists, _parents(path)):
         # A link is as safe as the folder that holds it, and what it leads to is looked at by itself.
-        if os.lstat(parent).st_uid not in (os.geteuid(), 0):
+        link = os.lstat(parent)
+        if link.st_uid != os.geteuid() and not _is_of_root(parent, link):
             raise Untrusted(f"{parent}, above {path}, belongs to another user")
         found = os.stat(parent)
-        is_shared_safely = bool(found.st_mode & stat.S_ISVTX) and found.st_uid == 0  # as /tmp is
-        problem = _problem(parent, found, 0 if is_shared_safely else 0o022)
+        is_of_root = _is_of_root(Path(os.path.realpath(parent)), found)
+        is_shared_safely = bool(found.st_mode & stat.S_ISVTX) and is_of_root  # as /tmp is
+        problem = _problem(parent, found, 0 if is_shared_safely else 0o022, is_of_root)
         if problem:
             raise Untrusted(f"{parent}, above {path}, {problem}")
 
@@ -190,9 +193,35 @@ def _parents(path: Path) -> Iterator[Path]:
     yield from dict.fromkeys([*written.parents, *Path(os.path.realpath(written)).parents])
 
 
-def _problem(path: Path, found: os.stat_result, forbidden: int) -> str:
+def _is_of_root(path: Path, found: os.stat_result) -> bool:
+    """Whether a folder above, or a link there, is root's.
+
+    In a user namespace that has no root, the owner of "/" stands for it, and for all other users of the machine: there
+    only what lies in a folder of root's that nobody else may write to counts, up to "/".
+    """
+    if found.st_uid == 0 or found.st_uid != _stand_in():
+        return found.st_uid == 0
+    if path == path.parent:
+        return True
+    above = os.stat(path.parent)
+    return not above.st_mode & 0o022 and _is_of_root(Path(os.path.realpath(path.parent)), above)
+
+
+@cache
+def _stand_in() -> int | None:
+    """Who owns what is root's, in a user namespace that has no root; None elsewhere."""
+    try:
+        lines = [tuple(map(int, line.split())) for line in UID_MAP.read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    has_root = any(first <= 0 < first + count for first, _, count in lines)
+    owner = os.stat("/").st_uid
+    return None if has_root or not lines or owner == os.geteuid() else owner
+
+
+def _problem(path: Path, found: os.stat_result, forbidden: int, is_of_root: bool = False) -> str:
     """Why others may have changed it, and what mends it; "" where they may not have."""
-    if found.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in (os.geteuid(), 0) and not is_of_root:
         return "belongs to another user"
     mode = found.st_mode & forbidden
     if mode & 0o020 and _is_of_one(found.st_gid):

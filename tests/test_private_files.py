@@ -173,3 +173,48 @@ def test_the_oldest_go(folder):
     assert folder.names() == ["key4", "key5"]
     PrivateFolder(folder.path / "nowhere").prune()
     assert PrivateFolder(folder.path / "nowhere").names() == []
+
+
+@pytest.fixture
+def uid_map(tmp_path, monkeypatch):
+    """Writes a user namespace's map of user numbers, as an ordinary user of it sees that."""
+    monkeypatch.setattr(private_files, "UID_MAP", tmp_path / "uid_map")
+    monkeypatch.setattr(private_files.os, "geteuid", lambda: 1234)
+
+    def write(text):
+        private_files._stand_in.cache_clear()
+        (tmp_path / "uid_map").write_text(text)
+        return private_files._stand_in()
+
+    yield write
+    private_files._stand_in.cache_clear()
+
+
+def test_who_stands_for_root(uid_map):
+    owner = os.stat("/").st_uid
+    assert uid_map("      1234       1234          1\n") == owner
+    assert uid_map("         0          0 4294967295\n") is None
+    assert uid_map("         1     100000      65536\n         0       1000          1\n") is None
+    assert uid_map("") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making folders of another user takes root's rights")
+def test_a_namespace_without_root(tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
+    shared, theirs = tmp_path / "tmp", tmp_path / "tmp" / "theirs"
+    theirs.mkdir(parents=True)
+    for path in (shared, theirs):
+        os.chown(path, 65534, 65534)
+    shared.chmod(0o1777)
+    (shared / "mine").mkdir()
+    with pytest.raises(Untrusted, match="another user"):
+        private_files.check_above(shared / "mine" / "store")
+    monkeypatch.setattr(private_files, "_stand_in", lambda: 65534)
+    private_files.check_above(shared / "mine" / "store")
+    with pytest.raises(Untrusted, match="another user"):  # who stands for root stands for all others too
+        private_files.check_above(theirs / "store")
+    shared.chmod(0o777)
+    with pytest.raises(Untrusted, match="may be written to by others"):
+        private_files.check_above(shared / "mine" / "store")
+    with pytest.raises(Untrusted, match="another user"):
+        private_files.check_folder(shared)
