@@ -1,8 +1,9 @@
 """Which file systems other machines write to as well.
 
 In: a path. Out: the type of its file system where that is one of a network, as Linux names it.
-Guarantee: only a name; what is not known counts as local. SQLite's shared log lives in memory that processes of one
-machine share, so on these file systems a store uses a journal instead, which needs locks alone.
+Guarantee: only a name; what is not known counts as local, but for file systems of fuse. SQLite's shared log lives in
+memory that processes of one machine share, so on these file systems a store uses a journal instead, which needs locks
+alone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import os
 import re
 from pathlib import Path
 
-# Beside those of fuse: none that is local is worth a shared log.
 NETWORK = frozenset((
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "pvfs2", "orangefs", "afs", "ncpfs", "cifs", "smb3",
     "smbfs", "9p", "virtiofs", "vboxsf", "prl_fs",
+))  # fmt: skip
+# Of fuse those on disks of this machine: ntfs and exfat, root folders of rootless containers, encrypted ones.
+# Whatever else there is (sshfs, s3fs, rclone, glusterfs, gcsfuse, those that nobody here has heard of) counts as a
+# network: a journal is right on every file system, a shared log is not.
+LOCAL_FUSE = frozenset((
+    "fuseblk", "fuse-overlayfs", "ntfs", "ntfs-3g", "exfat", "exfat-fuse", "fuse2fs", "ext2", "encfs", "gocryptfs",
+    "cryfs",
 ))  # fmt: skip
 MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")  # blanks and the like in names of folders
@@ -36,4 +43,10 @@ def network_type(path: Path) -> str:
         folder = Path(os.fsdecode(_ESCAPED.sub(lambda found: bytes([int(found[1], 8) & 255]), mount[0])))
         if place.is_relative_to(folder) and len(folder.parts) >= deepest:
             found, deepest = os.fsdecode(kind[0]), len(folder.parts)
-    return found if found in NETWORK or found.startswith("fuse") else ""
+    return found if found in NETWORK or _is_of_fuse_and_not_local(found) else ""
+
+
+def _is_of_fuse_and_not_local(kind: str) -> bool:
+    """ "fuse.sshfs", "fuse" alone; "fuseblk" may have a subtype too."""
+    family, _, subtype = kind.partition(".")
+    return family in ("fuse", "fuseblk") and not {family, subtype} & LOCAL_FUSE

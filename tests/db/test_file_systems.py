@@ -43,6 +43,20 @@ def test_names_of_mounts_are_bytes(name: str, tmp_path: Path, monkeypatch: pytes
     assert network_type(tmp_path) == ""
 
 
+@pytest.mark.parametrize("kind", ["fuse.sshfs", "fuse.s3fs", "fuse.rclone", "fuse.glusterfs", "fuse.new", "fuse"])
+def test_file_systems_of_fuse_that_others_may_write_to(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts(tmp_path, monkeypatch, (tmp_path, kind))
+    assert network_type(tmp_path) == kind
+
+
+@pytest.mark.parametrize("kind", ["fuseblk", "fuseblk.ntfs-3g", "fuse.fuse-overlayfs", "fuse.gocryptfs", "fusectl"])
+def test_file_systems_of_fuse_on_disks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts(tmp_path, monkeypatch, (tmp_path, kind))
+    assert network_type(tmp_path) == ""
+
+
 def journal(path: Path) -> str:
     with sqlite3.connect(path) as raw:
         (mode,) = raw.execute("PRAGMA journal_mode").fetchone()
