@@ -15,11 +15,12 @@ from typing import Protocol
 
 import torch
 
-from autofuse.codegen.c.build import Toolchain, find_toolchain
+from autofuse.codegen.c.build import Toolchain, find_toolchain, is_for_this_cpu
 from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.key import find_triton
 from autofuse.errors import CompilerError
+from autofuse.ir.device import cpu_device
 from autofuse.ir.records import DeviceInfo, KernelRecord
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.devices import CPU, gpu_device
@@ -153,6 +154,8 @@ class Backends:
     def load(self, record: KernelRecord, device: torch.device) -> Entry:
         """A kernel of the store, or a way with all of its kernels, as this process can launch it."""
         backend = self._by_type[device.type]
+        if device.type == "cpu" and not is_for_this_cpu(record.key.target):
+            raise CompilerError(f"expected a kernel for {cpu_device().isa}, found one for {record.key.target}")
         if not is_bundle(record.binary):
             return backend.load(record.key.digest, record.name, record.binary, device)
 

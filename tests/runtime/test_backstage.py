@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from autofuse.codegen.c import bernoulli, build
@@ -72,11 +74,48 @@ def test_what_a_compiler_can_do_is_noted_for_later_processes(tmp_path, monkeypat
     (note,) = folder.path.iterdir()
     note.write_bytes(note.read_bytes()[:-1] + b"?")
     probes = []
-    monkeypatch.setattr(build, "_probe", lambda *args: probes.append(args) or found)
+    monkeypatch.setattr(build, "_probe", lambda *args: probes.append(args) or (found, True))
     assert find_toolchain("cc", folder) == found and len(probes) == 1, "an altered note is not believed"
     assert find_toolchain("cc -pipe", folder).command == found.command and len(probes) == 2, (
         "nor one of another command"
     )
+
+
+@pytest.fixture
+def compilers(tmp_path, monkeypatch):
+    """A folder on PATH, and what writes a program there that is the real compiler behind some shell."""
+    real = find_toolchain("cc").command[0]
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    (tmp_path / "bin").mkdir()
+
+    def write(name, before, program=f'exec {real} "$@"'):
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{before}\n{program}\n")
+        path.chmod(0o755)
+        build._probe.cache_clear()
+
+    yield write
+    build._probe.cache_clear()
+
+
+def test_a_new_compiler_behind_another_program_is_looked_at(tmp_path, compilers):
+    folder = PrivateFolder(tmp_path / "notes")
+    compilers("mycache", "", 'exec "$@"')
+    compilers("mycc", "")
+    find_toolchain("mycache mycc", folder)
+    compilers("mycc", "# a newer one")
+    find_toolchain("mycache mycc", folder)
+    assert len(folder.names()) == 2
+
+
+def test_a_probe_without_a_verdict_is_not_noted(tmp_path, compilers):
+    folder = PrivateFolder(tmp_path / "notes")
+    full = 'case "$*" in *fno-math-errno*) echo "fatal error: No space left on device" >&2; exit 1;; esac'
+    compilers("mycc", full)
+    assert find_toolchain("mycc", folder).libmvec == 0 and not folder.names()
+    lacks = full.replace("fatal error: No space left on device", "ld: undefined reference to _ZGVbN4v_expf")
+    compilers("mycc", lacks)
+    assert find_toolchain("mycc", folder).libmvec == 0 and len(folder.names()) == 1
 
 
 def test_a_generator_is_compiled_once(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Decisions in memory: narrowest bucket, latest, right thread count; shape checks and dispatch by the seeds' names."""
 
+import platform
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,10 +10,11 @@ from hypothesis import strategies as st
 import autofuse
 from autofuse.errors import ShapeError
 from autofuse.fusion import FusionNode
+from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, KernelRecord
 from autofuse.ir.shape import SymbolicShape
-from autofuse.runtime.backends import CPU, Place
+from autofuse.runtime.backends import CPU, Backends, Place
 from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.injector import RuntimeShapeInjector
@@ -103,6 +106,15 @@ def test_two_devices_share_decisions_by_model_and_load_by_index():
     assert loaded == [("cuda:H200:132", 0), ("cuda:L4:58", 1), ("cuda:L4:58", 2), ("c", None)]
     assert found[0].entry is found[3].entry and found[1].entry is not found[2].entry
     assert not choose(table, shelf, "n", [7], place(0, torch.device("cuda", 3), "cuda:A100:108")).known
+
+
+def test_a_kernel_for_another_processor_is_not_loaded():
+    backends = Backends("no-such-cc", cpu_device())
+    for isa in ("avx512-ffffff", cpu_device().isa):
+        record = KernelRecord(CompileKey("s", "c", "f", f"{platform.machine()}:{isa}:1234"), "bad", "", b"no binary")
+        with pytest.raises(Exception) as found:
+            backends.load(record, CPU)
+        assert ("expected a kernel for" in str(found.value)) == (isa != cpu_device().isa)
 
 
 def test_no_kernel_is_loaded_while_a_graph_is_recorded(monkeypatch):

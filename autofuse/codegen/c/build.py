@@ -27,6 +27,7 @@ from pathlib import Path
 
 from autofuse.codegen.c.target import NATIVE, flags, march
 from autofuse.errors import CompilerError, CompilerNotReady
+from autofuse.ir.device import cpu_device
 from autofuse.ir.records import CompileKey, Config
 from autofuse.private_files import PrivateFolder, Untrusted
 
@@ -76,7 +77,7 @@ def find_toolchain(cc: str | None = None, folder: PrivateFolder | None = None) -
     for name in names:
         command = _command(name)
         if command:
-            return _probe(command, march()) if folder is None else _known(command, march(), folder)
+            return _probe(command, march())[0] if folder is None else _known(command, march(), folder)
     raise CompilerNotReady(
         f"expected a C compiler, found none of {', '.join(names)}; "
         "install one (apt install gcc, dnf install gcc) or name it with the setting `cc`"
@@ -96,29 +97,34 @@ def _command(name: str) -> tuple[str, ...]:
 
 
 def _known(command: tuple[str, ...], march: str, folder: PrivateFolder) -> Toolchain:
-    """As an earlier process found it, where program, processor and C library are the same."""
-    program = os.stat(command[0])  # through links
+    """As an earlier process found it, where programs, processor and C library are the same."""
+    programs = [path for word in command if (path := shutil.which(word))]  # "ccache gcc" are two
+    found_there = [os.stat(path) for path in programs]  # through links
+    identities = [(found.st_size, found.st_mtime_ns, found.st_ino) for found in found_there]
     facts = (
-        command, march, os.path.realpath(command[0]), program.st_size, program.st_mtime_ns, program.st_ino,
-        platform.libc_ver(), sorted(flags()),
+        command, march, [*map(os.path.realpath, programs)], identities, platform.libc_ver(), sorted(flags()),
     )  # fmt: skip
     name = f"toolchain.{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, Untrusted, ValueError, TypeError):
         fields = json.loads(folder.read(name))
         return Toolchain(**fields | {"command": command, "march": march})
-    found = _probe(command, march)
-    with contextlib.suppress(OSError, Untrusted):
-        folder.write(name, json.dumps(asdict(found)).encode())
+    found, is_final = _probe(command, march)
+    if is_final:
+        with contextlib.suppress(OSError, Untrusted):
+            folder.write(name, json.dumps(asdict(found)).encode())
     return found
 
 
 @functools.lru_cache(maxsize=8)
-def _probe(command: tuple[str, ...], march: str) -> Toolchain:
-    """Runs of the compiler side by side: a script waits for them when it is first captured, 0.4 s one by one."""
+def _probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
+    """What it can do, and whether that is all the compiler's own verdict: it is not where memory or a disk was full.
+
+    Runs of the compiler side by side: a script waits for them when it is first captured, 0.4 s one by one.
+    """
     nothing = "int af_probe(void) { return 0; }"
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder, ThreadPoolExecutor(_PROBES_AT_ONCE) as pool:
 
-        def compiles(number: int, text: str, *flags: str) -> Future[bool]:
+        def compiles(number: int, text: str, *flags: str) -> Future[bool | None]:
             return pool.submit(_compiles, command, text, flags, Path(folder, f"probe{number}"))
 
         version = pool.submit(_run, [*command, "--version"], 20)
@@ -134,7 +140,10 @@ def _probe(command: tuple[str, ...], march: str) -> Toolchain:
         libmvec = max((level for level, found in levels.items() if found.result()), default=0)
         first_line = version.result().stdout.partition("\n")[0].strip()
         is_x86 = platform.machine() in ("x86_64", "AMD64")
-        return Toolchain(command, first_line, target.result(), libmvec, openmp, is_x86, march)
+        verdicts = [openmp, *(found.result() for found in levels.values())]
+        is_final = None not in verdicts and version.result().returncode == target.result().returncode == 0
+        text = _target_text(target.result().stdout)
+        return Toolchain(command, first_line, text, libmvec, bool(openmp), is_x86, march), is_final
 
 
 def _vector_probe(functions: Sequence[str]) -> str:
@@ -152,7 +161,8 @@ _LIBMVEC_PROBES = (
 )
 
 
-def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Path) -> bool:
+def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Path) -> bool | None:
+    """None: the compiler did not come to a verdict, and may at another time."""
     source, binary = stem.with_suffix(".c"), stem.with_suffix(".so")
     source.write_text(text)
     # --no-undefined: a vector variant that libmvec lacks must fail here, not when the kernel is loaded
@@ -168,14 +178,32 @@ def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Pat
         "-Wl,--no-undefined",
         "-lm",
     ]
-    return _run(arguments, 60).returncode == 0
+    result = _run(arguments, 60)
+    if result.returncode == 0:
+        return True
+    return False if any(sign in result.stderr for sign in (f"{source}:", *_VERDICTS)) else None
 
 
-def _target(command: Sequence[str], march: str) -> str:
+# What compilers and linkers say of a program, or of what they lack for it: functions of libmvec, OpenMP.
+_VERDICTS = ("undefined reference", "undefined symbol", "-fopenmp", "gomp", "libomp", "-lomp")
+
+
+def _target(command: Sequence[str], march: str) -> subprocess.CompletedProcess[str]:
     """What -march means here, as the compiler itself says it."""
-    result = _run([*command, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null"], 20)
-    names = sorted(line.split()[1] for line in result.stdout.splitlines() if line.startswith("#define __"))
-    return f"{platform.machine()}:{hashlib.sha256(' '.join(names).encode()).hexdigest()[:12]}"
+    return _run([*command, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null"], 20)
+
+
+def _target_text(macros: str) -> str:
+    """The processor, and a digest of what the compiler makes of it."""
+    names = sorted(line.split()[1] for line in macros.splitlines() if line.startswith("#define __"))
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:12]
+    return f"{platform.machine()}:{cpu_device().isa}:{digest}"
+
+
+def is_for_this_cpu(target: str) -> bool:
+    """Whether a stored kernel was made for a processor that knows the same instructions; older ones do not say so."""
+    said = target.split(":")[:-1]
+    return len(said) < 2 or said == [platform.machine(), cpu_device().isa]
 
 
 def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
