@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 STATIC = Bucket(())
 DEVICES = ("cpu", "cuda")
+MOST_GROUPS = 256  # kept; new tensors make a new group, and some scripts make new ones again and again
 STEPS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}  # of a group: the first makes its states
 # Arguments that torch treats apart from plain steps.
 UNUSUAL = ("has_complex", "has_sparse_grad", "capturable", "differentiable", "grad_scale", "found_inf")
@@ -54,6 +55,7 @@ class OptimizerRouter:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._groups: dict[tuple[Any, ...], Group] = {}
+        self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused ones, of groups that are not kept
 
     def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
         """Whether the step was made; otherwise it is torch's."""
@@ -90,12 +92,19 @@ class OptimizerRouter:
             form = StepForm(algorithm, flags, dtype, sizes, asked, device.type, counters)
             self._session.use_device(device)
             known = next((g for g in self._groups.values() if g.form == form and g.device == device), None)
+            if len(self._groups) >= MOST_GROUPS:
+                self._let_oldest_go()
             group = self._groups[key] = Group(form, device)
             if any(p.device != device for p in params):
                 self._leave(group, f"expected all parameters on {device}, found some elsewhere")
             if known is not None:
                 group.is_posted, group.is_settled = known.is_posted, known.is_settled
         return group
+
+    def _let_oldest_go(self) -> None:
+        oldest = self._groups.pop(next(iter(self._groups)))
+        steps, fused = self._let_go.get(oldest.form, (0, 0))
+        self._let_go[oldest.form] = steps + oldest.steps, fused + oldest.fused_steps
 
     def _step(self, group: Group, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
         """Whether the step was made."""
@@ -191,7 +200,7 @@ class OptimizerRouter:
 
     def uses(self) -> list[NodeUse]:
         """How the steps were used, for the report."""
-        sums: dict[StepForm, tuple[int, int]] = {}
+        sums: dict[StepForm, tuple[int, int]] = dict(self._let_go)
         for group in list(self._groups.values()):
             steps, fused = sums.get(group.form, (0, 0))
             sums[group.form] = steps + group.steps, fused + group.fused_steps

@@ -109,9 +109,10 @@ class TuningLoop:
         self._compiler: TritonCompiler | None = None
         self._versions = versions()
         self._started_at = time.time()
+        self._neighbours = Neighbours(meeting_folder(settings))
         self._yielding = Yielding(
             settings.tuner,
-            Neighbours(meeting_folder(settings)),
+            self._neighbours,
             is_urgent=is_urgent,
             is_stopping=lambda: self.is_stopping,
             saved=self._saved,
@@ -466,9 +467,10 @@ class TuningLoop:
         return TritonBackend(device, self._compiler.compile)
 
     def _asking_pid(self) -> int | None:
-        """The process whose request is in work, None where it has ended."""
-        runs = self._store.runs(RECENT_RUNS)
-        return next((run.pid for run in runs if run.id == self._run_id and run.finished_at is None), None)
+        """The process whose request is in work, None where it has ended or runs on another machine."""
+        here = {script.pid for script in self._neighbours.scripts()}
+        runs = [run for run in self._store.runs(RECENT_RUNS) if run.id == self._run_id and run.finished_at is None]
+        return next((run.pid for run in runs if run.pid in here), None)
 
     def _memory_bytes(self, device: str) -> int:
         tuner = self.settings.tuner

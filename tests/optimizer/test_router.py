@@ -252,6 +252,15 @@ def test_threads_have_tables_of_their_own(calls: Calls) -> None:
     assert calls.kernels == 8 and len({id(g.call) for g in calls.router._groups.values()}) == 2
 
 
+def test_groups_of_tensors_that_are_gone_are_not_kept(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "MOST_GROUPS", 3)
+    models = [parameters(2) for _ in range(5)]
+    for params in models:
+        trained("SGD", params, steps=2)
+    assert len(calls.router._groups) == 3
+    assert [(use.calls, use.fused_calls) for use in calls.router.uses()] == [(10, 10)]
+
+
 # ---- other devices: tensors of "meta", which have a device and no memory, stand for those of a GPU ----------------
 
 META = torch.device("meta")

@@ -39,6 +39,7 @@ from autofuse.tuner.manners import (
     allowed_percent,
     young_share,
 )
+from autofuse.tuner.neighbours import Neighbours, meeting_folder
 from autofuse.tuner.serving import TuningLoop
 from tests.tuner.nodes import chain_form, matmul_form, request
 
@@ -350,6 +351,20 @@ def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> Non
     queue(settings, *(TuneRequest(**{**vars(mine), "key": type(mine.key)(**{**vars(mine.key), **o})}) for o in others))
     loop = make_loop(settings)
     assert loop._next() is None
+    loop.close()
+
+
+def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings) -> None:
+    """Two machines with one store: a run's process number means another process, or none, on the other one."""
+    loop = make_loop(settings)
+    with Store.open(settings.run.store) as store:
+        store.start_run(RunStart("x.py", cpu_device(), versions(), "background", os.getpid()))
+    loop._run_id = 1
+    assert loop._asking_pid() is None
+    script = Neighbours(meeting_folder(settings))
+    script.announce(10.0)
+    assert loop._asking_pid() == os.getpid()
+    script.withdraw()
     loop.close()
 
 
