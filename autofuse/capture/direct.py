@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._C._dynamo.guards import DictGuardManager
 from torch._dynamo import utils
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._guards import TracingContext
@@ -36,20 +37,38 @@ class DirectCall(NamedTuple):
 
     def fits(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the code may run in place of this call."""
-        try:
-            return self.manager.cache_entry is not None and self.check(
-                {"module": module, "args": args, "kwargs": kwargs}
-            )
-        except RuntimeError:  # a nested tensor has no strides; guards then leave __torch_function__ off (torch 2.13)
-            torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
-            return False
+        scope = {"module": module, "args": args, "kwargs": kwargs}
+        return self.manager.cache_entry is not None and hold(self.check, scope)
+
+    def types(self) -> set[type]:
+        """Of all objects that the guards look at."""
+        found: set[type] = set()
+        waiting = [self.manager.root]
+        while waiting:
+            node = waiting.pop()
+            found.add(node.get_type_of_guarded_value())
+            if isinstance(node, DictGuardManager):
+                pairs = node.get_key_value_managers().values()
+                waiting += [child for pair in pairs for child in pair if child is not None]
+            else:
+                waiting += node.get_child_managers()
+        return found
+
+
+def hold(check: Callable[[Mapping[str, Any]], bool], scope: Mapping[str, Any]) -> bool:
+    """Whether guards hold for local variables. No call is looked at while ``__torch_function__`` is off."""
+    try:
+        return check(scope)
+    except RuntimeError:  # a nested tensor has no strides; guards then leave __torch_function__ off (torch 2.13)
+        torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
+        return False
 
 
 class DirectCalls:
     """What Dynamo has compiled for one function ``call_root(module, /, *args, **kwargs)``."""
 
     def __init__(self, function: FunctionType, find_parted: FindParted | None = None) -> None:
-        self._function = function
+        self.function = function
         self._find_parted = find_parted
         self._known: dict[int, DirectCall] = {}  # by the identity of the guards
         self._adopted: list[DirectCall] = []
@@ -58,6 +77,10 @@ class DirectCalls:
         """Code that an earlier run has traced: Dynamo does not know it."""
         self._adopted.append(direct)
 
+    def forget(self) -> None:
+        """All there is."""
+        self._known, self._adopted = {}, []
+
     def find_adopted(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
         """Code that was adopted, for this call."""
         return next((direct for direct in self._adopted if direct.fits(module, args, kwargs)), None)
@@ -65,13 +88,13 @@ class DirectCalls:
     def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
         """The code that Dynamo runs for this call, None where it has none that is whole or parted by ``backward``."""
         known: dict[int, DirectCall] = {}
-        entries = _debug_get_cache_entry_list(self._function.__code__)[:_KEPT]
+        entries = _debug_get_cache_entry_list(self.function.__code__)[:_KEPT]
         for found in entries:
             manager = found.guard_manager
             before = self._known.get(id(manager))
             if before is not None and before.manager is manager:
                 known[id(manager)] = before
-            elif (run := _whole_call(found.code, self._function)) is not None:
+            elif (run := _whole_call(found.code, self.function)) is not None:
                 known[id(manager)] = DirectCall(manager, manager.root.check, run)
         self._known = known
         direct = next((d for d in (*self._adopted, *known.values()) if d.fits(module, args, kwargs)), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import sys
 import threading
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch._dynamo
 from torch._dynamo.exc import TorchDynamoException
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofuse import collector
 from autofuse.capture.conv_guards import without_batch_guards
@@ -117,6 +120,24 @@ def _has_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if any(isinstance(item, array) for item in inside):
             return True
     return False
+
+
+def reset_root(root: CapturedRoot) -> None:
+    """Let go of all that was traced, with the guards that hold weak references to parameters and code."""
+    torch._dynamo.eval_frame.reset_code(root.direct.function.__code__)
+    root.direct.forget()
+
+
+def let_tensors_go() -> None:
+    """After `reset_root`: the weak references to parameters that torch keeps for as long as a graph's fake tensors."""
+    gc.collect()
+    for found in gc.get_objects():
+        if type(found) is FakeTensorMode:
+            converter = found.fake_tensor_converter.meta_converter
+            converter.tensor_memo.clear()
+            converter.describer.lookup_tensor.clear()
+        elif type(found) is TracingContext:
+            found.tensor_to_context.clear()
 
 
 def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:

@@ -196,6 +196,42 @@ def _inside(value: Any) -> Iterator[tuple[Step, Any]]:
             yield ("cell", index), inner
 
 
+# ---- what classes answer -----------------------------------------------------------------------------------------
+
+
+def classes_text(classes: Iterable[type]) -> str:
+    """Equal where all these classes, and what they inherit from, have the same methods, properties and operators.
+
+    Where each code lies does not tell whether another class has come to stand before it.
+    """
+    digest = hashlib.sha256()
+    kinds = {" ".join(f"{owner.__module__}.{owner.__qualname__}" for owner in kind.__mro__): kind for kind in classes}
+    owners = dict.fromkeys(owner for _, kind in sorted(kinds.items()) for owner in kind.__mro__)
+    for owner in owners:
+        members = sorted(vars(owner).items()) if not owner.__flags__ & _IMMUTABLE else []
+        found = [(name, text) for name, value in members if (text := _member_text(value))]
+        digest.update(repr((owner.__module__, owner.__qualname__, found)).encode())
+    return digest.hexdigest()[:24]
+
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+
+
+def _member_text(value: Any, depth: int = 4) -> str:
+    """What is called through a class, "" for data."""
+    if isinstance(value, types.FunctionType):
+        defaults = [_default_text(item) for item in (value.__defaults__ or ())]
+        inside = [_member_text(inner, depth - 1) for _, inner in _inside(value)] if depth else []
+        return repr((code_text(value.__code__), defaults, inside))
+    if isinstance(value, staticmethod | classmethod):
+        return f"{type(value).__name__} {_member_text(value.__func__, depth)}"
+    if isinstance(value, property):
+        return f"property {[_member_text(f, depth) for f in (value.fget, value.fset, value.fdel)]}"
+    if callable(value) or hasattr(type(value), "__get__"):
+        return f"{type(value).__qualname__} {getattr(value, '__qualname__', '')}"
+    return ""
+
+
 # ---- objects that guards know by their address -------------------------------------------------------------------
 
 

@@ -31,8 +31,16 @@ from torch._guards import Guard, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.direct import UTILITIES, DirectCall, Unrecorded, note_plain_graph, note_plain_training, plain_call
-from autofuse.capture.fingerprints import Place, Reference, Unknown, find_places, refer_to
+from autofuse.capture.direct import (
+    UTILITIES,
+    DirectCall,
+    Unrecorded,
+    hold,
+    note_plain_graph,
+    note_plain_training,
+    plain_call,
+)
+from autofuse.capture.fingerprints import Place, Reference, Unknown, classes_text, find_places, refer_to
 from autofuse.capture.guard_record import Ambient, Built, GuardRecord, Listening, build_guards, note_guards
 from autofuse.capture.kept_graphs import Call, KeptGraph, reading_with, replaced, switches
 from autofuse.capture.overlaps import unseen
@@ -52,6 +60,7 @@ class KeptTrace:
 
     dims: tuple[tuple[str, int], ...]  # marked as varying while it was traced
     places: tuple[Place, ...]  # of all code that Dynamo looked into
+    classes: str  # the code of all that guards look at
     packages: tuple[tuple[str, str], ...]  # that it belongs to, with their versions
     guards: GuardRecord
     lines: bytes  # their tree, compressed
@@ -74,6 +83,7 @@ class _Noted(Traced):
     record: GuardRecord | None = None
     built: Built | None = None
     places: tuple[Place, ...] = ()
+    classes: str = ""
 
 
 class Plans(Protocol):
@@ -153,9 +163,10 @@ class TraceKeeper:
             traced.record = pickle.loads(pickle.dumps(note_guards(manager, guards, output)))
             scope = dict(output.local_scope)
             traced.built = build_guards(traced.record, self._function.__code__, scope, Ambient.of_trace(output))
-            if not traced.built.manager.check(scope):
+            if not hold(traced.built.manager.root.check, scope):
                 raise Unknown("guards that do not hold once they are built anew")
             traced.places = tuple(find_places(output.tracing_context.traced_code, traced.built.types))
+            traced.classes = classes_text((*traced.built.types, torch.nn.Parameter))
         except Exception as error:
             traced.spoil(f"{type(error).__name__}: {error}")
 
@@ -178,6 +189,7 @@ class TraceKeeper:
         kept = KeptTrace(
             dims,
             traced.places,
+            traced.classes,
             _packages(traced.places),
             traced.record,
             zlib.compress(text.encode(), 1),
@@ -276,10 +288,12 @@ class TraceKeeper:
         if list(built.lines) != expected:
             log.info("a kept trace does not fit this call: %s", _first_difference(expected, built.lines))
             return ""
+        if classes_text((*built.types, torch.nn.Parameter)) != kept.classes:
+            return "a method of one of its classes, or of their bases, has changed since"
         if built.ties != kept.ties:
             log.info("a kept trace does not fit this call: other tensors are the same or share memory")
             return ""
-        if not built.manager.check(scope):
+        if not hold(built.manager.root.check, scope):
             log.info("a kept trace does not fit this call: its sizes are others")
             return ""
         return built

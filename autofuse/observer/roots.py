@@ -3,9 +3,9 @@
 In: module calls, through ``module_calls``. Out: ``handler(module, args, kwargs)`` for each call of a root: a module
 that is called while no other module is running in this thread. The handler usually ends in ``call_original``.
 Guarantee: calls that belong to someone else run as if we were not here: inside ``torch.compile`` (tracing or
-running), export, jit and fx tracing, functorch transforms, fake or other dispatch modes, and inside backward, where
-checkpointing calls modules again. Wrappers that only pass a call on (DDP, DataParallel) leave the root to the module
-inside; modules that someone else already made (compiled, scripted, traced) run whole without a root inside.
+running), export, jit and fx tracing, functorch transforms, modes that see operators or functions, and inside backward,
+where checkpointing calls modules again. Wrappers that only pass a call on (DDP, DataParallel) leave the root to the
+module inside; modules that someone else already made (compiled, scripted, traced) run whole without a root inside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch._C import _current_graph_task_id, _get_dispatch_stack_at, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C import _current_graph_task_id, _get_tracing_state, _is_torch_function_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack
@@ -29,6 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx import _symbolic_trace
 
 from autofuse.observer import module_calls
+from autofuse.observer.modes import modes_are_active
 from autofuse.observer.module_calls import PLAIN, CallRunner, thread
 from autofuse.observer.module_table import ModuleTable
 
@@ -71,9 +72,12 @@ def classify(kind_of: type) -> Kind:
             return "opaque"
         if name in _TRANSPARENT:
             return "transparent"
-    if getattr(kind_of, "__call__", None) is not _MODULE_CALL:  # noqa: B004
-        return "transparent"
-    return "root"
+    return "root" if has_plain_call(kind_of) else "transparent"
+
+
+def has_plain_call(kind_of: type) -> bool:
+    """Whether a call of a module is what it is by torch; a script may replace it at any time."""
+    return getattr(kind_of, "__call__", None) is _MODULE_CALL  # noqa: B004
 
 
 class QuietCalls:
@@ -279,21 +283,14 @@ def _belongs_elsewhere() -> bool:
     return (
         get_eval_frame_callback() is not None  # in a region that torch.compile runs
         or _current_graph_task_id() != -1  # in backward: a recomputation, or a hook
-        or (_len_torch_dispatch_stack() != 0 and foreign_modes_active())
+        or modes_are_active()
+        or not _is_torch_function_enabled()  # inside of a __torch_function__
         or peek_interpreter_stack() is not None  # in vmap, grad, jvp
         or _get_tracing_state() is not None
         or _symbolic_trace._is_fx_tracing_flag
         or torch.compiler.is_compiling()
         or _top_saved_tensors_default_hooks(True) is not None  # a checkpoint: in backward it calls modules in eager
         or forward_ad._current_level >= 0  # compiled graphs have no forward-mode gradients
-    )
-
-
-def foreign_modes_active() -> bool:
-    """Is a dispatch mode on this thread's stack that does not call itself an observer of ours?"""
-    return any(
-        not getattr(_get_dispatch_stack_at(index), "is_autofuse_observer", False)
-        for index in range(_len_torch_dispatch_stack())
     )
 
 

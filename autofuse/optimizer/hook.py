@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofuse.ir.records import NodeUse, TuneRequest
+from autofuse.observer.modes import modes_are_active
 from autofuse.optimizer.algorithms import ALGORITHMS
 from autofuse.untouched import untouched
 
@@ -68,7 +69,7 @@ class OptimizerHook:
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or modes_are_active():
                 return original(*args, **kwargs)
             router = self.router
             if router is None and self._pays(args, kwargs):

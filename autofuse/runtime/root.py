@@ -25,13 +25,13 @@ from autofuse.ir.records import RootRecord
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.policy import UNTUNED, Held, may_trace_again
-from autofuse.observer.roots import RootTracker, Target
+from autofuse.observer.roots import RootTracker, Target, has_plain_call
 from autofuse.observer.signatures import call_signature, count_elements, has_plain_sizes, tensors_by_path
 from autofuse.observer.verdicts import Loss
 from autofuse.runtime.account import Account
 from autofuse.runtime.devices import CPU
 from autofuse.runtime.gpu import capturing
-from autofuse.runtime.replaced import Classes, must_be_eager
+from autofuse.runtime.replaced import Classes, must_be_eager, replaced_operator
 from autofuse.runtime.root_bypass import Bypass
 from autofuse.runtime.root_policy import BY_SIZE, RootPolicy
 from autofuse.runtime.root_shapes import Brief, Shape
@@ -49,6 +49,7 @@ COSTS = Costs(brief=6.0, timed=12.0)  # hook and guards; where the call is timed
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
+MAX_FORGOTTEN = 8  # times that code is replaced and traced anew; a script that goes on so stays in eager
 
 
 class Root:
@@ -76,6 +77,7 @@ class Root:
         self._traces = 0
         self._brief: Brief | None = None
         self._classes = Classes()
+        self._forgotten = 0  # times that what was traced was no more what it was
         self._device: torch.device | None = None
 
     @property
@@ -110,8 +112,29 @@ class Root:
             self.session.report_fallback(self.reason, f"{self.name} stays eager: autofuse failed to watch it", error)
             self.roots.observer.decide(self.key)
 
+    def _forget(self, detail: str) -> None:
+        """What was traced is not what it was: it is traced anew once that pays, as a new shape is."""
+        self._forgotten += 1
+        log.info("%s: what was traced is forgotten: %s", self.name, detail)
+        if self._forgotten > MAX_FORGOTTEN:
+            self._release(f"{detail}, and others before")
+        self.drop_traces()
+
+    def drop_traces(self) -> bool:
+        """Let go of what was traced, and of all that its guards hold; False where there is nothing."""
+        if self._captured is None:
+            return False
+        assert self._dynamo is not None
+        self._dynamo.reset_root(self._captured)
+        self._captured = self._compile()
+        self._brief, self._classes = None, Classes()
+        for shape in self.trial.shapes.values():
+            shape.forget()
+        self.session.disturbances += 1
+        return True
+
     def _release(self, detail: str) -> None:
-        """Code is not what it was when it was captured: its modules run in eager."""
+        """Its modules run in eager from now on."""
         self.state, self.reason, self.detail = "eager", "code_replaced", detail
         self.session.say_once(self.reason, f"{self.name} goes on in eager: {detail}")
 
@@ -131,7 +154,7 @@ class Root:
         self.account.end(now, not self.trial.on_gpu)
         self.calls += 1
         if self.state == "captured" and not self._classes.are_as_noted():
-            self._release(f"{self._classes.replaced()}.forward was replaced after it was captured")
+            self._forget(f"{self._classes.replaced()} was replaced after it was captured")
         if is_hooked:
             self.trial.begin(None, Held.NO, self.calls, now)
             return self.roots.tracker.call_original(module, args, kwargs)
@@ -186,7 +209,6 @@ class Root:
             self._find_device(module, args, kwargs)
         stretch = self._begin_stretch() if trial.on_gpu else None
         if shape is None:
-            self._classes.note(module)
             is_eager = not is_training and not has_gradients and self._has_fast_path(module)
             is_eager = is_eager or not has_plain_sizes(signature[0])  # Dynamo knows half of what nested tensors are
             shape = trial.new_shape(signature, is_eager)
@@ -286,15 +308,23 @@ class Root:
         kwargs: dict[str, Any],
     ) -> None:
         """After a call through Dynamo: the code it ran, for the next one."""
+        found: DirectCall | None = None
         try:
             found = direct.find(module, args, kwargs)
+            shape.learnt += 1 if found is not None else MAX_LEARNT // 4
         except Exception as error:  # calls go on through Dynamo
             shape.learnt = MAX_LEARNT
             log.debug("%s: no direct calls: %s", self.name, error)
-            return
-        shape.learnt += 1 if found is not None else MAX_LEARNT // 4
+        self._note_classes(module, found)
         alive = [d for d in shape.direct if d.manager.cache_entry is not None and d is not found]
         shape.direct = (*([found] if found is not None else []), *alive)[:MAX_DIRECT]
+
+    def _note_classes(self, module: Target, direct: DirectCall | None) -> None:
+        """Of all objects that a trace has looked at, and of the modules that hold them."""
+        kinds: set[type] = direct.types() if direct is not None else set()
+        if isinstance(module, torch.nn.Module):
+            kinds |= {type(child) for child in module.modules()}
+        self._classes.note([*kinds, torch.nn.Parameter])  # and so torch.Tensor
 
     def _recorded(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None) -> Any:
         """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
@@ -366,6 +396,10 @@ class Root:
         """A call which may trace, for its shape or something else is new: all that can go wrong goes wrong here."""
         session, dynamo = self.session, self._dynamo
         assert dynamo is not None
+        problem = _untraceable(module)
+        if problem:
+            self._release(problem)
+            return self.roots.tracker.call_original(module, args, kwargs)
         graphs, paused = len(session.routers), session.tuning.paused_seconds
         read, planned = dynamo.graphs_read(), session.planning_seconds
         restore_generators = keep_generators()
@@ -482,16 +516,22 @@ class Root:
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
         with collector.paused(), untouched():
             from autofuse.capture import dynamo
-            from autofuse.runtime.kept_plans import KeptPlans
 
         self.account.note("imports", time.perf_counter() - began)
         self._dynamo = dynamo
         if self._captured is None:
-            plans = KeptPlans(self.session)
-            keeper = self.session.keeper
-            self._captured = dynamo.compile_root(self.name, _backend, self.key, keeper, plans)
+            self._captured = self._compile()
         self.state, self._decided = "captured", None
         self.roots.observer.decide(self.key)
+
+    def _compile(self) -> CapturedRoot:
+        assert self._dynamo is not None
+        with untouched():
+            from autofuse.runtime.kept_plans import KeptPlans
+
+        plans = KeptPlans(self.session)
+        captured: CapturedRoot = self._dynamo.compile_root(self.name, _backend, self.key, self.session.keeper, plans)
+        return captured
 
     def _fail(self, error: BaseException, from_kept: bool) -> None:
         """``from_kept``: with graphs of an earlier run, which are given up: the next run traces anew."""
@@ -558,6 +598,13 @@ def _backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callabl
     with untouched():
         from autofuse.pipeline import root_backend
     return root_backend(module, example_inputs)
+
+
+def _untraceable(module: Target) -> str:
+    """What a script has replaced that a trace would take for torch's own, or do twice; "" for nothing."""
+    if isinstance(module, torch.nn.Module) and not has_plain_call(type(module)):
+        return f"{type(module).__qualname__}.__call__ is not torch's"  # what it puts around us would be traced as well
+    return replaced_operator()
 
 
 def ran_forward(error: BaseException) -> bool:

@@ -84,3 +84,8 @@ class Shape:
         self.fused = 0  # nodes on fused kernels in a step
         self.is_counted = False
         self.fused_at = -1  # the session's disturbances when they were counted
+
+    def forget(self) -> None:
+        """What was traced for it, and what steps took with that."""
+        self.direct, self.is_new, self.learnt, self.fused_at = (), True, 0, -1
+        self.sizes.recent.clear()

@@ -23,6 +23,7 @@ from autofuse.observer.roots import RootTracker, Target, function_key, root_key
 from autofuse.runtime.account import BackwardClock
 from autofuse.runtime.devices import event_timer
 from autofuse.runtime.root import Root
+from autofuse.runtime.swaps import Swaps
 from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
 from autofuse.untouched import untouched
 
@@ -49,6 +50,7 @@ class Roots:
             timer,
         )
         self.tracker = RootTracker(self._handle)
+        self._swaps = Swaps(self._let_traces_go)
         self.backwards = BackwardClock()
         self.groups: dict[str, Root] = {}
         self.graphs: dict[str, UserGraph] = {}
@@ -80,9 +82,11 @@ class Roots:
 
     def install(self) -> None:
         self.tracker.install()
+        self._swaps.install()
 
     def uninstall(self) -> None:
         self.tracker.uninstall()
+        self._swaps.uninstall()
         for watched in self._all().values():
             watched.trial.late.close()
         if self.allocations is not None:
@@ -132,6 +136,14 @@ class Roots:
             return max(graph.calls for graph in self.graphs.values())
         counts = [r.calls() // r.times for r in self.session.routers if r.phase != "backward"]
         return max(counts, default=0)
+
+    def _let_traces_go(self) -> None:
+        """With all that leads to parameters."""
+        dropped = [root.drop_traces() for root in list(self.groups.values())]
+        if any(dropped):
+            from autofuse.capture.dynamo import let_tensors_go  # is there, where there are traces
+
+            let_tensors_go()
 
     def _all(self) -> dict[str, Root | UserGraph]:
         return {**self.groups, **self.graphs}
