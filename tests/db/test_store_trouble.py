@@ -148,7 +148,7 @@ def test_a_readonly_directory(shared_folder: Path) -> None:
     kept.chmod(0o444)
     (shared_folder / "kept.db.lock").unlink()
     closed = shared_folder / "closed"
-    closed.mkdir(mode=0o700)
+    closed.mkdir(mode=0o500)
     shared_folder.chmod(0o555)
 
     def work() -> list[str]:
