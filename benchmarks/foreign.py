@@ -1,6 +1,6 @@
 """Twelve training and inference scripts that were not written for autofuse, under plain python and under autofuse.
 
-    python benchmarks/foreign.py                           # all of it, some twenty minutes
+    python benchmarks/foreign.py                           # all of it, some twenty-five minutes
     python benchmarks/foreign.py --only gpt2,bert --rounds 3
     python benchmarks/foreign.py --quick                   # a trial of the benchmark itself, within two minutes
 
@@ -25,7 +25,7 @@ plain python, as far as a step takes more than `SLOW` times as long. Steady stat
 over that in autofuse, the median of the last third. Loss: the largest relative difference to plain python's at any
 step. Training multiplies any difference from step to step, so the bound is set by eager itself: `DRIFT` times the
 largest difference that reordered sums made up to the same step (from `REORDERED_STEPS` on it is not let grow), and at
-least `LEAST_DRIFT`.
+least `LEAST_DRIFT`. A run beside which others took more than `DISTURBED` of a core is marked: its times say little.
 
 Results are written to benchmarks/results/foreign.json after each script, with hardware, versions and commit.
 """
@@ -38,6 +38,7 @@ import json
 import math
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -54,16 +55,18 @@ from common import arguments, chosen, commit, encode_json, parse, print_end, sav
 
 from autofuse.settings import load
 from autofuse.tuner import daemon
+from autofuse.tuner.manners import busy_seconds, cpu_seconds
 
 HERE = Path(__file__).parent
 SCRIPTS, EXAMPLES = HERE / "foreign_scripts", HERE.parent / "examples"
 STEPS = 400
 REORDERED_STEPS = 150
 MARKS = (50, 150, 400)
-TUNING_SECONDS = 20.0
+TUNING_SECONDS = 40.0
 RUN_SECONDS = 300.0  # after which a run is ended and left out
 STALL_SECONDS = 0.1
 SLOW = 1.5  # a step that takes so many times as long as plain python's has lost something
+DISTURBED = 0.1  # of one core, taken by processes that are none of ours while a run lasts
 DRIFT = 20.0
 LEAST_DRIFT = 1e-4
 RUNS = ("cold", "plain", "tuned", "warm")  # in this order: warm needs the store of tuned, plain is in the middle
@@ -114,6 +117,12 @@ class Run:
     exit_code: int
     errors: str = ""  # the end of what it wrote on stderr
     report: dict[str, Any] = field(default_factory=dict)
+    others_seconds: float = 0.0  # of processors, that processes which are none of ours worked while it lasted
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether somebody else computed beside it."""
+        return self.others_seconds > DISTURBED * self.ended
 
     def step_seconds(self) -> list[float]:
         """Of each step; the first one's begins at the launch."""
@@ -142,7 +151,7 @@ def run(script: Script, kind: str, number: int, steps: int, folder: Path) -> Run
     command += script.command(steps)
     found = Run(script.name, number, kind, steps, [], [], 0.0, -1)
     with tempfile.TemporaryFile("w+") as errors:
-        began = time.monotonic()
+        began, busy, own = time.monotonic(), busy_seconds(), own_seconds()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         assert process.stdout is not None
         for line in process.stdout:
@@ -155,12 +164,23 @@ def run(script: Script, kind: str, number: int, steps: int, folder: Path) -> Run
                 process.kill()
         found.exit_code = process.wait()
         found.ended = time.monotonic() - began
+        busy, own = busy_seconds() - busy, own_seconds() - own
         errors.seek(0)
         found.errors = errors.read()[-2000:]
     if store.exists():
+        settings = load(cli={"run.store": store}, environ={}, cwd=folder)
+        pid = daemon.running_pid(settings)
+        own += cpu_seconds(pid) if pid else 0.0
         found.report = report_of(store)
-        daemon.stop(load(cli={"run.store": store}, environ={}, cwd=folder))
+        daemon.stop(settings)
+    found.others_seconds = max(0.0, busy - own)
     return found
+
+
+def own_seconds() -> float:
+    """Processor seconds of the processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def report_of(store: Path) -> dict[str, Any]:
@@ -196,6 +216,7 @@ class Comparison:
     loss_bound: float  # at the step where it is nearest to its bound
     within_bound: bool
     states: str  # of the roots
+    is_disturbed: bool  # either of the two
 
 
 def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
@@ -230,6 +251,7 @@ def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
         loss_bound=bound,
         within_bound=is_within,
         states=", ".join(f"{root['name']} {root['state']} ({root['reason']})" for root in roots),
+        is_disturbed=plain.is_disturbed or other.is_disturbed,
     )
 
 
@@ -282,6 +304,7 @@ def bars(found: Sequence[Comparison]) -> dict[str, str]:
         ),
         "prediction within 1.5x of the true cost": f"{len(near)} of {len(costs)}",
         "losses beyond their bound": ", ".join(beyond) or "none",
+        "disturbed": ", ".join(f"{c.script} {c.kind}" for c in found if c.is_disturbed) or "none",
     }
 
 
@@ -341,7 +364,7 @@ class Benchmark:
 def line_of(c: Comparison) -> str:
     totals = " ".join(f"{c.totals[mark]:5.2f}" if mark in c.totals else "     " for mark in MARKS)
     costs = f"{c.predicted_seconds:5.1f} {c.reported_seconds:5.1f} {c.true_seconds:5.1f}"
-    mark = "" if c.within_bound else " BEYOND"
+    mark = ("" if c.within_bound else " BEYOND") + (" disturbed" if c.is_disturbed else "")
     return (
         f"{c.script:10} {c.kind:5}  {totals} {c.worst_total:6.2f} {c.captured_at:5d}  {costs}  {c.steady:6.2f}"
         f"  {c.loss_difference:8.1e} of {c.loss_bound:8.1e}{mark}"
