@@ -16,13 +16,13 @@ from statistics import median
 
 from autofuse.ir.records import RootRecord
 
-IMPORT_SECONDS = 0.65  # Dynamo, AOTAutograd, planner: once a process
+IMPORT_SECONDS = 1.1  # Dynamo, AOTAutograd, planner, and what they set up at their first graph: once a process
 FIXED_SECONDS = 0.1  # whatever the graph
 MODULE_SECONDS = 16e-3  # Dynamo goes into the code of each
 DYNAMO_SHARE = 0.2  # of an operation's costs: equal blocks are traced by Dynamo one by one, what follows is done once
 SYMBOL_SHARE = 1.3  # a size that varies makes an operation so much dearer: expressions in symbols in place of numbers
 KEPT_SHARE = 0.5  # of a capture is left where its graphs were kept
-KEPT_TRACE_SECONDS = 0.6  # where its trace was: to read it, and to plan a first shape
+KEPT_TRACE_SECONDS = 0.45  # where its trace was: to read it, and to plan a first shape
 _FACTOR_LIMITS = 0.25, 4.0
 
 

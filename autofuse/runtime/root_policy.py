@@ -116,7 +116,7 @@ class RootPolicy:
     def _find_model_seconds(self, module: Target) -> None:
         capture = self._session.settings.capture
         observer = self._roots.observer
-        is_first = "torch._dynamo" not in sys.modules
+        is_first = "autofuse.pipeline" not in sys.modules  # it comes with a process's first graph
         seen = observer.sampled_steps(self._key), observer.dynamic_dims(self._key), is_first, torch.is_grad_enabled()
         if seen == self._seen:
             return
