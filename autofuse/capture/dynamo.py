@@ -13,6 +13,7 @@ import gc
 import logging
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -131,13 +132,27 @@ def reset_root(root: CapturedRoot) -> None:
 def let_tensors_go() -> None:
     """After `reset_root`: the weak references to parameters that torch keeps for as long as a graph's fake tensors."""
     gc.collect()
-    for found in gc.get_objects():
-        if type(found) is FakeTensorMode:
-            converter = found.fake_tensor_converter.meta_converter
-            converter.tensor_memo.clear()
-            converter.describer.lookup_tensor.clear()
-        elif type(found) is TracingContext:
-            found.tensor_to_context.clear()
+    for context in list(_contexts):
+        context.tensor_to_context.clear()
+    for mode in list(_modes):
+        converter = mode.fake_tensor_converter.meta_converter
+        converter.tensor_memo.clear()
+        converter.describer.lookup_tensor.clear()
+
+
+# Of traces of roots; a script may have some of its own.
+_contexts: weakref.WeakSet[TracingContext] = weakref.WeakSet()
+_modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
+
+
+def note_trace(module: torch.fx.GraphModule) -> None:
+    """While a root is traced, by its back end, which has another mode than Dynamo."""
+    context = TracingContext.try_get()
+    if context is not None:
+        _contexts.add(context)
+    values = [node.meta.get("example_value") for node in module.graph.nodes]
+    found = [context and context.fake_mode, *(getattr(value, "fake_mode", None) for value in values)]
+    _modes.update(mode for mode in found if mode is not None)
 
 
 def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:

@@ -204,14 +204,17 @@ def classes_text(classes: Iterable[type]) -> str:
 
     Where each code lies does not tell whether another class has come to stand before it.
     """
-    digest = hashlib.sha256()
-    kinds = {" ".join(f"{owner.__module__}.{owner.__qualname__}" for owner in kind.__mro__): kind for kind in classes}
-    owners = dict.fromkeys(owner for _, kind in sorted(kinds.items()) for owner in kind.__mro__)
-    for owner in owners:
-        members = sorted(vars(owner).items()) if not owner.__flags__ & _IMMUTABLE else []
-        found = [(name, text) for name, value in members if (text := _member_text(value))]
-        digest.update(repr((owner.__module__, owner.__qualname__, found)).encode())
-    return digest.hexdigest()[:24]
+    owners: dict[type, str] = {}
+
+    def text_of(owner: type) -> str:
+        if owner not in owners:
+            members = sorted(vars(owner).items()) if not owner.__flags__ & _IMMUTABLE else []
+            found = [(name, text) for name, value in members if (text := _member_text(value))]
+            owners[owner] = repr((owner.__module__, owner.__qualname__, found))
+        return owners[owner]
+
+    texts = sorted(repr([text_of(owner) for owner in kind.__mro__]) for kind in dict.fromkeys(classes))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:24]
 
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE

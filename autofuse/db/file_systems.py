@@ -14,7 +14,7 @@ from pathlib import Path
 
 NETWORK = frozenset((
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "pvfs2", "orangefs", "afs", "ncpfs", "cifs", "smb3",
-    "smbfs", "9p", "virtiofs", "vboxsf", "prl_fs",
+    "smbfs", "9p", "virtiofs", "vboxsf", "prl_fs", "wekafs", "panfs", "gfs2", "ocfs2",
 ))  # fmt: skip
 # Of fuse those on disks of this machine: ntfs and exfat, root folders of rootless containers, encrypted ones.
 # Whatever else there is (sshfs, s3fs, rclone, glusterfs, gcsfuse, those that nobody here has heard of) counts as a

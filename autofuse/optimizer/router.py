@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 STATIC = Bucket(())
 DEVICES = ("cpu", "cuda")
-MOST_GROUPS = 256  # kept; new tensors make a new group, and some scripts make new ones again and again
+# Kept; new tensors make a new group, and some scripts make new ones again and again. Others step each tensor by itself,
+# as soon as its gradient is there: they have some hundreds in turn.
+MOST_GROUPS = 4096
 STEPS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}  # of a group: the first makes its states
 # Arguments that torch treats apart from plain steps.
 UNUSUAL = ("has_complex", "has_sparse_grad", "capturable", "differentiable", "grad_scale", "found_inf")

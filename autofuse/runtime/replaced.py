@@ -90,6 +90,7 @@ class Classes:
         new = [kind for kind in dict.fromkeys(kinds) if kind not in self._kinds and not kind.__flags__ & _IMMUTABLE]
         if not new:
             return
+        is_as_noted = not self._kinds or self.are_as_noted()
         for kind in new:
             self._kinds[kind] = kind.__mro__
             for owner in kind.__mro__:
@@ -98,28 +99,25 @@ class Classes:
         inherited = {base for bases in self._kinds.values() for base in bases[1:]}
         self._leaves = [kind for kind in self._kinds if kind not in inherited]
         self._versions = [_version_of(kind) for kind in self._leaves]
-        self._note_versions()
+        self._noted = self._present_versions() if is_as_noted else None
 
-    def _note_versions(self) -> None:
+    def _present_versions(self) -> bytes | None:
         for kind in self._leaves:
             _look_up(kind)
         # Python gives up on versions of a class that changes again and again.
-        is_known = _HAS_VERSIONS and _NONE not in self._versions
-        self._noted = b"".join(self._versions) if is_known else None
+        return b"".join(self._versions) if _HAS_VERSIONS and _NONE not in self._versions else None
 
     def are_as_noted(self) -> bool:
         """0.02 us a class, some 20 us for each that has been written to."""
         before = self._noted
         if b"".join(self._versions) == before:
             return True
-        self._note_versions()  # before the look, or a change between the two would go unseen
-        now, changed = self._noted, self._leaves
+        now, changed = self._present_versions(), self._leaves  # before the look, or a change between would go unseen
         if before is not None and now is not None:
             changed = [kind for i, kind in enumerate(changed) if before[4 * i :][:4] != now[4 * i :][:4]]
-        if not self.replaced(changed):
-            return True
-        self._noted = None
-        return False
+        is_whole = not self.replaced(changed)
+        self._noted = now if is_whole else None  # only now: another thread may ask meanwhile
+        return is_whole
 
     def replaced(self, kinds: Iterable[type] | None = None) -> str:
         """The name of something that is not what it was, in these classes or in all; "" where all is."""
@@ -140,8 +138,25 @@ def _members(kind: type) -> dict[str, Any]:
     return {n: value for n, value in list(vars(kind).items()) if callable(value) or hasattr(type(value), "__get__")}
 
 
+# Those that a forward may call: what prints a tensor, or compares it in a test, may be anybody's.
+_NAMES = {
+    f"__{before}{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+        *("lshift", "rshift", "and", "or", "xor"),
+    )
+    for before in ("", "r", "i")
+} | {
+    f"__{name}__"
+    for name in (
+        *("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index", "len"),
+        *("iter", "contains", "getitem", "setitem", "call", "getattribute", "getattr", "torch_function", "reversed"),
+    )
+}  # fmt: skip
+
+
 def _operators() -> dict[str, Any]:
-    return {name: value for name, value in _members(torch.Tensor).items() if name.startswith("__")}
+    return {name: value for name, value in _members(torch.Tensor).items() if name in _NAMES}
 
 
 _OPERATORS = _operators()

@@ -77,6 +77,7 @@ class Root:
         self._traces = 0
         self._brief: Brief | None = None
         self._classes = Classes()
+        self._has_breaks = False
         self._forgotten = 0  # times that what was traced was no more what it was
         self._device: torch.device | None = None
 
@@ -118,17 +119,20 @@ class Root:
         log.info("%s: what was traced is forgotten: %s", self.name, detail)
         if self._forgotten > MAX_FORGOTTEN:
             self._release(f"{detail}, and others before")
+        elif self._has_breaks:  # what Dynamo has compiled behind a break is not ours to let go
+            self._release(f"{detail}, and its graph breaks")
         self.drop_traces()
 
     def drop_traces(self) -> bool:
         """Let go of what was traced, and of all that its guards hold; False where there is nothing."""
-        if self._captured is None:
+        shapes = self.trial.shapes
+        if self._captured is None or all(shape.is_new and not shape.direct for shape in list(shapes.values())):
             return False
         assert self._dynamo is not None
         self._dynamo.reset_root(self._captured)
         self._captured = self._compile()
         self._brief, self._classes = None, Classes()
-        for shape in self.trial.shapes.values():
+        for shape in list(shapes.values()):
             shape.forget()
         self.session.disturbances += 1
         return True
@@ -245,16 +249,17 @@ class Root:
 
     def _may_trace(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> bool:
         """Whether a shape may run captured: it fits a graph there is, or calls in eager have paid for one more."""
-        if isinstance(module, torch.nn.Module) and any(map(is_lazy, module.parameters())):
-            return False  # eager makes its parameters, and the numbers that they begin with
-        if not self._traces or any(direct.fits(module, args, kwargs) for direct in shape.direct):
+        if any(direct.fits(module, args, kwargs) for direct in shape.direct):
             return True
         session, ledger = self.session, self.account.ledger
-        if session.mode == "wait" or session.settings.run.frozen or session.settings.capture.at_once:
-            return True
-        expected = ledger.trace_seconds / self._traces
-        spent = ledger.eager_seconds - self._spent_at_trace
-        return may_trace_again(spent, expected, self.roots.budget())
+        is_asked = session.mode == "wait" or session.settings.run.frozen or session.settings.capture.at_once
+        if self._traces and not is_asked:
+            expected = ledger.trace_seconds / self._traces
+            spent = ledger.eager_seconds - self._spent_at_trace
+            if not may_trace_again(spent, expected, self.roots.budget()):
+                return False
+        # Of a lazy module eager makes the parameters, and the numbers that they begin with.
+        return not (isinstance(module, torch.nn.Module) and any(map(is_lazy, module.parameters())))
 
     def _run(
         self,
@@ -274,6 +279,7 @@ class Root:
         assert captured is not None
         if shape.learnt >= MAX_LEARNT:  # its graph breaks, or it is never twice the same: traced often enough
             return captured.settled(module, *args, **kwargs)
+        self._note_classes(module, None)  # as they are before the trace: another thread may change them meanwhile
         result = self._traced(captured.trace, module, args, kwargs, shape)
         if self.state == "captured":
             self._learn(captured.direct, shape, module, args, kwargs)
@@ -294,7 +300,7 @@ class Root:
         """Whether torch itself runs other kernels for it in inference: padding becomes zeros there, nowhere else."""
         found = self._fast_paths.get(module)
         if found is None:
-            children = module.modules() if isinstance(module, torch.nn.Module) else ()
+            children = torch.nn.Module.modules(module) if isinstance(module, torch.nn.Module) else ()
             found = any(isinstance(child, torch.nn.TransformerEncoder) for child in children)
             self._fast_paths.set(module, found)
         return found
@@ -312,18 +318,27 @@ class Root:
         try:
             found = direct.find(module, args, kwargs)
             shape.learnt += 1 if found is not None else MAX_LEARNT // 4
+            self._has_breaks |= found is None
         except Exception as error:  # calls go on through Dynamo
             shape.learnt = MAX_LEARNT
             log.debug("%s: no direct calls: %s", self.name, error)
-        self._note_classes(module, found)
-        alive = [d for d in shape.direct if d.manager.cache_entry is not None and d is not found]
-        shape.direct = (*([found] if found is not None else []), *alive)[:MAX_DIRECT]
+        try:
+            self._note_classes(module, found)
+            alive = [d for d in shape.direct if d.manager.cache_entry is not None and d is not found]
+            shape.direct = (*([found] if found is not None else []), *alive)[:MAX_DIRECT]
+        except Exception as error:  # here, for the call has its result: what is raised further up runs it again
+            self._give_up(module, error)
 
     def _note_classes(self, module: Target, direct: DirectCall | None) -> None:
-        """Of all objects that a trace has looked at, and of the modules that hold them."""
+        """Of all objects that a trace has looked at, of the modules that hold them, and of what these hold.
+
+        Where the graph breaks, the guards of what follows are not ours to find: only the last two are known there.
+        """
         kinds: set[type] = direct.types() if direct is not None else set()
         if isinstance(module, torch.nn.Module):
-            kinds |= {type(child) for child in module.modules()}
+            for child in torch.nn.Module.modules(module):
+                kinds.add(type(child))
+                kinds |= {type(value) for value in vars(child).values()}
         self._classes.note([*kinds, torch.nn.Parameter])  # and so torch.Tensor
 
     def _recorded(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None) -> Any:
@@ -596,7 +611,9 @@ class Root:
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """The Dynamo backend of roots. It comes with the first trace: a run on traces of an earlier one makes none."""
     with untouched():
+        from autofuse.capture.dynamo import note_trace
         from autofuse.pipeline import root_backend
+    note_trace(module)
     return root_backend(module, example_inputs)
 
 

@@ -9,11 +9,14 @@ What a script itself holds is refused as ever.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 class Swaps:
@@ -31,7 +34,10 @@ class Swaps:
         @functools.wraps(original)
         def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> Any:
             if weakref.getweakrefs(t1) or weakref.getweakrefs(t2):
-                self._let_go()
+                try:
+                    self._let_go()
+                except Exception as error:  # torch says then what it says to tensors that are held
+                    log.warning("traces could not be let go: %s: %s", type(error).__name__, error)
             return original(t1, t2)
 
         self._original = original

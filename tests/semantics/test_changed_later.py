@@ -218,3 +218,58 @@ def test_parameters_may_be_swapped(session: Session) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert session.roots.root_of(model).state == "captured"
+
+
+class Broken(Net):
+    def forward(self, x: T) -> T:
+        x = self.own(x)
+        torch._dynamo.graph_break()
+        return self.scale.apply(x)
+
+
+def test_an_object_behind_a_graph_break(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Broken()
+    before = agree(session, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scale, "apply", halved)
+        for _ in range(3):
+            assert not torch.equal(agree(session, model), before)
+
+
+class Listed(nn.Module):
+    """Plain python lets a module have a list of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.modules = nn.BatchNorm1d(8), [1, 2]
+
+    def forward(self, x: T) -> T:
+        return self.norm(x)
+
+
+def test_a_call_is_made_once_whatever_a_module_calls_its_attributes(session: Session) -> None:
+    model = Listed()
+    for count in range(1, 5):
+        model(X)
+        assert int(model.norm.num_batches_tracked) == count  # type: ignore[arg-type]
+
+
+def test_bookkeeping_that_fails_after_a_trace_keeps_the_result(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("types are not to be had")
+
+    monkeypatch.setattr("autofuse.capture.direct.DirectCall.types", fail)
+    model = nn.BatchNorm1d(8)
+    for count in range(1, 5):
+        model(X)
+        assert int(model.num_batches_tracked) == count  # type: ignore[arg-type]
+    assert session.roots.root_of(model).state == "eager"
+
+
+def test_how_tensors_are_printed_is_nobodys_business(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(T, "__repr__", lambda self, **_: "a tensor")
+    model = Net()
+    agree(session, model)
+    assert session.roots.root_of(model).state == "captured"

@@ -206,9 +206,16 @@ def is_for_this_cpu(target: str) -> bool:
     return len(said) < 2 or said == [platform.machine(), cpu_device().isa]
 
 
+def _environment() -> dict[str, str]:
+    """Compilers then speak English, in which their verdicts are read."""
+    return {**os.environ, "LC_ALL": "C"}
+
+
 def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            arguments, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, env=_environment()
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerNotReady(
             f"expected {arguments[0]} to run, found {error}; name another compiler with `cc`"
@@ -243,6 +250,7 @@ def _run_tended(arguments: Sequence[str], timeout: float, tend: Tend) -> subproc
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=_environment(),
             process_group=0,
         ) as process:
             try:
