@@ -141,8 +141,8 @@ class Roots:
         """With all that leads to parameters."""
         dropped = [root.drop_traces() for root in list(self.groups.values())]
         if any(dropped):
-            from autofuse.capture.dynamo import let_tensors_go  # is there, where there are traces
-
+            with untouched():
+                from autofuse.capture.dynamo import let_tensors_go  # is there, where there are traces
             let_tensors_go()
 
     def _all(self) -> dict[str, Root | UserGraph]:
