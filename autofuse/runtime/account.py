@@ -30,18 +30,27 @@ _FOLLOWED = 4  # outputs of a call
 class Step:
     """From one call of a root to the next."""
 
-    __slots__ = ("backward", "began", "elements", "forward", "is_captured", "is_observed", "noted", "paused", "planned")
+    __slots__ = (
+        *("backward", "began", "elements", "forward", "is_captured", "is_observed", "noted", "paused", "planned"),
+        "tuning",
+    )
 
     def __init__(self, elements: int, began: float, is_captured: bool, session: Session) -> None:
         self.elements = elements
         self.began = began
         self.is_captured = is_captured
         self.is_observed = False
-        self.forward = 0.0
+        self.forward = 0.0  # this and the next without pauses for tuning
         self.backward = 0.0
+        self.tuning = session.tuning
         self.paused = session.tuning.paused_seconds
         self.noted = session.noted_seconds + session.capture_seconds
         self.planned = session.planning_seconds
+
+    @property
+    def pauses(self) -> float:
+        """For tuning, so far."""
+        return self.tuning.paused_seconds - self.paused
 
 
 class BackwardClock:
@@ -49,7 +58,7 @@ class BackwardClock:
 
     def __init__(self) -> None:
         self._task = -1  # of autograd, the pass that is timed
-        self._began = 0.0
+        self._began = self._paused = 0.0
         self._steps: list[Step] = []
 
     def follow(self, step: Step, result: Any) -> None:
@@ -67,6 +76,7 @@ class BackwardClock:
         task = _current_graph_task_id()
         if self._task == -1:
             self._task, self._began, self._steps = task, time.perf_counter(), []
+            self._paused = step.tuning.paused_seconds
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         if task == self._task and step not in self._steps:
             self._steps.append(step)
@@ -75,7 +85,7 @@ class BackwardClock:
         if task != self._task:
             return
         self._task = -1
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._began - (self._steps[0].tuning.paused_seconds - self._paused)
         forward = sum(step.forward for step in self._steps)
         for step in self._steps:
             step.backward += seconds * (step.forward / forward if forward else 1.0 / len(self._steps))
@@ -103,7 +113,7 @@ class Account:
         step = self._step
         if step is None:
             return
-        step.forward, step.is_observed = now - step.began, is_observed
+        step.forward, step.is_observed = now - step.began - step.pauses, is_observed
         if torch.is_grad_enabled():
             self._backwards.follow(step, result)
 
@@ -113,9 +123,8 @@ class Account:
         if step is None:
             return
         session, ledger = self._session, self.ledger
-        paused = session.tuning.paused_seconds - step.paused
-        busy = step.forward + step.backward - paused
-        whole = now - step.began - paused
+        busy = step.forward + step.backward
+        whole = now - step.began - step.pauses  # an optimizer's tuning pauses outside of both
         if not step.is_captured:
             ledger.add_eager(step.elements, busy, whole, step.is_observed, counts)
             return

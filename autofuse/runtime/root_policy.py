@@ -130,7 +130,8 @@ class RootPolicy:
     def _known_seconds(self, known: RootRecord | None) -> float | None:
         """What its capture took in an earlier run, or what is left of that where its graphs or its trace are kept."""
         if self.has_kept_trace:
-            was_read = known is not None and known.kept_graphs and known.capture_seconds
+            # Where a trace was made, it says nothing of what reading one takes.
+            was_read = known is not None and known.reason == "kept_trace" and known.capture_seconds
             return known.capture_seconds if known is not None and was_read else self._factor * KEPT_TRACE_SECONDS
         if known is None or known.state != "captured" or not known.capture_seconds:
             return None

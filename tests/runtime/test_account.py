@@ -150,6 +150,32 @@ def test_pauses_for_tuning_and_other_roots_captures_are_no_loss_of_this_one(scri
     assert root.ledger.lost_seconds <= 0.5
 
 
+@pytest.mark.parametrize("place", ["in forward", "in backward", "between the passes"])
+def test_a_pause_hides_no_capture(script: Script, x: torch.Tensor, place: str) -> None:
+    def pause() -> None:
+        script.session.tuning.paused_seconds += 30.0
+        script.wait(30.0)
+
+    root = script.root()
+    for _ in range(9):
+        script.call(root, x, 1.0, 1.0).sum().backward()
+    root.end(script.clock[0])
+    root.begin(x.numel(), script.clock[0], True)
+    root.note("tracing", 5.0)
+    script.wait(6.0)
+    if place == "in forward":
+        pause()
+    result = Slow.apply(x, script.clock, 1.0)
+    root.returned(result, script.clock[0])
+    if place == "in backward":
+        result.register_hook(lambda gradient: pause())
+    result.sum().backward()
+    if place == "between the passes":
+        pause()
+    root.end(script.clock[0])
+    assert root.ledger.lost() == {**root.ledger.lost(), "tracing": 5.0, "slow steps": 0.0}
+
+
 def test_outputs_keep_no_trace_of_it(x: torch.Tensor) -> None:
     model = nn.Linear(4, 2)
     y = model(x)
