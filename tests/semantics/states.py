@@ -63,7 +63,6 @@ class Program:
     rounds: str  # why its numbers are eager's within rounding only, where eager's kernels run, too; "": they are equal
     precision: torch.dtype  # the least that it computes in
     differs: str  # why what it shows is not eager's, once it is captured; "" where it is
-    pending: str  # what is to be mended until it agrees
 
     @property
     def name(self) -> str:
@@ -81,10 +80,9 @@ def program(
     rounds: str = "",
     precision: torch.dtype = torch.float32,
     differs: str = "",
-    pending: str = "",
 ) -> Callable[[Callable[[Run], None]], Program]:
     """Makes a row of a function."""
-    return lambda run: Program(run, comes_to, is_kept, is_slow, rounds, precision, differs, pending)
+    return lambda run: Program(run, comes_to, is_kept, is_slow, rounds, precision, differs)
 
 
 @dataclass

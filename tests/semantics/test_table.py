@@ -45,8 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         some = (first,) if row.is_slow else (first, further[number % len(further)])
         chosen = row.states if metafunc.config.getoption("--every-state") else some
         for state in chosen:
-            is_pending = [pytest.mark.xfail(reason=row.pending, strict=state == "captured")] if row.pending else []
-            cases.append(pytest.param(row, state, id=f"{row.name}-{state}", marks=is_pending))
+            cases.append(pytest.param(row, state, id=f"{row.name}-{state}"))
     metafunc.parametrize("row, state", cases)
 
 
