@@ -7,12 +7,18 @@ for whoever keeps it. Guarantee: where nobody keeps traces, nothing is noted.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+import autofuse
 from autofuse.private_files import PrivateFolder
 
 if TYPE_CHECKING:
@@ -31,8 +37,26 @@ class Keeper(NamedTuple):
 
 
 def trace_prefix(root: str) -> str:
-    """How names of files begin that hold traces of a root."""
+    """How names of files begin that hold traces of a root by this version: others need not be opened, nor Dynamo."""
+    return f"{_prefix(root)}{version()}."
+
+
+def is_of_another_version(name: str, root: str) -> bool:
+    """Whether a file holds a trace of a root that another autofuse, torch or Python has made."""
+    return name.startswith(_prefix(root)) and not name.startswith(trace_prefix(root))
+
+
+def _prefix(root: str) -> str:
     return hashlib.sha256(root.encode()).hexdigest()[:20] + "."
+
+
+@cache
+def version() -> str:
+    """Of the code that makes traces and plans what they are: all of ours, torch, Python. 7 ms."""
+    digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version}".encode())
+    for path in sorted(Path(autofuse.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass

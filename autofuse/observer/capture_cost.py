@@ -23,6 +23,7 @@ DYNAMO_SHARE = 0.2  # of an operation's costs: equal blocks are traced by Dynamo
 SYMBOL_SHARE = 1.3  # a size that varies makes an operation so much dearer: expressions in symbols in place of numbers
 KEPT_SHARE = 0.5  # of a capture is left where its graphs were kept
 KEPT_TRACE_SECONDS = 0.45  # where its trace was: to read it, and to plan a first shape
+DYNAMO_SECONDS = 0.8  # and to import Dynamo, unless the script's optimizer has
 _FACTOR_LIMITS = 0.25, 4.0
 
 

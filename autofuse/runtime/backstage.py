@@ -110,12 +110,17 @@ class Backstage:
         """Whether the store is open, or still being opened; not in a forked child, which has no such thread."""
         return not self._broken and self._pid == os.getpid()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether what earlier runs have left is in memory, or will never be."""
+        return self._is_new or not self.usable or self._ready.is_set()
+
     def wait_ready(self, seconds: float) -> bool:
         """Wait until what earlier runs have left is in memory; for a store that this run makes nobody need wait.
 
         All who ask wait PATIENCE_SECONDS together at most: a store that somebody has locked may take long.
         """
-        if self._is_new or not self.usable or self._ready.is_set():
+        if self.is_ready:
             return True
         began = time.monotonic()
         is_ready = self._ready.wait(min(seconds, self._patience))

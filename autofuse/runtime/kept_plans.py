@@ -7,19 +7,16 @@ settings, patterns and code of autofuse. Kernels are no part of it: routers ask 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import autofuse
+from autofuse.capture.traced import version
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.records import Refusal
 from autofuse.runtime.eager_calls import overload
@@ -67,7 +64,7 @@ class KeptPlans:
         settings = self._session.settings
         path = settings.fusion.patterns
         found = {
-            "autofuse": _version(),
+            "autofuse": version(),
             "settings of fusion": settings.as_dict()["fusion"],
             "run.check": settings.run.check,
             "patterns": (
@@ -142,12 +139,3 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor | torch.nn.Module | torch.Generator):
             raise pickle.PicklingError(f"a {type(obj).__name__} inside of a graph")
         return NotImplemented
-
-
-@cache
-def _version() -> str:
-    """Of the code that makes plans what they are: all of ours."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(autofuse.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

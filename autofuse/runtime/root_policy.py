@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_cost import KEPT_SHARE, KEPT_TRACE_SECONDS, Traits, model_seconds
+from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, KEPT_TRACE_SECONDS, Traits, model_seconds
 from autofuse.observer.policy import UNTUNED, CaptureAdvice, advise_capture
 from autofuse.observer.roots import Target
 from autofuse.observer.verdicts import Verdicts
@@ -41,6 +41,7 @@ class RootPolicy:
         self.predicted_seconds = 0.0
         self._factor = 1.0  # how slow captures were thought to be when the last one was weighed
         self.has_kept_trace = False
+        self._has_looked_back = False  # what earlier runs have left is known
         self._roots = roots
         self._session = roots.session
         self._key = key
@@ -78,12 +79,9 @@ class RootPolicy:
     def advise(self, module: Target, failures: int) -> CaptureAdvice:
         session, capture = self._session, self._session.settings.capture
         observer, ledger = self._roots.observer, self._account.ledger
-        if self._observed_calls == 1:
-            # Decisions of earlier runs are read while the script imports; a moment more is well spent.
-            began = time.perf_counter()
-            session.backstage.wait_ready(2.0)
-            self.has_kept_trace = isinstance(module, torch.nn.Module) and session.has_trace(self._key)
-            ledger.lose("imports", time.perf_counter() - began)
+        is_asked = session.mode == "wait" or session.settings.run.frozen or capture.at_once
+        if not self._has_looked_back and (is_asked or session.backstage.is_ready):
+            self._look_back(module)
         typical = observer.typical_seconds(self._key)
         known, factor = self._find_known(), self._roots.cost_factor()
         self._factor = factor
@@ -113,6 +111,14 @@ class RootPolicy:
         self.predicted_seconds = advice.predicted_seconds
         return advice
 
+    def _look_back(self, module: Target) -> None:
+        """Find out what earlier runs have left. It is read while the script imports; until then calls are observed."""
+        self._has_looked_back = True
+        session, began = self._session, time.perf_counter()
+        session.backstage.wait_ready(2.0)
+        self.has_kept_trace = isinstance(module, torch.nn.Module) and session.has_trace(self._key)
+        self._account.ledger.lose("imports", time.perf_counter() - began)
+
     def _find_model_seconds(self, module: Target) -> None:
         capture = self._session.settings.capture
         observer = self._roots.observer
@@ -132,7 +138,9 @@ class RootPolicy:
         if self.has_kept_trace:
             # Where a trace was made, it says nothing of what reading one takes.
             was_read = known is not None and known.reason == "kept_trace" and known.capture_seconds
-            return known.capture_seconds if known is not None and was_read else self._factor * KEPT_TRACE_SECONDS
+            if known is not None and was_read:
+                return known.capture_seconds
+            return self._factor * (KEPT_TRACE_SECONDS + ("torch._dynamo" not in sys.modules) * DYNAMO_SECONDS)
         if known is None or known.state != "captured" or not known.capture_seconds:
             return None
         is_kept_now = not known.kept_graphs and self._session.graphs_folder is not None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autofuse.capture.traced import Keeper, trace_prefix
+from autofuse.capture.traced import Keeper, is_of_another_version, trace_prefix
 from autofuse.codegen.version import versions
 from autofuse.errors import AutofuseError
 from autofuse.ir.device import cpu_device
@@ -204,7 +204,13 @@ class Session:
     def has_trace(self, root: str) -> bool:
         """Whether an earlier run has left a trace of a root; whether it fits shows when it is read."""
         folder = self.graphs_folder
-        return folder is not None and any(n.startswith(trace_prefix(root)) for n in PrivateFolder(folder).names())
+        names = PrivateFolder(folder).names() if folder is not None else []
+        if any(name.startswith(trace_prefix(root)) for name in names):
+            return True
+        if any(is_of_another_version(name, root) for name in names):
+            why = "it is of another autofuse, torch or Python"
+            self.say_once("kept_trace_refused", f"a trace of an earlier run is made anew: {why}")
+        return False
 
     def use_device(self, device: torch.device) -> None:
         """The script has tensors there: read what is decided for its model."""

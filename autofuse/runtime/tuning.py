@@ -47,7 +47,7 @@ class TuningClient:
         self._lacks_daemon = False  # work was handed in that no daemon was started for
         self._script: Script | None = None  # as daemons see us
         self._neighbours: Neighbours | None = None  # from the moment on at which the store is open
-        self._machine = OtherWork(lambda: 0.0, look_seconds=LOOK_SECONDS)
+        self._machine: OtherWork | None = None  # from the script's first step on: what it imports fills one core only
         self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
 
@@ -153,7 +153,8 @@ class TuningClient:
         """In background mode: ask for what has become hot since the last time.
 
         A daemon's first seconds are imports, which a script that fills all cores feels; one that ends soon has nothing
-        of them. So beside a young script none is started, nor one whose time cannot pay for it yet.
+        of them. So beside a young script none is started, nor one whose time cannot pay for it yet, nor before its
+        steps have shown whether they fill all cores.
         """
         session = self._session
         if session.mode != "background" or not self.enabled:
@@ -174,12 +175,16 @@ class TuningClient:
 
     def _can_afford_daemon(self) -> bool:
         """Whether a daemon that is started now has where to work, on idle cores or in the script's own time."""
-        if (
-            self._script is None
-            or self._neighbours is None
-            or not self._machine.is_full()
-            or daemon.running_pid(self._session.settings)
-        ):
+        if self._script is None or self._neighbours is None or daemon.running_pid(self._session.settings):
+            return True
+        if self._machine is None:
+            if not self._session.roots.groups:
+                return False
+            self._machine = OtherWork(lambda: 0.0, look_seconds=LOOK_SECONDS)
+        is_full = self._machine.is_full()
+        if not self._machine.has_looked:
+            return False
+        if not is_full:
             return True
         percent = self._session.settings.tuner.busy_percent
         return room_beside([self._script], time.time(), self._neighbours.spent(), percent) >= START_CPU_SECONDS

@@ -196,7 +196,7 @@ class OtherWork:
         self._clock = clock
         self._look_seconds = look_seconds
         self._seen = (clock(), busy_seconds(), own_cpu_seconds())
-        self._is_busy = self._is_full = False
+        self._is_busy = self._is_full = self.has_looked = False
 
     def is_busy(self) -> bool:
         """As of the last ``look_seconds``; looks again when they are over."""
@@ -217,7 +217,7 @@ class OtherWork:
             others = everything - (seen[2] - self._seen[2])
             self._is_busy = others > OTHERS_SHARE * elapsed
             self._is_full = everything > ((os.cpu_count() or 1) - OTHERS_SHARE) * elapsed
-            self._seen = seen
+            self._seen, self.has_looked = seen, True
 
 
 def busy_seconds() -> float:

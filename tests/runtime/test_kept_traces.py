@@ -302,6 +302,18 @@ def test_a_trace_of_another_version_or_setting_is_made_anew(warm, tmp_path, what
     assert seen == first
 
 
+def test_a_trace_of_another_autofuse_costs_no_import(warm, tmp_path):
+    scripts, _ = copied(warm, tmp_path)
+    for path in scripts.traces():
+        root, _, rest = path.name.split(".", 2)
+        path.rename(path.with_name(f"{root}.{'0' * 16}.{rest}"))
+    scripts.server = None
+    at = {"13": "assert 'autofuse.capture.kept_traces' not in sys.modules"}
+    seen, traced, stderr = scripts.run("--set", "capture.at_once=false", at=at)
+    assert traced <= 0 and "made anew: it is of another autofuse" in stderr
+    assert seen == scripts.run(plain=True)[0]
+
+
 PLANNING = ("autofuse.capture.backend", "autofuse.pipeline", "autofuse.runtime.planner", "autofuse.fusion.engine")
 TRACING = ("networkx", "torch._functorch.partitioners", "torch._dynamo.testing")
 

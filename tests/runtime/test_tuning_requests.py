@@ -1,5 +1,7 @@
 """What a session asks to be tuned, and when: shapes that come but once add up within their bucket."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,8 @@ from autofuse.capture.backend import compile_with
 from autofuse.pipeline import route_graph
 from autofuse.runtime.session import Session
 from autofuse.settings import load
+from autofuse.tuner import manners
+from autofuse.tuner.neighbours import Neighbours
 
 
 class Chain(nn.Module):
@@ -86,6 +90,38 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     session.backstage.has_leftovers = True
     session.tuning.post_new_work()
     assert began == ["ensure_running"], "of a run whose daemon ended with it"
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_cores(tmp_path, monkeypatch, is_full):
+    began, now, busy = [], [0.0], [0.0]
+    monkeypatch.setattr("autofuse.tuner.daemon.ensure_running", lambda settings: began.append(settings))
+    monkeypatch.setattr(manners, "busy_seconds", lambda: busy[0])
+
+    def machine(own, look_seconds):
+        return manners.OtherWork(own, lambda: now[0], look_seconds)
+
+    monkeypatch.setattr("autofuse.runtime.tuning.OtherWork", machine)
+    values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
+    session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+    monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()])
+    monkeypatch.setattr(session.backstage, "post_requests", lambda requests: 0)
+    session.backstage.has_leftovers = True
+    session.tuning._neighbours = neighbours = Neighbours(tmp_path / "met")
+    (tmp_path / "met").mkdir(mode=0o700)
+    session.tuning._script = neighbours.announce(0.0)
+    now[0] += 60.0
+    session.tuning.post_new_work()
+    assert not began, "one core was busy with imports"
+    session.roots.groups["model"] = object()
+    session.tuning.post_new_work()
+    now[0], busy[0] = now[0] + 4.0, busy[0] + 8.0
+    session.tuning.post_new_work()
+    assert not began, "it has not been looked at for long enough"
+    now[0] += 4.0
+    busy[0] += 8.0 * (os.cpu_count() or 1) if is_full else 0.0
+    session.tuning.post_new_work()
+    assert bool(began) is not is_full
 
 
 def test_a_bucket_that_is_seldom_called_is_not(asked):
