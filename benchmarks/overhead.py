@@ -1,8 +1,9 @@
-"""What routing costs: a routed node over its bare kernel, and a captured tiny model over eager.
+"""What routing costs: a routed node over its bare kernel, a tiny model over eager, a watched call.
 
     python benchmarks/overhead.py
 
-Bar: at most 1 us a node over the bare launch. All variants take turns in one process; times are medians of
+Bars: at most 1 us a node over the bare launch; at most 10 us, 1 % of a call of 1 ms, for what is noted of a module's
+call while it is observed, whatever its arguments are. All variants take turns in one process; times are medians of
 rounds, differences are taken round by round. Writes benchmarks/results/overhead.json.
 """
 
@@ -11,8 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
 
 os.environ.setdefault("AUTOFUSE_TUNE", "off")
+os.environ.setdefault("AUTOFUSE_CAPTURE_MAX_SLOWDOWN", "1.0")  # nothing is ever captured but on demand
 os.environ.setdefault("AUTOFUSE_STORE", os.path.join(tempfile.mkdtemp(), "store.sqlite3"))
 
 import torch
@@ -23,6 +28,7 @@ from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape
 from autofuse.runtime.launch import empty_like_spec, make_launcher, make_unfused
+from autofuse.runtime.session import current_session
 
 
 def add_relu() -> NodeForm:
@@ -104,6 +110,76 @@ def graph_overhead(rounds: int) -> dict[str, object]:
     return results
 
 
+CALL_SECONDS = 300e-6  # shorter ones are left alone
+
+
+class Idle(nn.Module):
+    """Takes whatever comes, and the same time for each call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        end = perf_counter() + CALL_SECONDS
+        while perf_counter() < end:
+            pass
+        x: torch.Tensor = args[0]
+        return x
+
+
+@dataclass
+class Batch:
+    tokens: torch.Tensor
+    mask: torch.Tensor
+
+
+def arguments_of_many_kinds() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    def tensors(count: int) -> list[torch.Tensor]:
+        return [torch.ones(4, 8) for _ in range(count)]
+
+    def layer() -> list[Any]:
+        a, b, c = tensors(3)
+        return [(a, {"k": b, "v": c})]
+
+    tree = {f"layer {i}": layer() for i in range(24)}
+    x = torch.ones(4, 8)
+    return {
+        "one tensor": ((x,), {}),
+        "four tensors by keyword": ((x,), dict(zip("abcd", tensors(4), strict=True))),
+        "a list of 16 tensors": ((x, tensors(16)), {}),
+        "a dict of 16 tensors": ((x, {str(i): t for i, t in enumerate(tensors(16))}), {}),
+        "a tree of 72 tensors, four deep": ((x, tree), {}),
+        "a list of 1,000 numbers": ((x, list(range(1000))), {}),
+        "a dataclass, a string, None": ((x, Batch(x, x), "mean", None), {}),
+    }
+
+
+def call_overhead(rounds: int) -> dict[str, object]:
+    """What is noted of a module's call, observed and left in eager, beyond what torch does in a call."""
+    session = current_session()
+    assert session is not None
+    session.roots.install()
+    results: dict[str, object] = {}
+    try:
+        for kind, (args, kwargs) in arguments_of_many_kinds().items():
+            module = type("Idle", (Idle,), {})()  # a root of its own
+            calls = {
+                "eager": lambda m=module, a=args, k=kwargs: m._call_impl(*a, **k),
+                "observed": lambda m=module, a=args, k=kwargs: m(*a, **k),
+            }
+            with torch.no_grad():
+                samples = interleave(calls, rounds, 100)
+            root = session.roots.root_of(module)
+            over = difference(samples["observed"], samples["eager"])
+            results[kind] = {
+                "us": {name: summary(s) for name, s in samples.items()},
+                "observed over eager, us": over,
+                "percent of a call of 1 ms": over["median"] / 10.0,
+                "calls seen": root.all_calls,
+                "state": f"{root.state} ({root.reason})",
+            }
+    finally:
+        session.roots.uninstall()
+    return results
+
+
 def _copy_forward(module: nn.Module) -> object:
     """A function of its own for each variant: Dynamo's caches belong to code objects."""
     namespace: dict[str, object] = {"module": module}
@@ -116,7 +192,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    results = {"node": node_overhead(rounds), "tiny model (4, 16)": graph_overhead(rounds)}
+    results = {
+        "node": node_overhead(rounds),
+        "tiny model (4, 16)": graph_overhead(rounds),
+        "a module's call": call_overhead(rounds),
+    }
     path = write("overhead", results)
     node = results["node"]
     for name, s in node["us"].items():  # type: ignore[attr-defined]
@@ -125,6 +205,10 @@ def main() -> None:
     print(f"a routed node costs {over['median']:.2f} us over the bare launch ({over['low']:.2f} to {over['high']:.2f})")
     for what, result in results["tiny model (4, 16)"].items():
         print(what, {n: round(s["median"], 1) for n, s in result["us"].items()})  # type: ignore[index]
+    for kind, result in results["a module's call"].items():
+        over = result["observed over eager, us"]  # type: ignore[index]
+        span = f"({over['low']:.2f} to {over['high']:.2f})"
+        print(f"{kind:32s} {result['state']}: {over['median']:6.2f} us over eager {span}")  # type: ignore[index]
     print(f"written to {path}")
 
 

@@ -129,7 +129,7 @@ def advise_capture(
         if not calls:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
         if at_once or uses_known:
-            return CaptureAdvice(True, reason, "captured in an earlier run", predicted)
+            return CaptureAdvice(True, reason, "", predicted)
     if calls >= _CALLS_TO_JUDGE_SIZE:
         typical_us = spent_seconds / calls * 1e6 if call_us is None else call_us
         if typical_us < min_root_us:
@@ -146,7 +146,8 @@ def advise_capture(
         saved = _saving(known) * max(known.calls - calls, 0) * step_seconds
         is_trifle = has_kept_trace or predicted <= factor * _TRIFLE_SECONDS
         if is_known and is_trifle and _SOON * saved >= predicted:
-            return CaptureAdvice(True, reason, "captured in an earlier run, soon paid for", predicted)
+            detail = f"expected to take {predicted:.1f} s, which a run as long as the last one soon pays for"
+            return CaptureAdvice(True, reason, detail, predicted)
         # Captured by order, or too late to pay. Rent would be paid for nothing, unless this run turns out to be longer.
         if calls < known.calls and saved < predicted:
             detail = (
@@ -156,7 +157,7 @@ def advise_capture(
             return CaptureAdvice(False, "not_yet", detail, predicted)
     if at_once:
         if calls >= min_calls:
-            detail = f"captured after {calls} calls: the run waits for tuning"
+            detail = f"after {calls} calls"
             return CaptureAdvice(True, reason if is_known else "at_once", detail, predicted)
         return CaptureAdvice(False, "not_yet", f"{calls} of {min_calls} calls seen", predicted)
     if not is_known and predicted_seconds is None:

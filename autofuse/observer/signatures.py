@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ def has_plain_sizes(signature: Any) -> bool:
     return not isinstance(signature, type)
 
 
+@lru_cache(maxsize=512)
 def count_elements(signature: Any) -> int:
     """Elements of all tensors together, at least 1: how much work a call is, where nothing better is known."""
     return max(1, _elements(signature))
@@ -116,8 +118,11 @@ def _nested_signature(value: Any, shape: Any, left: list[int], depth: int) -> An
         left[0] -= 1
         if left[0] < 0:
             break
-        is_number = type(child) in _SCALARS
-        below = None if is_number else _nested_signature(child, shape, left, depth + 1)
+        kind = type(child)
+        if kind in _PLAIN:
+            below = shape(child)
+        else:
+            below = None if kind in _SCALARS else _nested_signature(child, shape, left, depth + 1)
         found.append((step if type(step) is str else None, below))
     return tuple(found) or None
 
@@ -178,6 +183,11 @@ def _is_leaf(value: Any, depth: int = 0) -> bool:
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]]:
     """(key, field or index, child) of a container; nothing for a leaf."""
+    kind = type(value)
+    if kind is dict:
+        return dict.items(value)
+    if kind is list or kind is tuple:
+        return enumerate(value)
     if isinstance(value, UserDict):
         value = value.data
     if isinstance(value, dict):  # not any Mapping: reading a lazy one could do work, as methods of the script's own

@@ -49,6 +49,7 @@ ROOT_REASONS = {
     "at_once": "captured at once, because the run waits for tuning",
     "first_call": "captured at its first call, as asked for",
     "known_to_pay": "captured at once: an earlier run found that it pays",
+    "kept_trace": "captured at once, from the trace of an earlier run",
     "too_small": "too fast per call for capture to gain",
     "too_expensive": "capture would take longer than allowed",
     "nothing_to_run": "no kernel is stored for its device, and none can be made",

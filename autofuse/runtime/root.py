@@ -169,10 +169,12 @@ class Root:
                 return self._leave_alone(module, args, kwargs, now)
             self._welcome(module)
         if self.state == "observing" and not capturing.is_capturing():
-            self.policy.observe(elements_of(args, kwargs))
+            signature = call_signature(args, kwargs)
+            self.policy.observe(count_elements(signature))
             # Before the decision: the second call already tells which dims vary.
-            self.roots.observer.on_root_call(self.key, args, kwargs)
-            self._decide(module, args, kwargs)
+            self.roots.observer.on_root_call(self.key, args, kwargs, signature)
+            if self.policy.is_due():
+                self._decide(module, args, kwargs)
             if self.state == "captured" and self.reason == "kept_trace":
                 self._take_kept(module, args, kwargs)
             if self.state == "observing":

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CALLS_OF_ONE_SHAPE = 3
 LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
 BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
+_FIRST_CALLS, _MORE = 32, 1.02  # advice is asked for at each of these, then when so many times the time was spent
 KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
 
 
@@ -52,6 +53,7 @@ class RootPolicy:
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
         self._is_reopened = False  # for sizes that nothing was known of
         self._spent_before = 0.0  # in eager, when it was opened
+        self._spent_at_advice = 0.0  # in eager, when advice was asked for last
 
     @property
     def last_elements(self) -> int:
@@ -61,6 +63,14 @@ class RootPolicy:
     def observe(self, elements: int) -> None:
         self._observed_calls += 1
         self._observed_elements.append(elements)
+
+    def is_due(self) -> bool:
+        """Whether to ask for advice: at each of the first calls, then where more time was spent. It takes 40 us."""
+        spent = self._account.ledger.eager_seconds
+        if self._observed_calls > _FIRST_CALLS and spent < _MORE * self._spent_at_advice:
+            return False
+        self._spent_at_advice = spent
+        return True
 
     def reopen(self) -> None:
         """All that is known is of other sizes: these pay for a capture of their own, as those of a new root do."""

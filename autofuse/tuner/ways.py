@@ -55,7 +55,8 @@ class WayWorkshop(NodeWorkshop):
             if _has_products(way) and not _has_products(current):
                 continue  # aten's are faster: this is another way by now
             if kernels or current.has_vendor:  # else it is what eager does
-                self._built[way.name] = pack(current, kernels[::-1], workshop.backend.generic)
+                target = next((kernel.key.target for kernel in kernels), workshop.backend.generic)
+                self._built[way.name] = pack(current, kernels[::-1], target)
         self.names = tuple(self._built)
 
     @property

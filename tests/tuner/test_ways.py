@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from autofuse.codegen.c.build import find_toolchain
 from autofuse.db.store import Store
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import TuneRequest
 from autofuse.settings import Settings, load
-from autofuse.tuner import daemon, serving
+from autofuse.tuner import daemon, serving, ways
+from autofuse.ways import bundle
 from autofuse.ways.bundle import is_bundle, unpack
 from autofuse.ways.cut import GENERATED, ways_of
 from autofuse.ways.record import MATMUL, kernel_id
@@ -104,12 +106,15 @@ def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> Non
 
 def test_a_kernel_that_gains_little_is_also_cut(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "CUT_BELOW", 1e9)
+    packed = []
+    monkeypatch.setattr(ways, "pack", lambda *way: packed.append(bundle.pack(*way)) or packed[-1])
     asked = request(normalised(), (16,))
     drain(quick, asked)
+    assert packed and {record.key.target for record in packed} == {find_toolchain(None).target}
     with Store.open(quick.run.store) as store:
         rows = store.measurements(asked.key.fusion_id)
-        ways = {dict(r.measurement.candidate.config).get("way") for r in rows}
-        assert "one_kernel" in ways and any(str(way).startswith("cut_") for way in ways)
+        names = {dict(r.measurement.candidate.config).get("way") for r in rows}
+        assert "one_kernel" in names and any(str(name).startswith("cut_") for name in names)
         (decision,) = [d for _, d in store.decisions() if d.key.fusion_id == asked.key.fusion_id]
         assert "cut" in decision.detail and "one_kernel" in decision.detail
 
