@@ -53,6 +53,10 @@ class EagerTimes:
     def whole(self, elements: int) -> float | None:
         return self._typical(elements, {id(s): s.seconds for s in self._steps})
 
+    def mean_busy(self) -> float:
+        """Of the last steps of all sizes, 0.0 before the first."""
+        return sum(step.busy_seconds for step in self._steps) / len(self._steps) if self._steps else 0.0
+
     def _typical(self, elements: int, seconds: Mapping[int, float]) -> float | None:
         steps = list(self._steps)
         if not steps:
@@ -106,6 +110,10 @@ class Ledger:
             self._unknown.append((elements, busy_seconds))
         else:
             self.count(min(busy_seconds, typical))
+
+    def count_unwatched(self, calls: int, seconds: float) -> None:
+        """So many steps in eager were not timed one by one, and took ``seconds`` together with all between them."""
+        self.count(min(calls * self.times.mean_busy(), seconds))
 
     def count(self, seconds: float) -> None:
         """So much was spent in eager."""

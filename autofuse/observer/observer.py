@@ -100,6 +100,17 @@ class Observer:
             self._late.collect()
         self._sampler.spend(time.perf_counter() - began)
 
+    def count_known(self, root: str, signature: tuple[Any, ...]) -> bool:
+        """Count a call of known shapes, of which nothing else is told; False where it is to be told in full."""
+        if self._stopped or self._recorder.is_recording:
+            return False
+        known = self._roots.get(root)
+        if known is None or not known.pending.hit(signature):
+            return False
+        known.calls += 1
+        self._sampler.count(root)
+        return True
+
     def before_root_call(self, root: str, module: torch.nn.Module | None = None) -> None:
         """A root is about to run eagerly in this thread: end a sampled step here, begin one, or do nothing.
 

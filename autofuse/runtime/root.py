@@ -35,6 +35,7 @@ from autofuse.runtime.replaced import Classes, must_be_eager, replaced_operator
 from autofuse.runtime.root_bypass import Bypass
 from autofuse.runtime.root_policy import BY_SIZE, RootPolicy
 from autofuse.runtime.root_shapes import Brief, Shape
+from autofuse.runtime.root_unwatched import Unwatched
 from autofuse.runtime.trial import Costs, Trial
 from autofuse.untouched import keep_generators, untouched
 
@@ -67,6 +68,7 @@ class Root:
         self.account = account = Account(self.session, roots.backwards)
         self.policy = RootPolicy(roots, key, account, self.trial.verdicts)
         self._bypass = Bypass(roots.tracker, self.trial)
+        self._unwatched = Unwatched(roots, key, self.policy, account, self.trial)
         self.kept_graphs = 0
         self.failures = 0
         self._captured: CapturedRoot | None = None
@@ -150,10 +152,14 @@ class Root:
             if direct is not None:
                 self.calls += 1
                 return direct.run(module, *args, **kwargs)
+        if self._unwatched.takes(args, kwargs):
+            self.calls += 1
+            return self.roots.tracker.call_original(module, args, kwargs)
         now = time.perf_counter()
         if brief is not None:
             self.trial.end_untimed(brief.began, now)
             self._brief = None
+        was_watched = not self._unwatched.end(now)
         self.trial.end_step(now)
         self.account.end(now, not self.trial.on_gpu)
         self.calls += 1
@@ -178,6 +184,8 @@ class Root:
             if self.state == "captured" and self.reason == "kept_trace":
                 self._take_kept(module, args, kwargs)
             if self.state == "observing":
+                if was_watched and self._unwatched.begin(now):
+                    return self.roots.tracker.call_original(module, args, kwargs)
                 return self._observed(module, args, kwargs)
         if self.state == "captured":
             return self._routed(module, args, kwargs, now)

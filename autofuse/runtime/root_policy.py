@@ -49,7 +49,7 @@ class RootPolicy:
         self._account = account
         self._verdicts = verdicts
         self._seen: object = None  # when the traits were looked for last
-        self._observed_calls = 0  # since the root was opened
+        self.observed_calls = 0  # since the root was opened
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
         self._is_reopened = False  # for sizes that nothing was known of
         self._spent_before = 0.0  # in eager, when it was opened
@@ -61,13 +61,13 @@ class RootPolicy:
         return self._observed_elements[-1]
 
     def observe(self, elements: int) -> None:
-        self._observed_calls += 1
+        self.observed_calls += 1
         self._observed_elements.append(elements)
 
     def is_due(self) -> bool:
         """Whether to ask for advice: at each of the first calls, then where more time was spent. It takes 40 us."""
         spent = self._account.ledger.eager_seconds
-        if self._observed_calls > _FIRST_CALLS and spent < _MORE * self._spent_at_advice:
+        if self.observed_calls > _FIRST_CALLS and spent < _MORE * self._spent_at_advice:
             return False
         self._spent_at_advice = spent
         return True
@@ -76,7 +76,7 @@ class RootPolicy:
         """All that is known is of other sizes: these pay for a capture of their own, as those of a new root do."""
         self._is_reopened = True
         self._spent_before = self._account.ledger.eager_seconds
-        self._observed_calls = 0
+        self.observed_calls = 0
         self._observed_elements.clear()
 
     def reach(self, is_small: bool) -> int:
@@ -103,7 +103,7 @@ class RootPolicy:
             budget=self._roots.budget(),
             step_seconds=ledger.times.busy(self.last_elements),
             factor=factor,
-            calls=self._observed_calls - 1,
+            calls=self.observed_calls - 1,
             min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
             max_seconds=capture.max_seconds,
             failures=failures,

@@ -23,6 +23,7 @@ from autofuse.runtime import root as root_life
 from autofuse.runtime import root_policy
 from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_shapes import Sizes
+from autofuse.runtime.root_unwatched import WATCHED_AT_FIRST
 from autofuse.runtime.session import Session
 from autofuse.runtime.trial import MAX_EXACT, PAIRED
 from autofuse.settings import load
@@ -114,6 +115,31 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     yield one
     for bench in made:
         bench.roots.uninstall()
+
+
+def test_of_short_calls_in_eager_few_are_watched_and_all_are_counted(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(lambda n: 1000.0, lambda n: 500.0, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
+    root, observer, watched = bench.root, bench.roots.observer, []
+    before = observer.before_root_call
+    monkeypatch.setattr(observer, "before_root_call", lambda *a: watched.append(root.calls) or before(*a))
+    bench.call([64] * 1000)
+    assert root.state == "observing" and len(bench.eager_calls) == root.calls == observer.calls(root.key) == 1000
+    assert watched[:WATCHED_AT_FIRST] == [*range(1, WATCHED_AT_FIRST + 1)]
+    assert WATCHED_AT_FIRST + 50 < len(watched) < WATCHED_AT_FIRST + 70
+    assert 0.98 < root.account.ledger.eager_seconds <= 1.0
+    assert not observer.dynamic_dims(root.key)
+    bench.call([64] * 3 + [80])
+    assert observer.dynamic_dims(root.key) and observer.calls(root.key) == 1004
+
+
+def test_long_calls_in_eager_are_all_watched(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(lambda n: 3000.0, lambda n: 500.0, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
+    watched = []
+    monkeypatch.setattr(bench.roots.observer, "before_root_call", lambda *a: watched.append(a))
+    bench.call([64] * 200)
+    assert len(watched) == 200 and bench.root.account.ledger.eager_seconds == pytest.approx(3e-3 * 199)
 
 
 def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench]) -> None:
@@ -226,9 +252,7 @@ def test_what_an_earlier_run_found_out_holds_for_calls_as_large_as_its_own(
     assert later.root.state == ("eager" if first == SMALL else "observing")
     later.call([LARGE])
     assert (later.root.state, later.root.reason) == ("observing", "not_observed"), "large ones may pay for a capture"
-    assert later.root.policy._observed_calls == (1 if first == SMALL else 2), (
-        "small ones are no part of what is weighed"
-    )
+    assert later.root.policy.observed_calls == (1 if first == SMALL else 2), "small ones are no part of what is weighed"
 
 
 def test_what_lost_without_its_kernels_may_win_in_the_next_run(make: Callable[..., Bench]) -> None:
