@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -93,7 +92,6 @@ def has_plain_sizes(signature: Any) -> bool:
     return not isinstance(signature, type)
 
 
-@lru_cache(maxsize=512)
 def count_elements(signature: Any) -> int:
     """Elements of all tensors together, at least 1: how much work a call is, where nothing better is known."""
     return max(1, _elements(signature))

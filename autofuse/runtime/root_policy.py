@@ -53,7 +53,8 @@ class RootPolicy:
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
         self._is_reopened = False  # for sizes that nothing was known of
         self._spent_before = 0.0  # in eager, when it was opened
-        self._spent_at_advice = 0.0  # in eager, when advice was asked for last
+        self._spent_at_advice = 0.0  # in eager since then, when advice was asked for last
+        self._is_due_again = False
 
     @property
     def last_elements(self) -> int:
@@ -65,17 +66,23 @@ class RootPolicy:
         self._observed_elements.append(elements)
 
     def is_due(self) -> bool:
-        """Whether to ask for advice: at each of the first calls, then where more time was spent. It takes 40 us."""
-        spent = self._account.ledger.eager_seconds
-        if self.observed_calls > _FIRST_CALLS and spent < _MORE * self._spent_at_advice:
-            return False
-        self._spent_at_advice = spent
-        return True
+        """Whether to ask for advice: at each of the first calls, then where more time was spent. It takes 40 us.
+
+        At two calls then: time is added when a call has ended, so the first is always the one after a long one.
+        """
+        spent = self._account.ledger.eager_seconds - self._spent_before
+        has_grown = spent >= _MORE * self._spent_at_advice
+        is_due = has_grown or self._is_due_again or self.observed_calls <= _FIRST_CALLS
+        self._is_due_again = has_grown
+        if has_grown:
+            self._spent_at_advice = spent
+        return is_due
 
     def reopen(self) -> None:
         """All that is known is of other sizes: these pay for a capture of their own, as those of a new root do."""
         self._is_reopened = True
         self._spent_before = self._account.ledger.eager_seconds
+        self._spent_at_advice = 0.0
         self.observed_calls = 0
         self._observed_elements.clear()
 
@@ -92,6 +99,8 @@ class RootPolicy:
         is_asked = session.mode == "wait" or session.settings.run.frozen or capture.at_once
         if not self._has_looked_back and (is_asked or session.backstage.is_ready):
             self._look_back(module)
+        if not self._has_looked_back:
+            return CaptureAdvice(False, "not_yet", "what earlier runs have left is still being read")
         typical = observer.typical_seconds(self._key)
         known, factor = self._find_known(), self._roots.cost_factor()
         self._factor = factor

@@ -1,4 +1,4 @@
-"""Calls of a root in eager that are only counted: of short ones, one in sixteen is watched once enough is known.
+"""Calls of a root in eager that are only counted: of short ones, one in seventeen is watched once enough is known.
 
 In: calls of shapes that are known. Out: their number, for all who count them. What a watched call costs, 20 us, is
 seen in a call of less than 2 ms; counted, it costs 5. Guarantee: a shape that is new is watched; such calls count as
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from autofuse.runtime.roots import Roots
 
 SHORT_SECONDS = 2e-3  # calls that take less
-COUNTED = 14  # one after the other, after one that is not timed, for it ends a watched step
+# One after the other, after one that is not timed, for it ends a watched step: 17 calls in all, a prime, so that where
+# sizes take turns each has its turn to be watched.
+COUNTED = 15
 WATCHED_AT_FIRST = 64
 
 

@@ -9,6 +9,7 @@ captured: they bring sympy, code generators and a look for a compiler, 1.5 s tha
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from autofuse.runtime.planner import Planner
     from autofuse.runtime.plans import NodeState, Plan
     from autofuse.runtime.router import Choice, GraphRouter
+
+log = logging.getLogger(__name__)
 
 ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
@@ -208,8 +211,7 @@ class Session:
         if any(name.startswith(trace_prefix(root)) for name in names):
             return True
         if any(is_of_another_version(name, root) for name in names):
-            why = "it is of another autofuse, torch or Python"
-            self.say_once("kept_trace_refused", f"a trace of an earlier run is made anew: {why}")
+            log.info("traces of an earlier run are of another autofuse, torch or Python, and are made anew")
         return False
 
     def use_device(self, device: torch.device) -> None:

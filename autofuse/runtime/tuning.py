@@ -178,7 +178,8 @@ class TuningClient:
         if self._script is None or self._neighbours is None or daemon.running_pid(self._session.settings):
             return True
         if self._machine is None:
-            if not self._session.roots.groups:
+            session = self._session
+            if not (session.roots.groups or session.roots.graphs or session.routers):
                 return False
             self._machine = OtherWork(lambda: 0.0, look_seconds=LOOK_SECONDS)
         is_full = self._machine.is_full()

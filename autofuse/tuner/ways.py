@@ -55,7 +55,9 @@ class WayWorkshop(NodeWorkshop):
             if _has_products(way) and not _has_products(current):
                 continue  # aten's are faster: this is another way by now
             if kernels or current.has_vendor:  # else it is what eager does
-                target = next((kernel.key.target for kernel in kernels), workshop.backend.generic)
+                # A part may be a way of aten's operators alone, which is for all processors.
+                targets = [kernel.key.target for kernel in kernels if ":" in kernel.key.target]
+                target = targets[0] if targets else workshop.backend.generic
                 self._built[way.name] = pack(current, kernels[::-1], target)
         self.names = tuple(self._built)
 

@@ -134,6 +134,29 @@ def test_of_short_calls_in_eager_few_are_watched_and_all_are_counted(
     assert observer.dynamic_dims(root.key) and observer.calls(root.key) == 1004
 
 
+def test_advice_is_asked_for_at_calls_of_all_sizes(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(lambda n: n, lambda n: n / 2, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
+    root, asked = bench.root, []
+    decide = root._decide
+    monkeypatch.setattr(root, "_decide", lambda *a: asked.append(root.policy.last_elements) or decide(*a))
+    bench.call([100_000, 300] * 500)
+    late = asked[32:]
+    assert len(late) < 400 and late.count(300) > 20 and late.count(100_000) > 20
+
+
+def test_no_root_is_decided_before_earlier_runs_are_known(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(lambda n: n, lambda n: n / 2)
+    ready = [False]
+    monkeypatch.setattr(type(bench.roots.session.backstage), "is_ready", property(lambda self: ready[0]))
+    bench.call([50] * 40)
+    assert bench.root.state == "observing", "too small, but who knows"
+    ready[0] = True
+    bench.call([50] * 400)
+    assert bench.root.state == "eager" and bench.root.reason == "too_small"
+
+
 def test_long_calls_in_eager_are_all_watched(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(lambda n: 3000.0, lambda n: 500.0, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
     watched = []

@@ -310,7 +310,7 @@ def test_a_trace_of_another_autofuse_costs_no_import(warm, tmp_path):
     scripts.server = None
     at = {"13": "assert 'autofuse.capture.kept_traces' not in sys.modules"}
     seen, traced, stderr = scripts.run("--set", "capture.at_once=false", at=at)
-    assert traced <= 0 and "made anew: it is of another autofuse" in stderr
+    assert traced <= 0 and "made anew" not in stderr, "nothing is made"
     assert seen == scripts.run(plain=True)[0]
 
 

@@ -92,8 +92,11 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     assert began == ["ensure_running"], "of a run whose daemon ended with it"
 
 
+@pytest.mark.parametrize("runs", ["groups", "graphs"])  # modules, or what the script's own torch.compile has made
 @pytest.mark.parametrize("is_full", [True, False])
-def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_cores(tmp_path, monkeypatch, is_full):
+def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_cores(
+    tmp_path, monkeypatch, is_full, runs
+):
     began, now, busy = [], [0.0], [0.0]
     monkeypatch.setattr("autofuse.tuner.daemon.ensure_running", lambda settings: began.append(settings))
     monkeypatch.setattr(manners, "busy_seconds", lambda: busy[0])
@@ -113,7 +116,7 @@ def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_
     now[0] += 60.0
     session.tuning.post_new_work()
     assert not began, "one core was busy with imports"
-    session.roots.groups["model"] = object()
+    getattr(session.roots, runs)["model"] = object()
     session.tuning.post_new_work()
     now[0], busy[0] = now[0] + 4.0, busy[0] + 8.0
     session.tuning.post_new_work()
