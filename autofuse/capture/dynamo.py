@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch._dynamo
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -89,6 +90,8 @@ def compile_root(
     ``key``: the root's, which is the same in every run. The call also gives modules whose forward lives in torch itself
     a frame that Dynamo does not skip.
     """
+    # Dynamo's first trace puts a function around Module.__init__: it is there before classes are noted or compared.
+    install_generation_tagging_init()
     namespace: dict[str, Any] = {}
     text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
     exec(compile(text, f"{ROOT_FILE} {name}>", "exec"), namespace)

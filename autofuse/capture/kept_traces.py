@@ -26,7 +26,6 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.guards import CheckFunctionManager
-from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import Guard, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -265,7 +264,6 @@ class TraceKeeper:
                 raise _OtherState
             if changed:
                 raise Untrusted(f"changed since: {', '.join(changed[:4])}")
-            install_generation_tagging_init()  # as before each trace: it puts a function around Module.__init__
             for place in found.places:
                 if not place.holds():
                     what = ".".join(str(which) for kind, which in place.steps if kind == "attr")

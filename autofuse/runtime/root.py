@@ -261,9 +261,8 @@ class Root:
         """Whether a shape may run captured: it fits a graph there is, or calls in eager have paid for one more."""
         if any(direct.fits(module, args, kwargs) for direct in shape.direct):
             return True
-        session, ledger = self.session, self.account.ledger
-        is_asked = session.mode == "wait" or session.settings.run.frozen or session.settings.capture.at_once
-        if self._traces and not is_asked:
+        ledger = self.account.ledger
+        if self._traces and not self.policy.is_asked:
             expected = ledger.trace_seconds / self._traces
             spent = ledger.eager_seconds - self._spent_at_trace
             if not may_trace_again(spent, expected, self.roots.budget()):

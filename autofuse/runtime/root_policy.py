@@ -57,6 +57,12 @@ class RootPolicy:
         self._is_due_again = False
 
     @property
+    def is_asked(self) -> bool:
+        """Whether the person wants captures whatever they cost."""
+        settings = self._session.settings
+        return self._session.mode == "wait" or settings.run.frozen or settings.capture.at_once
+
+    @property
     def last_elements(self) -> int:
         """How large the last observed call was."""
         return self._observed_elements[-1]
@@ -96,8 +102,7 @@ class RootPolicy:
     def advise(self, module: Target, failures: int) -> CaptureAdvice:
         session, capture = self._session, self._session.settings.capture
         observer, ledger = self._roots.observer, self._account.ledger
-        is_asked = session.mode == "wait" or session.settings.run.frozen or capture.at_once
-        if not self._has_looked_back and (is_asked or session.backstage.is_ready):
+        if not self._has_looked_back and (self.is_asked or session.backstage.is_ready):
             self._look_back(module)
         if not self._has_looked_back:
             return CaptureAdvice(False, "not_yet", "what earlier runs have left is still being read")

@@ -143,6 +143,22 @@ def test_data_that_a_class_counts_costs_no_trace(session: Session) -> None:
     assert session.roots.root_of(model)._captured is captured
 
 
+def test_what_dynamo_changes_at_its_first_trace_costs_no_other(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It puts a function around ``nn.Module.__init__``, once in a process: here as if it had not done so yet."""
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, getattr(nn.Module, name))  # put back afterwards
+    model = Net()
+    agree(session, model)
+    root = session.roots.root_of(model)
+    captured = root._captured
+    for _ in range(3):
+        agree(session, model)
+    assert root.state == "captured" and root._captured is captured
+
+
 def test_what_changes_again_and_again_stays_in_eager(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     for number in range(MAX_FORGOTTEN + 2):
