@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -562,8 +561,8 @@ class Root:
         error = getattr(error, "inner_exception", None) or error  # Dynamo's own says little
         self.failures += 1
         self.state, self.reason = "eager", "kept_graph_failed" if from_kept else "capture_failed"
-        if from_kept and self.session.graphs_folder is not None:
-            shutil.rmtree(self.session.graphs_folder, ignore_errors=True)
+        if from_kept and (kept := self.session.notes_folder) is not None:
+            kept.prune(0)
         self.roots.observer.decide(self.key)
         self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
         self.session.report_fallback("capture_failed", f"{self.name} stays eager: it could not be captured", error)

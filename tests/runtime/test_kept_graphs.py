@@ -440,6 +440,11 @@ def test_a_kept_graph_that_does_not_run_leaves_the_script_alone(tmp_path, monkey
     with torch.no_grad():
         expected = model(x)
     assert run() == ("captured", "first_call")
+    folder = tmp_path / "s.sqlite3.graphs"
+    users_own = [folder / "note.txt", folder / "sub"]
+    users_own[0].write_text("a user's own")
+    users_own[1].mkdir()
+    (users_own[1] / "x").touch()
     whole = kept_graphs.Keeping.compile_kept
 
     def broken(args):
@@ -450,8 +455,8 @@ def test_a_kept_graph_that_does_not_run_leaves_the_script_alone(tmp_path, monkey
             patched.setattr(KeptPlans, "from_bytes", lambda self, data: lambda phase: broken)
         else:
             patched.setattr(kept_graphs.Keeping, "compile_kept", lambda self, kept: (whole(self, kept), broken)[1])
-            for path in (tmp_path / "s.sqlite3.graphs").glob("*.trace"):
+            for path in folder.glob("*.trace"):
                 path.unlink()
         assert run() == ("eager", "kept_graph_failed")
-    assert not (tmp_path / "s.sqlite3.graphs").exists()
+    assert sorted(folder.iterdir()) == users_own and (users_own[1] / "x").exists(), "what we wrote goes, and no more"
     assert run() == ("captured", "first_call")
