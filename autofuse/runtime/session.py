@@ -81,6 +81,7 @@ class Session:
         self._graph_calls = 0
         self._said: Counter[str] = Counter()
         self._finished = False
+        self._pid = os.getpid()
         self._exit_code: int | None = None
         self._knows_roots = False
         self._unusable: set[torch.device] = set()
@@ -90,7 +91,7 @@ class Session:
         self._draws: Draws | None = None
         self.notes = GraphNotes()
         changed = {name: str(value) for name, value in settings.changed().items()}
-        start = RunStart(command, self.device, self.versions, settings.run.tune, os.getpid(), changed)
+        start = RunStart(command, self.device, self.versions, settings.run.tune, self._pid, changed)
         self._written_calls: dict[tuple[str, Bucket], int] = {}
         self._pace = Pace()
         self.backstage = Backstage(
@@ -361,9 +362,12 @@ class Session:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def finish(self, exit_code: int | None) -> None:
-        """Stop observing, write everything, hand over what is still to be tuned."""
+        """Stop observing, write everything, hand over what is still to be tuned.
+
+        Nothing in a forked child, which may come here when it ends: the session is its parent's.
+        """
         global _current
-        if self._finished:
+        if self._finished or self._pid != os.getpid():
             return
         self._finished = True
         self._exit_code = exit_code if exit_code is not None else 0

@@ -8,6 +8,7 @@ import pytest
 
 from autofuse.codegen.c import bernoulli, build
 from autofuse.codegen.c.build import find_toolchain
+from autofuse.db.store import Store
 from autofuse.errors import CompilerError
 from autofuse.ir.records import Event
 from autofuse.private_files import PrivateFolder
@@ -20,7 +21,8 @@ from autofuse.settings import load
 def session(tmp_path):
     path = tmp_path / "s.sqlite3"
     path.touch(0o600)  # of an earlier run
-    return Session(load({"run.store": path, "run.quiet": True}, environ={}, cwd=tmp_path), "test")
+    values = {"run.store": path, "run.quiet": True, "tuner.shared_folder": tmp_path / "shared"}
+    return Session(load(values, environ={}, cwd=tmp_path), "test")
 
 
 def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, monkeypatch):
@@ -51,6 +53,24 @@ def test_nothing_is_kept_for_a_store_that_is_lost(session):
     for _ in range(9):
         session.say_once("after", "")
     assert len(session.backstage._events) == kept
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_ends_leaves_its_parents_session_alone(session):
+    """Daemons would take the parent for gone, and no more yield to it."""
+    with Store.open(session.settings.run.store) as store:
+        session.tuning.announce(store)
+    child = os.fork()
+    if child == 0:
+        try:
+            session.finish(None)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    (script,) = session.tuning._neighbours.scripts()
+    assert script.pid == os.getpid()
+    session.finish(None)
+    assert session.tuning._neighbours is not None and not session.tuning._neighbours.scripts()
 
 
 @pytest.mark.parametrize("cc", ["env cc", "cc -pipe", "cc"])
