@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from dataclasses import replace
 
 import pytest
 
@@ -136,6 +138,21 @@ def test_a_probe_without_a_verdict_is_not_noted(tmp_path, compilers):
     lacks = full.replace("fatal error: No space left on device", "ld: undefined reference to _ZGVbN4v_expf")
     compilers("mycc", lacks)
     assert find_toolchain("mycc", folder).libmvec == 0 and len(folder.names()) == 1
+
+
+@pytest.mark.parametrize("asked", ["fno-math-errno", "-dM", "--version"])
+def test_exit_codes_that_the_script_takes_are_no_verdict(tmp_path, compilers, asked):
+    """Where a script ignores SIGCHLD nobody learns how a child has ended, and Python says: with 0."""
+    folder = PrivateFolder(tmp_path / "notes")
+    compilers("mycc", f'case "$*" in *{asked}*) exit 1;; esac')  # as one that is killed: without a word
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        found = find_toolchain("mycc", folder)
+        assert not folder.names() and (asked != "fno-math-errno" or found.libmvec == 0)
+        compilers("mycc", "")
+        assert find_toolchain("mycc", folder) == replace(find_toolchain("cc"), command=found.command) and folder.names()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_generator_is_compiled_once(tmp_path, monkeypatch):

@@ -119,7 +119,9 @@ def _known(command: tuple[str, ...], march: str, folder: PrivateFolder) -> Toolc
 def _probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
     """What it can do, and whether that is all the compiler's own verdict: it is not where memory or a disk was full.
 
-    Runs of the compiler side by side: a script waits for them when it is first captured, 0.4 s one by one.
+    Only what a run of it has written counts as done: a script that ignores SIGCHLD, or waits for all of its children,
+    takes our children's exit codes, and Python gives 0 then. Runs of the compiler side by side: a script waits for
+    them when it is first captured, 0.4 s one by one.
     """
     nothing = "int af_probe(void) { return 0; }"
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder, ThreadPoolExecutor(_PROBES_AT_ONCE) as pool:
@@ -128,7 +130,8 @@ def _probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
             return pool.submit(_compiles, command, text, flags, Path(folder, f"probe{number}"))
 
         version = pool.submit(_run, [*command, "--version"], 20)
-        has_openmp, target = compiles(0, nothing, "-fopenmp"), pool.submit(_target, command, march)
+        has_openmp = compiles(0, nothing, "-fopenmp")
+        macros = pool.submit(_macros, command, march, Path(folder, "macros"))
         openmp = has_openmp.result()
         if not openmp and not compiles(1, nothing).result():
             raise CompilerNotReady(
@@ -141,8 +144,8 @@ def _probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
         first_line = version.result().stdout.partition("\n")[0].strip()
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         verdicts = [openmp, *(found.result() for found in levels.values())]
-        is_final = None not in verdicts and version.result().returncode == target.result().returncode == 0
-        text = _target_text(target.result().stdout)
+        is_final = None not in (*verdicts, macros.result()) and version.result().returncode == 0 and bool(first_line)
+        text = _target_text(macros.result() or "")
         return Toolchain(command, first_line, text, libmvec, bool(openmp), is_x86, march), is_final
 
 
@@ -179,7 +182,7 @@ def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Pat
         "-lm",
     ]
     result = _run(arguments, 60)
-    if result.returncode == 0:
+    if result.returncode == 0 and binary.exists():
         return True
     return False if any(sign in result.stderr for sign in (f"{source}:", *_VERDICTS)) else None
 
@@ -188,9 +191,10 @@ def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Pat
 _VERDICTS = ("undefined reference", "undefined symbol", "-fopenmp", "gomp", "libomp", "-lomp")
 
 
-def _target(command: Sequence[str], march: str) -> subprocess.CompletedProcess[str]:
-    """What -march means here, as the compiler itself says it."""
-    return _run([*command, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null"], 20)
+def _macros(command: Sequence[str], march: str, place: Path) -> str | None:
+    """What -march means here, as the compiler itself says it; None: it did not come to say it."""
+    result = _run([*command, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null", "-o", str(place)], 20)
+    return place.read_text() if result.returncode == 0 and place.exists() else None
 
 
 def _target_text(macros: str) -> str:
