@@ -50,8 +50,8 @@ def reset(store: Path | None) -> None:
 def prune(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
     """Remove the details of old runs now, and give their room back.
 
-    Keeps decisions, kernels and each run's totals. cache.history_days and cache.history_bytes say what is old; daemons
-    keep to them too, when they begin.
+    Keeps decisions, kernels and each run's totals, and of its command line the script's name. cache.history_days and
+    cache.history_bytes say what is old; daemons keep to them too, when they begin, and runs when they end.
     """
     from autofuse.db.store import Store
 

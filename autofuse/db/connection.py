@@ -27,7 +27,12 @@ from autofuse.errors import StoreError, StoreVersionError
 from autofuse.private_files import Untrusted, check_beside, make_folder
 
 APPLICATION_ID = 0x61667573  # "afus", in the header of every store of ours
-REVISIONS = ("0001", "0002", "0003")  # schemas this version reads or upgrades, oldest first, as Alembic lists them
+REVISIONS = (
+    "0001",
+    "0002",
+    "0003",
+    "0004",
+)  # schemas this version reads or upgrades, oldest first, as Alembic lists them
 HEAD = REVISIONS[-1]
 SMALLEST_PAGE_BYTES = 512  # of a database of SQLite
 BUSY_TIMEOUT_SECONDS = 5.0

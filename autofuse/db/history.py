@@ -3,7 +3,8 @@
 In: how old, and how many bytes. Out: of how many runs the details were removed.
 Guarantee: decisions, kernels, roots' verdicts, requests and each run's totals stay; what goes are single steps,
 operators, shapes, refusals and events, which only reports of that very run show. The newest run with steps keeps them,
-and so does any that may still be running. Each run goes in a transaction of its own: no script beside waits for long.
+and so does any that may still be running. Details go in pieces, each in a transaction of its own: no script beside
+waits for long, and one that ends may remove some and leave the rest to others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from autofuse.db import kernel_cache, models
 from autofuse.db.base import StoreBase, now
 
 LONGEST_RUN_SECONDS = 30 * 86400.0  # without an end: killed, not running
+PIECE = 20_000  # timed steps; some 30 ms
 _DETAILS = (
     models.Op, models.DimHistogramRow, models.Capture, models.NodeUseRow, models.RefusalRow, models.StepSeries,
     models.EventRow,
@@ -23,28 +25,35 @@ _DETAILS = (
 class StoreHistory(StoreBase):
     """The part of the store that forgets."""
 
-    def prune(self, days: float, most_bytes: int) -> int:
+    def prune(self, days: float, most_bytes: int, most_pieces: int | None = None) -> int:
         """Remove the details of runs older than ``days``, and of the oldest ones until ``most_bytes`` are left.
 
-        Binaries of kernels, which have a bound of their own, do not count. Returns of how many runs.
+        Binaries of kernels, which have a bound of their own, do not count. ``most_pieces``: not more than these.
+        Returns of how many runs.
         """
-        count = 0
+        count = pieces = 0
         for run_id, started_at in self._with_details():
-            if now() - started_at <= days * 86400.0 and self.history_bytes() <= most_bytes:
+            if now() - started_at <= days * 86400.0 and self._has_room(most_bytes):
                 break
-            with self._write() as connection:
-                _remove_details(connection, run_id)
+            is_left = True
+            while is_left:
+                if pieces == most_pieces:
+                    return count
+                with self._write() as connection:
+                    is_left = _remove_piece(connection, run_id)
+                pieces += 1
             count += 1
         return count
+
+    def _has_room(self, most_bytes: int) -> bool:
+        with self._read() as connection:
+            used = _used_bytes(connection)  # told at once, which the kernels' are not
+            return used <= most_bytes or used - kernel_cache.size_bytes(connection) <= most_bytes
 
     def history_bytes(self) -> int:
         """Bytes in use, kernels left out."""
         with self._read() as connection:
-            pages, free, size = (
-                int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
-                for name in ("page_count", "freelist_count", "page_size")
-            )
-            return (pages - free) * size - kernel_cache.size_bytes(connection)
+            return _used_bytes(connection) - kernel_cache.size_bytes(connection)
 
     def compact(self) -> None:
         """Give free pages back to the file system; takes a second copy of the store while it works."""
@@ -61,10 +70,23 @@ class StoreHistory(StoreBase):
             return [(row.id, row.started_at) for row in connection.execute(query.order_by(run.id))]
 
 
-def _remove_details(connection: Connection, run_id: int) -> None:
+def _used_bytes(connection: Connection) -> int:
+    pages, free, size = (
+        int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
+        for name in ("page_count", "freelist_count", "page_size")
+    )
+    return (pages - free) * size
+
+
+def _remove_piece(connection: Connection, run_id: int) -> bool:
+    """Whether details of the run are left."""
+    sample, series = models.StepSampleRow, models.StepSeries
+    of_run = select(series.id).where(series.run_id == run_id)
+    some = select(sample.id).where(sample.series_id.in_(of_run)).limit(PIECE)
+    if connection.execute(delete(sample).where(sample.id.in_(some))).rowcount == PIECE:
+        return True
     ops = select(models.Op.id).where(models.Op.run_id == run_id)
-    series = select(models.StepSeries.id).where(models.StepSeries.run_id == run_id)
     connection.execute(delete(models.OpShape).where(models.OpShape.op_id.in_(ops)))
-    connection.execute(delete(models.StepSampleRow).where(models.StepSampleRow.series_id.in_(series)))
     for table in _DETAILS:
         connection.execute(delete(table).where(table.run_id == run_id))
+    return False

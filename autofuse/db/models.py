@@ -55,6 +55,8 @@ class Run(Base):
     settings: Mapped[JsonObject]
     started_at: Mapped[float]
     finished_at: Mapped[float | None]  # NULL while running, or when the process was killed
+    machine: Mapped[str] = mapped_column(server_default=text("''"))  # whose process numbers; "": not known
+    steps_one_in: Mapped[int] = mapped_column(server_default=text("1"))  # so many captured steps a row stands for
 
 
 class RunTotal(Base):

@@ -32,6 +32,7 @@ from autofuse.db.base import (
     upsert,
 )  # fmt: skip
 from autofuse.db.rows import NodeRow, RunRow
+from autofuse.db.thinning import Thinning
 from autofuse.errors import StoreError
 from autofuse.ir.records import (
     DeviceInfo,
@@ -51,6 +52,7 @@ class RunLog(StoreBase):
     _versions: str | None = None
     # Buckets by node, label and source: their rows are never deleted, and a script counts its nodes every second.
     _buckets: Mapping[tuple[str, str, str], int] = MappingProxyType({})
+    _thinning: tuple[int, Thinning] | None = None  # of the run that samples were added to last
 
     # ---- runs -----------------------------------------------------------------------------------
 
@@ -146,7 +148,10 @@ class RunLog(StoreBase):
     # ---- steps ----------------------------------------------------------------------------------
 
     def add_step_samples(self, run_id: int, samples: Iterable[StepSample]) -> None:
-        """Append timed steps; ``step_us`` of 0 and less marks one that is not to be compared."""
+        """Append timed steps; ``step_us`` of 0 and less marks one that is not to be compared.
+
+        Of a long run one in so many is kept (`thinning`).
+        """
         samples = list(samples)
         if not samples:
             return
@@ -157,20 +162,29 @@ class RunLog(StoreBase):
             upsert(connection, table, rows, ["run_id", "root", "signature"], [])
             found = connection.execute(select(table.root, table.signature, table.id).where(table.run_id == run_id))
             ids = {(root, signature): series_id for root, signature, series_id in found}
-            connection.execute(
-                insert(models.StepSampleRow),
-                [
-                    {
-                        "series_id": ids[sample.root, sample.signature],
-                        "held_out": sample.held_out,
-                        "fused_nodes": sample.fused_nodes,
-                        "call_index": sample.index,
-                        "step_us": sample.step_us,
-                        "elements": sample.elements,
-                    }
-                    for sample in samples
-                ],
-            )
+            thinning = self._thinning_of(connection, run_id)
+            numbered = [(ids[sample.root, sample.signature], sample) for sample in samples]
+            kept = [(number, sample) for number, sample in numbered if thinning.keeps(sample, number)]
+            if not kept:
+                return
+            rows = [
+                {
+                    "series_id": number,
+                    "held_out": sample.held_out,
+                    "fused_nodes": sample.fused_nodes,
+                    "call_index": sample.index,
+                    "step_us": sample.step_us,
+                    "elements": sample.elements,
+                }
+                for number, sample in kept
+            ]
+            connection.execute(insert(models.StepSampleRow), rows)
+            thinning.added(connection, [sample.held_out for _, sample in kept])
+
+    def _thinning_of(self, connection: Connection, run_id: int) -> Thinning:
+        if self._thinning is None or self._thinning[0] != run_id:
+            self._thinning = run_id, Thinning(connection, run_id)
+        return self._thinning[1]
 
     def step_samples(self, run_id: int) -> list[StepSample]:
         """The timed steps of a run in the order in which they were stored."""
@@ -387,7 +401,7 @@ def _runs() -> Any:  # a Select, whose number of type arguments differs between 
     return (
         select(
             run.id, run.command, run.versions, run.mode, run.pid, run.settings, run.started_at, run.finished_at,
-            device.kind, device.name, device.cores, device.isa, total.values.label("totals"),
+            run.steps_one_in, device.kind, device.name, device.cores, device.isa, total.values.label("totals"),
         )
         .join(device, run.device_id == device.id)
         .outerjoin(total, total.run_id == run.id)
@@ -407,4 +421,5 @@ def _run_of(row: Row[Any]) -> RunRow:
         started_at=row.started_at,
         finished_at=row.finished_at,
         totals=record_of(RunTotals, row.totals or {}),
+        steps_one_in=row.steps_one_in,
     )

@@ -4,9 +4,9 @@ In: records of ``ir``. Out: the same records, and the plain rows of ``rows``.
 
 What it promises:
 
-- **Nothing is lost** but the details of old runs, by ``prune``. ``add_`` and ``put_measurements``, ``put_decision``
-  append; the other ``put_`` bring counters of the same run up to date. Only binaries of kernels are evicted, their
-  sources stay.
+- **Nothing is lost** but the details of old runs, by ``prune``, and most timed steps of long ones (`thinning`).
+  ``add_`` and ``put_measurements``, ``put_decision`` append; the other ``put_`` bring counters of the same run up to
+  date. Only binaries of kernels are evicted, their sources stay.
 - **All or nothing.** Each method is one transaction: after ``kill -9`` its rows are all there or none is.
 - **Many processes.** WAL: readers see a consistent state and wait for nobody; writers wait for each other, up to
   ``timeout_seconds``. One object per thread is fastest; sharing one is safe and takes turns.

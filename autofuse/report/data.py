@@ -130,7 +130,8 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
     roots, events = store.run_roots(run.id), store.events(run.id)
     capture_seconds = run.totals.capture_seconds or sum(root.capture_seconds for root in roots)
     tuning_seconds = sum(row.decision.tuning_seconds for row in store.decision_history(run_id=run.id))
-    gain = measure_gain(store.step_samples(run.id), cost_seconds(run.mode, capture_seconds, tuning_seconds))
+    cost = cost_seconds(run.mode, capture_seconds, tuning_seconds)
+    gain = measure_gain(store.step_samples(run.id), cost, run.steps_one_in)
     return Report(
         store=str(store.path),
         run=run,

@@ -13,6 +13,7 @@ The definitions, which the reports state as well:
 - A **pair** is a held-out step over the median of the up to 6 nearest routed steps within 64 calls. They have the same
   signature; where a root has too many for that, their inputs have up to a quarter more or fewer elements, and their
   times are taken in proportion.
+- Of a long run one in ``one_in`` routed steps is kept, evenly, and stands for as many.
 - **Hot** are the signatures that together make up the first 80 % of the routed time.
 - The **speedup** is the median over the pairs of all hot signatures; its 95 % interval is bootstrapped.
 """
@@ -92,7 +93,7 @@ class _Series:
         return math.fsum(step.step_us for step in self.routed)
 
 
-def measure_gain(samples: Sequence[StepSample], cost_seconds: float) -> Gain:
+def measure_gain(samples: Sequence[StepSample], cost_seconds: float, one_in: int = 1) -> Gain:
     """Compare the steps of a run; ``cost_seconds`` is what has to be saved before fusion pays."""
     series = sorted(_series(samples), key=lambda item: -item.routed_total_us)
     total_us = math.fsum(item.routed_total_us for item in series)
@@ -104,14 +105,14 @@ def measure_gain(samples: Sequence[StepSample], cost_seconds: float) -> Gain:
         hot = bool(item.routed) and before_us < HOT_SHARE * total_us
         before_us += item.routed_total_us
         hot_ratios += ratios if hot else []
-        rows.append(_row(item, total_us, hot, summarise(ratios)))
+        rows.append(_row(item, total_us, hot, summarise(ratios), one_in))
     known = {(row.root, row.signature): row.speedup.median for row in rows if row.speedup.median is not None}
-    saved, break_even = _savings(samples, series, known, cost_seconds)
+    saved, break_even = _savings(samples, series, known, cost_seconds, one_in)
     return Gain(
         rows=tuple(rows),
         speedup=summarise(hot_ratios),
         held_out_steps=sum(len(item.held_out) for item in series),
-        routed_steps=sum(len(item.routed) for item in series),
+        routed_steps=sum(row.routed for row in rows),
         seconds_saved=saved,
         break_even_step=break_even,
     )
@@ -173,11 +174,11 @@ def _series(samples: Iterable[StepSample]) -> list[_Series]:
     return [item for item in found.values() if item.routed or item.held_out]
 
 
-def _row(item: _Series, total_us: float, hot: bool, speedup: Speedup) -> StepRow:
+def _row(item: _Series, total_us: float, hot: bool, speedup: Speedup, one_in: int) -> StepRow:
     return StepRow(
         root=item.root,
         signature=item.signature,
-        routed=len(item.routed),
+        routed=len(item.routed) * one_in,
         held_out=len(item.held_out),
         routed_us=statistics.median(step.step_us for step in item.routed) if item.routed else None,
         held_out_us=statistics.median(step.step_us for step in item.held_out) if item.held_out else None,
@@ -192,6 +193,7 @@ def _savings(
     series: Iterable[_Series],
     known: Mapping[tuple[str, str], float],
     cost_seconds: float,
+    one_in: int,
 ) -> tuple[float | None, int | None]:
     """Seconds that the routed steps of compared signatures took less, and the step at which the costs were saved."""
     if not known:
@@ -202,7 +204,7 @@ def _savings(
         ratio = known.get((step.root, step.signature))
         if ratio is None or id(step) not in counted:
             continue
-        saved_us += step.step_us * (ratio - 1.0)
+        saved_us += step.step_us * (ratio - 1.0) * one_in
         if break_even is None and saved_us > 0.0 and saved_us >= cost_seconds * 1e6:
             break_even = step.index
     return saved_us / 1e6, break_even if saved_us > 0.0 else None

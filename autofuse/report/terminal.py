@@ -164,7 +164,8 @@ def _measured(report: Report) -> str:
     totals = report.totals
     if not totals.routed_steps:
         return "none timed with fused kernels"
-    return f"timed: {totals.routed_steps:,} with fused kernels, {totals.held_out_steps:,} held out in eager"
+    about = "about " if report.run is not None and report.run.steps_one_in > 1 else ""
+    return f"timed: {about}{totals.routed_steps:,} with fused kernels, {totals.held_out_steps:,} held out in eager"
 
 
 def _cost(report: Report) -> str:

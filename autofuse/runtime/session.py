@@ -9,6 +9,7 @@ captured: they bring sympy, code generators and a look for a compiler, 1.5 s tha
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
+PIECES_AT_END = 2  # of old runs' details: more than a run leaves behind, and soon done
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
 
 _current: Session | None = None
@@ -328,6 +330,13 @@ class Session:
             store.put_op_profiles(run_id, self.roots.observer.profiles())
             store.put_dim_histograms(run_id, self.roots.observer.histograms())
             store.finish_run(run_id, self.totals(usage))
+            self._forget_old_runs(store)
+
+    def _forget_old_runs(self, store: Store) -> None:
+        """Some of what is too old or too much by now. All is written: whatever fails here is left to the next."""
+        cache = self.settings.cache
+        with contextlib.suppress(AutofuseError):
+            store.prune(cache.history_days, cache.history_bytes, PIECES_AT_END)
 
     def _collect_uses(self, store: Store, run_id: int, usage: Usage, final: bool) -> None:
         uses = [*node_uses(self, usage.nodes.values()), *self.optimizers.uses()]

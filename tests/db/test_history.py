@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 from store_records import decision, kernel, request, start, steps, use
 
 from autofuse.cli.app import parse
-from autofuse.db import history
+from autofuse.db import history, thinning
 from autofuse.db.store import Store
-from autofuse.ir.records import Event, RootRecord, RunTotals
+from autofuse.ir.records import Event, RootRecord, RunTotals, StepSample
+from autofuse.report.statistics import measure_gain
 
 DAY = 86400.0
 
@@ -76,3 +78,53 @@ def test_the_command_gives_the_room_back(
     assert path.stat().st_size < before
     with Store.open(path) as opened:
         assert details(opened, runs[2]) == [2000, 1, 1]
+
+
+def test_of_a_long_run_steps_are_thinned_and_the_gain_stays(store: Store) -> None:
+    """Two roots whose sizes come in turns; eager takes 1.3 times as long, and all drifts."""
+    draw = random.Random(0)
+
+    def step(index: int) -> StepSample:
+        root, held_out = ("A", "B")[index % 2], index % 50 == 7
+        eager_us = 1000.0 * (1 + index / 40_000) * (2 if index % 4 == 0 else 1) * draw.gauss(1.0, 0.02)
+        step_us = eager_us if held_out else eager_us / 1.3
+        return StepSample(root, f"{index % 4}", held_out, 0 if held_out else 3, index // 2, step_us, 64)
+
+    made = [step(index) for index in range(40_000)]
+    run_id = store.start_run(start())
+    for first in range(0, 30_000, 700):
+        store.add_step_samples(run_id, made[first : min(first + 700, 30_000)])
+    kept, whole = store.step_samples(run_id), measure_gain(made[:30_000], 1.0)
+    assert len(kept) <= 10_000
+    assert {s for s in kept if s.held_out} == {s for s in made[:30_000] if s.held_out}
+    one_in = store.run(run_id).steps_one_in
+    gain = measure_gain(kept, 1.0, one_in)
+    assert one_in == 4 and gain.speedup.median == pytest.approx(whole.speedup.median, rel=0.01)
+    assert gain.seconds_saved == pytest.approx(whole.seconds_saved, rel=0.02)
+    assert gain.routed_steps == pytest.approx(whole.routed_steps, rel=0.01)
+    assert gain.break_even_step == pytest.approx(whole.break_even_step, rel=0.05)
+    for row, of_whole in zip(gain.rows, whole.rows, strict=True):
+        assert row.routed == pytest.approx(of_whole.routed, rel=0.02), "no rhythm of the script's is lost"
+    with Store.open(store.path) as other:  # as one that goes on with it
+        other.add_step_samples(run_id, made[30_000:])
+        assert len(other.step_samples(run_id)) <= 10_000 and other.run(run_id).steps_one_in == 8
+
+
+def test_a_long_run_of_many_roots_is_thinned_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which is called once: their calls have one number."""
+    monkeypatch.setattr(thinning, "MOST_STEPS", 300)
+    run_id = store.start_run(start())
+    store.add_step_samples(run_id, [StepSample(f"root{n}", "sizes", n % 2 == 0, 3, 0, 100.0) for n in range(2000)])
+    kept = [sample.held_out for sample in store.step_samples(run_id)]
+    assert kept.count(False) == pytest.approx(250, abs=2) and kept.count(True) == pytest.approx(250, abs=2)
+    assert store.run(run_id).steps_one_in == 4
+
+
+def test_an_ending_session_removes_a_little_and_leaves_the_rest(
+    store: Store, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "PIECE", 900)
+    assert store.prune(1e6, 0, most_pieces=2) == 0
+    assert details(store, runs[0]) == [200, 1, 1]
+    assert store.prune(1e6, 0, most_pieces=2) == 1
+    assert details(store, runs[0]) == [0, 0, 0] and details(store, runs[2]) == [2000, 1, 1]

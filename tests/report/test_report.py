@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from rich.console import Console
 from autofuse.db.rows import RequestRow, SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
-from autofuse.ir.records import EAGER, Bucket, Event, RootRecord, RunStart, RunTotals
+from autofuse.ir.records import EAGER, Bucket, Event, RootRecord, RunStart, RunTotals, TuneRequest
 from autofuse.report import words
 from autofuse.report.as_json import SCHEMA_VERSION, report_to_json
 from autofuse.report.data import Report, cost_seconds, decision_for, load_report, node_line
@@ -238,6 +239,14 @@ def test_too_few_held_out_steps_are_said(store: Store) -> None:
     assert "Gain not measured: no held-out eager step" in words_of(load_report(store))
 
 
+def test_of_a_long_run_steps_are_counted_that_the_store_no_longer_has(store: Store) -> None:
+    run_id = start(store)
+    store.add_step_samples(run_id, [sample(i, 100.0, held_out=i % 50 == 7) for i in range(20_000)])
+    store.finish_run(run_id, RunTotals(20_000, 100, 0))
+    (count,) = re.findall(r"timed: about ([\d,]+) with fused kernels, 399 held out", words_of(load_report(store)))
+    assert int(count.replace(",", "")) == pytest.approx(19_600, rel=0.01)
+
+
 def test_an_empty_store_says_what_to_do(store: Store) -> None:
     text = words_of(load_report(store))
     assert "holds no runs yet" in text and "autofuse run SCRIPT.py" in text
@@ -254,6 +263,12 @@ def test_a_run_without_fusion_says_why(store: Store) -> None:
     assert "The captured graphs hold no operators that can be fused." in words_of(load_report(store, run_id))
     store.put_node_uses(run_id, [use(LOSS, HOT, 9, 0, 0.1)])
     assert "Eager's own kernels won for every node" in words_of(load_report(store, run_id))
+    store.add_requests([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])
+    assert "1 request still wait to be tuned" in words_of(load_report(store, run_id))
+    store.finish_request(key(LOSS, HOT), "failed", "no room in /tmp")
+    text = words_of(load_report(store, run_id))
+    assert "Nothing ran fused. 1 request for tuning failed; autofuse explain NODE says why" in text
+    assert "autofuse tune --again tries anew" in text and "Eager's own kernels won" not in text
     store.add_event(run_id, Event("no_compiler", "There is no C compiler: install gcc."))
     assert "Nothing ran fused. There is no C compiler: install gcc." in words_of(load_report(store, run_id))
 

@@ -12,7 +12,8 @@ from autofuse.codegen.c import bernoulli, build
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.db.store import Store
 from autofuse.errors import CompilerError
-from autofuse.ir.records import Event
+from autofuse.ir.device import cpu_device
+from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import backstage
 from autofuse.runtime.session import Session
@@ -73,6 +74,20 @@ def test_a_forked_child_that_ends_leaves_its_parents_session_alone(session):
     assert script.pid == os.getpid()
     session.finish(None)
     assert session.tuning._neighbours is not None and not session.tuning._neighbours.scripts()
+
+
+def test_a_session_that_ends_forgets_old_runs(session):
+    """Where nothing is tuned no daemon does."""
+    session.settings = session.settings.with_values({"cache.history_days": 0.0}, "test")
+    with Store.open(session.settings.run.store) as store:
+        for name in ("old.py", "newer.py"):
+            run_id = store.start_run(RunStart(name, cpu_device(), "", "off", 1))
+            store.add_step_samples(run_id, [StepSample("root", "sizes", False, 1, 1, 1.0)])
+            store.finish_run(run_id, RunTotals())
+        session.backstage.start()
+        session.finish(0)
+        assert [len(store.step_samples(run_id)) for run_id in (1, 2)] == [0, 1]
+        assert store.run(3).finished_at is not None and not session._said
 
 
 @pytest.mark.parametrize("cc", ["env cc", "cc -pipe", "cc"])

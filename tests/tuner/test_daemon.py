@@ -25,7 +25,7 @@ from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY
 from autofuse.errors import CompilerError, CompilerNotReady, DaemonError
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import RunStart, TuneRequest
+from autofuse.ir.records import RunStart, RunTotals, StepSample, TuneRequest
 from autofuse.private_files import Untrusted
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon, daemon_files
@@ -343,6 +343,19 @@ def test_drain_takes_the_largest_saving_first_and_tells_how_far_it_is(settings: 
 def make_loop(settings: Settings) -> TuningLoop:
     settings.run.store.parent.mkdir(parents=True, exist_ok=True)
     return TuningLoop(settings, is_urgent=lambda: False)
+
+
+def test_a_daemon_that_begins_forgets_old_runs(settings: Settings) -> None:
+    loop = make_loop(settings.with_values({"cache.history_days": 0.0}, "test"))
+    with Store.open(settings.run.store) as store:
+        for name in ("old.py", "newer.py"):
+            run_id = store.start_run(RunStart(name, cpu_device(), versions(), "off", 1))
+            store.add_step_samples(run_id, [StepSample("root", "sizes", False, 1, 1, 1.0)])
+            store.finish_run(run_id, RunTotals())
+        loop.is_stopping = True
+        loop.serve()
+        loop.close()
+        assert [len(store.step_samples(run_id)) for run_id in (1, 2)] == [0, 1]
 
 
 def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> None:
