@@ -8,7 +8,6 @@ from fusion. Guarantee: ``apply_malloc`` does nothing on a libc without ``mallop
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 from collections.abc import Sequence
 from typing import Final
@@ -16,6 +15,7 @@ from typing import Final
 from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
+from autofuse.ir.commands import script_of
 from autofuse.settings import Settings
 
 MALLOC: Final = "process.malloc"  # the setting's name, in trials and in reports
@@ -86,11 +86,3 @@ def latest_decision(trials: Sequence[SettingTrial], workload: str) -> str | None
     script = script_of(workload)
     fitting = [t for t in trials if t.setting == MALLOC and script_of(t.workload) == script]
     return fitting[-1].decision if fitting else None
-
-
-def script_of(workload: str) -> str:
-    """``-m pkg.mod`` or the file name of a command; the arguments of a script change from run to run."""
-    words = workload.split()
-    if not words:
-        return ""
-    return " ".join(words[:2]) if words[0] == "-m" else os.path.basename(words[0])

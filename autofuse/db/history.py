@@ -9,10 +9,12 @@ waits for long, and one that ends may remove some and leave the rest to others.
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, delete, exists, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, or_, select, update
+from sqlalchemy.orm import InstrumentedAttribute
 
 from autofuse.db import kernel_cache, models
 from autofuse.db.base import StoreBase, now
+from autofuse.ir.commands import script_of
 
 LONGEST_RUN_SECONDS = 30 * 86400.0  # without an end: killed, not running
 PIECE = 20_000  # timed steps; some 30 ms
@@ -28,9 +30,10 @@ class StoreHistory(StoreBase):
     def prune(self, days: float, most_bytes: int, most_pieces: int | None = None) -> int:
         """Remove the details of runs older than ``days``, and of the oldest ones until ``most_bytes`` are left.
 
-        Binaries of kernels, which have a bound of their own, do not count. ``most_pieces``: not more than these.
+        Of their command lines the script's name stays. Binaries of kernels, which have a bound of their own, do not count. ``most_pieces``: not more than these.
         Returns of how many runs.
         """
+        self._shorten_commands(days)
         count = pieces = 0
         for run_id, started_at in self._with_details():
             if now() - started_at <= days * 86400.0 and self._has_room(most_bytes):
@@ -44,6 +47,23 @@ class StoreHistory(StoreBase):
                 pieces += 1
             count += 1
         return count
+
+    def _shorten_commands(self, days: float) -> None:
+        """Arguments may hold what is nobody's business. A later run loses no more than how long such a one took."""
+        run, trial, limit = models.Run, models.SettingTrialRow, now() - days * 86400.0
+        self._shorten(run.id, run.command, and_(run.started_at < limit, _is_over()))
+        self._shorten(trial.id, trial.workload, trial.at < limit)
+
+    def _shorten(
+        self, number: InstrumentedAttribute[int], text: InstrumentedAttribute[str], is_old: ColumnElement[bool]
+    ) -> None:
+        with self._read() as connection:
+            found = connection.execute(select(number, text).where(is_old, text.contains(" "))).all()
+        changed = [(row_id, script_of(command)) for row_id, command in found if command != script_of(command)]
+        if changed:
+            with self._write() as connection:
+                for row_id, script in changed:
+                    connection.execute(update(number.class_).where(number == row_id).values({text: script}))
 
     def _has_room(self, most_bytes: int) -> bool:
         with self._read() as connection:
@@ -63,11 +83,15 @@ class StoreHistory(StoreBase):
         """Runs that are over and have details, oldest first, without the newest that has steps."""
         run, series, use, op = models.Run, models.StepSeries, models.NodeUseRow, models.Op
         has_details = or_(*(exists().where(table.run_id == run.id) for table in (series, use, op, models.EventRow)))
-        is_over = or_(run.finished_at.is_not(None), run.started_at < now() - LONGEST_RUN_SECONDS)
         newest = select(func.max(series.run_id)).scalar_subquery()
-        query = select(run.id, run.started_at).where(has_details, is_over, run.id != func.coalesce(newest, 0))
+        query = select(run.id, run.started_at).where(has_details, _is_over(), run.id != func.coalesce(newest, 0))
         with self._read() as connection:
             return [(row.id, row.started_at) for row in connection.execute(query.order_by(run.id))]
+
+
+def _is_over() -> ColumnElement[bool]:
+    run = models.Run
+    return or_(run.finished_at.is_not(None), run.started_at < now() - LONGEST_RUN_SECONDS)
 
 
 def _used_bytes(connection: Connection) -> int:

@@ -14,7 +14,8 @@ from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
 from autofuse.execute import Target
-from autofuse.process_settings import MALLOC, MALLOC_VALUES, latest_decision, resolve, script_of
+from autofuse.ir.commands import script_of
+from autofuse.process_settings import MALLOC, MALLOC_VALUES, latest_decision, resolve
 from autofuse.process_trial import StepPair, judge, measure_malloc
 from autofuse.settings import load
 

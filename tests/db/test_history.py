@@ -10,6 +10,7 @@ from store_records import decision, kernel, request, start, steps, use
 
 from autofuse.cli.app import parse
 from autofuse.db import history, thinning
+from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
 from autofuse.ir.records import Event, RootRecord, RunTotals, StepSample
 from autofuse.report.statistics import measure_gain
@@ -128,3 +129,19 @@ def test_an_ending_session_removes_a_little_and_leaves_the_rest(
     assert details(store, runs[0]) == [200, 1, 1]
     assert store.prune(1e6, 0, most_pieces=2) == 1
     assert details(store, runs[0]) == [0, 0, 0] and details(store, runs[2]) == [2000, 1, 1]
+
+
+def test_of_old_command_lines_the_scripts_name_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "examples/train.py --token s3cret"
+    for command in (secret, "-m pkg.train --token s3cret", secret):
+        store.finish_run(store.start_run(start(command)), RunTotals())
+    running = store.start_run(start(secret))
+    store.put_setting_trial(SettingTrial("s", "v", 2.0, 1.0, 2.0, 1.9, 2.1, "on", "won", "cpu", secret))
+    began = history.now()
+    monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
+    monkeypatch.setattr(history, "LONGEST_RUN_SECONDS", 1000 * DAY)
+    assert store.prune(1e6, 1 << 30) == 0 and store.run(1).command == secret
+    store.prune(90.0, 1 << 30, most_pieces=0)
+    assert [run.command for run in store.runs()] == [secret, "train.py", "-m pkg.train", "train.py"]
+    (trial,) = store.setting_trials()
+    assert trial.workload == "train.py" and store.run(running).command == secret
