@@ -197,6 +197,8 @@ class TuningLoop:
 
     def _next(self) -> TuneRequest | None:
         """The next request whose run has budget left; None where there is none. Cheap while nothing changes."""
+        if self._store.was_moved:
+            return None  # nobody asks for what is queued there
         now = time.monotonic()
         version = self._store.data_version()
         if version == self._seen_version and now - self._looked_at < HEARTBEAT_SECONDS:

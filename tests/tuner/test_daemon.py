@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from autofuse.cli.app import parse
 from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.version import CODEGEN_VERSION, versions
 from autofuse.db.store import Store
@@ -28,7 +29,7 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.records import RunStart, RunTotals, StepSample, TuneRequest
 from autofuse.private_files import Untrusted
 from autofuse.settings import Settings, load
-from autofuse.tuner import daemon, daemon_files
+from autofuse.tuner import daemon, daemon_files, serving
 from autofuse.tuner.daemon_files import DaemonFiles
 from autofuse.tuner.manners import (
     BURST_SECONDS,
@@ -131,6 +132,18 @@ def test_a_daemon_killed_in_mid_tuning_loses_nothing(settings: Settings) -> None
         assert daemon.ensure_running(settings) != pid
         wait_until(lambda: store.queue_length().done == 2)
         assert len(store.decisions()) == 2
+
+
+def test_a_store_that_is_put_aside_ends_its_daemon(settings: Settings) -> None:
+    daemon.ensure_running(settings)
+    process = DaemonFiles(settings).running()
+    assert process is not None and process.is_alive
+    assert parse(["store", "reset", "--store", str(settings.run.store)]) == 0
+    assert not process.is_alive and daemon.running_pid(settings) is None
+    aside = settings.run.store.with_name("store.sqlite3.old")
+    assert aside.exists() and not settings.run.store.exists()
+    with Store.open(aside) as store:
+        assert store.daemon_state() is not None
 
 
 def test_a_launched_daemon_is_found_before_it_has_begun(settings: Settings) -> None:
@@ -356,6 +369,28 @@ def test_a_daemon_that_begins_forgets_old_runs(settings: Settings) -> None:
         loop.serve()
         loop.close()
         assert [len(store.step_samples(run_id)) for run_id in (1, 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_daemon_whose_store_is_moved_ends(
+    settings: Settings, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever program, and also with work left: it would go on for a store that nobody asks any more."""
+    queue(settings, *(request(FORM, (size,)) for size in (24, 12) if is_busy))
+    loop, path, worked = make_loop(settings), settings.run.store, []
+
+    def move(*_: object) -> None:
+        os.rename(path, path.with_name("elsewhere.sqlite3"))
+
+    def work(taken: TuneRequest) -> None:
+        worked.append(taken)
+        move()
+
+    monkeypatch.setattr(loop, "work", work)
+    monkeypatch.setattr(serving.time, "sleep", move)  # it is idle
+    loop.serve()
+    loop.close()
+    assert len(worked) == is_busy and not path.exists()
 
 
 def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> None:
