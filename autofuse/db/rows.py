@@ -30,6 +30,7 @@ class RunRow:
     started_at: float
     finished_at: float | None  # None while running, or when the process was killed
     totals: RunTotals
+    machine: str = ""  # on which its process has that number; "": of a version that did not say so
     steps_one_in: int = 1  # of its timed captured steps one in so many is kept
 
 

@@ -71,6 +71,7 @@ class RunLog(StoreBase):
                 "mode": start.mode,
                 "pid": start.pid,
                 "settings": dict(start.settings),
+                "machine": start.machine,
                 "started_at": now(),
             }
             run_id = connection.execute(insert(models.Run).values(**values).returning(models.Run.id)).scalar_one()
@@ -401,7 +402,7 @@ def _runs() -> Any:  # a Select, whose number of type arguments differs between 
     return (
         select(
             run.id, run.command, run.versions, run.mode, run.pid, run.settings, run.started_at, run.finished_at,
-            run.steps_one_in, device.kind, device.name, device.cores, device.isa, total.values.label("totals"),
+            run.machine, run.steps_one_in, device.kind, device.name, device.cores, device.isa, total.values.label("totals"),
         )
         .join(device, run.device_id == device.id)
         .outerjoin(total, total.run_id == run.id)
@@ -421,5 +422,6 @@ def _run_of(row: Row[Any]) -> RunRow:
         started_at=row.started_at,
         finished_at=row.finished_at,
         totals=record_of(RunTotals, row.totals or {}),
+        machine=row.machine,
         steps_one_in=row.steps_one_in,
     )

@@ -214,6 +214,7 @@ class RunStart:
     mode: str  # --tune
     pid: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    machine: str = ""  # on which the process has that number, as `process_id.this_machine` says it
 
 
 @dataclass(frozen=True)

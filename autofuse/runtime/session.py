@@ -39,6 +39,7 @@ from autofuse.runtime.tuning import TuningClient
 from autofuse.runtime.usage import Usage, node_uses, usage_of
 from autofuse.say import say
 from autofuse.settings import Settings, load
+from autofuse.tuner.process_id import this_machine
 from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Session:
         self._draws: Draws | None = None
         self.notes = GraphNotes()
         changed = {name: str(value) for name, value in settings.changed().items()}
-        start = RunStart(command, self.device, self.versions, settings.run.tune, self._pid, changed)
+        start = RunStart(command, self.device, self.versions, settings.run.tune, self._pid, changed, this_machine())
         self._written_calls: dict[tuple[str, Bucket], int] = {}
         self._pace = Pace()
         self.backstage = Backstage(

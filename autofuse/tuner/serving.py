@@ -23,7 +23,7 @@ from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.c.product import product_flops
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.version import versions
-from autofuse.db.rows import DaemonState
+from autofuse.db.rows import DaemonState, RunRow
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY, NOT_READY_SECONDS
 from autofuse.errors import CompilerNotReady, StoreError
@@ -51,6 +51,7 @@ from autofuse.tuner.daemon_files import DaemonFiles
 from autofuse.tuner.job import Job, JobLimits, Outcome
 from autofuse.tuner.neighbours import Neighbours, Script, meeting_folder
 from autofuse.tuner.pipes import Interrupted
+from autofuse.tuner.process_id import this_machine
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.visible_devices import as_seen_by
 from autofuse.tuner.ways import WAY, WayWorkshop
@@ -471,8 +472,12 @@ class TuningLoop:
     def _asking_pid(self) -> int | None:
         """The process whose request is in work, None where it has ended or runs on another machine."""
         here = {script.pid for script in self._neighbours.scripts()}
-        runs = [run for run in self._store.runs(RECENT_RUNS) if run.id == self._run_id and run.finished_at is None]
-        return next((run.pid for run in runs if run.pid in here), None)
+        return next((run.pid for run in self._open_runs() if run.id == self._run_id and run.pid in here), None)
+
+    def _open_runs(self) -> list[RunRow]:
+        """Of scripts that may be running on this machine: elsewhere their numbers are other processes'."""
+        here = this_machine()
+        return [run for run in self._store.runs(RECENT_RUNS) if run.finished_at is None and run.machine == here]
 
     def _memory_bytes(self, device: str) -> int:
         tuner = self.settings.tuner
@@ -495,8 +500,8 @@ class TuningLoop:
         """Seconds that kernels decided beside them have saved scripts of this store, by their races."""
         began = {script.pid: script.began for script in scripts}
         found = {}
-        for run in self._store.runs(RECENT_RUNS):
-            if run.finished_at is None and run.pid in began and self._gains:
+        for run in self._open_runs() if self._gains else ():
+            if run.pid in began:
                 calls = self._store.fused_calls(run.id)
                 late = {key: gain for key, (at, gain) in self._gains.items() if at > began[run.pid]}
                 found[run.pid] = sum(calls.get(key, 0) * gain for key, gain in late.items()) / 1e6

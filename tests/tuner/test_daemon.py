@@ -26,7 +26,7 @@ from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY
 from autofuse.errors import CompilerError, CompilerNotReady, DaemonError
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import RunStart, RunTotals, StepSample, TuneRequest
+from autofuse.ir.records import NodeUse, RunStart, RunTotals, StepSample, TuneRequest
 from autofuse.private_files import Untrusted
 from autofuse.settings import Settings, load
 from autofuse.tuner import daemon, daemon_files, serving
@@ -41,6 +41,7 @@ from autofuse.tuner.manners import (
     young_share,
 )
 from autofuse.tuner.neighbours import Neighbours, meeting_folder
+from autofuse.tuner.process_id import this_machine
 from autofuse.tuner.serving import TuningLoop
 from tests.tuner.nodes import chain_form, matmul_form, request
 
@@ -372,9 +373,7 @@ def test_a_daemon_that_begins_forgets_old_runs(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_daemon_whose_store_is_moved_ends(
-    settings: Settings, is_busy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_whose_store_is_moved_ends(settings: Settings, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whatever program, and also with work left: it would go on for a store that nobody asks any more."""
     queue(settings, *(request(FORM, (size,)) for size in (24, 12) if is_busy))
     loop, path, worked = make_loop(settings), settings.run.store, []
@@ -404,15 +403,26 @@ def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> Non
 
 def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings) -> None:
     """Two machines with one store: a run's process number means another process, or none, on the other one."""
-    loop = make_loop(settings)
+    loop, neighbours = make_loop(settings), Neighbours(meeting_folder(settings))
+    start = RunStart("x.py", cpu_device(), versions(), "background", os.getpid(), machine="another boot of another")
     with Store.open(settings.run.store) as store:
-        store.start_run(RunStart("x.py", cpu_device(), versions(), "background", os.getpid()))
-    loop._run_id = 1
-    assert loop._asking_pid() is None
-    script = Neighbours(meeting_folder(settings))
-    script.announce(10.0)
-    assert loop._asking_pid() == os.getpid()
-    script.withdraw()
+        there, here = (store.start_run(replace(start, machine=m)) for m in (start.machine, this_machine()))
+        asked = request(FORM, (24,), calls=5_000_000)
+        fused = NodeUse(
+            asked.key.fusion_id, asked.node, "", "", asked.bucket, asked.calls, asked.calls, 0.0, 0.0, asked.shapes
+        )
+        store.put_node_uses(there, [fused])
+        loop._run_id = here
+        assert loop._asking_pid() is None, "it is not announced"
+        script = neighbours.announce(10.0)
+        assert loop._asking_pid() == os.getpid()
+        loop._run_id = there
+        assert loop._asking_pid() is None, "it runs there, and ours has its number by chance"
+        loop._gains[fused.fusion_id, fused.bucket.label] = script.began + 1.0, 2.0
+        assert loop._saved([script]) == {os.getpid(): 0.0}
+        store.put_node_uses(here, [fused])
+        assert loop._saved([script]) == {os.getpid(): 10.0}
+    neighbours.withdraw()
     loop.close()
 
 
