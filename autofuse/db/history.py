@@ -30,8 +30,8 @@ class StoreHistory(StoreBase):
     def prune(self, days: float, most_bytes: int, most_pieces: int | None = None) -> int:
         """Remove the details of runs older than ``days``, and of the oldest ones until ``most_bytes`` are left.
 
-        Of their command lines the script's name stays. Binaries of kernels, which have a bound of their own, do not count. ``most_pieces``: not more than these.
-        Returns of how many runs.
+        Of their command lines the script's name stays. Binaries of kernels, which have a bound of their own, do not
+        count. ``most_pieces``: not more than these. Returns of how many runs.
         """
         self._shorten_commands(days)
         count = pieces = 0

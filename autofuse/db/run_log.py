@@ -402,7 +402,8 @@ def _runs() -> Any:  # a Select, whose number of type arguments differs between 
     return (
         select(
             run.id, run.command, run.versions, run.mode, run.pid, run.settings, run.started_at, run.finished_at,
-            run.machine, run.steps_one_in, device.kind, device.name, device.cores, device.isa, total.values.label("totals"),
+            run.machine, run.steps_one_in, device.kind, device.name, device.cores, device.isa,
+            total.values.label("totals"),
         )
         .join(device, run.device_id == device.id)
         .outerjoin(total, total.run_id == run.id)

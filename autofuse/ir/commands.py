@@ -1,7 +1,7 @@
 """What of a command line tells one script from another.
 
-In: a command, as `RunStart` has it. Out: the script's name. Guarantee: nothing of its arguments, which change from run to
-run and may hold what is nobody's business.
+In: a command, as `RunStart` has it. Out: the script's name. Guarantee: nothing of its arguments, which change from run
+to run and may hold what is nobody's business.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autofuse
+from autofuse.codegen.c.build import _target_text, is_for_this_cpu
 from autofuse.errors import ShapeError
 from autofuse.fusion import FusionNode
 from autofuse.ir.device import cpu_device
@@ -108,13 +109,23 @@ def test_two_devices_share_decisions_by_model_and_load_by_index():
     assert not choose(table, shelf, "n", [7], place(0, torch.device("cuda", 3), "cuda:A100:108")).known
 
 
-def test_a_kernel_for_another_processor_is_not_loaded():
-    backends = Backends("no-such-cc", cpu_device())
-    for isa in ("avx512-ffffff", cpu_device().isa):
-        record = KernelRecord(CompileKey("s", "c", "f", f"{platform.machine()}:{isa}:1234"), "bad", "", b"no binary")
-        with pytest.raises(Exception) as found:
-            backends.load(record, CPU)
-        assert ("expected a kernel for" in str(found.value)) == (isa != cpu_device().isa)
+@pytest.mark.parametrize("target", ["avx512-ffffff:1234", "any", "", ":", "ours:1234"])
+def test_a_kernel_for_another_processor_is_not_loaded(target):
+    """Nor one that does not say for which."""
+    backends, is_ours = Backends("no-such-cc", cpu_device()), target == "ours:1234"
+    target = f"{platform.machine()}:{target.replace('ours', cpu_device().isa)}"
+    with pytest.raises(Exception) as found:
+        backends.load(KernelRecord(CompileKey("s", "c", "f", target), "bad", "", b"no binary"), CPU)
+    assert ("expected a kernel for" in str(found.value)) == (not is_ours)
+
+
+def test_any_macro_of_the_compiler_makes_another_target():
+    """Those for which no flag of the processor stands, too."""
+    macros = ["#define __AVX2__ 1", "#define __x86_64__ 1", "#define __GFNI__ 1", "#define __tune_znver3__ 1"]
+    found = {_target_text("\n".join(macros[:n] + macros[n + 1 :])) for n in range(len(macros))}
+    assert len(found) == len(macros) and _target_text("\n".join(macros)) not in found
+    assert _target_text("\n".join(reversed(macros))) == _target_text("\n".join(macros))
+    assert all(is_for_this_cpu(text) for text in found), "what a compiler adds of its own is no other processor"
 
 
 def test_no_kernel_is_loaded_while_a_graph_is_recorded(monkeypatch):

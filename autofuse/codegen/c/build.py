@@ -205,9 +205,8 @@ def _target_text(macros: str) -> str:
 
 
 def is_for_this_cpu(target: str) -> bool:
-    """Whether a stored kernel was made for a processor that knows the same instructions; older ones do not say so."""
-    said = target.split(":")[:-1]
-    return len(said) < 2 or said == [platform.machine(), cpu_device().isa]
+    """Whether a stored kernel was made for a processor that knows the same instructions; it has to say so."""
+    return target.split(":")[:-1] == [platform.machine(), cpu_device().isa]
 
 
 def _environment() -> dict[str, str]:
