@@ -200,6 +200,16 @@ def test_module_beside_the_user_does_not_replace_ours(clean_environment: Path) -
     assert done.stdout.startswith("autofuse ")
 
 
+def test_control_characters_of_a_log_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s.sqlite3.daemon.log").write_bytes(b"old\none \x1b]0;title\x07\ntwo \x1b[2J \xff\n")
+    assert parse(["daemon", "logs", "-n", "2", "--store", str(tmp_path / "s.sqlite3")]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()] == ["one", "two"] and "title" in text
+    assert "\x1b" not in text and "\x07" not in text
+
+
 @pytest.mark.parametrize(
     ("found", "code", "text"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,35 @@ def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, m
     for _ in range(50):  # a root each
         assert not session.backstage.wait_ready(2.0)
     assert sum(waited) == backstage.PATIENCE_SECONDS
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["at its begin", "at its end"])
+def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(session, monkeypatch, is_open):
+    path, waits = session.settings.run.store, []
+    monkeypatch.setattr(backstage, "BUSY_SECONDS", 0.05)
+    whole = backstage.Store.open
+    monkeypatch.setattr(backstage.Store, "open", lambda *args, **given: waits.append(given) or whole(*args, **given))
+    Store.open(path).close()
+    other = sqlite3.connect(path, isolation_level=None)
+    try:
+        if is_open:
+            session.backstage.start()
+            assert session.backstage._ready.wait(60.0)
+        other.execute("BEGIN EXCLUSIVE")
+        if not is_open:
+            session.backstage.start()
+        session.finish(0)
+    finally:
+        other.close()
+    assert not session.backstage._thread.is_alive() and not session.backstage.usable
+    assert session._said["store_unusable"] == 1 and session.steps == []
+    assert {"timeout_seconds": 0.05} in waits, "else SQLite waits for five seconds, at each of its calls"
+    with Store.open(path) as store:
+        assert [run.finished_at for run in store.runs()] == [None] * is_open
+
+
+def test_a_locked_store_costs_what_the_changelog_promises():
+    assert (backstage.PATIENCE_SECONDS, backstage.BUSY_SECONDS) == (1.0, 2.0)
 
 
 def test_nothing_is_kept_for_a_store_that_is_lost(session):

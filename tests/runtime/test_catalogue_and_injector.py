@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import autofuse
 from autofuse.codegen.c.build import _target_text, is_for_this_cpu
+from autofuse.db import seals
+from autofuse.db.store import Store
 from autofuse.errors import ShapeError
 from autofuse.fusion import FusionNode
 from autofuse.ir.device import cpu_device
@@ -16,9 +18,10 @@ from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, KernelRecord
 from autofuse.ir.shape import SymbolicShape
 from autofuse.runtime.backends import CPU, Backends, Place
-from autofuse.runtime.catalogue import DecisionTable, KernelShelf, choose
+from autofuse.runtime.catalogue import Catalogue, DecisionTable, KernelShelf, choose
 from autofuse.runtime.gpu import capturing
 from autofuse.runtime.injector import RuntimeShapeInjector
+from autofuse.setting_groups import RunSettings
 from autofuse.tuner.buckets import bucket_of, exact_bucket
 
 
@@ -126,6 +129,29 @@ def test_any_macro_of_the_compiler_makes_another_target():
     assert len(found) == len(macros) and _target_text("\n".join(macros)) not in found
     assert _target_text("\n".join(reversed(macros))) == _target_text("\n".join(macros))
     assert all(is_for_this_cpu(text) for text in found), "what a compiler adds of its own is no other processor"
+
+
+def test_kernels_that_are_not_this_users_are_left_out_in_one_line(tmp_path, monkeypatch):
+    """As those of a store that was copied here."""
+    said = []
+    key = CompileKey("source", "gcc", "-O3", f"{platform.machine()}:{cpu_device().isa}:1234")
+    device, bucket = cpu_device().key, bucket_of([7])
+    with Store.open(tmp_path / "s.sqlite3") as store:
+        with monkeypatch.context() as other:
+            other.setattr(seals, "seal", lambda name, data: bytes(32))
+            store.put_kernel(KernelRecord(key, "af", "source", b"binary"))
+        made = decision(bucket, kernel=key.digest, device=device, threads=1)
+        store.put_decision(made)
+        catalogue = Catalogue(
+            RunSettings(cc="no-such-cc"), cpu_device(), "v", lambda kind, what, error: said.append((kind, what, error))
+        )
+        found = catalogue.absorb(store)
+        assert found is not None and found.has_decisions
+        catalogue.absorb(store)
+    ((kind, what, error),) = said
+    assert kind == "kernels_refused" and what == "stored kernels were left out and are tuned again"
+    assert "1 of 1 are damaged, another user's, or of a copied store" in str(error)
+    assert not catalogue.shelf.has(key.digest) and len(catalogue.table) == 1
 
 
 def test_no_kernel_is_loaded_while_a_graph_is_recorded(monkeypatch):

@@ -41,7 +41,7 @@ from autofuse.tuner.manners import (
     young_share,
 )
 from autofuse.tuner.neighbours import Neighbours, meeting_folder
-from autofuse.tuner.process_id import this_machine
+from autofuse.tuner.process_id import process_id, this_machine
 from autofuse.tuner.serving import TuningLoop
 from tests.tuner.nodes import chain_form, matmul_form, request
 
@@ -296,6 +296,20 @@ def test_where_others_may_write_no_daemon_is_believed_or_started(
     for start in (daemon.ensure_running, daemon.launch, daemon.drain):
         with pytest.raises(DaemonError, match=f"chmod go-w {folder}"):
             start(settings)
+
+
+def test_a_process_of_another_user_is_not_ended(
+    bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root could, and a process number may be an old one."""
+    found, user = process_id(bystander.pid), os.geteuid()
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(DaemonError, match=f"process {bystander.pid} is another user's"):
+            daemon._end(found)
+    assert bystander.poll() is None
+    daemon._end(found)
+    assert bystander.wait() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("name", [".daemon.log", ".start.lock", "pid.new"])
