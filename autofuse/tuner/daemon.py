@@ -92,10 +92,11 @@ def statuses(settings: Settings) -> list[DaemonState]:
     if running:
         with contextlib.suppress(StoreError), Store.open(settings.run.store, readonly=True) as store:
             state = store.daemon_state()
+    here = socket.gethostname()
     return [
         state
-        if state is not None and state.pid == found.pid
-        else DaemonState(pid=found.pid, host=socket.gethostname(), started_at=time.time(), state="idle")
+        if state is not None and (state.pid, state.host) == (found.pid, here)
+        else DaemonState(pid=found.pid, host=here, started_at=time.time(), state="idle")
         for found in running
     ]
 

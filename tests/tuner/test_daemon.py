@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import torch
 from autofuse.cli.app import parse
 from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.version import CODEGEN_VERSION, versions
+from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY
 from autofuse.errors import CompilerError, CompilerNotReady, DaemonError
@@ -438,6 +440,18 @@ def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings)
         assert loop._saved([script]) == {os.getpid(): 10.0}
     neighbours.withdraw()
     loop.close()
+
+
+def test_what_a_daemon_of_another_machine_says_is_not_ours(
+    settings: Settings, bystander: subprocess.Popen[bytes]
+) -> None:
+    settings.run.store.parent.mkdir(parents=True, mode=0o700)
+    DaemonFiles(settings).announce(bystander.pid)
+    with Store.open(settings.run.store) as store:
+        for host, state in (("another", "idle"), (socket.gethostname(), "tuning")):
+            store.heartbeat(DaemonState(bystander.pid, host, 0.0, "tuning"))
+            found = daemon.status(settings)
+            assert found is not None and found.state == state
 
 
 def test_a_run_whose_budget_is_spent_waits_and_the_others_do_not(settings: Settings) -> None:
