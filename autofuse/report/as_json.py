@@ -54,6 +54,7 @@ def _run(run: RunRow) -> dict[str, Any]:
         "finished_at": run.finished_at,
         "run_seconds": run.totals.run_seconds,
         "exit_code": run.totals.exit_code,
+        "steps_one_in": run.steps_one_in,
     }
 
 

@@ -245,6 +245,7 @@ def test_of_a_long_run_steps_are_counted_that_the_store_no_longer_has(store: Sto
     store.finish_run(run_id, RunTotals(20_000, 100, 0))
     (count,) = re.findall(r"timed: about ([\d,]+) with fused kernels, 399 held out", words_of(load_report(store)))
     assert int(count.replace(",", "")) == pytest.approx(19_600, rel=0.01)
+    assert report_to_json(load_report(store))["run"]["steps_one_in"] == 4
 
 
 def test_an_empty_store_says_what_to_do(store: Store) -> None:
