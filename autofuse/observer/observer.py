@@ -8,7 +8,6 @@ when every root is decided, a call costs a comparison.
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
 from collections import deque
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from autofuse.ir.records import DimHistogram, OpProfile
+from autofuse.locks import make_rlock
 from autofuse.observer.calibration import OpCost, measure_op_cost
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.device_timer import EventTimer, LateTimes
@@ -58,7 +58,7 @@ class Observer:
         self._recorder = StepRecorder(self._config.max_events_per_step, self._config.max_step_seconds, timer)
         self._ops = OpStatistics(self._config)
         self._roots: dict[str, _Root] = {}
-        self._lock = threading.RLock()
+        self._lock = make_rlock()
         self._anchor: str | None = None  # root whose next call ends the step
         self._anchor_calls = 0
         self._other_calls = 0  # of other roots since the anchor's last call
@@ -66,6 +66,7 @@ class Observer:
         self._entered = False  # a root call of the step is in progress
         self._wants_backward = False  # gradients are on in the anchor's calls
         self._stopped = False
+        self._others_seconds = 0.0
         self.fault: str | None = None  # why the observation ended early
         self.untimed_calls = 0  # sampled calls on a GPU, counted in the profiles, whose times are not known
         self.skipped_calls = 0  # root calls whose arguments could not be described
@@ -79,7 +80,10 @@ class Observer:
     def on_root_call(
         self, root: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: tuple[Any, ...] | None = None
     ) -> None:
-        """Count the shapes of a root call, whose ``signature`` may be known. About 2 us for shapes seen before."""
+        """Count the shapes of a root call. About 2 us for shapes seen before.
+
+        ``signature``: of a caller who knows it, and spends what this takes by itself.
+        """
         if self._stopped:
             return
         began = time.perf_counter()
@@ -89,27 +93,30 @@ class Observer:
                 self.untracked_calls += 1
                 return
             known.calls += 1
-            signature = call_signature(args, kwargs) if signature is None else signature
-            if not known.pending.hit(signature):
+            shapes = call_signature(args, kwargs) if signature is None else signature
+            if not known.pending.hit(shapes):
                 leaves = tensor_leaves(args, kwargs)
                 with self._lock:
-                    known.pending.learn(signature, leaves)
+                    known.pending.learn(shapes, leaves)
         except Exception:  # an argument that does not let itself be described is no reason to stop
             self.skipped_calls += 1
         if self._late:
             self._late.collect()
-        self._sampler.spend(time.perf_counter() - began)
+        if signature is None:
+            self._sampler.spend(time.perf_counter() - began)
 
-    def count_known(self, root: str, signature: tuple[Any, ...]) -> bool:
-        """Count a call of known shapes, of which nothing else is told; False where it is to be told in full."""
-        if self._stopped or self._recorder.is_recording:
-            return False
+    def count_unseen(self, root: str, calls: int) -> None:
+        """Count calls since the last one that was told, of which nothing is known: their shapes are taken for its."""
         known = self._roots.get(root)
-        if known is None or not known.pending.hit(signature):
-            return False
-        known.calls += 1
-        self._sampler.count(root)
-        return True
+        if known is None or not calls:
+            return
+        known.calls += calls
+        known.pending.repeat(calls)
+        self._sampler.count(root, calls)
+
+    def spend(self, seconds: float) -> None:
+        """What others have taken to watch a call; it leaves sampled steps what they may take."""
+        self._others_seconds += seconds
 
     def before_root_call(self, root: str, module: torch.nn.Module | None = None) -> None:
         """A root is about to run eagerly in this thread: end a sampled step here, begin one, or do nothing.
@@ -275,7 +282,7 @@ class Observer:
     @property
     def cost_seconds(self) -> float:
         """What observing has cost so far, by its own measurement."""
-        return self._sampler.cost_seconds
+        return self._sampler.cost_seconds + self._others_seconds
 
     @property
     def is_sampling(self) -> bool:

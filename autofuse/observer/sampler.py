@@ -62,14 +62,14 @@ class Sampler:
             return False
         return True
 
-    def count(self, root: str) -> _RootPlan | None:
-        """Count a call of a root that begins no step; None for roots beyond ``max_owners``."""
+    def count(self, root: str, calls: int = 1) -> _RootPlan | None:
+        """Count calls of a root that begin no step; None for roots beyond ``max_owners``."""
         plan = self._roots.get(root)
         if plan is None:
             if len(self._roots) >= self._config.max_owners:
                 return None
             plan = self._add(root)
-        plan.calls += 1
+        plan.calls += calls
         return plan
 
     def affords(self, seconds: float) -> bool:

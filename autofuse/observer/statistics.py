@@ -170,12 +170,14 @@ class PendingCalls(Generic[K]):
         self._capacity = capacity
         self._counts: dict[K, int] = {}
         self._leaves: dict[K, Sequence[Leaf]] = {}
+        self._last: K | None = None
 
     def hit(self, signature: K) -> bool:
         """Count a call whose signature is known; False where it is not."""
         counts = self._counts
         if signature in counts:
             counts[signature] += 1
+            self._last = signature
             return True
         return False
 
@@ -188,6 +190,12 @@ class PendingCalls(Generic[K]):
         self._statistics.add(leaves)  # at once, so that a new size of a dim is never late
         self._counts[signature] = 0
         self._leaves[signature] = leaves
+        self._last = signature
+
+    def repeat(self, calls: int) -> None:
+        """Count calls at which nobody has looked, as such as the last one that was."""
+        if self._last is not None and self._last in self._counts:
+            self._counts[self._last] += calls
 
     def flush(self) -> ShapeStatistics:
         """The statistics with all calls so far in them."""

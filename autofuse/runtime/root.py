@@ -61,13 +61,13 @@ class Root:
         self.key = key
         self.name = name
         self.trial = Trial(roots, key, COSTS, roots.peaks(key, name), self._lose)
-        self.state = "observing"
-        self.reason, self.detail = "not_yet", ""
         self.calls = 0
         self.account = account = Account(self.session, roots.backwards)
         self.policy = RootPolicy(roots, key, account, self.trial.verdicts)
         self._bypass = Bypass(roots.tracker, self.trial)
         self._unwatched = Unwatched(roots, key, self.policy, account, self.trial)
+        self.state = "observing"
+        self.reason, self.detail = "not_yet", ""
         self.kept_graphs = 0
         self.failures = 0
         self._captured: CapturedRoot | None = None
@@ -91,10 +91,16 @@ class Root:
     def state(self, state: str) -> None:
         self._state = state
         self.trial.is_on = state == "captured"
+        self._unwatched.stop()
 
     # ---- a call --------------------------------------------------------------------------------------
 
     def call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unwatched = self._unwatched
+        if unwatched.left > 0 and not self.roots.observer.is_sampling:
+            unwatched.left -= 1
+            self.calls += 1
+            return self.roots.tracker.call_original(module, args, kwargs)
         try:
             return self._call(module, args, kwargs)
         except Exception as error:
@@ -151,9 +157,6 @@ class Root:
             if direct is not None:
                 self.calls += 1
                 return direct.run(module, *args, **kwargs)
-        if self._unwatched.takes(args, kwargs):
-            self.calls += 1
-            return self.roots.tracker.call_original(module, args, kwargs)
         now = time.perf_counter()
         if brief is not None:
             self.trial.end_untimed(brief.began, now)
@@ -167,6 +170,8 @@ class Root:
         if is_hooked:
             self.trial.begin(None, Held.NO, self.calls, now)
             return self.roots.tracker.call_original(module, args, kwargs)
+        if was_watched and self.state == "observing" and self._unwatched.begin(now):
+            return self.roots.tracker.call_original(module, args, kwargs)
         verdicts = self.trial.verdicts
         if verdicts.any_lost:
             elements = elements_of(args, kwargs)
@@ -178,14 +183,13 @@ class Root:
             self.policy.observe(count_elements(signature))
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs, signature)
+            noted = time.perf_counter() - now
             if self.policy.is_due():
                 self._decide(module, args, kwargs)
             if self.state == "captured" and self.reason == "kept_trace":
                 self._take_kept(module, args, kwargs)
             if self.state == "observing":
-                if was_watched and self._unwatched.begin(now):
-                    return self.roots.tracker.call_original(module, args, kwargs)
-                return self._observed(module, args, kwargs)
+                return self._observed(module, args, kwargs, noted)
         if self.state == "captured":
             return self._routed(module, args, kwargs, now)
         if self.state == "eager":
@@ -355,7 +359,8 @@ class Root:
             return self._captured.settled(module, *args, **kwargs)
         return self.roots.tracker.call_original(module, args, kwargs)
 
-    def _observed(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observed(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], noted: float) -> Any:
+        """``noted``: seconds that were taken already to watch this call."""
         observer = self.roots.observer
         observer.before_root_call(self.key, module if isinstance(module, torch.nn.Module) else None)
         began = time.perf_counter()
@@ -368,11 +373,11 @@ class Root:
             return result
         finally:
             try:
-                self._returned(result, began, stretch)
+                self._returned(result, began, stretch, noted)
             except Exception as error:
                 self._give_up(module, error)
 
-    def _returned(self, result: Any, began: float, stretch: Stretch | None) -> None:
+    def _returned(self, result: Any, began: float, stretch: Stretch | None, noted: float) -> None:
         """An observed call is over; ``result``: None where it raised."""
         observer = self.roots.observer
         now = time.perf_counter()
@@ -384,6 +389,7 @@ class Root:
             self._add_on_gpu(seconds)
         if stretch is not None:
             self.trial.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
+        self._unwatched.watched(noted + time.perf_counter() - now)
 
     def _add_on_gpu(self, seconds: float) -> None:
         """A forward pass; the host's clock does not tell how long the device is busy with the backward pass."""
@@ -501,6 +507,10 @@ class Root:
     def all_calls(self) -> int:
         """With those of modules that were released."""
         return self.calls + self._bypass.calls
+
+    def close(self) -> None:
+        """The run is over."""
+        self._unwatched.settle(time.perf_counter())
 
     # ---- decisions --------------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 CALLS_OF_ONE_SHAPE = 3
 LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
 BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
-_FIRST_CALLS, _MORE = 32, 1.02  # advice is asked for at each of these, then when so many times the time was spent
+_FIRST_CALLS, _MORE = 32, 1.02  # advice is asked for at each of these, then when so many times the time was spent,
+_ADVICE_SHARE = 1e-3  # and not before it takes no more of that than this
 KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
 
 
@@ -55,6 +56,7 @@ class RootPolicy:
         self._spent_before = 0.0  # in eager, when it was opened
         self._spent_at_advice = 0.0  # in eager since then, when advice was asked for last
         self._is_due_again = False
+        self._took = deque[float](maxlen=9)  # seconds, to find advice
 
     @property
     def is_asked(self) -> bool:
@@ -72,12 +74,13 @@ class RootPolicy:
         self._observed_elements.append(elements)
 
     def is_due(self) -> bool:
-        """Whether to ask for advice: at each of the first calls, then where more time was spent. It takes 40 us.
+        """Whether to ask for advice: at each of the first calls, then where more time was spent. It takes 100 us.
 
         At two calls then: time is added when a call has ended, so the first is always the one after a long one.
         """
         spent = self._account.ledger.eager_seconds - self._spent_before
-        has_grown = spent >= _MORE * self._spent_at_advice
+        pause = 2.0 * statistics.median(self._took) / _ADVICE_SHARE if self._took else 0.0
+        has_grown = spent >= max(_MORE * self._spent_at_advice, self._spent_at_advice + pause)
         is_due = has_grown or self._is_due_again or self.observed_calls <= _FIRST_CALLS
         self._is_due_again = has_grown
         if has_grown:
@@ -106,6 +109,7 @@ class RootPolicy:
             self._look_back(module)
         if not self._has_looked_back:
             return CaptureAdvice(False, "not_yet", "what earlier runs have left is still being read")
+        began = time.perf_counter()
         typical = observer.typical_seconds(self._key)
         known, factor = self._find_known(), self._roots.cost_factor()
         self._factor = factor
@@ -133,6 +137,9 @@ class RootPolicy:
             has_kept_trace=self.has_kept_trace,
         )
         self.predicted_seconds = advice.predicted_seconds
+        took = time.perf_counter() - began
+        self._took.append(took)
+        observer.spend(took)
         return advice
 
     def _look_back(self, module: Target) -> None:

@@ -23,6 +23,7 @@ from autofuse.observer.roots import RootTracker, Target, function_key, root_key
 from autofuse.runtime.account import BackwardClock
 from autofuse.runtime.devices import event_timer
 from autofuse.runtime.root import Root
+from autofuse.runtime.root_unwatched import SAMPLING_SHARE
 from autofuse.runtime.swaps import Swaps
 from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
 from autofuse.untouched import untouched
@@ -44,7 +45,7 @@ class Roots:
             ObserverConfig(
                 enabled=settings.observe.enabled,
                 sample_every=settings.observe.sample_every,
-                max_overhead_percent=settings.observe.max_overhead_percent,
+                max_overhead_percent=SAMPLING_SHARE * settings.observe.max_overhead_percent,
                 max_shapes=settings.observe.max_shapes,
             ),
             timer,
@@ -87,6 +88,8 @@ class Roots:
     def uninstall(self) -> None:
         self.tracker.uninstall()
         self._swaps.uninstall()
+        for root in list(self.groups.values()):
+            root.close()
         for watched in self._all().values():
             watched.trial.late.close()
         if self.allocations is not None:
@@ -172,4 +175,5 @@ class Roots:
 
     def cost_factor(self) -> float:
         """How slow captures are on this machine."""
-        return learn_factor([*self.known.values(), *(r.record() for r in self.groups.values())], slowness())
+        captured = [root.record() for root in list(self.groups.values()) if root.state == "captured"]
+        return learn_factor([*self.known.values(), *captured], slowness())

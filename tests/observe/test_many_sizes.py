@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from autofuse.ir.records import RootRecord, StepSample
 from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, at_size, is_close
+from autofuse.observer import signatures
+from autofuse.observer.policy import CaptureAdvice
 from autofuse.observer.signatures import call_signature, count_elements, without_sizes
 from autofuse.report import words
 from autofuse.report.statistics import measure_gain
@@ -23,7 +27,7 @@ from autofuse.runtime import root as root_life
 from autofuse.runtime import root_policy
 from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_shapes import Sizes
-from autofuse.runtime.root_unwatched import WATCHED_AT_FIRST
+from autofuse.runtime.root_unwatched import WATCHED_AT_FIRST, WATCHING_SHARE
 from autofuse.runtime.session import Session
 from autofuse.runtime.trial import MAX_EXACT, PAIRED
 from autofuse.settings import load
@@ -66,7 +70,7 @@ class Bench:
         self.roots = Session(load(environ=environment | more), "test").roots
         self.eager_calls: list[int] = []  # their elements
         self.captured_calls: list[int] = []
-        clock = [0.0]
+        self.clock = clock = [0.0]
         for module in (root_life, root_policy):
             patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         self.model = nn.Identity()
@@ -117,21 +121,119 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         bench.roots.uninstall()
 
 
+NEVER = {"AUTOFUSE_CAPTURE_MAX_SLOWDOWN": "1.0"}  # is anything captured
+UNSAMPLED = {**NEVER, "AUTOFUSE_OBSERVE_ENABLED": "false"}  # and no step is sampled
+
+
 def test_of_short_calls_in_eager_few_are_watched_and_all_are_counted(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make(lambda n: 1000.0, lambda n: 500.0, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
-    root, observer, watched = bench.root, bench.roots.observer, []
-    before = observer.before_root_call
+    bench = make(lambda n: 1000.0, lambda n: 500.0, **UNSAMPLED)
+    root, observer, watched, described = bench.root, bench.roots.observer, [], []
+    before, describe = observer.before_root_call, signatures._signature
     monkeypatch.setattr(observer, "before_root_call", lambda *a: watched.append(root.calls) or before(*a))
+    monkeypatch.setattr(signatures, "_signature", lambda *a: described.append(root.calls) or describe(*a))
     bench.call([64] * 1000)
-    assert root.state == "observing" and len(bench.eager_calls) == root.calls == observer.calls(root.key) == 1000
+    assert root.state == "observing" and len(bench.eager_calls) == root.calls == 1000
     assert watched[:WATCHED_AT_FIRST] == [*range(1, WATCHED_AT_FIRST + 1)]
-    assert WATCHED_AT_FIRST + 50 < len(watched) < WATCHED_AT_FIRST + 70
-    assert 0.98 < root.account.ledger.eager_seconds <= 1.0
+    assert max(later - one for one, later in itertools.pairwise(watched)) <= 17
+    assert WATCHED_AT_FIRST + 55 < len(watched) < WATCHED_AT_FIRST + 70
+    assert len(described) == len(watched), "what a call is given is looked at where it is watched, once"
     assert not observer.dynamic_dims(root.key)
-    bench.call([64] * 3 + [80])
-    assert observer.dynamic_dims(root.key) and observer.calls(root.key) == 1004
+    bench.call([80] * 17)
+    assert observer.dynamic_dims(root.key), "a shape that stays is seen 16 calls later at the latest"
+    bench.roots.uninstall()
+    assert root.calls == observer.calls(root.key) == sum(count for _, count in observer.shapes(root.key)) == 1017
+    assert 0.98 < root.account.ledger.eager_seconds <= 1.017
+
+
+@settings(max_examples=15)
+@example(of=1, sizes=2)
+@example(of=1, sizes=16)
+@example(of=17, sizes=17)
+@given(of=st.integers(1, 20), sizes=st.sampled_from([2, 3, 4, 8, 16, 17, 30]))
+def test_sizes_that_take_turns_are_all_seen_and_counted_for_what_they_are(of: int, sizes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        bench = Bench(Path(folder), patch, lambda n: 1000.0, lambda n: 500.0, **NEVER)
+        bench.call([1] * (WATCHED_AT_FIRST + of))
+        turns = 16 * 16
+        bench.call([*range(100, 100 + sizes)] * turns)
+        bench.roots.uninstall()
+        shapes = bench.roots.observer.shapes(bench.root.key)
+    counts = {shape[0][1][0]: count for shape, count in shapes if shape[0][1][0] >= 100}
+    assert sorted(counts) == [*range(100, 100 + sizes)]
+    assert sum(count for _, count in shapes) == WATCHED_AT_FIRST + of + sizes * turns
+    assert all(turns / 5 < count < turns * 3 for count in counts.values()), counts
+
+
+@pytest.mark.parametrize(
+    "call_us, look_us, every",
+    [(20_000, 20, 1), (3_000, 90, 15), (1_000, 20, 12), (1_000, 150, 75), (300, 300, 500)],
+)
+def test_what_watching_takes_is_on_the_account_and_within_its_share(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, call_us: int, look_us: int, every: int
+) -> None:
+    bench = make(lambda n: float(call_us), lambda n: 500.0, **UNSAMPLED)
+    root, observer, watched, describe = bench.root, bench.roots.observer, [], root_life.call_signature
+
+    def look(*arguments: Any) -> Any:
+        watched.append(root.calls)
+        bench.clock[0] += look_us / 1e6
+        return describe(*arguments)
+
+    monkeypatch.setattr(root_life, "call_signature", look)
+    bench.call([64] * WATCHED_AT_FIRST)
+    first = observer.cost_seconds
+    assert WATCHED_AT_FIRST * look_us / 1e6 <= first < WATCHED_AT_FIRST * look_us / 1e6 + 0.1
+    watched.clear()
+    began = bench.clock[0]
+    bench.call([64] * 4000)
+    assert 3000 / (every * 4 / 3 + 2) < len(watched) <= 4000 / every
+    spent, share = len(watched) * look_us / 1e6, 0.01 * WATCHING_SHARE
+    assert spent <= share * (bench.clock[0] - began) * 1.1 + look_us / 1e6
+    assert first + spent - 1e-9 <= observer.cost_seconds < first + spent + 0.1
+
+
+def test_advice_is_asked_for_as_rarely_as_it_takes_long(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(lambda n: 3000.0, lambda n: 500.0, **UNSAMPLED)
+    root, asked = bench.root, []
+
+    def factor() -> float:
+        asked.append(root.calls)
+        bench.clock[0] += 1e-3
+        return 1.0
+
+    monkeypatch.setattr(bench.roots, "cost_factor", factor)
+    before = bench.roots.observer.cost_seconds
+    bench.call([64] * 4000)
+    assert asked[:32] == [*range(1, 33)]
+    assert 32 + 8 <= len(asked) <= 32 + 16, "12 s, and two of 1 ms each for 2 s"
+    assert bench.roots.observer.cost_seconds - before >= len(asked) * 0.999e-3
+
+
+def test_all_calls_are_watched_where_captures_are_asked_for(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for asks, is_all in (({"AUTOFUSE_TUNE": "wait"}, True), ({}, False)):
+        bench, watched = make(lambda n: 1000.0, lambda n: 500.0, **NEVER, **asks), []
+        monkeypatch.setattr(bench.root.policy, "advise", lambda *a: CaptureAdvice(False, "not_yet", ""))
+        monkeypatch.setattr(bench.roots.observer, "before_root_call", lambda *a, w=watched: w.append(a))
+        bench.call([64] * 200)
+        assert (len(watched) == 200) is is_all
+
+
+def test_calls_within_a_sampled_step_of_another_root_are_watched(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, watched = make(lambda n: 1000.0, lambda n: 500.0, **NEVER), []
+    monkeypatch.setattr(bench.roots.observer, "before_root_call", lambda *a: watched.append(a))
+    bench.call([64] * (WATCHED_AT_FIRST + 2))
+    assert len(watched) == WATCHED_AT_FIRST
+    monkeypatch.setattr(type(bench.roots.observer), "is_sampling", True)
+    bench.call([64] * 20)
+    assert len(watched) == WATCHED_AT_FIRST + 20
 
 
 def test_advice_is_asked_for_at_calls_of_all_sizes(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
