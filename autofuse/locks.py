@@ -1,6 +1,6 @@
-"""Locks that a fork leaves free in the child.
+"""Locks, events and conditions that a fork leaves free in the child.
 
-In: nothing. Out: locks as `threading` makes them. Guarantee: what another thread held when a process forked is free in
+In: nothing. Out: what `threading` makes. Guarantee: what another thread held when a process forked is free in
 the child, where that thread does not exist. A child that goes on with captured modules could else wait for ever.
 """
 
@@ -27,9 +27,21 @@ def make_rlock() -> threading.RLock:
     return lock
 
 
+def make_event() -> threading.Event:
+    event = threading.Event()
+    _made.add(event)
+    return event
+
+
+def make_condition() -> threading.Condition:
+    condition = threading.Condition()
+    _made.add(condition)
+    return condition
+
+
 def _free_all() -> None:
-    for lock in list(_made):
-        lock._at_fork_reinit()  # as threading and logging do with theirs
+    for one in list(_made):
+        one._at_fork_reinit()  # as threading and logging do with theirs
 
 
 os.register_at_fork(after_in_child=_free_all)

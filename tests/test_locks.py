@@ -1,21 +1,27 @@
 """A child of a fork takes the locks that other threads of its parent held."""
 
 import os
+import re
 import threading
 import types
+from pathlib import Path
 
 import pytest
 
 from autofuse import locks
 from autofuse.capture import kept_graphs
+from autofuse.observer import module_calls
+from autofuse.observer.device_timer import LateTimes
+from autofuse.observer.observer import Observer
 from autofuse.runtime import session
 from autofuse.runtime.backstage import Backstage
 from autofuse.runtime.catalogue import KernelShelf
 from autofuse.runtime.plan_limit import PlanLimit
+from autofuse.runtime.router import GraphRouter
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("make", [locks.make_lock, locks.make_rlock])
+@pytest.mark.parametrize("make", [locks.make_lock, locks.make_rlock, locks.make_condition])
 def test_a_lock_of_another_thread_is_free_in_a_child(make):
     lock, held, done = make(), threading.Event(), threading.Event()
 
@@ -40,8 +46,19 @@ def test_a_lock_of_another_thread_is_free_in_a_child(make):
 
 def test_the_locks_of_a_session_are_such(tmp_path):
     stage = Backstage(tmp_path / "s", None, collect=print, absorb=print, report=print)
-    found = [stage._lock, KernelShelf(print)._lock, PlanLimit([])._lock, session._lock, kept_graphs._one_at_a_time]
+    router = GraphRouter(types.SimpleNamespace(slots=()), None, "inference", print)
+    found = [stage._lock, stage._wake, stage._flushed]
+    found += [KernelShelf(print)._lock, PlanLimit([])._lock, session._lock, kept_graphs._one_at_a_time]
+    found += [router._lock, Observer()._lock, LateTimes(None)._lock, module_calls._lock]
     assert all(lock in locks._made for lock in found)
+
+
+def test_nothing_that_runs_in_a_script_has_a_lock_of_another_kind():
+    folder = Path(locks.__file__).parent
+    # The store frees its own; the daemon and the commands run no code of a script's, which may fork.
+    ours = [p for p in folder.rglob("*.py") if p.relative_to(folder).parts[0] not in ("db", "tuner", "cli", "locks.py")]
+    made = [p.name for p in ours if re.search(r"threading\.[A-Z]\w*(?<!Thread)\(", p.read_text())]
+    assert len(ours) > 100 and not made
 
 
 def test_captures_of_two_threads_leave_torch_as_it_was(tmp_path):

@@ -12,11 +12,12 @@ A stretch of a stream is an upper bound of the work in it: where the device wait
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+from autofuse.locks import make_lock
 
 MAX_LATE = 40_000  # lengths that are waited for; as many as one sampled step may have calls
 
@@ -128,7 +129,7 @@ class LateTimes:
     def __init__(self, timer: EventTimer) -> None:
         self._timer = timer
         self._waiting: deque[tuple[Stretch | None, Tell]] = deque()
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -21,6 +21,8 @@ from typing import Any, Final
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from autofuse.locks import make_lock
+
 CallRunner = Callable[..., Any]
 Answer = Callable[[torch.nn.Module], CallRunner | None]
 
@@ -38,7 +40,7 @@ class _Thread(threading.local):
 thread = _Thread()
 
 CALL_CODE = torch.nn.Module.__call__.__code__
-_lock = threading.Lock()
+_lock = make_lock()
 _users = 0
 _ask_root: Answer | None = None
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Event, RunStart, TuneRequest
-from autofuse.locks import make_lock
+from autofuse.locks import make_condition, make_event, make_lock
 
 TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
 CALM_TICK_SECONDS = 0.25
@@ -82,9 +82,9 @@ class Backstage:
         self._report = report
         self._persist = persist
         self._store: Store | None = None
-        self._stop = threading.Event()
-        self._wake = threading.Event()
-        self._ready = threading.Event()
+        self._stop = make_event()
+        self._wake = make_event()
+        self._ready = make_event()
         self._requests: list[TuneRequest] = []
         self._events: list[Event] = []
         self._lock = make_lock()
@@ -94,8 +94,8 @@ class Backstage:
         self._broken = False
         self._patience = PATIENCE_SECONDS
         self._stale = False  # what was absorbed does not cover all devices in use
-        self._absorbed_again = threading.Event()
-        self._flushed = threading.Condition()
+        self._absorbed_again = make_event()
+        self._flushed = make_condition()
         self._posted = 0
         self._written = 0
         self.run_id: int | None = None

@@ -9,7 +9,6 @@ dropout; the question leaves the generator as it was.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from autofuse.codegen.philox import DROPOUT, RandomState, eager_threads, offset_
 from autofuse.codegen.triton.source import random_numbers
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.optable import OpKind, info
+from autofuse.locks import make_lock
 from autofuse.runtime.gpu.launcher import Launch
 from autofuse.runtime.gpu.record import LaunchRecord
 
@@ -66,7 +66,7 @@ def _capacity(device_index: int) -> tuple[int, int]:
 
 def drawing_launch(record: LaunchRecord, launch: Launch, draw: Draw, generator: Callable[[], Generator]) -> Launch:
     """``launch`` with the numbers of this call in the record; a launch that fails has drawn nothing."""
-    lock = threading.Lock()  # the record is written and read under it
+    lock = make_lock()  # the record is written and read under it
 
     def launch_with_state(address: int, stream: int, *pointers: int) -> None:
         source = generator()
