@@ -281,6 +281,17 @@ def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench
     assert root.state == "captured" and len(root.trial.verdicts.ratios(40_000)) >= 12
 
 
+def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: n, lambda n: n / 2)
+    session = bench.roots.session
+    bench.root.state = "captured"
+    bench.call(range(20_000, 20_100))
+    assert len(session.steps) == 99
+    session.backstage._fail("garbage.")
+    bench.call(range(20_100, 20_200))
+    assert session.steps == []
+
+
 # Captured, a call takes 100 us more and half of what eager takes for each element: it pays from 200 elements on, and
 # with what the hook takes from about 250.
 SMALL, LARGE = 64, 4096
