@@ -140,6 +140,8 @@ def _compile_whole(
             stack.enter_context(not_of_our_traces.active())
             stack.enter_context(keeping.active())
         compiled: Callable[..., Any] = backend(module, example_inputs)
+    if replay is not None:
+        replay.refuse_lost_outputs(example_inputs)
     if len(plain) == 1:
         note_plain_graph(compiled, plain[0])
     if replay is not None and replay.apply is not None:

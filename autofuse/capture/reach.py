@@ -39,6 +39,11 @@ class Reach(NamedTuple):
         """Inputs that some tangents lead to, and others do not."""
         return [i for i, found in enumerate(self.results) if 0 < len(found) < self.tangents]
 
+    @property
+    def has_risks(self) -> bool:
+        """Whether some loss may use outputs for which zeros in the place of the others would not do."""
+        return any(len(found) < self.tangents for found in self.risks)
+
     def may_be_zero(self, present: set[int]) -> bool:
         """Whether zeros in the place of the others change nothing: 0 * inf would be NaN where eager adds nothing."""
         return all(not present.isdisjoint(found) for found in self.risks)

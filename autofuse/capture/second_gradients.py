@@ -42,6 +42,10 @@ _NOT_TWICE = (
 _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 
 
+class LostOutputs(RuntimeError):
+    """Zeros for outputs that a loss does not use would meet infinity, and there is no second run without them."""
+
+
 class KeptReplay(NamedTuple):
     """A `Replay` as it is written; Dynamo's graph is only read where it is to run."""
 
@@ -63,6 +67,7 @@ class Replay:
         self.reach = Reach()  # once the backward graph is known
         self.apply: Callable[..., Any] | None = None  # the graph past AOTAutograd's wrapper, see `plain_apply`
         self.inputs = 0  # of the graph, as AOTAutograd has them
+        self.metadata: Any = None  # AOTAutograd's, once the graph is compiled for training
         if isinstance(module, KeptReplay):
             _, self.is_random, self._has_functions, self._reads, self.reach = module
             return
@@ -111,6 +116,14 @@ class Replay:
         parted = self.reach.parted
         return call if parted else compiled
 
+    def refuse_lost_outputs(self, inputs: Sequence[Any]) -> None:
+        """Raises LostOutputs; once the graph is compiled. ``inputs``: that it was traced with."""
+        if self.reach.has_risks and self.metadata is not None and self.runs_once(inputs, self.metadata):
+            raise LostOutputs(
+                "expected a graph that can be run again where a loss uses one of its outputs only, "
+                "found one that writes to what it reads, as spectral norms do"
+            )
+
     def runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
         """Whether a second run would not be as the first: the graph may have written to what it reads."""
         written = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
@@ -129,7 +142,8 @@ class Replay:
             raise RuntimeError(_NOT_TWICE)
         written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
         fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
-        with torch.enable_grad(), self._state_of_forward(ctx):
+        # Where the script had anomaly mode on in its forward pass no graph has run: nothing is known of this one.
+        with torch.enable_grad(), self._state_of_forward(ctx), torch.autograd.set_detect_anomaly(False):
             outputs = self.module.forward(*fresh)
         sources, given = [], []
         for output, grad in _pairs(outputs, grads[mutated:], metadata):
@@ -218,11 +232,24 @@ def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
                 replay.note_backward(later)
             replay.apply = plain_apply(function, self.spec)
             replay.inputs = len(self.spec.fw_metadata.input_info)
+            replay.metadata = self.spec.fw_metadata
             _teach(function, replay, self.spec)
         return function
 
     build_function.autofuse = True  # type: ignore[attr-defined]
     return build_function
+
+
+def _are_batched(grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether gradients come in batches: in a transform, or by ``is_grads_batched``, which has a mode of its own."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if any(grad is not None and not grad.is_cpu for grad in grads):  # on a thread of autograd's own
+        return bool(torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"))
+    try:  # 0.1 us, by name 1.9
+        return bool(torch._C._vmapmode_increment_nesting() > 1)
+    finally:
+        torch._C._vmapmode_decrement_nesting()
 
 
 def _teach(function: Any, replay: Replay, spec: Any) -> None:
@@ -243,7 +270,8 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
     def backward_or_replay(grads: Any, ctx: Any, *rest: Any) -> Any:
         if (
             torch.is_grad_enabled()
-            or torch._C._functorch.peek_interpreter_stack() is not None
+            or _are_batched(grads[0])
+            or (torch.is_anomaly_enabled() and not replay.runs_once(ctx.autofuse_inputs, metadata))  # who made the NaN?
             or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
             or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's products are cast
         ):
@@ -265,5 +293,5 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
             ctx.autofuse_inputs = None  # as eager frees what it has saved
 
     # Where backward() is called inside of what torch.compile runs, Dynamo sees all frames of the backward pass.
-    mark_all_below(forward_and_keep, backward_or_replay, forget_inputs)
+    mark_all_below(forward_and_keep, backward_or_replay, forget_inputs, _are_batched)
     function._fwd_fn, function._bwd_fn = forward_and_keep, backward_or_replay

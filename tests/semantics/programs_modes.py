@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -191,6 +192,26 @@ def anomaly_mode(run: Run) -> None:
     for step in range(4):
         with torch.autograd.set_detect_anomaly(step % 2 == 1):
             model(inputs()).sum().backward()
+        run.show("grads", gradients(model))
+
+
+@program()
+def anomaly_mode_of_backward_alone(run: Run) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: T) -> T:
+            return (x * self.scale).sqrt()
+
+    model = Root()
+    for sign in (1.0, 1.0, -1.0):
+        out = model(sign * inputs().abs()).sum()
+        with warnings.catch_warnings(record=True) as said, torch.autograd.set_detect_anomaly(True):
+            warnings.simplefilter("always")
+            run.raises("backward", out.backward)
+        run.show("told", any("SqrtBackward0. No forward pass information" in str(line.message) for line in said))
         run.show("grads", gradients(model))
 
 

@@ -119,9 +119,9 @@ class Reached:
 def play(row: Program, state: str, folder: Path) -> tuple[Any, Reached]:
     """What a program shows in a state, and how far its modules came."""
     if state == "warm":
-        with _session("captured", folder, keeps=True):
+        with session_in("captured", folder, keeps=True):
             _play(row, autofuse.optimize, folder)  # whose graphs and traces the next session reads
-    with _session(state, folder, keeps=state == "warm") as reached:
+    with session_in(state, folder, keeps=state == "warm") as reached:
         found = _play(row, (lambda target: target) if state in ("python", "cold") else autofuse.optimize, folder)
     return found, reached
 
@@ -170,7 +170,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _session(state: str, folder: Path, keeps: bool) -> Iterator[Reached]:
+def session_in(state: str, folder: Path, keeps: bool) -> Iterator[Reached]:
     reached = Reached()
     torch._dynamo.reset()
     if state == "python":

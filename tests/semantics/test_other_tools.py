@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 
 import autofuse
 from autofuse.execute import _prepare_script
-from autofuse.runtime.session import Session
+from autofuse.runtime.session import Session, current_session
+from tests.semantics import states
 
 T = torch.Tensor
 X = torch.randn(3, 8)
@@ -100,6 +101,21 @@ def test_a_script_is_read_without_warnings(tmp_path: Path) -> None:
         _prepare_script(str(script))
         gc.collect()
     assert not said
+
+
+def test_a_kernel_stays_after_gradients_in_batches(tmp_path: Path) -> None:
+    """It cannot take such tensors, and is not asked to."""
+    with states.session_in("tuned", tmp_path, keeps=False):
+        model, x, session = Net(), X.clone().requires_grad_(), current_session()
+        kernels = []
+        for is_batched in (False, True, False):
+            result = model(x)
+            weights = torch.eye(3)[..., None] if is_batched else torch.ones(3, 1)
+            torch.autograd.grad(result, x, weights, is_grads_batched=is_batched)
+            plans = [plan for router in session.routers for plan in router.all_plans()]
+            kernels.append(sum(plan.fused_calls(node) for plan in plans for node in plan.nodes))
+        assert kernels == [2, 3, 5], "forward and backward, forward alone, both"
+        assert not session._said["node_failed"]
 
 
 def test_gradients_in_batches(model: nn.Module) -> None:

@@ -99,6 +99,42 @@ def test_hooks_are_not_called_for_what_no_loss_used(session: Session) -> None:
     assert seen == ["a torch.Size([4, 8])", "b"]
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_distributed_training_misses_what_no_loss_used(finds_unused: bool, session: Session) -> None:
+    """Data-parallel training waits for all gradients, or looks for those that will not come."""
+
+    def steps(model: nn.Module) -> list[Any]:
+        parallel, found = nn.parallel.DistributedDataParallel(model, find_unused_parameters=finds_unused), []
+        for step in range(3):
+            parallel.zero_grad()
+            try:
+                losses(parallel(x))[step % 2].backward()
+            except RuntimeError as error:
+                return [*found, str(error)]
+            found.append(gradients(model))
+        return found
+
+    model, x = TwoHeads(), torch.randn(3, 8)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        session.roots.uninstall()
+        wanted = steps(copy.deepcopy(model))
+        session.roots.install()
+        found = steps(model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert is_captured(session)
+    if finds_unused:
+        assert [{n: g is None for n, g in step.items()} for step in found] == [
+            {n: g is None for n, g in step.items()} for step in wanted
+        ]
+        torch.testing.assert_close(found, wanted)
+    else:
+        assert len(found) == len(wanted) == 2 and found[1] == wanted[1]
+        assert "Expected to have finished reduction in the prior iteration" in found[1]
+
+
 def test_zeros_meet_no_infinity(session: Session) -> None:
     """The derivatives of the second and third output are infinite here."""
 
@@ -117,3 +153,25 @@ def test_zeros_meet_no_infinity(session: Session) -> None:
         model(x)[0].sum().backward()
         torch.testing.assert_close(x.grad, torch.ones(2, 3))
     assert is_captured(session)
+
+
+def test_what_writes_to_what_it_reads_is_not_captured_where_zeros_could_meet_infinity(session: Session) -> None:
+    """It cannot be run a second time, for the outputs that the loss uses alone."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: T) -> tuple[T, T]:
+            self.calls.add_(1.0)
+            y = x * self.scale * self.calls
+            return y, y.square().sum(-1).sqrt()
+
+    model = Norms()
+    for step in range(3):
+        x = torch.zeros(2, 3, requires_grad=True)
+        model(x)[0].sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((2, 3), step + 1.0))
+    assert session.roots.root_of(model).reason == "capture_failed" and model.calls == 3
