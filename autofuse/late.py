@@ -20,7 +20,6 @@ NAMES = (
 )  # fmt: skip
 _MODULES = (
     "autofuse.capture.kept_traces",
-    "autofuse.db.migrate",
     "autofuse.optimizer.router",
     "autofuse.pipeline",
     "autofuse.runtime.catalogue",
@@ -31,6 +30,7 @@ _MODULES = (
     "autofuse.runtime.usage",
     "torch._dynamo.repro.after_dynamo",  # which comes with the first torch.compile
 )
+_WITH_A_STORE = ("autofuse.db.migrate",)  # where this process opens it itself
 
 
 def shadowed(folder: str) -> list[str]:
@@ -44,7 +44,7 @@ def import_for(folder: str) -> None:
     names = shadowed(folder)
     if not names:
         return
-    for name in _MODULES:
+    for name in (*_MODULES, *(_WITH_A_STORE if "autofuse.db.store" in sys.modules else ())):
         with contextlib.suppress(Exception), untouched():  # whoever needs it meets the error again, and says it
             importlib.import_module(name)
     for loaded in [n for n in sys.modules if n.partition(".")[0] in names]:

@@ -7,13 +7,15 @@ from fusion. Guarantee: ``apply_malloc`` does nothing on a libc without ``mallop
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from autofuse.db.rows import SettingTrial
-from autofuse.db.store import Store
 from autofuse.errors import StoreError
 from autofuse.ir.commands import script_of
 from autofuse.settings import Settings
@@ -55,11 +57,21 @@ def apply_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def resolve(settings: Settings, workload: str, device_key: str) -> Settings:
-    """The settings with ``auto`` replaced by what trials of this script on this kind of machine have shown."""
+Trials = Callable[[str], Sequence[SettingTrial]]
+
+
+def resolve(settings: Settings, workload: str, device_key: str, trials: Trials | None = None) -> Settings:
+    """The settings with ``auto`` replaced by what trials of this script on this kind of machine have shown.
+
+    ``trials(device_key)`` asks the store for them; by default it is opened here.
+    """
     if settings.process.malloc != "auto":
         return settings
-    decision = latest_decision(_trials(settings, device_key), workload) or "off"
+    found: Sequence[SettingTrial] = ()
+    if settings.run.store.exists():
+        with contextlib.suppress(StoreError):  # the session opens the store too, and says what is wrong with it
+            found = (trials or partial(_trials, settings.run.store))(device_key)
+    decision = latest_decision(found, workload) or "off"
     return settings.with_values({MALLOC: decision}, origin="measured" if decision == "on" else "not measured to win")
 
 
@@ -71,14 +83,11 @@ def apply_process_settings(settings: Settings) -> None:
         apply_threads(settings.process.threads)
 
 
-def _trials(settings: Settings, device_key: str) -> list[SettingTrial]:
-    if not settings.run.store.exists():
-        return []
-    try:
-        with Store.open(settings.run.store, readonly=True) as store:
-            return store.setting_trials(device_key)
-    except StoreError:
-        return []  # the session opens the store too, and says what is wrong with it
+def _trials(path: Path, device_key: str) -> list[SettingTrial]:
+    from autofuse.db.store import Store  # a script that has its store in another process does not pay for it
+
+    with Store.open(path, readonly=True) as store:
+        return store.setting_trials(device_key)
 
 
 def latest_decision(trials: Sequence[SettingTrial], workload: str) -> str | None:

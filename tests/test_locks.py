@@ -44,8 +44,8 @@ def test_a_lock_of_another_thread_is_free_in_a_child(make):
     lock.release()
 
 
-def test_the_locks_of_a_session_are_such(tmp_path):
-    stage = Backstage(tmp_path / "s", None, collect=print, absorb=print, report=print)
+def test_the_locks_of_a_session_are_such():
+    stage = Backstage(print, True, None, collect=print, absorb=print, report=print)
     router = GraphRouter(types.SimpleNamespace(slots=()), None, "inference", print)
     found = [stage._lock, stage._wake, stage._flushed]
     found += [KernelShelf(print)._lock, PlanLimit([])._lock, session._lock, kept_graphs._one_at_a_time]

@@ -6,6 +6,8 @@ command's. A child that the script forked passes through here too, and leaves wi
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from autofuse import collector
@@ -13,11 +15,15 @@ from autofuse.cli.job import RunJob
 from autofuse.cli.output import one_line, say
 from autofuse.errors import UsageError
 from autofuse.execute import Ending, run_target
+from autofuse.ir.device import usable_cores
 from autofuse.settings import Settings
 from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
+    from autofuse.db.client import StoreClient
     from autofuse.runtime.session import Session
+
+TRIALS_SECONDS = 2.0  # for the store to say what trials of process settings have shown
 
 
 def launch(job: RunJob) -> int:
@@ -41,20 +47,37 @@ def launch(job: RunJob) -> int:
 
 
 def _begin(settings: Settings, command: str) -> Session | None:
+    store = None
     try:
         with untouched():
+            store = _store(settings)  # first: it starts beside all that follows
             # Imported here: they bring torch, which no other command may load.
             from autofuse.ir.device import cpu_device
             from autofuse.process_settings import apply_process_settings, resolve
             from autofuse.runtime.session import start_session
 
-            settings = resolve(settings, command, cpu_device().key)
+            trials = partial(store.ask, "setting_trials", within_seconds=TRIALS_SECONDS) if store is not None else None
+            settings = resolve(settings, command, cpu_device().key, trials)
             apply_process_settings(settings)
-            return start_session(settings, command=command)
+            return start_session(settings, command, store)
     except Exception as error:
+        if store is not None:
+            store.close()
         if not settings.run.quiet:
             say(f"the script runs without autofuse: {one_line(error)}. 'autofuse doctor' looks for the cause.")
         return None
+
+
+def _store(settings: Settings) -> StoreClient | None:
+    """The store in a process of its own, where there is a core for it; None to open it in this one."""
+    if len(usable_cores()) < 2:
+        return None
+    from autofuse.db.client import StoreClient
+    from autofuse.runtime.backstage import BUSY_SECONDS
+
+    with contextlib.suppress(OSError):  # no more processes, no shell
+        return StoreClient(settings.run.store, BUSY_SECONDS)
+    return None
 
 
 def _finish(session: Session | None, ending: Ending) -> None:

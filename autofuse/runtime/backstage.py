@@ -14,12 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Event, RunStart, TuneRequest
 from autofuse.locks import make_condition, make_event, make_lock
+
+if TYPE_CHECKING:
+    from autofuse.db.store import Store
 
 TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
 CALM_TICK_SECONDS = 0.25
@@ -65,7 +67,8 @@ class Backstage:
 
     def __init__(
         self,
-        path: Path,
+        connect: Callable[[], Store],
+        is_new: bool,
         start: RunStart,
         *,
         collect: Callable[[Store, int, bool], None],
@@ -73,9 +76,12 @@ class Backstage:
         report: Callable[[str, str], None],
         persist: bool = True,
     ) -> None:
-        """``collect(store, run_id, final)`` writes what the run counted; ``absorb(store)`` reads decisions and
-        kernels, True if anything was new; ``report(kind, message)`` says one line to the person."""
-        self._path = path
+        """``connect`` opens the store, which this run makes where it ``is_new``.
+
+        ``collect(store, run_id, final)`` writes what the run counted; ``absorb(store)`` reads decisions and
+        kernels, True if anything was new; ``report(kind, message)`` says one line to the person.
+        """
+        self._connect = connect
         self._start = start
         self._collect = collect
         self._absorb = absorb
@@ -90,7 +96,7 @@ class Backstage:
         self._lock = make_lock()
         self._open_work: int | None = None  # requests of this run not finished; None: not known
         self._pid = os.getpid()
-        self._is_new = not os.path.exists(path)  # unlike Path's, never an error
+        self._is_new = is_new
         self._broken = False
         self._patience = PATIENCE_SECONDS
         self._stale = False  # what was absorbed does not cover all devices in use
@@ -185,7 +191,7 @@ class Backstage:
                 self._store.close()
 
     def _open(self) -> None:
-        self._store = Store.open(self._path, timeout_seconds=BUSY_SECONDS)
+        self._store = self._connect()
         self.run_id = self._store.start_run(self._start)
         self.has_leftovers = not self._is_new and self._store.queue_length().queued > 0
         self._absorb(self._store)

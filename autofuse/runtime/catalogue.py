@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from autofuse.codegen.c.build import Toolchain
-from autofuse.db.store import Store
 from autofuse.errors import CompilerError, StoreError
 from autofuse.ir.records import EAGER, IN_ONE, Decision, DeviceInfo, KernelRecord
 from autofuse.locks import make_lock
@@ -23,6 +23,9 @@ from autofuse.runtime.gpu import capturing, launcher
 from autofuse.runtime.launch import Entry
 from autofuse.runtime.router import UNKNOWN, Choice
 from autofuse.setting_groups import RunSettings
+
+if TYPE_CHECKING:
+    from autofuse.db.store import Store
 
 
 class DecisionTable:

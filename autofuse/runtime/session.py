@@ -16,7 +16,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from autofuse.locks import make_lock, make_rlock
 from autofuse.optimizer.hook import OptimizerHook
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import roots
-from autofuse.runtime.backstage import Backstage, Pace, breathe
+from autofuse.runtime.backstage import BUSY_SECONDS, Backstage, Pace, breathe
 from autofuse.runtime.graph_notes import GraphNotes
 from autofuse.runtime.node_timer import NodeTimer
 from autofuse.runtime.plan_limit import PlanLimit
@@ -43,6 +44,7 @@ from autofuse.tuner.process_id import this_machine
 from autofuse.untouched import untouched
 
 if TYPE_CHECKING:
+    from autofuse.db.client import StoreClient
     from autofuse.db.store import Store
     from autofuse.runtime.backends import Place
     from autofuse.runtime.catalogue import Catalogue
@@ -65,7 +67,8 @@ _lock = make_lock()
 class Session:
     """One process that autofuse watches. `start_session` makes it, `finish` ends it."""
 
-    def __init__(self, settings: Settings, command: str) -> None:
+    def __init__(self, settings: Settings, command: str, store: StoreClient | None = None) -> None:
+        """``store``: of a process that keeps it; without one this process opens it itself."""
         self.settings = settings
         self.command = command
         self.device = cpu_device()  # of the run: the machine's CPU; nodes have places of their own
@@ -98,7 +101,12 @@ class Session:
         self._written_calls: dict[tuple[str, Bucket], int] = {}
         self._pace = Pace()
         self.backstage = Backstage(
-            settings.run.store, start, collect=self._collect, absorb=self._absorb, report=self._lose_store
+            store.as_store if store is not None else _opener(settings.run.store),
+            not (store.was_there if store is not None else os.path.exists(settings.run.store)),
+            start,
+            collect=self._collect,
+            absorb=self._absorb,
+            report=self._lose_store,
         )
         self.tuning = TuningClient(self)
         self._plan_limit = PlanLimit(self.routers, before=self.tuning.note_leaving)
@@ -315,7 +323,7 @@ class Session:
             self.tuning.post_new_work()
         steps, self.steps = self.steps, []
         if steps:
-            store.add_step_samples(run_id, (StepSample(*fields) for fields in steps))
+            store.add_step_samples(run_id, [StepSample(*fields) for fields in steps])
         usage = None
         if final or self._pace.is_due():
             with self._pace.measured():
@@ -394,13 +402,20 @@ class Session:
                 _current = None
 
 
-def start_session(settings: Settings, command: str) -> Session:
+def _opener(path: Path) -> Callable[[], Store]:
+    """How the background thread opens a store in this process: it may import nothing itself."""
+    with untouched():
+        from autofuse.db.store import Store
+    return partial(Store.open, path, timeout_seconds=BUSY_SECONDS)
+
+
+def start_session(settings: Settings, command: str, store: StoreClient | None = None) -> Session:
     """Begin to watch this process."""
     global _current
     with _lock:
         if _current is not None:
             return _current
-        _current = Session(settings, command)
+        _current = Session(settings, command, store)
         session = _current
     session.start()
     return session

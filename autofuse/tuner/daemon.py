@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ import psutil
 from filelock import Timeout
 
 from autofuse.db.rows import DaemonState
-from autofuse.db.store import Store
+from autofuse.detached import python_module, spawn
 from autofuse.errors import AutofuseError, DaemonError, StoreError
 from autofuse.ir.device import usable_cores
 from autofuse.private_files import Untrusted
@@ -34,7 +33,6 @@ from autofuse.settings import Settings
 from autofuse.tuner.daemon_files import DaemonFiles
 from autofuse.tuner.manners import lower_priority
 from autofuse.tuner.process_id import ProcessId, process_id
-from autofuse.tuner.worker_process import python_module
 
 if TYPE_CHECKING:
     from autofuse.tuner.serving import Drained, TuningLoop
@@ -90,6 +88,8 @@ def statuses(settings: Settings) -> list[DaemonState]:
     running = DaemonFiles(settings).all_running()
     state: DaemonState | None = None
     if running:
+        from autofuse.db.store import Store  # not for scripts, which only start daemons
+
         with contextlib.suppress(StoreError), Store.open(settings.run.store, readonly=True) as store:
             state = store.daemon_state()
     here = socket.gethostname()
@@ -171,29 +171,11 @@ def _cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-# Its parent ends at once, so that the daemon is no child of the script: one that waits for all of its children would
-# wait for it, and one that has a handler for their end would hear of it.
-_DETACH = '"$@" >&2 & echo $!'
-
-
 def _spawn(settings: Settings) -> int:
     """The process number of a new daemon. Raises OSError and Untrusted."""
     command, environment = python_module("autofuse")
     with DaemonFiles(settings).open_log(LOG_BYTES) as output:
-        starter = subprocess.Popen(
-            ["/bin/sh", "-c", _DETACH, "sh", *command, "daemon", "serve", *settings.as_arguments()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            start_new_session=True,  # outlives the script and its terminal
-            cwd="/",
-            env=environment,
-        )
-    answer, _ = starter.communicate()
-    try:
-        pid = int(answer)
-    except ValueError:
-        raise OSError(f"/bin/sh, which gave no process number but {answer[:80]!r}") from None
+        pid = spawn([*command, "daemon", "serve", *settings.as_arguments()], environment, output)
     lower_priority(settings.tuner.nice, pid)  # from its first moment: its imports take a core for seconds
     with contextlib.suppress(OSError):
         os.sched_setaffinity(pid, usable_cores())  # this thread may have been pinned since

@@ -14,12 +14,10 @@ import functools
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, cast
 
-import autofuse
+from autofuse.detached import python_module
 from autofuse.ir.records import Status
 from autofuse.tuner.pipes import Pipe, PipeClosed
 
@@ -183,12 +181,3 @@ class WorkerProcess:
             with contextlib.suppress(ValueError):
                 return f"the worker died by {signal.Signals(-code).name}"
         return f"the worker ended with exit code {code}"
-
-
-def python_module(module: str) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment that run a module of ours as this process would find it."""
-    source = str(Path(autofuse.__file__).parent.parent)
-    path = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{source}" if path else source}
-    # -P: nothing of the folder that somebody happens to be in
-    return [sys.executable, "-P", "-m", module], environment

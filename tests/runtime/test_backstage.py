@@ -17,16 +17,22 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import backstage
+from autofuse.runtime import session as session_module
 from autofuse.runtime.session import Session
 from autofuse.settings import load
 
 
 @pytest.fixture
-def session(tmp_path):
+def settings(tmp_path):
     path = tmp_path / "s.sqlite3"
     path.touch(0o600)  # of an earlier run
     values = {"run.store": path, "run.quiet": True, "tuner.shared_folder": tmp_path / "shared"}
-    return Session(load(values, environ={}, cwd=tmp_path), "test")
+    return load(values, environ={}, cwd=tmp_path)
+
+
+@pytest.fixture
+def session(settings):
+    return Session(settings, "test")
 
 
 def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, monkeypatch):
@@ -49,11 +55,12 @@ def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, m
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["at its begin", "at its end"])
-def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(session, monkeypatch, is_open):
-    path, waits = session.settings.run.store, []
-    monkeypatch.setattr(backstage, "BUSY_SECONDS", 0.05)
-    whole = backstage.Store.open
-    monkeypatch.setattr(backstage.Store, "open", lambda *args, **given: waits.append(given) or whole(*args, **given))
+def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(settings, monkeypatch, is_open):
+    path, waits = settings.run.store, []
+    monkeypatch.setattr(session_module, "BUSY_SECONDS", 0.05)
+    whole = Store.open
+    monkeypatch.setattr(Store, "open", lambda *args, **given: waits.append(given) or whole(*args, **given))
+    session = Session(settings, "test")
     Store.open(path).close()
     other = sqlite3.connect(path, isolation_level=None)
     try:

@@ -1,0 +1,114 @@
+"""A store that a process of its own keeps: it answers as the store does, and ends with whoever has started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from store_records import DEVICE, VERSIONS, decision, kernel, request, start, steps
+
+from autofuse.db import client as client_module
+from autofuse.db.client import StoreClient
+from autofuse.db.store import Store
+from autofuse.errors import StoreError, StoreVersionError
+from autofuse.ir.records import RunTotals
+
+
+@pytest.fixture
+def client(path: Path) -> Iterator[StoreClient]:
+    made = StoreClient(path, 5.0)
+    yield made
+    made.close()
+
+
+def process_of(client: StoreClient) -> psutil.Process:
+    client.data_version()  # it runs
+    return next(p for p in psutil.process_iter(["cmdline"]) if str(client.path) in (p.info["cmdline"] or ()))
+
+
+def test_it_answers_as_the_store_does(client: StoreClient, path: Path) -> None:
+    assert not client.was_there
+    run = client.start_run(start())
+    client.add_step_samples(run, steps(3))
+    client.add_requests([request()])
+    client.put_kernel(kernel())
+    client.put_decision(decision())
+    client.finish_run(run, RunTotals(steps=3))
+    assert client.kernels_refused == 0
+    with Store.open(path) as store:
+        assert client.runs() == store.runs() and client.step_samples(run) == store.step_samples(run)
+        assert client.queue_length() == store.queue_length() and client.queue_length().queued == 1
+        found = store.decisions(DEVICE.key, VERSIONS, 0)
+        assert client.decisions(DEVICE.key, VERSIONS, 0) == found and len(found) == 1
+        digest = kernel().key.digest
+        assert client.get_kernel(digest) == store.get_kernel(digest) and store.get_kernel(digest) is not None
+    assert StoreClient(path, 5.0).was_there
+
+
+def test_its_errors_are_the_stores(client: StoreClient, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="expected run 77"):
+        client.run(77)
+    with pytest.raises(StoreError, match="no_such_method"):
+        client.no_such_method()
+    run = client.start_run(start())  # and it goes on
+    assert client.run(run).command == "train.py"
+    garbage = tmp_path / "garbage.sqlite3"
+    garbage.write_bytes(b"not a database" * 100)
+    garbage.chmod(0o600)
+    with pytest.raises(StoreError, match=r"garbage\.sqlite3"):
+        StoreClient(garbage, 5.0).start_run(start())
+    assert garbage.read_bytes() == b"not a database" * 100
+    newer = tmp_path / "newer.sqlite3"
+    with Store.open(newer) as store, store._write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(StoreVersionError, match="9999"):
+        StoreClient(newer, 5.0).start_run(start())
+
+
+def test_an_answer_that_comes_too_late_is_no_other_questions(client: StoreClient) -> None:
+    with pytest.raises(StoreError, match="expected an answer"):
+        client.ask("setting_trials", DEVICE.key, within_seconds=0.0)  # it still imports
+    assert client.data_version() >= 0 and client.runs() == []
+
+
+def test_it_ends_with_whoever_has_started_it(path: Path) -> None:
+    client = StoreClient(path, 5.0)
+    process = process_of(client)
+    assert os.getpid() not in [parent.pid for parent in process.parents()], "a script may wait for all of its children"
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    client.close()
+    process.wait(30.0)  # though the child was there
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+    code = "import sys, os; from pathlib import Path; from autofuse.db.client import StoreClient\n"
+    code += "StoreClient(Path(sys.argv[1]), 5.0).data_version(); os.kill(os.getpid(), 9)"
+    killed = path.with_name("killed.sqlite3")
+    assert subprocess.run([sys.executable, "-c", code, str(killed)]).returncode == -signal.SIGKILL
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(killed) in (p.info["cmdline"] or ())]
+    assert not psutil.wait_procs(left, 30.0)[1]
+
+
+def test_where_it_has_died_the_next_call_says_so(client: StoreClient) -> None:
+    process_of(client).kill()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"process that keeps the store .* has ended"):
+            client.data_version()
+
+
+def test_an_interrupt_ends_the_script_alone(client: StoreClient) -> None:
+    process_of(client).send_signal(signal.SIGINT)
+    assert client.start_run(start()) == 1
+
+
+def test_it_brings_no_sqlalchemy() -> None:
+    code = f"import sys, {client_module.__name__}; sys.exit('sqlalchemy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
