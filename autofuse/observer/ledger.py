@@ -187,4 +187,4 @@ class Ledger:
 
     @property
     def lost_seconds(self) -> float:
-        return sum(self.lost().values())
+        return sum(self._lost.values()) + sum(self._noted.values()) + max(self._slow, 0.0)

@@ -88,6 +88,8 @@ class QuietCalls:
         self.is_quiet = False
         self.is_final = False  # the handler has no interest in any call of it
         self.until_probe = PROBE_EVERY
+        # Whether this call is counted by someone, and need not be seen.
+        self.takes: Callable[[], bool] | None = None
         # Of a function: whether this call need not be seen, where the others are.
         self.skips: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
 
@@ -127,8 +129,11 @@ class Attached(QuietCalls):
             self.until_probe = PROBE_EVERY
         if not self._tracker.is_installed or _belongs_elsewhere():
             return module._call_impl(*args, **kwargs)
+        takes = self.takes
         thread.answer = PLAIN
         try:
+            if takes is not None and takes():
+                return module._call_impl(*args, **kwargs)
             return self._tracker.handler(module, args, kwargs)
         finally:
             thread.answer = module_calls.OUTSIDE

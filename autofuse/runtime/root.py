@@ -61,7 +61,7 @@ class Root:
         self.key = key
         self.name = name
         self.trial = Trial(roots, key, COSTS, roots.peaks(key, name), self._lose)
-        self.calls = 0
+        self._seen = 0  # calls, but those that are only counted
         self.account = account = Account(self.session, roots.backwards)
         self.policy = RootPolicy(roots, key, account, self.trial.verdicts)
         self._bypass = Bypass(roots.tracker, self.trial)
@@ -93,13 +93,20 @@ class Root:
         self.trial.is_on = state == "captured"
         self._unwatched.stop()
 
+    @property
+    def calls(self) -> int:
+        """That came here, or were only counted."""
+        return self._seen + self._unwatched.taken
+
+    @property
+    def takes(self) -> Callable[[], bool]:
+        """Whether a call is only counted, and need not come here."""
+        return self._unwatched.takes
+
     # ---- a call --------------------------------------------------------------------------------------
 
     def call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unwatched = self._unwatched
-        if unwatched.left > 0 and not self.roots.observer.is_sampling:
-            unwatched.left -= 1
-            self.calls += 1
+        if self._unwatched.takes():
             return self.roots.tracker.call_original(module, args, kwargs)
         try:
             return self._call(module, args, kwargs)
@@ -155,16 +162,16 @@ class Root:
         if brief is not None and brief.left > 0 and not is_hooked and self._classes.are_as_noted():
             direct = brief.find(module, args, kwargs)
             if direct is not None:
-                self.calls += 1
+                self._seen += 1
                 return direct.run(module, *args, **kwargs)
-        now = time.perf_counter()
+        now, spent = time.perf_counter(), self.roots.observer.cost_seconds
         if brief is not None:
             self.trial.end_untimed(brief.began, now)
             self._brief = None
         was_watched = not self._unwatched.end(now)
         self.trial.end_step(now)
         self.account.end(now, not self.trial.on_gpu)
-        self.calls += 1
+        self._seen += 1
         if self.state == "captured" and not self._classes.are_as_noted():
             self._forget(f"{self._classes.replaced()} was replaced after it was captured")
         if is_hooked:
@@ -183,13 +190,12 @@ class Root:
             self.policy.observe(count_elements(signature))
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs, signature)
-            noted = time.perf_counter() - now
             if self.policy.is_due():
                 self._decide(module, args, kwargs)
             if self.state == "captured" and self.reason == "kept_trace":
                 self._take_kept(module, args, kwargs)
             if self.state == "observing":
-                return self._observed(module, args, kwargs, noted)
+                return self._observed(module, args, kwargs, now, spent)
         if self.state == "captured":
             return self._routed(module, args, kwargs, now)
         if self.state == "eager":
@@ -359,8 +365,10 @@ class Root:
             return self._captured.settled(module, *args, **kwargs)
         return self.roots.tracker.call_original(module, args, kwargs)
 
-    def _observed(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], noted: float) -> Any:
-        """``noted``: seconds that were taken already to watch this call."""
+    def _observed(
+        self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], entered: float, spent: float
+    ) -> Any:
+        """``entered``: when the call came here, ``spent``: what was on the observer's account then."""
         observer = self.roots.observer
         observer.before_root_call(self.key, module if isinstance(module, torch.nn.Module) else None)
         began = time.perf_counter()
@@ -373,14 +381,15 @@ class Root:
             return result
         finally:
             try:
-                self._returned(result, began, stretch, noted)
+                now = time.perf_counter()
+                self._returned(result, began, now, stretch)
+                self._unwatched.watched(began - entered + time.perf_counter() - now, spent)
             except Exception as error:
                 self._give_up(module, error)
 
-    def _returned(self, result: Any, began: float, stretch: Stretch | None, noted: float) -> None:
+    def _returned(self, result: Any, began: float, now: float, stretch: Stretch | None) -> None:
         """An observed call is over; ``result``: None where it raised."""
         observer = self.roots.observer
-        now = time.perf_counter()
         seconds = now - began
         stretch = self.roots.timer.end(stretch)
         was_plain = observer.after_root_call(self.key, None if stretch is not None else seconds)
@@ -389,7 +398,6 @@ class Root:
             self._add_on_gpu(seconds)
         if stretch is not None:
             self.trial.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
-        self._unwatched.watched(noted + time.perf_counter() - now)
 
     def _add_on_gpu(self, seconds: float) -> None:
         """A forward pass; the host's clock does not tell how long the device is busy with the backward pass."""

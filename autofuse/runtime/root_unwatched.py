@@ -4,12 +4,14 @@ In: the calls of a root that is neither captured nor decided, and what it takes 
 seen in a call of a millisecond. Out: how many of the next ones are not looked at, at 2 to 5 us each. Guarantee: every
 call is counted, with the shapes of the watched one before it; it counts as long as watched ones take, and never longer
 than the clock says. A shape that stays, or takes its turn, is noticed at a watched call: the next one comes at most 16
-calls later, or, where watching takes more than its share of the root's time, as many later as it takes to pay for it.
+calls later, or, where watching takes more than its share of the root's time, as many later as it takes to pay for it
+(60 to 80 where calls take 1 ms). What is on no account is the counting.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
@@ -25,7 +27,8 @@ WATCHED_AT_FIRST = 64
 SHORT_SECONDS = 2e-3  # of calls that take less,
 COUNTED = 12  # so many, or up to a third more, are counted between two that are watched
 LONGEST = 4096  # whatever watching takes
-SAMPLING_SHARE, WATCHING_SHARE = 0.7, 0.2  # of what observing may take: for sampled steps, for watched calls
+# Of what observing may take: for sampled steps, for watched calls, of short ones, where counting them is seen as well.
+SAMPLING_SHARE, WATCHING_SHARE, SHORT_SHARE = 0.6, 0.3, 0.1
 _KEPT = 16
 
 
@@ -33,9 +36,10 @@ class Unwatched:
     """Of one root."""
 
     def __init__(self, roots: Roots, key: str, policy: RootPolicy, account: Account, trial: Trial) -> None:
-        self.left = 0  # calls that are not looked at: the root counts them down
+        self.taken = 0  # calls that were only counted
+        self._left = 0  # that are to be
         self._observer = roots.observer
-        self._share = WATCHING_SHARE * roots.session.settings.observe.max_overhead_percent / 100.0
+        self._most = roots.session.settings.observe.max_overhead_percent / 100.0
         self._key = key
         self._policy = policy
         self._account = account
@@ -43,13 +47,24 @@ class Unwatched:
         self._began: float | None = None  # None while calls are watched
         self._calls = 0  # from then on, with those that are left
         self._costs = deque[float](maxlen=_KEPT)  # seconds, of the last watched calls
+        self._begun = 0.0  # seconds that were taken to begin to count
         # Sizes that take turns, however many, each have their turn to be watched only where no turn is like the last.
         self._random = random.Random(0)
 
-    def watched(self, seconds: float) -> None:
-        """So much was taken to watch a call, beside what the observer knows of."""
-        self._costs.append(seconds)
-        self._observer.spend(seconds)
+    def takes(self) -> bool:
+        """Whether this call is only counted, which is done then. First of all that is asked of a call: 0.3 us."""
+        if self._left <= 0 or self._observer.is_sampling:
+            return False
+        self._left -= 1
+        self.taken += 1
+        return True
+
+    def watched(self, seconds: float, spent: float) -> None:
+        """So much was taken to watch a call. ``spent``: what was on the observer's account before, who knew of some."""
+        seconds += self._begun - (self._observer.cost_seconds - spent)
+        self._begun = 0.0
+        self._costs.append(max(seconds, 0.0))
+        self._observer.spend(max(seconds, 0.0))
 
     def begin(self, now: float) -> bool:
         """Whether the call that begins now, after one that was watched, and some that follow are only counted."""
@@ -60,7 +75,8 @@ class Unwatched:
         calls = self._count()
         if not calls:
             return False
-        self._began, self._calls, self.left = now, calls, calls - 1
+        self._began, self._calls, self._left = now, calls, calls - 1
+        self._begun = time.perf_counter() - now
         return True
 
     def _count(self) -> int:
@@ -68,16 +84,17 @@ class Unwatched:
         typical = self._observer.typical_seconds(self._key)
         if not typical:
             return 0
-        affordable = self._share * typical
+        is_short = typical < SHORT_SECONDS
+        affordable = (SHORT_SHARE if is_short else WATCHING_SHARE) * self._most * typical
         cost = median(self._costs) if self._costs else 0.0
         calls = LONGEST if cost >= LONGEST * affordable else int(cost / affordable)
-        calls = max(calls, COUNTED if typical < SHORT_SECONDS else 0)
+        calls = max(calls, COUNTED if is_short else 0)
         return calls and self._random.randint(calls, calls + max(calls // 3, 1))
 
     def stop(self) -> None:
         """The next call is not one of those that are only counted."""
-        self._calls -= self.left
-        self.left = 0
+        self._calls -= self._left
+        self._left = 0
 
     def end(self, now: float) -> bool:
         """The next call is watched; False where those before it were too."""

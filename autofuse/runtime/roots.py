@@ -104,6 +104,8 @@ class Roots:
             if root is None:
                 root = self.groups[key] = Root(self, key, type(module).__name__)
             self._by_module.set(module, root)
+            if self.tracker.is_installed:
+                self.tracker.attach(module).takes = root.takes
         return root
 
     def root_of_function(self, function: Target) -> Root:
