@@ -190,12 +190,16 @@ class Root:
             self.policy.observe(count_elements(signature))
             # Before the decision: the second call already tells which dims vary.
             self.roots.observer.on_root_call(self.key, args, kwargs, signature)
+            entered = now
             if self.policy.is_due():
+                asked, noted = time.perf_counter(), self.roots.observer.cost_seconds
                 self._decide(module, args, kwargs)
+                entered += time.perf_counter() - asked  # it is no part of what watching takes
+                spent += self.roots.observer.cost_seconds - noted
             if self.state == "captured" and self.reason == "kept_trace":
                 self._take_kept(module, args, kwargs)
             if self.state == "observing":
-                return self._observed(module, args, kwargs, now, spent)
+                return self._observed(module, args, kwargs, entered, spent)
         if self.state == "captured":
             return self._routed(module, args, kwargs, now)
         if self.state == "eager":
@@ -368,7 +372,7 @@ class Root:
     def _observed(
         self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], entered: float, spent: float
     ) -> Any:
-        """``entered``: when the call came here, ``spent``: what was on the observer's account then."""
+        """``entered``: when the call came here, less advice; ``spent``: what was on the observer's account then."""
         observer = self.roots.observer
         observer.before_root_call(self.key, module if isinstance(module, torch.nn.Module) else None)
         began = time.perf_counter()

@@ -5,7 +5,7 @@ seen in a call of a millisecond. Out: how many of the next ones are not looked a
 call is counted, with the shapes of the watched one before it; it counts as long as watched ones take, and never longer
 than the clock says. A shape that stays, or takes its turn, is noticed at a watched call: the next one comes at most 16
 calls later, or, where watching takes more than its share of the root's time, as many later as it takes to pay for it
-(60 to 80 where calls take 1 ms). What is on no account is the counting.
+(100 to 200 where calls take 1 ms). The counting itself is on no account.
 """
 
 from __future__ import annotations
