@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.semantics.programs_modules import Net, inputs, step
-from tests.semantics.states import GRAPHS, Run, program
+from tests.semantics.states import GRAPHS, STATES, Run, program
 
 T = torch.Tensor
 
@@ -314,7 +314,10 @@ def module_dropped_and_made_anew(run: Run) -> None:
         del model
 
 
-@program(differs="a module that is watched has an attribute of its own, `_compiled_call_impl`")
+@program(
+    differs="a module that is watched has an attribute of its own, `_compiled_call_impl`",
+    differs_in=STATES,  # cold is watched, too
+)
 def attributes_of_a_module(run: Run) -> None:
     model = Net().eval()
     for k in range(3):

@@ -54,7 +54,7 @@ def seen(value: Any) -> Any:
     if isinstance(value, bool | int | str | bytes | type(None)):
         return type(value).__name__, repr(value)
     if isinstance(value, float):
-        return "float", Numbers(torch.tensor(value, dtype=torch.float32))
+        return "float", Numbers(torch.tensor(value, dtype=torch.float64))
     if isinstance(value, Mapping):
         return type(value).__name__, tuple((repr(key), seen(item)) for key, item in value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

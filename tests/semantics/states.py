@@ -47,6 +47,8 @@ from tests.semantics.seen import seen
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 STATES = ("captured", "cold", "tuned", "grouped", "released", "warm")
+CAPTURED = tuple(state for state in STATES if state != "cold")
+NOT_RELEASED = tuple(state for state in CAPTURED if state != "released")
 ROUNDED = ("tuned", "grouped")  # sums are reordered
 # What a program's modules come to run when they are captured and tuned.
 KERNELS, GRAPHS, EAGER = "kernels", "graphs", "eager"
@@ -62,7 +64,8 @@ class Program:
     is_slow: bool  # seconds in each state
     rounds: str  # why its numbers are eager's within rounding only, where eager's kernels run, too; "": they are equal
     precision: torch.dtype  # the least that it computes in
-    differs: str  # why what it shows is not eager's, once it is captured; "" where it is
+    differs: str  # why what it shows is not eager's; "" where it is
+    differs_in: Sequence[str]  # the states in which it is not: all that run captured graphs, if nothing else is said
 
     @property
     def name(self) -> str:
@@ -80,9 +83,10 @@ def program(
     rounds: str = "",
     precision: torch.dtype = torch.float32,
     differs: str = "",
+    differs_in: Sequence[str] = CAPTURED,
 ) -> Callable[[Callable[[Run], None]], Program]:
     """Makes a row of a function."""
-    return lambda run: Program(run, comes_to, is_kept, is_slow, rounds, precision, differs)
+    return lambda run: Program(run, comes_to, is_kept, is_slow, rounds, precision, differs, differs_in)
 
 
 @dataclass
