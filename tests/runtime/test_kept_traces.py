@@ -264,7 +264,7 @@ def test_a_trace_that_may_not_be_ours_is_made_anew(warm, tmp_path, damage):
             path.rename(tmp_path / path.name)
             path.symlink_to(tmp_path / path.name)
         elif damage == "name":
-            path.rename(path.with_name(f"{path.name[:-7]}0.trace"))
+            path.rename(path.with_name(f"{path.name[:-7]}{'10'[path.name[-7] == '1']}.trace"))
         else:
             trap = pickle.dumps(Trap(tmp_path / "run"))
             path.write_bytes({"cut": whole[:-9], "bit": whole[:-1] + b"?", "pickle": trap}[damage])
