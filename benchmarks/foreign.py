@@ -13,7 +13,8 @@ these whole processes take turns:
 
 - plain: `python SCRIPT`
 - cold: `autofuse run SCRIPT` without a store
-- again: the same as plain; what differs is noise, and no other figure of the script says more than that
+- again: the same as plain; what differs is noise, and no other figure of the script says more than that. All others are
+  compared with the mean of both, step by step
 - tuned: `autofuse run --tune wait SCRIPT` without a store, with at most `TUNING_SECONDS` of pauses for tuning
 - warm: `autofuse run SCRIPT` on the store that the tuned run has made
 - reordered: plain python on one thread and with vectors of another width (`ATEN_CPU_CAPABILITY`), whose sums are added
@@ -47,7 +48,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def run(script: Script, kind: str, number: int, steps: int, folder: Path) -> Run
     """One process of a script, to its end."""
     store = folder / f"{script.name}-{number}-{'tuned' if kind in ('tuned', 'warm') else kind}" / "store.sqlite3"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AUTOFUSE_")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # packages are compiled once, as a user's are
     command = [sys.executable]
     if kind == "reordered":
         # Both: convolutions of oneDNN know nothing of aten's choice, and small products are not shared among threads.
@@ -219,6 +221,13 @@ class Comparison:
     within_bound: bool
     states: str  # of the roots
     is_disturbed: bool  # either of the two
+
+
+def mean_of(one: Run, other: Run) -> Run:
+    """Two runs of the same kind as one."""
+    at = [(a + b) / 2 for a, b in zip(one.at, other.at, strict=False)]
+    ended, others = (one.ended + other.ended) / 2, max(one.others_seconds, other.others_seconds)
+    return replace(one, at=at, ended=ended, others_seconds=others, exit_code=one.exit_code or other.exit_code)
 
 
 def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
@@ -348,11 +357,12 @@ class Benchmark:
         reordered = self.one(script, "reordered", 0, self.steps, folder)
         for number in range(rounds):
             runs = {kind: self.one(script, kind, number, self.steps, folder) for kind in RUNS}
+            plain = runs["plain"]
             for kind in RUNS:
                 if kind == "plain":
                     continue
                 try:
-                    found = compare(runs["plain"], runs[kind], reordered)
+                    found = compare(plain if kind == "again" else mean_of(plain, runs["again"]), runs[kind], reordered)
                 except ValueError as error:
                     self.left_out.append(f"{script.name}, {error}")
                     print(f"{script.name:10} {error}", flush=True)
