@@ -7,6 +7,7 @@ command's. A child that the script forked passes through here too, and leaves wi
 from __future__ import annotations
 
 import contextlib
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def launch(job: RunJob) -> int:
 
 
 def _begin(settings: Settings, command: str) -> Session | None:
-    store = None
+    launched, store = time.perf_counter(), None
     try:
         with untouched():
             store = _store(settings)  # first: it starts beside all that follows
@@ -59,7 +60,7 @@ def _begin(settings: Settings, command: str) -> Session | None:
             trials = partial(store.ask, "setting_trials", within_seconds=TRIALS_SECONDS) if store is not None else None
             settings = resolve(settings, command, cpu_device().key, trials)
             apply_process_settings(settings)
-            return start_session(settings, command, store)
+            return start_session(settings, command, store, launched)
     except Exception as error:
         if store is not None:
             store.close()

@@ -100,6 +100,7 @@ def advise_capture(
     known: RootRecord | None = None,
     known_seconds: float | None = None,
     has_kept_trace: bool = False,
+    run_seconds: float = 0.0,
 ) -> CaptureAdvice:
     """Should this root be captured before its next call?
 
@@ -110,7 +111,7 @@ def advise_capture(
     tell; ``at_first_call``: the graph itself is asked for, whatever it costs; ``uses_known``: so is what the store has
     (``--frozen``); ``call_us``: typical time of a call where known, otherwise the mean; ``known``: what earlier runs
     found out about this root, ``known_seconds``: what its capture is expected to take for that reason;
-    ``has_kept_trace``: one of them has left its trace.
+    ``has_kept_trace``: one of them has left its trace; ``run_seconds``: since the script began, imports included.
     """
     if failures >= max_failures:
         return CaptureAdvice(False, "capture_failed", f"{failures} failed captures", final=True)
@@ -144,7 +145,9 @@ def advise_capture(
         if step_seconds is None:
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
         saved = _saving(known) * max(known.calls - calls, 0) * step_seconds
-        is_trifle = has_kept_trace or predicted <= factor * _TRIFLE_SECONDS
+        is_trifle = predicted <= factor * _TRIFLE_SECONDS
+        if has_kept_trace:  # what it loses is weighed against all that the run has taken: it is won back soon
+            is_trifle = KNOWN_MARGIN * predicted <= (budget.max_slowdown - 1.0) * run_seconds
         if is_known and is_trifle and _SOON * saved >= predicted:
             detail = f"expected to take {predicted:.1f} s, which a run as long as the last one soon pays for"
             return CaptureAdvice(True, reason, detail, predicted)

@@ -562,10 +562,10 @@ class Root:
         with collector.paused(), untouched():
             from autofuse.capture import dynamo
 
+            self._dynamo = dynamo
+            if self._captured is None:
+                self._captured = self._compile()
         self.account.note("imports", time.perf_counter() - began)
-        self._dynamo = dynamo
-        if self._captured is None:
-            self._captured = self._compile()
         self.state, self._decided = "captured", None
         self.roots.observer.decide(self.key)
 

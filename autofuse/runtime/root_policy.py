@@ -135,6 +135,7 @@ class RootPolicy:
             known=known,
             known_seconds=self._known_seconds(known),
             has_kept_trace=self.has_kept_trace,
+            run_seconds=time.perf_counter() - session.launched,
         )
         self.predicted_seconds = advice.predicted_seconds
         took = time.perf_counter() - began

@@ -67,14 +67,18 @@ _lock = make_lock()
 class Session:
     """One process that autofuse watches. `start_session` makes it, `finish` ends it."""
 
-    def __init__(self, settings: Settings, command: str, store: StoreClient | None = None) -> None:
-        """``store``: of a process that keeps it; without one this process opens it itself."""
+    def __init__(
+        self, settings: Settings, command: str, store: StoreClient | None = None, launched: float | None = None
+    ) -> None:
+        """``store``: of a process that keeps it; without one this process opens it itself. ``launched``: when the
+        process of the script began, by ``perf_counter``; now where the script is under way."""
         self.settings = settings
         self.command = command
         self.device = cpu_device()  # of the run: the machine's CPU; nodes have places of their own
         self.versions = versions()  # what a decision depends on besides the device
         self.mode = "off" if settings.run.frozen else settings.run.tune
         self.started = time.perf_counter()
+        self.launched = launched if launched is not None else self.started
         self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
         self.capture_seconds = 0.0  # that are on no root's account
         self.noted_seconds = 0.0  # lost to captures of roots, as far as the cause is known at once
@@ -409,13 +413,15 @@ def _opener(path: Path) -> Callable[[], Store]:
     return partial(Store.open, path, timeout_seconds=BUSY_SECONDS)
 
 
-def start_session(settings: Settings, command: str, store: StoreClient | None = None) -> Session:
+def start_session(
+    settings: Settings, command: str, store: StoreClient | None = None, launched: float | None = None
+) -> Session:
     """Begin to watch this process."""
     global _current
     with _lock:
         if _current is not None:
             return _current
-        _current = Session(settings, command, store)
+        _current = Session(settings, command, store, launched)
         session = _current
     session.start()
     return session
