@@ -6,6 +6,7 @@ of it. So a shell starts them, says their number and ends.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+_PR_GET_CHILD_SUBREAPER = 37  # <linux/prctl.h>
 _DETACH = '"$@" >&2 & echo $!'
 
 
@@ -37,10 +39,23 @@ def spawn(
         raise OSError(f"/bin/sh, which gave no process number but {answer[:80]!r}") from None
 
 
+def adopts_orphans() -> bool:
+    """Whether processes whose parent has ended become this one's children: the first of a container, a subreaper."""
+    if os.getpid() == 1:
+        return True
+    found = ctypes.c_int(0)
+    try:
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    except (OSError, AttributeError):  # not Linux
+        return False
+    return bool(found.value)
+
+
 def python_module(module: str) -> tuple[list[str], dict[str, str]]:
     """Command line and environment that run a module of ours as this process would find it."""
     source = str(Path(__file__).parent.parent)
-    path = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{source}" if path else source}
+    path = "" if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "")
+    parts = [*(os.path.abspath(part) for part in path.split(os.pathsep) if part), source]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(parts)}
     # -P: nothing of the folder that somebody happens to be in
     return [sys.executable, "-P", "-m", module], environment

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from autofuse import collector
 from autofuse.cli.job import RunJob
 from autofuse.cli.output import one_line, say
+from autofuse.detached import adopts_orphans
 from autofuse.errors import UsageError
 from autofuse.execute import Ending, run_target
 from autofuse.ir.device import usable_cores
@@ -71,7 +72,7 @@ def _begin(settings: Settings, command: str) -> Session | None:
 
 def _store(settings: Settings) -> StoreClient | None:
     """The store in a process of its own, where there is a core for it; None to open it in this one."""
-    if len(usable_cores()) < 2:
+    if len(usable_cores()) < 2 or adopts_orphans():
         return None
     from autofuse.db.client import StoreClient
     from autofuse.runtime.backstage import BUSY_SECONDS

@@ -12,11 +12,12 @@ import functools
 import os
 import socket
 import subprocess
+import time
 import weakref
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from autofuse.db.wire import Closed, Wire
 from autofuse.detached import python_module, spawn
 from autofuse.errors import AutofuseError, StoreError
 from autofuse.locks import make_lock
@@ -36,12 +37,17 @@ class StoreClient:
         self.was_there = os.path.exists(path)
         self._lock = make_lock()
         self._number = 0  # of the last question
-        ours, theirs = socket.socketpair()
-        with theirs:
+        ours, theirs = map(Wire, socket.socketpair())
+        try:
             command, environment = python_module("autofuse.db.serve")
-            arguments = [str(theirs.fileno()), os.path.abspath(path), str(timeout_seconds)]
-            spawn([*command, *arguments], environment, subprocess.DEVNULL, [theirs.fileno()])
-        self._connection = Connection(ours.detach())
+            arguments = [str(theirs.number), os.path.abspath(path), str(timeout_seconds)]
+            spawn([*command, *arguments], environment, subprocess.DEVNULL, [theirs.number])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._wire = ours
         _clients.add(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -58,19 +64,28 @@ class StoreClient:
 
     def ask(self, name: str, *args: Any, within_seconds: float | None = None, **kwargs: Any) -> Any:
         """What a method of the store returns. Raises what it raises; StoreError where no answer comes."""
+        until = None if within_seconds is None else time.monotonic() + within_seconds
+
+        def left() -> float | None:
+            return None if until is None else max(1e-3, until - time.monotonic())
+
         try:
-            with self._lock:
+            if not self._lock.acquire(timeout=-1 if within_seconds is None else within_seconds):
+                raise TimeoutError
+            try:
                 self._number += 1
-                self._connection.send((self._number, name, args, kwargs))
+                self._wire.send((self._number, name, args, kwargs), left())
                 answered, is_well, value = 0, False, None
                 while answered != self._number:  # one that came too late is still to be read
-                    if not self._connection.poll(within_seconds):
-                        raise StoreError(f"expected an answer from the store {self.path} in {within_seconds:.1f} s")
-                    answered, is_well, value = self._connection.recv()
-        except (EOFError, OSError) as error:
+                    answered, is_well, value = self._wire.receive(left())
+            finally:
+                self._lock.release()
+        except TimeoutError:
+            raise StoreError(f"expected an answer from the store {self.path} in {within_seconds:.1f} s") from None
+        except Closed:
             raise StoreError(
                 f"expected an answer of the process that keeps the store {self.path}, found that it has ended"
-            ) from error
+            ) from None
         if is_well:
             return value
         raise value if isinstance(value, AutofuseError) else StoreError(str(value))
@@ -79,10 +94,7 @@ class StoreClient:
         """Give the store back, and let the process end."""
         with contextlib.suppress(StoreError):  # it has ended, or will once it finds nobody there
             self.ask("close", within_seconds=CLOSE_SECONDS)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._connection.close()
+        self._wire.close()
 
 
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
@@ -91,7 +103,7 @@ _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 def _forget_in_child() -> None:
     """The process ends once nobody holds the other end: a forked child must not keep it."""
     for client in list(_clients):
-        client._forget()
+        client._wire.close()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,38 +1,46 @@
 """The process that keeps a script's store: ``python -m autofuse.db.serve DESCRIPTOR PATH TIMEOUT``.
 
 In: questions of a `StoreClient`, each a method of `Store` with its arguments. Out: what it returned, or what it raised.
-Guarantee: it ends when the script does, or says ``close``. What comes in is pickled: only the script that has started
-this process holds the other end.
+Guarantee: it ends when the script does, or says ``close``; no signal that ends the script ends it before its last rows
+are written. What it cannot do at all, such as import, is the answer to each question.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autofuse.db.store import Store
+from autofuse.db.wire import Closed, Wire
 from autofuse.errors import AutofuseError, StoreError
 
+if TYPE_CHECKING:
+    from autofuse.db.store import Store
 
-def serve(connection: Connection, path: Path, timeout_seconds: float) -> None:
+
+def serve(wire: Wire, path: Path, timeout_seconds: float) -> None:
     """Answer until the other side is gone."""
     store: Store | None = None
     trouble: Exception | None = None
     try:
+        from autofuse.db.store import Store
+
         store = Store.open(path, timeout_seconds=timeout_seconds)
     except Exception as error:
         trouble = _portable(error)
-    with contextlib.closing(connection), contextlib.suppress(EOFError, OSError):
+    with contextlib.closing(wire), contextlib.suppress(Closed):
         while True:
-            number, name, args, kwargs = connection.recv()
+            number, name, args, kwargs = wire.receive()
             is_well, value = False, trouble
             if store is not None:
                 is_well, value = _answer(store, name, args, kwargs)
-            connection.send((number, is_well, value))
+            try:
+                wire.send((number, is_well, value))
+            except (AttributeError, TypeError, ValueError) as error:  # what does not pickle
+                wire.send((number, False, _portable(error)))
             if name == "close":
                 return
     if store is not None:
@@ -55,5 +63,6 @@ def _portable(error: Exception) -> AutofuseError:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what ends the script ends this process, after its last rows
-    serve(Connection(int(sys.argv[1])), Path(sys.argv[2]), float(sys.argv[3]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a group, of a user, of a machine
+        signal.signal(number, signal.SIG_IGN)
+    serve(Wire(socket.socket(fileno=int(sys.argv[1]))), Path(sys.argv[2]), float(sys.argv[3]))

@@ -147,7 +147,8 @@ def advise_capture(
         saved = _saving(known) * max(known.calls - calls, 0) * step_seconds
         is_trifle = predicted <= factor * _TRIFLE_SECONDS
         if has_kept_trace:  # what it loses is weighed against all that the run has taken: it is won back soon
-            is_trifle = KNOWN_MARGIN * predicted <= (budget.max_slowdown - 1.0) * run_seconds
+            lost = budget.lost_seconds
+            is_trifle = lost + KNOWN_MARGIN * predicted <= (budget.max_slowdown - 1.0) * (run_seconds - lost)
         if is_known and is_trifle and _SOON * saved >= predicted:
             detail = f"expected to take {predicted:.1f} s, which a run as long as the last one soon pays for"
             return CaptureAdvice(True, reason, detail, predicted)

@@ -171,6 +171,10 @@ class Backstage:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._broken = True
+                problem = f"expected the store to take the last rows within {seconds:g} s, found it busy"
+                self._report("store_unusable", f"{problem}; the results of this run are incomplete.")
 
     # ---- the thread ----------------------------------------------------------------------------------
 

@@ -104,9 +104,65 @@ def test_where_it_has_died_the_next_call_says_so(client: StoreClient) -> None:
             client.data_version()
 
 
-def test_an_interrupt_ends_the_script_alone(client: StoreClient) -> None:
-    process_of(client).send_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_script_does_not_end_it(client: StoreClient, number: signal.Signals) -> None:
+    process_of(client).send_signal(number)
     assert client.start_run(start()) == 1
+
+
+BEGIN = """
+import os, signal, sys
+from pathlib import Path
+from autofuse.db.client import StoreClient
+from autofuse.errors import StoreError
+def refused():
+    try:
+        client.data_version()
+    except StoreError:
+        return True
+"""
+SCRIPTS = {
+    "signals of broken pipes end the script, and the process has died": """
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+client = StoreClient(Path(sys.argv[1]), 5.0)
+client.data_version()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        if b"-m\\0autofuse.db.serve" in (line := file.read()) and sys.argv[1].encode() in line:
+            os.kill(int(pid), signal.SIGKILL)
+assert refused() and refused()
+client.close()
+""",
+    "the script closes what it does not know and opens a file there": """
+client = StoreClient(Path(sys.argv[1]), 5.0)
+client.data_version()
+os.closerange(3, 256)
+files = [open(sys.argv[1] + str(number), "w+b", 0) for number in range(100)]
+assert refused()
+client.close()
+assert not any(os.fstat(file.fileno()).st_size for file in files)
+""",
+    "it has no standard files": """
+os.closerange(0, 3)
+client = StoreClient(Path(sys.argv[1]), 5.0)
+assert client.data_version() >= 0 and client._wire.number >= 64
+client.close()
+""",
+    "it adopts orphans": """
+import ctypes
+from autofuse.detached import adopts_orphans
+assert not adopts_orphans()
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+assert adopts_orphans()
+""",
+}
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_scripts_of_all_kinds(path: Path, what: str) -> None:
+    path.parent.mkdir()
+    done = subprocess.run([sys.executable, "-c", BEGIN + SCRIPTS[what], str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_brings_no_sqlalchemy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import threading
 from dataclasses import replace
 
 import pytest
@@ -82,6 +83,17 @@ def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(settings, monkey
 
 def test_a_locked_store_costs_what_the_changelog_promises():
     assert (backstage.PATIENCE_SECONDS, backstage.BUSY_SECONDS) == (1.0, 2.0)
+
+
+def test_a_store_that_never_answers_is_told_at_the_end(settings, monkeypatch):
+    answers, whole = threading.Event(), Store.open
+    monkeypatch.setattr(Store, "open", lambda *args, **given: answers.wait(60.0) and whole(*args, **given))
+    session = Session(settings, "test")
+    session.backstage.start()
+    session.backstage.stop(0.05)
+    assert session._said["store_unusable"] == 1 and not session.is_stored
+    answers.set()
+    session.backstage._thread.join(60.0)
 
 
 def test_nothing_is_kept_for_a_store_that_is_lost(session):

@@ -1,0 +1,92 @@
+"""Messages between a script and the process that keeps its store: pickled, with a length in front, over a socket.
+
+In: any objects of ours. Out: the same on the other side, `Closed`, or TimeoutError. Guarantee: nothing is written to
+or closed but the socket itself: a script may close descriptors that it does not know, and open files under their
+numbers. No signal where the other side has gone. Only the two processes hold the ends, so that what comes is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import socket
+import struct
+from typing import Any
+
+_HEADER = struct.Struct("<Q")
+LEAST_DESCRIPTOR = 64  # above those that scripts, shells and supervisors close and reuse
+
+
+class Closed(Exception):
+    """The other side has gone, or a script has closed this one."""
+
+
+class Wire:
+    """One end of a conversation over a socket, which it owns."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Takes the socket over, under a number of its own. Raises OSError."""
+        with end:
+            number = fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, LEAST_DESCRIPTOR)
+        self._socket = socket.socket(fileno=number)
+        self._identity = _identity(number)
+
+    @property
+    def number(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any, seconds: float | None = None) -> None:
+        """Raises Closed, TimeoutError, and what pickling raises, before anything is sent."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._limited(seconds) as limited:
+            limited.sendall(_HEADER.pack(len(data)) + data, socket.MSG_NOSIGNAL)
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """Raises Closed, TimeoutError, and what unpickling raises."""
+        with self._limited(seconds) as limited:
+            (length,) = _HEADER.unpack(self._read(limited, _HEADER.size))
+            limited.settimeout(None)  # it has begun to speak
+            data = self._read(limited, length)
+        return pickle.loads(data)
+
+    @staticmethod
+    def _read(limited: socket.socket, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = limited.recv(min(count - len(data), 1 << 20))
+            if not part:
+                raise Closed
+            data += part
+        return bytes(data)
+
+    @contextlib.contextmanager
+    def _limited(self, seconds: float | None) -> Any:
+        if not self._is_ours():
+            raise Closed
+        try:
+            self._socket.settimeout(seconds)
+            yield self._socket
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Closed from error
+
+    def close(self) -> None:
+        """Closing twice is allowed."""
+        if self._is_ours():
+            self._socket.close()
+        else:
+            self._socket.detach()  # the number may be the script's own file by now
+
+    def _is_ours(self) -> bool:
+        return _identity(self._socket.fileno()) == self._identity
+
+
+def _identity(number: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
