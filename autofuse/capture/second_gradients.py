@@ -268,6 +268,8 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
         return forward(ctx, inputs, *rest)
 
     def backward_or_replay(grads: Any, ctx: Any, *rest: Any) -> Any:
+        if ctx.autofuse_inputs is None:  # an earlier pass has freed all
+            _ = ctx.saved_tensors  # raises as eager does
         if (
             torch.is_grad_enabled()
             or _are_batched(grads[0])

@@ -102,6 +102,21 @@ def test_a_graph_kept_for_a_second_backward_pass():
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+@pytest.mark.parametrize("used", [[0, 1, 2], [0], [2]])
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_second_backward_pass_raises_as_in_eager(is_watched, used):
+    model = Odd()
+    for call in (model, captured(model)):
+        outputs = call(torch.randn(4, 8))
+        loss = sum(outputs[i].sum() for i in used)  # which keeps nothing itself
+        loss.backward()
+        with torch.autograd.set_detect_anomaly(is_watched), pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, model.linear.weight, create_graph=True)
+
+
 def test_a_graph_kept_after_one_that_was_not():
     """AOTAutograd compiles the backward graph for the first pass, which frees what it reads."""
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1))
