@@ -25,6 +25,7 @@ _CALM_STEPS = 8  # so many in a row,
 _UNCALM = 1  # of which but so many
 _CALM = 1.15  # take longer than this many times eager's: settled
 _LAST_STEP = 64  # after a trace that can still be slow for it
+_LONGER = 2.0  # times as long as it was taken for
 CAUSES = ("imports", "tracing", "planning", "slow steps")
 
 
@@ -81,6 +82,7 @@ class Ledger:
         self.eager_seconds = 0.0  # by the clock, in steps that ran in eager
         self.equal_seconds = 0.0  # what all its steps would have taken in eager, those since the capture too
         self._unknown: list[tuple[int, float]] = []  # observed steps before the first other one: size, busy seconds
+        self._late: tuple[int, float, float] | None = None  # see `count_unwatched`
         self._lost = dict.fromkeys(CAUSES, 0.0)
         self._noted = dict.fromkeys(CAUSES, 0.0)  # of the open step
         self._behind = 0.0  # what settled steps take longer than in eager, together
@@ -101,6 +103,7 @@ class Ledger:
             return
         if not is_observed:
             self.count(busy_seconds)
+            self._count_late(busy_seconds)
             unknown, self._unknown = self._unknown, []
             for size, took in unknown:
                 self.count(min(took, self.times.busy(size) or took))
@@ -112,8 +115,24 @@ class Ledger:
             self.count(min(busy_seconds, typical))
 
     def count_unwatched(self, calls: int, seconds: float) -> None:
-        """So many steps in eager were not timed one by one, and took ``seconds`` together with all between them."""
-        self.count(min(calls * self.times.mean_busy(), seconds))
+        """So many steps in eager were not timed one by one, and took ``seconds`` together with all between them.
+
+        They count as the timed ones before them. Where the clock says far more, either they have become long or the
+        script did something else; the next timed step tells.
+        """
+        known = min(calls * self.times.mean_busy(), seconds)
+        self.count(known)
+        if seconds > _LONGER * known:
+            before = self._late or (0, 0.0, 0.0)
+            self._late = (before[0] + calls, before[1] + known, before[2] + seconds)
+
+    def _count_late(self, busy_seconds: float) -> None:
+        """A step after those that took long is known: as long as it they count, up to what the clock says."""
+        if self._late is None:
+            return
+        (calls, counted, seconds), self._late = self._late, None
+        if calls * busy_seconds > _LONGER * counted:
+            self.count(min(calls * busy_seconds, seconds) - counted)
 
     def count(self, seconds: float) -> None:
         """So much was spent in eager."""
@@ -136,6 +155,7 @@ class Ledger:
 
     def add_captured(self, elements: int, busy_seconds: float, seconds: float) -> None:
         """A step has ended that began captured, or with the capture."""
+        self._late = None
         noted, self._noted = self._noted, dict.fromkeys(CAUSES, 0.0)
         busy, whole = self.times.busy(elements), self.times.whole(elements)
         if busy is None or whole is None:  # captured at its first call: nothing to compare with but what was noted

@@ -5,7 +5,8 @@ seen in a call of a millisecond. Out: how many of the next ones are not looked a
 call is counted, with the shapes of the watched one before it; it counts as long as watched ones take, and never longer
 than the clock says. A shape that stays, or takes its turn, is noticed at a watched call: the next one comes at most 16
 calls later, or, where watching takes more than its share of the root's time, as many later as it takes to pay for it
-(100 to 200 where calls take 1 ms). The counting itself is on no account.
+(100 to 200 where calls take 1 ms), and at once where they have taken longer than such calls do. The counting itself is
+on no account.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 WATCHED_AT_FIRST = 64
 SHORT_SECONDS = 2e-3  # of calls that take less,
 COUNTED = 12  # so many, or up to a third more, are counted between two that are watched
-LONGEST = 4096  # whatever watching takes
+LONGEST, LONGEST_SECONDS = 4096, 10.0  # whatever watching takes
+LATE = 4.0  # times as long as the calls are expected to take, with all between them: the next one is watched
 # Of what observing may take: for sampled steps, for watched calls, of short ones, where counting them is seen as well.
 SAMPLING_SHARE, WATCHING_SHARE, SHORT_SHARE = 0.6, 0.3, 0.1
 _KEPT = 16
@@ -45,7 +47,8 @@ class Unwatched:
         self._account = account
         self._trial = trial
         self._began: float | None = None  # None while calls are watched
-        self._calls = 0  # from then on, with those that are left
+        self._until = 0.0  # calls that begin later are watched, however many are left
+        self._calls = 0  # since it began, with those that are left
         self._costs = deque[float](maxlen=_KEPT)  # seconds, of the last watched calls
         self._begun = 0.0  # seconds that were taken to begin to count
         # Sizes that take turns, however many, each have their turn to be watched only where no turn is like the last.
@@ -54,6 +57,9 @@ class Unwatched:
     def takes(self) -> bool:
         """Whether this call is only counted, which is done then. First of all that is asked of a call: 0.3 us."""
         if self._left <= 0 or self._observer.is_sampling:
+            return False
+        if time.perf_counter() > self._until:
+            self.stop()
             return False
         self._left -= 1
         self.taken += 1
@@ -72,18 +78,17 @@ class Unwatched:
             return False
         if self._trial.on_gpu or self._trial.verdicts.any_lost or self._observer.is_sampling:
             return False
-        calls = self._count()
-        if not calls:
+        typical = self._observer.typical_seconds(self._key)
+        calls = self._count(typical) if typical else 0
+        if not typical or not calls:
             return False
         self._began, self._calls, self._left = now, calls, calls - 1
+        self._until = now + min(LATE * calls * typical, LONGEST_SECONDS)
         self._begun = time.perf_counter() - now
         return True
 
-    def _count(self) -> int:
+    def _count(self, typical: float) -> int:
         """How many calls are to be counted before one is watched; 0 where watching costs too little to be seen."""
-        typical = self._observer.typical_seconds(self._key)
-        if not typical:
-            return 0
         is_short = typical < SHORT_SECONDS
         affordable = (SHORT_SHARE if is_short else WATCHING_SHARE) * self._most * typical
         cost = median(self._costs) if self._costs else 0.0

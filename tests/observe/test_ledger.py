@@ -56,6 +56,33 @@ def test_an_observed_step_counts_as_long_as_it_takes_unobserved() -> None:
     assert script.ledger.eager_seconds == pytest.approx(0.35), "never more than the clock says"
 
 
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_steps_that_were_only_counted_count_as_the_ones_around_them(is_sampled: bool) -> None:
+    for busy, wanted in ((0.1, 10.0), (5.0, 30.0), (0.15, 10.0), (0.25, 25.0)):
+        ledger = started().ledger  # of 0.1 s
+        before = ledger.eager_seconds
+        ledger.count_unwatched(100, 30.0)
+        assert ledger.eager_seconds - before == pytest.approx(10.0), "who knows what else the script did"
+        if is_sampled:
+            ledger.add_eager(100, 9.0, 9.0, True)
+            before += 0.1
+        for steps in (1, 2):
+            ledger.add_eager(100, busy, busy, False)
+            assert ledger.eager_seconds - before == pytest.approx(wanted + steps * busy)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0.0, 1.0), st.booleans()), max_size=40))
+def test_counted_steps_take_no_more_than_the_clock_says(steps: list[Any]) -> None:
+    script = Script()
+    for calls, seconds, observed in steps:
+        if calls:
+            script.clock += seconds
+            script.ledger.count_unwatched(calls, seconds)
+        else:
+            script.eager(seconds, observed=observed)
+        assert script.ledger.eager_seconds <= script.clock + 1e-9
+
+
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.integers(1, 1000), st.booleans()), max_size=80))
 def test_eager_time_is_never_more_than_the_clocks(steps: list[Any]) -> None:
     script = Script()

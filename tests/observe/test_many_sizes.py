@@ -147,6 +147,31 @@ def test_of_short_calls_in_eager_few_are_watched_and_all_are_counted(
     assert 0.98 < root.account.ledger.eager_seconds <= 1.017
 
 
+@pytest.mark.parametrize("percent", ["1.0", "0"])
+def test_calls_that_become_long_are_watched_and_count_by_the_clock(
+    percent: str, make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cap = {"AUTOFUSE_OBSERVE_MAX_OVERHEAD_PERCENT": percent}
+    bench = make(lambda n: 500.0 if n == 64 else 0.5e6, lambda n: 500.0, **UNSAMPLED, **cap)
+    root, watched, describe = bench.root, [], root_life.call_signature
+
+    def look(*arguments: Any) -> Any:
+        watched.append(root.calls)
+        bench.clock[0] += 60e-6
+        return describe(*arguments)
+
+    monkeypatch.setattr(root_life, "call_signature", look)
+    bench.call([64] * 400)
+    assert len(watched) < WATCHED_AT_FIRST + 10 and watched[-1] < 380, "most are only counted"
+    ledger, known, began = root.account.ledger, root.account.ledger.eager_seconds, bench.clock[0]
+    watched.clear()
+    bench.call([1 << 12] * 200)
+    unseen = 1 if percent == "1.0" else 10 * 2 + 1  # those of 10 s where watching may take nothing
+    assert 400 < watched[0] <= 401 + unseen
+    assert max(later - one for one, later in itertools.pairwise(watched)) <= 1 + unseen
+    assert bench.clock[0] - began - 0.5 * (unseen + 1) <= ledger.eager_seconds - known <= bench.clock[0] - began
+
+
 @settings(max_examples=15)
 @example(of=1, sizes=2)
 @example(of=1, sizes=16)
