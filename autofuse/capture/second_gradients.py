@@ -43,7 +43,7 @@ _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 
 
 class LostOutputs(RuntimeError):
-    """Zeros for outputs that a loss does not use would meet infinity, and there is no second run without them."""
+    """Zeros for outputs that a loss does not use would change gradients, and there is no second run without them."""
 
 
 class KeptReplay(NamedTuple):
@@ -68,6 +68,7 @@ class Replay:
         self.apply: Callable[..., Any] | None = None  # the graph past AOTAutograd's wrapper, see `plain_apply`
         self.inputs = 0  # of the graph, as AOTAutograd has them
         self.metadata: Any = None  # AOTAutograd's, once the graph is compiled for training
+        self.has_subclasses = False  # which AOTAutograd takes apart
         if isinstance(module, KeptReplay):
             _, self.is_random, self._has_functions, self._reads, self.reach = module
             return
@@ -118,10 +119,16 @@ class Replay:
 
     def refuse_lost_outputs(self, inputs: Sequence[Any]) -> None:
         """Raises LostOutputs; once the graph is compiled. ``inputs``: that it was traced with."""
-        if self.reach.has_risks and self.metadata is not None and self.runs_once(inputs, self.metadata):
+        if self.metadata is None:
+            return
+        if self.has_subclasses:  # the reach is that of what is inside of them
+            is_lost, found = self.reach.has_risks or bool(self.reach.parted), "tensors of a subclass"
+        else:
+            is_lost = self.reach.has_risks and self.runs_once(inputs, self.metadata)
+            found = "one that writes to what it reads, as spectral norms do, or has an autograd.Function"
+        if is_lost:
             raise LostOutputs(
-                "expected a graph that can be run again where a loss uses one of its outputs only, "
-                "found one that writes to what it reads, as spectral norms do"
+                f"expected a graph that can be run again where a loss uses one of its outputs only, found {found}"
             )
 
     def runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
@@ -233,6 +240,7 @@ def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
             replay.apply = plain_apply(function, self.spec)
             replay.inputs = len(self.spec.fw_metadata.input_info)
             replay.metadata = self.spec.fw_metadata
+            replay.has_subclasses = self.spec.maybe_subclass_meta is not None
             _teach(function, replay, self.spec)
         return function
 

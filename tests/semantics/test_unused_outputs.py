@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from autofuse.runtime.session import Session
 
@@ -175,3 +176,23 @@ def test_what_writes_to_what_it_reads_is_not_captured_where_zeros_could_meet_inf
         model(x)[0].sum().backward()
         torch.testing.assert_close(x.grad, torch.full((2, 3), step + 1.0))
     assert session.roots.root_of(model).reason == "capture_failed" and model.calls == 3
+
+
+def test_tensors_of_a_subclass_stay_in_eager_where_a_loss_may_leave_out_outputs(session: Session) -> None:
+    """AOTAutograd's graph is of what is inside of them: five inputs here, of which Dynamo's has three."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: T, y: T) -> tuple[T, T]:
+            return x * 2.0, y * self.scale
+
+    model = Scaled()
+    for _ in range(3):
+        x, y = (TwoTensor(torch.zeros(2, 3), torch.ones(2, 3)).requires_grad_() for _ in range(2))
+        model(x, y)[0].sum().backward()
+        assert x.grad.a.eq(2.0).all() and y.grad is None and model.scale.grad is None
+    root = session.roots.root_of(model)
+    assert root.reason == "capture_failed" and "a subclass" in root.detail
