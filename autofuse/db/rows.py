@@ -31,7 +31,7 @@ class RunRow:
     finished_at: float | None  # None while running, or when the process was killed
     totals: RunTotals
     machine: str = ""  # on which its process has that number; "": of a version that did not say so
-    steps_one_in: int = 1  # of its timed captured steps one in so many is kept
+    steps_one_in: int = 1  # of its timed captured steps one in so many is kept; of held-out ones, `held_out_one_in`
 
 
 @dataclass(frozen=True)

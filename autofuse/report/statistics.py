@@ -13,7 +13,8 @@ The definitions, which the reports state as well:
 - A **pair** is a held-out step over the median of the up to 6 nearest routed steps within 64 calls. They have the same
   signature; where a root has too many for that, their inputs have up to a quarter more or fewer elements, and their
   times are taken in proportion.
-- Of a long run one in ``one_in`` routed steps is kept, evenly, and stands for as many.
+- Of a long run one in ``one_in`` routed steps is kept, evenly, and stands for as many; a held-out step that is kept
+  stands for ``held_out_one_in`` of them.
 - **Hot** are the signatures that together make up the first 80 % of the routed time.
 - The **speedup** is the median over the pairs of all hot signatures; its 95 % interval is bootstrapped.
 """
@@ -28,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autofuse.ir.records import StepSample
-from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
+from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, held_out_one_in, is_close
 
 HOT_SHARE = 0.8
 MIN_PAIRS_FOR_INTERVAL = 5  # fewer span no 95 % interval, whatever a bootstrap of them says
@@ -111,7 +112,7 @@ def measure_gain(samples: Sequence[StepSample], cost_seconds: float, one_in: int
     return Gain(
         rows=tuple(rows),
         speedup=summarise(hot_ratios),
-        held_out_steps=sum(len(item.held_out) for item in series),
+        held_out_steps=sum(row.held_out for row in rows),
         routed_steps=sum(row.routed for row in rows),
         seconds_saved=saved,
         break_even_step=break_even,
@@ -179,7 +180,7 @@ def _row(item: _Series, total_us: float, hot: bool, speedup: Speedup, one_in: in
         root=item.root,
         signature=item.signature,
         routed=len(item.routed) * one_in,
-        held_out=len(item.held_out),
+        held_out=len(item.held_out) * held_out_one_in(one_in),
         routed_us=statistics.median(step.step_us for step in item.routed) if item.routed else None,
         held_out_us=statistics.median(step.step_us for step in item.held_out) if item.held_out else None,
         time_share=item.routed_total_us / total_us if total_us else 0.0,

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autofuse.ir.steps import PAIR_WINDOW
+from autofuse.ir.steps import PAIR_WINDOW, held_out_one_in
 from autofuse.report import words
 from autofuse.report.data import NodeLine, Report
 from autofuse.report.find import cut
@@ -164,8 +164,13 @@ def _measured(report: Report) -> str:
     totals = report.totals
     if not totals.routed_steps:
         return "none timed with fused kernels"
-    about = "about " if report.run is not None and report.run.steps_one_in > 1 else ""
-    return f"timed: {about}{totals.routed_steps:,} with fused kernels, {totals.held_out_steps:,} held out in eager"
+    one_in = report.run.steps_one_in if report.run is not None else 1
+    routed = f"{_about(one_in)}{totals.routed_steps:,} with fused kernels"
+    return f"timed: {routed}, {_about(held_out_one_in(one_in))}{totals.held_out_steps:,} held out in eager"
+
+
+def _about(one_in: int) -> str:
+    return "about " if one_in > 1 else ""
 
 
 def _cost(report: Report) -> str:

@@ -28,6 +28,7 @@ from report_records import (
 )  # fmt: skip
 from rich.console import Console
 
+from autofuse.db import thinning
 from autofuse.db.rows import RequestRow, SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
@@ -246,6 +247,18 @@ def test_of_a_long_run_steps_are_counted_that_the_store_no_longer_has(store: Sto
     (count,) = re.findall(r"timed: about ([\d,]+) with fused kernels, 399 held out", words_of(load_report(store)))
     assert int(count.replace(",", "")) == pytest.approx(19_600, rel=0.01)
     assert report_to_json(load_report(store))["run"]["steps_one_in"] == 4
+
+
+def test_held_out_steps_are_counted_that_the_store_no_longer_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thinning, "MOST_STEPS", 300)
+    run_id = start(store)
+    store.add_step_samples(run_id, [sample(i, 100.0, held_out=i % 5 == 2) for i in range(20_000)])
+    store.finish_run(run_id, RunTotals(20_000, 100, 0))
+    report = load_report(store)
+    totals = report_to_json(report)["totals"]
+    assert totals["held_out_steps"] == pytest.approx(4000, rel=0.1)
+    assert report_to_json(report)["steps"][0]["held_out_steps"] == totals["held_out_steps"]
+    assert f"fused kernels, about {totals['held_out_steps']:,} held out in eager" in words_of(report)
 
 
 def test_an_empty_store_says_what_to_do(store: Store) -> None:
