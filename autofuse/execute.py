@@ -17,6 +17,7 @@ import io
 import os
 import pkgutil
 import runpy
+import shlex
 import sys
 import traceback
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ class Target:
 
     @property
     def command(self) -> str:
-        """For people and for the store: as it was typed."""
-        return " ".join((*(("-m",) if self.is_module else ()), self.name, *self.arguments))
+        """For people and for the store: as a shell takes it."""
+        return shlex.join((*(("-m",) if self.is_module else ()), self.name, *self.arguments))
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,29 @@
 """What of a command line tells one script from another.
 
-In: a command, as `RunStart` has it. Out: the script's name. Guarantee: nothing of its arguments, which change from run
-to run and may hold what is nobody's business.
+In: a command, as `RunStart` has it: words that ``shlex.join`` has joined. Out: the command without its arguments.
+Guarantee: nothing of the arguments, which change from run to run and may hold what is nobody's business; of what comes
+out, the same comes out.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 
 
 def script_of(command: str) -> str:
-    """``-m pkg.mod``, or the file name of a script."""
-    words = command.split()
+    """``-m pkg.mod``, or the file name of a script; quoted as a shell wants it."""
+    words = _words(command)
     if not words:
         return ""
-    return " ".join(words[:2]) if words[0] == "-m" else os.path.basename(words[0])
+    return shlex.join(words[:2] if words[0] == "-m" else [os.path.basename(words[0])])
+
+
+def _words(command: str) -> list[str]:
+    """Older versions quoted nothing: where no quote opens at the name, blanks end it, and an apostrophe is its own."""
+    if command.removeprefix("-m ").startswith("'"):
+        try:
+            return shlex.split(command)
+        except ValueError:  # one that was never closed: an older line all the same
+            pass
+    return command.split()

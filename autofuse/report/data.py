@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 
 from autofuse.db.rows import EventRow, QueueStatus, RequestRow, RunRow, SettingTrial
 from autofuse.db.store import Store
+from autofuse.ir.commands import script_of
 from autofuse.ir.records import (
     EAGER,
     GRAPH_METRICS,
@@ -251,19 +252,8 @@ def node_line(use: NodeUse, decision: Decision | None, request: RequestRow | Non
 
 def trials_of(trials: Iterable[SettingTrial], run: RunRow) -> list[SettingTrial]:
     """The trials of the script that a run ran, whatever its arguments were: they change from run to run."""
-    script = _script(run.command)
-    return [trial for trial in trials if _script(trial.workload) == script]
-
-
-def _script(command: str) -> str:
-    """``train.py`` of ``python examples/train.py --steps 9``, ``-m package.module`` of a module."""
-    words = command.split()
-    for first, second in zip(words, [*words[1:], ""], strict=True):
-        if first == "-m":
-            return f"-m {second}"
-        if first.endswith(".py"):
-            return first.rsplit("/", 1)[-1]
-    return command
+    script = script_of(run.command)
+    return [trial for trial in trials if script_of(trial.workload) == script]
 
 
 def memory_lines(events: Iterable[EventRow]) -> list[MemoryLine]:

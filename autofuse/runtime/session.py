@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -446,7 +447,7 @@ def _session_from_environment() -> Session | None:
     for line in settings.warnings:
         say(line)
     try:
-        session = start_session(settings, " ".join(sys.argv) or "python")
+        session = start_session(settings, shlex.join(sys.argv) or "python")
     except Exception as error:
         say(
             f"the script runs without autofuse ({type(error).__name__}: {error}); 'autofuse doctor' looks for the cause"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from autofuse.cli.app import parse
 from autofuse.db import history, thinning
 from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
+from autofuse.execute import Target
+from autofuse.ir.commands import script_of
 from autofuse.ir.records import Event, RootRecord, RunTotals, StepSample
 from autofuse.report.statistics import measure_gain
 
@@ -173,3 +176,23 @@ def test_of_old_command_lines_the_scripts_name_stays(store: Store, monkeypatch: 
     assert [run.command for run in store.runs()] == [secret, "train.py", "-m pkg.train", "train.py"]
     (trial,) = store.setting_trials()
     assert trial.workload == "train.py" and store.run(running).command == secret
+
+
+def test_a_scripts_name_may_hold_blanks_and_quotes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = [
+        Target("my runs/train.py", ("--lr", "1")),
+        Target("runs/my train.py", ("--note", "a b")),
+        Target("bob's/train.py", ("--note", "it's")),
+        Target("pkg.train", ("--note", "a b"), is_module=True),
+    ]
+    for target in targets:
+        store.finish_run(store.start_run(start(target.command)), RunTotals())
+    for older in ("bob's/train.py --note it's", "my runs/train.py --lr 1", "'my --lr 1"):
+        store.finish_run(store.start_run(start(older)), RunTotals())
+    began = history.now()
+    monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
+    names = ["train.py", "'my train.py'", "train.py", "-m pkg.train", "train.py", "my", shlex.quote("'my")]
+    for _ in range(2):
+        store.prune(90.0, 1 << 30, most_pieces=0)
+        assert [run.command for run in reversed(store.runs())] == names
+    assert [script_of(target.command) for target in targets] == names[:4], "as long as the arguments are there, too"

@@ -188,6 +188,7 @@ def test_settings_of_the_same_script_whatever_its_arguments(store: Store) -> Non
     trial = SettingTrial("process.malloc", "x", 2.0, 1.0, 2.0, 1.9, 2.1, "on", "won", "m", "/x/train.py --lr 1")
     store.put_setting_trial(trial)
     store.put_setting_trial(replace(trial, workload="-m train"))
+    store.put_setting_trial(replace(trial, workload="other --config train.py"))
     start(store)
     assert load_report(store).settings == (trial,)
 
