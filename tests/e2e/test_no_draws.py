@@ -110,6 +110,7 @@ UNGUARDED = {
     ("cli/", ""): "commands without a script, or before it",
     ("codegen/triton/", ""): "processes of the tuner and tests; scripts never import Triton",
     ("db/connection.py", ""): "on the background thread, where nothing could be undone: a test above runs it",
+    ("db/serve.py", ""): "a process of its own",
     ("doctor.py", ""): "a command without a script",
     ("optimizer/", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",
     ("process_probe.py", ""): "a process of its own",
