@@ -60,7 +60,7 @@ class Trial:
         self.opened: OpenStep | None = None
         self.shapes: dict[Any, Shape] = {}  # by signature
         self.verdicts = Verdicts()
-        self.gain = 0.0  # as last known, see `Verdicts.gain`
+        self.gain = 0.0  # of the present kernels, see `Verdicts.gain`; 0 while it is not known
         self.late = LateTimes(roots.timer)  # what the device has not told yet
         self._costs = costs
         self._peaks = peaks
@@ -210,6 +210,7 @@ class Trial:
                 if shape.is_counted:  # what was measured before is no longer so
                     shape.sizes.recent.clear()
                     self.verdicts.clear()
+                    self.gain = 0.0
                 shape.fused, shape.is_counted = fused, True
             shape.fused_at = -1 if is_disturbed else disturbances
         is_left_out = is_disturbed or is_watched or held is Held.COLD
@@ -273,6 +274,7 @@ class Trial:
     def _rest(self, loss: Loss) -> None:
         """What loses before its kernels are there may yet win with them; the script runs in eager meanwhile."""
         self.verdicts.forget(loss.magnitudes)
+        self.gain = 0.0  # later runs would take it for what the kernels to come gain
         for size in loss.magnitudes:
             times = self._rests.get(size, 0)
             self._rests[size] = times + 1

@@ -363,6 +363,7 @@ def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
     assert len(bench.captured_calls) < 120, "it has been found slower, and eager runs"
     assert bench.root.state == "captured", "it is not given up"
     assert (bench.root.record().state, bench.root.record().reason) == ("eager", "slower_untuned")
+    assert bench.root.record().gain == 0.0, "what it lost says nothing of the kernels to come"
     bench.call([1 << 14] * 4000)
     assert 0 < len(bench.captured_calls) < 500, "tried again, each time later"
     tuned[0] = True
