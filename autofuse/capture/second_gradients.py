@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autofuse.capture import anomaly
 from autofuse.capture.reach import Reach, filled, is_watched, reach_of, tangent_places
 from autofuse.capture.training_call import lean_passes, plain_apply
 from autofuse.untraced import mark_all_below
@@ -150,7 +151,7 @@ class Replay:
         written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
         fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
         # Where the script had anomaly mode on in its forward pass no graph has run: nothing is known of this one.
-        with torch.enable_grad(), self._state_of_forward(ctx), torch.autograd.set_detect_anomaly(False):
+        with torch.enable_grad(), self._state_of_forward(ctx), anomaly.is_off():
             outputs = self.module.forward(*fresh)
         sources, given = [], []
         for output, grad in _pairs(outputs, grads[mutated:], metadata):
@@ -281,7 +282,7 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
         if (
             torch.is_grad_enabled()
             or _are_batched(grads[0])
-            or (torch.is_anomaly_enabled() and not replay.runs_once(ctx.autofuse_inputs, metadata))  # who made the NaN?
+            or (anomaly.is_on() and not replay.runs_once(ctx.autofuse_inputs, metadata))  # who made the NaN?
             or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
             or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's products are cast
         ):

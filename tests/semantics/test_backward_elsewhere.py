@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
+from autofuse.capture import anomaly
+from autofuse.capture.second_gradients import Replay
 from autofuse.runtime.session import Session
 
 T = torch.Tensor
@@ -77,3 +82,52 @@ def test_a_subclass_without_a_dispatch_of_its_own(session: Session) -> None:
         return [model(value).detach() for value in (x.as_subclass(Named), x, x.as_subclass(Named))]
 
     agree(session, net(), steps)
+
+
+def test_anomaly_mode_of_a_compilation_in_another_thread_ends_with_it(session: Session) -> None:
+    """AOTAutograd traces with the mode on: for the whole process, for a while."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compile_something() -> None:
+        with convert_frame.compile_lock, torch.autograd.detect_anomaly(check_nan=False):
+            begun.set()
+            may_end.wait(20)
+
+    def steps(model: nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        for step in range(3):
+            loss = model(torch.randn(8, 32)).square().mean()
+            if step == 2:
+                other = threading.Thread(target=compile_something)
+                other.start()
+                begun.wait(20)
+            loss.backward()
+        may_end.set()
+        other.join()
+        return [p.grad for p in model.parameters()]
+
+    replayed: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        before = Replay.gradients
+        patch.setattr(Replay, "gradients", lambda *args: replayed.append(args) or before(*args))
+        agree(session, net(), steps)
+    assert not replayed
+    assert not torch.is_anomaly_enabled()
+
+
+def test_anomaly_mode_is_put_back_after_a_compilation_only(session: Session) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compile_something() -> None:
+        with convert_frame.compile_lock, torch.autograd.detect_anomaly(check_nan=False):
+            begun.set()
+            may_end.wait(0.2)
+
+    other = threading.Thread(target=compile_something)
+    other.start()
+    begun.wait(20)
+    with anomaly.is_off():  # only once the other is done
+        may_end.set()
+        assert not torch.is_anomaly_enabled()
+        other.join()
+    assert not torch.is_anomaly_enabled()
