@@ -251,6 +251,7 @@ def state_of_threads(run: Run) -> None:
 
 
 def child_calls(model: nn.Module, pipe: Any) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads are the parent's: a child that waits for them waits for ever
     out = model(inputs())
     out.sum().backward()
     pipe.send((out.tolist(), [p.grad.tolist() for p in model.parameters()]))
@@ -279,6 +280,7 @@ def forked_by_hand(run: Run) -> None:
         pid = os.fork()
         if pid == 0:
             code = 1
+            torch.set_num_threads(1)
             try:
                 code = 7 if model(inputs()).shape == (4, 3) else 2
             finally:
