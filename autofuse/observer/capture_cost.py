@@ -22,7 +22,8 @@ MODULE_SECONDS = 16e-3  # Dynamo goes into the code of each
 DYNAMO_SHARE = 0.2  # of an operation's costs: equal blocks are traced by Dynamo one by one, what follows is done once
 SYMBOL_SHARE = 1.3  # a size that varies makes an operation so much dearer: expressions in symbols in place of numbers
 KEPT_SHARE = 0.5  # of a capture is left where its graphs were kept
-KEPT_TRACE_SECONDS = 0.45  # where its trace was: to read it, and to plan a first shape
+KEPT_TRACE_SECONDS = 0.25  # where its trace was: to import what reads it
+KEPT_TRACE_SECONDS_PER_BYTE = 0.9e-6  # to read it, to plan the shapes that come, and the slow steps after
 DYNAMO_SECONDS = 0.8  # and to import Dynamo, unless the script's optimizer has
 _FACTOR_LIMITS = 0.25, 4.0
 
@@ -45,6 +46,11 @@ def model_seconds(traits: Traits, seconds_per_op: float, is_first: bool) -> floa
     each = seconds_per_op * (1.0 + SYMBOL_SHARE * traits.symbols)
     of_blocks = DYNAMO_SHARE + (1.0 - DYNAMO_SHARE) * traits.once
     return fixed + traits.modules * MODULE_SECONDS + operations * each * of_blocks
+
+
+def kept_trace_seconds(size: int) -> float:
+    """Expected loss to a trace of so many bytes that an earlier run has left, where Dynamo is there."""
+    return KEPT_TRACE_SECONDS + size * KEPT_TRACE_SECONDS_PER_BYTE
 
 
 def learn_factor(records: Sequence[RootRecord], default: float) -> float:

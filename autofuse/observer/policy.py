@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import sqrt
 from statistics import median
@@ -23,6 +23,7 @@ from autofuse.ir.records import RootRecord
 # A capture takes up to so many times what is expected (`capture_cost`); where this very root's is known, less.
 MARGIN = 1.5
 KNOWN_MARGIN = 1.2
+KEPT_SLOWDOWN = 1.15  # at most, for a trace of an earlier run: a known script does not begin slowly
 # A capture that is as good as free, on a machine of usual speed: taken at once where the last run was long enough.
 _TRIFLE_SECONDS = 1.0
 _SOON = 0.5  # of a run like the last one, within which such a capture has to pay
@@ -121,7 +122,9 @@ def advise_capture(
         known.state == "captured" or (has_kept_trace and known.reason == UNTUNED and known_seconds is not None)
     )
     is_known = was_captured and known_seconds is not None
-    reason = "kept_trace" if was_captured and has_kept_trace else "known_to_pay"
+    reason = "known_to_pay"
+    if was_captured and has_kept_trace:
+        reason, budget = "kept_trace", replace(budget, max_slowdown=min(budget.max_slowdown, KEPT_SLOWDOWN))
     predicted = (known_seconds if is_known else predicted_seconds) or 0.0
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
         detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
@@ -146,9 +149,9 @@ def advise_capture(
             return CaptureAdvice(False, "not_yet", "a few calls tell how long a run like the last one takes", predicted)
         saved = _saving(known) * max(known.calls - calls, 0) * step_seconds
         is_trifle = predicted <= factor * _TRIFLE_SECONDS
-        if has_kept_trace:  # what it loses is weighed against all that the run has taken: it is won back soon
-            lost = budget.lost_seconds
-            is_trifle = lost + KNOWN_MARGIN * predicted <= (budget.max_slowdown - 1.0) * (run_seconds - lost)
+        if has_kept_trace:  # what it loses is weighed against all that the run has taken
+            run = replace(budget, spent_seconds=run_seconds - budget.lost_seconds)
+            is_trifle = run.allows(predicted, KNOWN_MARGIN)
         if is_known and is_trifle and _SOON * saved >= predicted:
             detail = f"expected to take {predicted:.1f} s, which a run as long as the last one soon pays for"
             return CaptureAdvice(True, reason, detail, predicted)
@@ -169,7 +172,7 @@ def advise_capture(
     needed = max(predicted, budget.needed(predicted, KNOWN_MARGIN if is_known else MARGIN))
     if spent_seconds >= predicted and budget.spent_seconds >= needed:
         detail = f"{budget.spent_seconds:.1f} s spent in eager, capture is expected to take {predicted:.1f} s"
-        return CaptureAdvice(True, reason if was_captured and has_kept_trace else "paid_off", detail, predicted)
+        return CaptureAdvice(True, reason if reason == "kept_trace" else "paid_off", detail, predicted)
     detail = (
         f"{budget.spent_seconds:.1f} s of {needed:.1f} s in eager that are to pay for a capture of {predicted:.1f} s"
     )

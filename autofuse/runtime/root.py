@@ -511,7 +511,7 @@ class Root:
             self.kept_graphs += len(session.routers) - graphs
             session.disturbances += 1
             return
-        self.policy.has_kept_trace = False
+        self.policy.trace_bytes = 0
         self.state, self.reason, self.detail = "observing", "not_yet", "no trace of an earlier run fits"
         self.roots.observer.reopen(self.key)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, KEPT_TRACE_SECONDS, Traits, model_seconds
+from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, Traits, kept_trace_seconds, model_seconds
 from autofuse.observer.policy import UNTUNED, CaptureAdvice, advise_capture
 from autofuse.observer.roots import Target
 from autofuse.observer.verdicts import Verdicts
@@ -42,7 +42,7 @@ class RootPolicy:
         self.model_seconds = 0.0  # what its capture is expected to take on a machine of the usual speed
         self.predicted_seconds = 0.0
         self._factor = 1.0  # how slow captures were thought to be when the last one was weighed
-        self.has_kept_trace = False
+        self.trace_bytes = 0  # of what an earlier run has traced, 0 for nothing
         self._has_looked_back = False  # what earlier runs have left is known
         self._roots = roots
         self._session = roots.session
@@ -134,7 +134,7 @@ class RootPolicy:
             call_us=typical * 1e6 if typical is not None else None,
             known=known,
             known_seconds=self._known_seconds(known),
-            has_kept_trace=self.has_kept_trace,
+            has_kept_trace=self.trace_bytes > 0,
             run_seconds=time.perf_counter() - session.launched,
         )
         self.predicted_seconds = advice.predicted_seconds
@@ -148,7 +148,7 @@ class RootPolicy:
         self._has_looked_back = True
         session, began = self._session, time.perf_counter()
         session.backstage.wait_ready(2.0)
-        self.has_kept_trace = isinstance(module, torch.nn.Module) and session.has_trace(self._key)
+        self.trace_bytes = session.trace_bytes(self._key) if isinstance(module, torch.nn.Module) else 0
         self._account.ledger.lose("imports", time.perf_counter() - began)
 
     def _find_model_seconds(self, module: Target) -> None:
@@ -167,12 +167,13 @@ class RootPolicy:
 
     def _known_seconds(self, known: RootRecord | None) -> float | None:
         """What its capture took in an earlier run, or what is left of that where its graphs or its trace are kept."""
-        if self.has_kept_trace:
+        if self.trace_bytes:
             # Where a trace was made, it says nothing of what reading one takes.
             was_read = known is not None and known.reason == "kept_trace" and known.capture_seconds
             if known is not None and was_read:
                 return known.capture_seconds
-            return self._factor * (KEPT_TRACE_SECONDS + ("torch._dynamo" not in sys.modules) * DYNAMO_SECONDS)
+            dynamo = 0.0 if "torch._dynamo" in sys.modules else DYNAMO_SECONDS
+            return self._factor * (kept_trace_seconds(self.trace_bytes) + dynamo)
         if known is None or known.state != "captured" or not known.capture_seconds:
             return None
         is_kept_now = not known.kept_graphs and self._session.graphs_folder is not None

@@ -221,15 +221,19 @@ class Session:
         folder = self.graphs_folder
         return Keeper(PrivateFolder(folder), self.say_once) if folder is not None else None
 
-    def has_trace(self, root: str) -> bool:
-        """Whether an earlier run has left a trace of a root; whether it fits shows when it is read."""
+    def trace_bytes(self, root: str) -> int:
+        """How large the largest trace is that an earlier run has left of a root, 0 where there is none.
+
+        Whether it fits shows when it is read.
+        """
         folder = self.graphs_folder
         names = PrivateFolder(folder).names() if folder is not None else []
-        if any(name.startswith(trace_prefix(root)) for name in names):
-            return True
+        found = [name for name in names if name.startswith(trace_prefix(root))]
+        if folder is not None and found:
+            return max(_bytes_of(folder / name) for name in found)
         if any(is_of_another_version(name, root) for name in names):
             log.info("traces of an earlier run are of another autofuse, torch or Python, and are made anew")
-        return False
+        return 0
 
     def use_device(self, device: torch.device) -> None:
         """The script has tensors there: read what is decided for its model."""
@@ -455,3 +459,10 @@ def _session_from_environment() -> Session | None:
         return None
     atexit.register(session.finish, None)
     return session
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return max(path.stat().st_size, 1)
+    except OSError:  # another process has tidied up
+        return 0
