@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,14 +38,14 @@ from tests.ways.test_ways import ATTENTIONS, CONVOLUTIONS
 
 Text = tuple[str, str, str]  # kind, name, text
 
+_LINE = re.compile(r"  # \S+\.py:\d+ .*")  # of the script, in a comment
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def texts(every: int = 1) -> Iterator[Text]:
     """Every text; with ``every``, of each so-many-th case only."""
-    yield from _of_cases(every)
-    yield from _of_steps(every)
-    yield from _of_graphs(every)
+    for kind, name, text in (*_of_cases(every), *_of_steps(every), *_of_graphs(every)):
+        yield kind, name, _LINE.sub("", text)
 
 
 def _of_cases(every: int) -> Iterator[Text]:
