@@ -14,11 +14,11 @@ The names below load what they need at first use, so that the command line start
 from importlib import import_module
 from typing import Any
 
-from autofuse import untraced
+from autofuse import dynamo_skip
 
-untraced.install(__path__[0])  # before any other module of ours
+dynamo_skip.install(__path__[0])  # before any other module of ours
 
-from autofuse.untouched import untouched as _untouched  # noqa: E402
+from autofuse.preserve_rng import untouched as _untouched  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 def main() -> int:
     """Run the command line; returns the exit code, or ends the process as the user's script ended."""
     # Imported here: under ``python -m`` the path is only right once this file runs, see below.
-    from autofuse import collector
+    from autofuse.startup import gc_pause
 
-    with collector.paused():
+    with gc_pause.paused():
         from autofuse.cli.app import parse
         from autofuse.cli.launch import launch
 

@@ -18,14 +18,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from autofuse.db.store import Store
+from autofuse.gpu.devices import event_timer
 from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.observer import Observer
-from autofuse.observer.roots import RootTracker, root_key
-from autofuse.runtime.devices import event_timer
+from autofuse.observer.root_tracker import RootTracker, root_key
+from autofuse.preserve_rng import untouched
 from autofuse.runtime.session import current_session
-from autofuse.settings import load
-from autofuse.untouched import untouched
+from autofuse.settings.layers import load
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 

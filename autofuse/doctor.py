@@ -26,7 +26,7 @@ from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
 from autofuse.private_files import check_above, check_beside
-from autofuse.settings import Settings
+from autofuse.settings.layers import Settings
 
 TORCH_RANGE: Final = ((2, 11), (2, 14))  # as in pyproject.toml: from, up to but not including
 
@@ -46,8 +46,8 @@ __attribute__((visibility("default"))) int64_t autofuse_doctor(int64_t n) {
 # Run by a process of its own: it brings torch, and a driver in trouble may take the process down.
 _GPU_PROBE = """\
 import json, torch
-from autofuse.runtime.devices import device_count, gpu_device, supports_bf16
-from autofuse.runtime.gpu.driver import torch_driver
+from autofuse.gpu.devices import device_count, gpu_device, supports_bf16
+from autofuse.gpu.driver import torch_driver
 found = {"build": "", "gpus": [], "driver": "", "problem": ""}
 if torch.version.hip or torch.version.cuda:
     found["build"] = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -274,9 +274,9 @@ def _check_store(settings: Settings) -> Finding:
 
 
 def _check_daemon(settings: Settings) -> Finding:
-    from autofuse.tuner import daemon  # here, so that a broken tuner is a finding and not the end of the examination
+    from autofuse.daemon import control  # here, so that a broken tuner is a finding and not the end of the examination
 
-    state = daemon.status(settings)
+    state = control.status(settings)
     return Finding("daemon", True, _daemon_line(state), "", False)
 
 

@@ -15,24 +15,24 @@ import torch
 from torch import fx
 
 from autofuse.capture.backend import as_it_is, boxed, compile_with, has_no_work
-from autofuse.capture.direct import plain_call
 from autofuse.capture.dynamo import CAPTURE_ERRORS
 from autofuse.capture.graph_import import ImportedGraph, import_graph
+from autofuse.capture.guarded_call import plain_call
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
 from autofuse.capture.traced import being_traced
 from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
+from autofuse.gpu.devices import CPU
 from autofuse.ir.records import Refusal
-from autofuse.runtime.devices import CPU
-from autofuse.runtime.halves import Half
-from autofuse.runtime.kept_plans import Planned
-from autofuse.runtime.program import Program
-from autofuse.runtime.program_builder import build_program
+from autofuse.preserve_rng import untouched
+from autofuse.runtime.plan_cache import Planned
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
 from autofuse.runtime.user_graphs import Sizes
-from autofuse.untouched import untouched
+from autofuse.strategies.joint_attention import Half
+from autofuse.wrapper.graph_call import Program
+from autofuse.wrapper.graph_call_builder import build_program
 
 
 def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int = 1) -> Callable[[list[Any]], Any]:

@@ -25,14 +25,20 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import platformdirs
+
 from autofuse.errors import AutofuseError
-from autofuse.setting_groups import default_store
 
 MOST_FILES, MOST_BYTES = 128, 256 << 20  # the oldest go
 _MAGIC = b"autofuse1\n"
 _SEAL_BYTES = 32
 _KEY_BYTES = 32
 UID_MAP = Path("/proc/self/uid_map")
+
+
+def default_store() -> Path:
+    """Where results are kept unless told otherwise."""
+    return platformdirs.user_data_path("autofuse") / "store.sqlite3"
 
 
 class Untrusted(AutofuseError):

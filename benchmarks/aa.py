@@ -24,6 +24,7 @@ from patterns_rows import add_relu
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.knobs import Knob
+from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import (
     Candidate,
@@ -35,18 +36,17 @@ from autofuse.ir.records import (
     TuneRequest,
     make_config,
 )
-from autofuse.process_settings import apply_malloc
-from autofuse.runtime.launch import make_launcher, make_unfused
+from autofuse.process.apply import apply_malloc
 from autofuse.runtime.session import Session
-from autofuse.settings import Settings
+from autofuse.settings.layers import Settings
 from autofuse.tuner.backends import CBackend
-from autofuse.tuner.bench import CpuRig, NodeBench
-from autofuse.tuner.buckets import bucket_of
+from autofuse.tuner.benchmark_provider import Built, Workshop
 from autofuse.tuner.cases import CheckCase
-from autofuse.tuner.job import Job, JobLimits
+from autofuse.tuner.node_bench import CpuRig, NodeBench
 from autofuse.tuner.timing import RaceResult, RaceRules
+from autofuse.tuner.tune_node import Job, JobLimits
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
-from autofuse.tuner.workshop import Built, Workshop
+from autofuse.wrapper.node_call import make_launcher, make_unfused
 
 SWITCH_BAR = 0.01
 TRIES, SECONDS = 400, 10.0  # of each test, at most
@@ -82,7 +82,7 @@ class TwinRig(CpuRig):
 
 
 class TwinBench:
-    """A job's bench (`tuner.workshop.Bench`) on which all candidates are one; timed in this process, for real."""
+    """A `tuner.benchmark_provider.Bench` on which all candidates are one; timed in this process, for real."""
 
     variants = ("c_generic", "c_specialised")
 

@@ -27,14 +27,15 @@ import psutil
 import torch
 from common import arguments, parse, print_end, ratio, save
 
-from autofuse import settings as settings_module
+from autofuse.daemon import control
+from autofuse.daemon.peers import Neighbours, meeting_folder
+from autofuse.daemon.throttle import cpu_seconds
 from autofuse.db.store import Store
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import DecisionKey, TuneRequest
-from autofuse.settings import Settings
-from autofuse.tuner import daemon
-from autofuse.tuner.manners import busy_seconds, cpu_seconds
-from autofuse.tuner.neighbours import Neighbours, meeting_folder
+from autofuse.settings import layers as settings_module
+from autofuse.settings.layers import Settings
+from autofuse.tuner.machine_load import busy_seconds
 
 BAR = 1.02
 PAIRS, SECONDS = 8, 10.0
@@ -87,7 +88,7 @@ class Daemons:
 
     def __init__(self, all_settings: Sequence[Settings]) -> None:
         self._settings = all_settings
-        self.pids = [daemon.ensure_running(settings) for settings in all_settings]
+        self.pids = [control.ensure_running(settings) for settings in all_settings]
 
     def signal(self, number: signal.Signals) -> None:
         """To the daemons first, so that what they have just halted stays so."""
@@ -127,7 +128,7 @@ def main() -> None:
     values = {"tuner.budget_seconds": 100000, "tuner.shared_folder": str(folder / "shared")}
     stores = [settings_module.load({"run.store": str(folder / f"{i}.sqlite3"), **values}) for i in range(STORES)]
     queued = collect_requests(first, 40)
-    daemon.stop(stores[0])
+    control.stop(stores[0])
     for settings in stores[1:]:
         shutil.copy(first, settings.run.store)
     requests = all_requests(first)
@@ -163,7 +164,7 @@ def main() -> None:
         for settings, pid in zip(stores, daemons.pids, strict=True):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-            daemon.stop(settings)
+            control.stop(settings)
     quiet = [pair for pair in range(pairs) if max(foreign[2 * pair : 2 * pair + 2]) < FOREIGN]
     if not quiet:
         sys.exit("expected a quiet machine, found that others used it all the time")

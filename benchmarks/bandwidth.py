@@ -46,10 +46,10 @@ from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.lowering.lower import lower
 from autofuse.db.store import Store
 from autofuse.ir.records import Config, Decision, KernelRecord, make_config
-from autofuse.process_settings import apply_malloc
-from autofuse.runtime.launch import make_launcher, make_unfused
+from autofuse.process.apply import apply_malloc
 from autofuse.runtime.session import Session
 from autofuse.tuner.backends import CBackend
+from autofuse.wrapper.node_call import make_launcher, make_unfused
 
 BAR = 0.85
 LEAST_BYTES = 64 << 20

@@ -39,10 +39,10 @@ from common import arguments, chosen, commit, interleave, machine, parse, print_
 from doors_rows import ROWS, SIZES, Row, Tensors
 
 import autofuse
-from autofuse.process_settings import apply_malloc
+from autofuse.daemon import control
+from autofuse.process.apply import apply_malloc
 from autofuse.runtime.session import Session, start_session
-from autofuse.settings import load
-from autofuse.tuner import daemon
+from autofuse.settings.layers import load
 
 Call = Callable[[], object]
 _FOLDER = Path(tempfile.mkdtemp(prefix="autofuse-doors-"))  # of this run
@@ -262,7 +262,7 @@ def main() -> int:
             print(line(rows[row.name]), flush=True)
     finally:
         session.finish(0)
-        daemon.stop(settings)
+        control.stop(settings)
         shutil.rmtree(_FOLDER, ignore_errors=True)
     print_end(bars(ordered), left_out, options.out, began)
     return 0

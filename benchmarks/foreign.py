@@ -56,9 +56,10 @@ from typing import Any
 import torch
 from common import arguments, chosen, commit, encode_json, parse, print_end, save
 
-from autofuse.settings import load
-from autofuse.tuner import daemon
-from autofuse.tuner.manners import busy_seconds, cpu_seconds
+from autofuse.daemon import control
+from autofuse.daemon.throttle import cpu_seconds
+from autofuse.settings.layers import load
+from autofuse.tuner.machine_load import busy_seconds
 
 HERE = Path(__file__).parent
 SCRIPTS, EXAMPLES = HERE / "foreign_scripts", HERE.parent / "examples"
@@ -173,10 +174,10 @@ def run(script: Script, kind: str, number: int, steps: int, folder: Path) -> Run
         found.errors = errors.read()[-2000:]
     if store.exists():
         settings = load(cli={"run.store": store}, environ={}, cwd=folder)
-        pid = daemon.running_pid(settings)
+        pid = control.running_pid(settings)
         own += cpu_seconds(pid) if pid else 0.0
         found.report = report_of(store)
-        daemon.stop(settings)
+        control.stop(settings)
     found.others_seconds = max(0.0, busy - own)
     return found
 

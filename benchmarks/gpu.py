@@ -47,11 +47,11 @@ from gpu_steps import steps
 
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.triton.targets import target_of
+from autofuse.daemon import control
 from autofuse.errors import CompilerError
-from autofuse.runtime.devices import gpu_device
+from autofuse.gpu.devices import gpu_device
 from autofuse.runtime.session import start_session
-from autofuse.settings import Settings, load
-from autofuse.tuner import daemon
+from autofuse.settings.layers import Settings, load
 
 SHARES = {"check": 0.15, "table": 0.37, "steps": 0.08, "trap": 0.09, "host": 0.04, "lm": 0.27}  # of the time
 QUICK_CHECKS = ("unary_exp", "add_bias_gelu", "softmax", "layer_norm_backward")
@@ -271,7 +271,7 @@ def stop_at_the_end(run: Benchmark) -> threading.Timer:
 
     def give_up() -> None:
         print(f"time is up; what was found by then is in {run.out}", flush=True)
-        daemon.stop(run.settings)
+        control.stop(run.settings)
         os._exit(0)
 
     timer = threading.Timer(run.clock.began + run.clock.minutes * 60 - time.monotonic(), give_up)
@@ -324,7 +324,7 @@ def main() -> int:
         run.session.finish(0)
         run.sections["notes"] = run.notes()
         run.save()
-        daemon.stop(settings)
+        control.stop(settings)
         guard.cancel()
     if run.out.parent != folder and not run.sections["notes"]:  # else its logs may tell more
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from autofuse.strategies.sdpa_calls import Rule, backward, backward_by_products, by_products, forward
 from autofuse.tuner.verify import Wrong, answer, output_error
-from autofuse.ways.attention_calls import Rule, backward, backward_by_products, by_products, forward
 
 T = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

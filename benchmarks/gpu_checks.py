@@ -24,9 +24,9 @@ from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions
 from autofuse.errors import CompilerError, LoweringError, ShapeError
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.launch import Entry, make_launcher
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.verify import GuardedAllocator, Verifier, Wrong
+from autofuse.wrapper.node_call import Entry, make_launcher
 from tests.cases import CASES, SIZES_BY_SYMBOLS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -114,7 +114,7 @@ def load(built: Built, device: torch.device) -> Entry:
         from autofuse.codegen.c.load import load_kernel
 
         return load_kernel(built.binary, built.name).entry
-    from autofuse.runtime.gpu.modules import load_artifact
+    from autofuse.gpu.modules import load_artifact
 
     return load_artifact(Artifact.unpack(built.binary), device.index)
 

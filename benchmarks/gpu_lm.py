@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autofuse.settings import Settings
-from autofuse.tuner import daemon
+from autofuse.daemon import control
+from autofuse.settings.layers import Settings
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 LOG_EVERY = 10
@@ -80,7 +80,7 @@ def run_variant(variant: Variant, device: str, is_quick: bool, settings: Setting
         errors.seek(0)
         last = (errors.read().strip().splitlines() or ["nothing on stderr"])[-1]
     if variant.tune:
-        daemon.stop(settings.with_values({"run.store": store}, "benchmark"))
+        control.stop(settings.with_values({"run.store": store}, "benchmark"))
     row["seconds"] = round(time.perf_counter() - began, 1)
     if code != 0:
         row["problem"] = (

@@ -27,7 +27,7 @@ import autofuse
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
 from autofuse.runtime.session import Session
-from autofuse.settings import Settings
+from autofuse.settings.layers import Settings
 
 MODES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "eager": lambda f: f,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from autofuse.codegen.triton.key import find_triton
-from autofuse.runtime.devices import gpu_device
+from autofuse.gpu.devices import gpu_device
 
 Call = Callable[[], object]
 

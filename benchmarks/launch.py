@@ -35,16 +35,16 @@ from autofuse.codegen.triton.knobs import default_triton_config
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.fusion import FusionEngine
+from autofuse.gpu import launcher
+from autofuse.gpu.driver import CUDA, Driver, torch_driver
+from autofuse.gpu.launch_record import LaunchRecord
+from autofuse.gpu.modules import LoadedArtifact, load_artifact
+from autofuse.gpu.torch_calls import TorchCalls, torch_calls
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.gpu import launcher
-from autofuse.runtime.gpu.calls import TorchCalls, torch_calls
-from autofuse.runtime.gpu.driver import CUDA, Driver, torch_driver
-from autofuse.runtime.gpu.modules import LoadedArtifact, load_artifact
-from autofuse.runtime.gpu.record import LaunchRecord
-from autofuse.runtime.launch import empty_like_spec, make_device_launcher
 from autofuse.runtime.plans import NodeState, Plan
-from autofuse.runtime.program_builder import build_program
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
+from autofuse.wrapper.graph_call_builder import build_program
+from autofuse.wrapper.node_call import empty_like_spec, make_device_launcher
 
 COLUMNS = 64
 REPEATS = 500  # below the length of a driver's queue of launches, which is emptied between samples
@@ -85,7 +85,7 @@ class Machine:
 def real() -> Machine:
     from autofuse.codegen.triton.compile import compile_source
     from autofuse.codegen.triton.targets import target_of
-    from autofuse.runtime.devices import gpu_device
+    from autofuse.gpu.devices import gpu_device
 
     found = gpu_device(0)
     return Machine(

@@ -43,7 +43,7 @@ def main() -> int:
     elif contender == "autofuse, whole":
         session = session_of(store, **{"capture.min_blocks": 0})
     elif contender == "eager, same settings":
-        from autofuse.process_settings import apply_malloc
+        from autofuse.process.apply import apply_malloc
 
         apply_malloc()
     began = time.perf_counter()
@@ -72,9 +72,9 @@ def wrapper(contender: str) -> Callable[[nn.Module], nn.Module]:
 
 def session_of(store: Path, **settings: Any) -> Any:
     """As `autofuse run --tune wait --set process.malloc=on` would begin."""
-    from autofuse.process_settings import apply_malloc
+    from autofuse.process.apply import apply_malloc
     from autofuse.runtime.session import start_session
-    from autofuse.settings import load
+    from autofuse.settings.layers import load
 
     apply_malloc()
     values = {

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from patterns_rows import Tensors
 
+from autofuse.daemon.loop import TuningLoop
 from autofuse.db.store import Store
+from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Candidate, Decision, DecisionKey, KernelRecord, ObservedShape, TuneRequest
 from autofuse.runtime.catalogue import DecisionTable
 from autofuse.runtime.session import Session, start_session
-from autofuse.settings import Settings, load
-from autofuse.tuner.buckets import bucket_of
-from autofuse.tuner.serving import TuningLoop
+from autofuse.settings.layers import Settings, load
+from autofuse.tuner.benchmark_provider import Built, NodeWorkshop
 from autofuse.tuner.timing import RaceResult, RaceRules
-from autofuse.tuner.workshop import Built, NodeWorkshop
 
 CALLS = 1000  # of the shape, in the request: one that a script has used for a while, so that sizes may be built in
 CPU = torch.device("cpu")

@@ -29,9 +29,9 @@ from torch import nn
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape
-from autofuse.runtime.launch import empty_like_spec, make_launcher, make_unfused
 from autofuse.runtime.root_unwatched import WATCHED_AT_FIRST
 from autofuse.runtime.session import current_session
+from autofuse.wrapper.node_call import empty_like_spec, make_launcher, make_unfused
 
 
 def add_relu() -> NodeForm:

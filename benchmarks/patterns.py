@@ -45,10 +45,10 @@ from patterns_rows import ADAMW, ADAMW_SIZES, ROWS, SHAPES, Row, Tensors, with_g
 from torch import nn
 from torch.optim import adam, adamw
 
-from autofuse.process_settings import apply_malloc
+from autofuse.daemon import control
+from autofuse.process.apply import apply_malloc
 from autofuse.runtime.session import Session, start_session
-from autofuse.settings import load
-from autofuse.tuner import daemon
+from autofuse.settings.layers import load
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
 COMPILED: dict[str, dict[str, Any]] = {  # how torch.compile is asked
@@ -559,7 +559,7 @@ def main() -> int:
                 print(line(found), found["contenders"].get("autofuse", {}).get("state", ""), flush=True)
     finally:
         session.finish(0)
-        daemon.stop(settings)
+        control.stop(settings)
         run.save()
         shutil.rmtree(_FOLDER, ignore_errors=True)
     print_end(bars(run.rows), run.left_out, run.out, run.began)

@@ -45,16 +45,16 @@ from patterns_rows import (
 from torch.nn import functional as F
 
 from autofuse.codegen.c.build import find_toolchain
+from autofuse.ir.buckets import bucket_of, exact_bucket
 from autofuse.ir.records import EAGER, Bucket, Candidate, make_config
-from autofuse.settings import Settings
+from autofuse.settings.layers import Settings
 from autofuse.tuner.backends import CBackend
-from autofuse.tuner.buckets import bucket_of, exact_bucket
+from autofuse.tuner.benchmark_provider import Built, NodeWorkshop, Workshop, is_specialised
 from autofuse.tuner.cases import CheckCase, first_cases, full_cases
 from autofuse.tuner.comparison import compare
-from autofuse.tuner.job import WAVE
 from autofuse.tuner.timing import RaceRules
+from autofuse.tuner.tune_node import WAVE
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
-from autofuse.tuner.workshop import Built, NodeWorkshop, Workshop, is_specialised
 
 BUCKETS = ("small", "cache", "memory")
 STAGES = ((3, 16), (9, 5), (25, 1))  # rounds of the oracle, and how many configurations are left after them

@@ -45,8 +45,8 @@ from typing import Any
 import torch
 from common import arguments, commit, encode_json, parse, print_end, save
 
-from autofuse.settings import Settings, load
-from autofuse.tuner import daemon
+from autofuse.daemon import control
+from autofuse.settings.layers import Settings, load
 
 SCRIPT = Path(__file__).with_name("startup_scripts") / "train_varying.py"
 MARKS = (50, 200, 1000)
@@ -204,7 +204,7 @@ def measure_autofuse(run: Benchmark, part: str, number: int, contender: str, ste
     """A run with its report; the daemon is stopped afterwards, so that it takes nothing from who comes next."""
     found = launch(run, part, number, contender, steps, place)
     found.report = report_of(place)
-    daemon.stop(settings_of(place))
+    control.stop(settings_of(place))
     run.save()
     return found
 
@@ -232,15 +232,15 @@ def wait_for_daemon(place: Path) -> dict[str, Any]:
     """Until it has nothing left that it may work on: the queue is empty, or the run's budget spent."""
     settings, began, calm_since = settings_of(place), time.monotonic(), time.monotonic()
     while time.monotonic() - began < TUNING_SECONDS:
-        state = daemon.status(settings)
+        state = control.status(settings)
         if state is None or (state.state == "idle" and state.done + state.failed):
             if time.monotonic() - calm_since > CALM_SECONDS:
                 break
         else:
             calm_since = time.monotonic()
         time.sleep(0.2)
-    state = daemon.status(settings)
-    daemon.stop(settings)
+    state = control.status(settings)
+    control.stop(settings)
     found: dict[str, Any] = {
         "seconds": round(time.monotonic() - began - CALM_SECONDS, 1),
         "queue": report_of(place)["queue"],
@@ -571,7 +571,7 @@ def main() -> int:
     finally:
         run.save()
         for place in {file.parent for file in folder.rglob("store.sqlite3")}:
-            daemon.stop(settings_of(place))
+            control.stop(settings_of(place))
         shutil.rmtree(folder, ignore_errors=True)
     print_figures(figures(run.runs))
     print_end({}, run.left_out, run.out, began)

@@ -47,10 +47,10 @@ from common import arguments, chosen, commit, interleave, parse, print_end, rati
 from torch import nn
 from torch.nn import functional as F
 
-from autofuse.process_settings import apply_malloc
+from autofuse.daemon import control
+from autofuse.process.apply import apply_malloc
 from autofuse.runtime.session import Session, start_session
-from autofuse.settings import Settings, load
-from autofuse.tuner import daemon
+from autofuse.settings.layers import Settings, load
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
 CONTENDERS = ("eager", "compile", "compile dynamic", "autofuse")
@@ -283,7 +283,7 @@ def measure(run: Benchmark, name: str, timed: str) -> dict[str, Any]:
         }  # fmt: skip
     finally:
         session.finish(0)
-        daemon.stop(settings)
+        control.stop(settings)
         shutil.rmtree(folder, ignore_errors=True)
     return row
 

@@ -23,18 +23,18 @@ from autofuse.codegen import generator
 from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.errors import AutofuseError
 from autofuse.ir.operation import NodeForm
-from autofuse.optimizer.form import DTYPES, StepForm
-from autofuse.optimizer.printer import print_step
-from autofuse.optimizer.triton_printer import print_triton_step
-from autofuse.runtime.launch import make_launcher, make_unfused
-from autofuse.runtime.program_builder import build_program
-from autofuse.ways.call import render
-from autofuse.ways.cut import ways_of
+from autofuse.optim.c_printer import print_step
+from autofuse.optim.form import DTYPES, StepForm
+from autofuse.optim.triton_printer import print_triton_step
+from autofuse.strategies.enumeration import ways_of
+from autofuse.wrapper.graph_call_builder import build_program
+from autofuse.wrapper.node_call import make_launcher, make_unfused
+from autofuse.wrapper.strategy_call import render
 from tests.cases import CASES
-from tests.optimizer.test_steps import CASES as STEPS
-from tests.optimizer.test_steps import SIZES
-from tests.ways.harness import Planned, plan
-from tests.ways.test_ways import ATTENTIONS, CONVOLUTIONS
+from tests.optim.test_c_printer import CASES as STEPS
+from tests.optim.test_c_printer import SIZES
+from tests.strategies.harness import Planned, plan
+from tests.strategies.test_strategies import ATTENTIONS, CONVOLUTIONS
 
 Text = tuple[str, str, str]  # kind, name, text
 

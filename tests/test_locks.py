@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from autofuse import locks
-from autofuse.capture import kept_graphs
+from autofuse.capture import graph_cache
 from autofuse.observer import module_calls
 from autofuse.observer.device_timer import LateTimes
 from autofuse.observer.observer import Observer
 from autofuse.runtime import session
-from autofuse.runtime.backstage import Backstage
 from autofuse.runtime.catalogue import KernelShelf
 from autofuse.runtime.plan_limit import PlanLimit
 from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.store_thread import Backstage
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -48,7 +48,7 @@ def test_the_locks_of_a_session_are_such():
     stage = Backstage(print, True, None, collect=print, absorb=print, report=print)
     router = GraphRouter(types.SimpleNamespace(slots=()), None, "inference", print)
     found = [stage._lock, stage._wake, stage._flushed]
-    found += [KernelShelf(print)._lock, PlanLimit([])._lock, session._lock, kept_graphs._one_at_a_time]
+    found += [KernelShelf(print)._lock, PlanLimit([])._lock, session._lock, graph_cache._one_at_a_time]
     found += [router._lock, Observer()._lock, LateTimes(None)._lock, module_calls._lock]
     assert all(lock in locks._made for lock in found)
 
@@ -71,7 +71,7 @@ def test_captures_of_two_threads_leave_torch_as_it_was(tmp_path):
 
     def keeping():
         folder = types.SimpleNamespace(prune=lambda: None)
-        found = kept_graphs.Keeping.__new__(kept_graphs.Keeping)
+        found = graph_cache.Keeping.__new__(graph_cache.Keeping)
         found.folder = folder
         return found
 

@@ -21,31 +21,31 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch.aot_autograd import make_boxed_func
 
-from autofuse.capture.direct import (
+from autofuse.capture.aliased_inputs import Writes, refuse_checkpointed_writes, unseen, written_statistics
+from autofuse.capture.double_backward import replayed
+from autofuse.capture.dynamo import not_of_our_traces, note_read
+from autofuse.capture.guarded_call import (
     has_subclasses,
     is_plain_graph,
     note_plain_graph,
     note_plain_training,
     plain_call,
 )
-from autofuse.capture.dynamo import not_of_our_traces, note_read
-from autofuse.capture.overlaps import Writes, refuse_checkpointed_writes, unseen, written_statistics
 from autofuse.capture.random_ops import pass_idle_dropout
 from autofuse.capture.recompute import partition
-from autofuse.capture.repeats import take_apart
-from autofuse.capture.second_gradients import replayed
+from autofuse.capture.repeated_blocks import take_apart
 from autofuse.capture.simplify import simplify
 from autofuse.capture.traced import Keeper, being_traced
-from autofuse.untouched import untouched
+from autofuse.preserve_rng import untouched
 
 if TYPE_CHECKING:
-    from autofuse.capture.kept_graphs import Keeping
+    from autofuse.capture.graph_cache import Keeping
 
 log = logging.getLogger(__name__)
 
 Call = Callable[[list[Any]], Any]
 CompileGraph = Callable[[fx.GraphModule, str, int], Call]
-CompilePhase = Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]  # see `kept_graphs.Keeping`
+CompilePhase = Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]  # see `graph_cache.Keeping`
 
 
 def compile_with(
@@ -160,7 +160,7 @@ def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> Keeping | No
         return None
     try:
         with untouched():
-            from autofuse.capture.kept_graphs import IS_SUPPORTED, Keeping
+            from autofuse.capture.graph_cache import IS_SUPPORTED, Keeping
     except ImportError as error:
         log.debug("graphs are not kept with this torch: %s", error)
         return None

@@ -25,15 +25,15 @@ from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofuse import collector
 from autofuse.capture.conv_guards import without_batch_guards
-from autofuse.capture.direct import DirectCalls
-from autofuse.capture.parted_calls import find_parted
+from autofuse.capture.graph_break_call import find_parted
+from autofuse.capture.guarded_call import DirectCalls
 from autofuse.capture.traced import ROOT_FILE, Keeper
-from autofuse.untouched import untouched
+from autofuse.preserve_rng import untouched
+from autofuse.startup import gc_pause
 
 if TYPE_CHECKING:
-    from autofuse.capture.kept_traces import Plans, TraceKeeper
+    from autofuse.capture.trace_cache import Plans, TraceKeeper
 
 log = logging.getLogger(__name__)
 
@@ -162,8 +162,8 @@ def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeepe
     """As `_keeping`, and with much of Dynamo too."""
     try:
         with untouched():
-            from autofuse.capture.kept_graphs import IS_SUPPORTED
-            from autofuse.capture.kept_traces import TraceKeeper
+            from autofuse.capture.graph_cache import IS_SUPPORTED
+            from autofuse.capture.trace_cache import TraceKeeper
     except ImportError as error:
         log.debug("traces are not kept with this torch: %s", error)
         return None
@@ -227,7 +227,7 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     patched = config.patch(
         ignore_logging_functions=ignored, recompile_limit=recompile_limit, use_numpy_random_stream=True, **hooks
     )
-    with patched, not_of_our_traces.active(), collector.paused(), without_batch_guards():
+    with patched, not_of_our_traces.active(), gc_pause.paused(), without_batch_guards():
         yield
 
 

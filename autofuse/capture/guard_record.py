@@ -38,7 +38,7 @@ from torch.utils import _device, _pytree
 from torch.utils._ordered_set import OrderedSet
 
 from autofuse.capture.fingerprints import Unknown, object_text
-from autofuse.untouched import untouched
+from autofuse.preserve_rng import untouched
 
 # Guards whose text says all that they check.
 _KNOWN = {

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import default_partition
 
-from autofuse.capture.passes import note_backward
+from autofuse.capture.joint_graph import note_backward
 from autofuse.capture.simplify import is_view, simplify
 
 

@@ -22,7 +22,7 @@ import autofuse
 from autofuse.private_files import PrivateFolder
 
 if TYPE_CHECKING:
-    from autofuse.capture.second_gradients import Replay
+    from autofuse.capture.double_backward import Replay
 
 ROOT_FILE = "<autofuse root"  # so begins the name of the file that a captured root's code says it comes from
 

@@ -125,7 +125,7 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
         args = [*ctx.symints, *ctx.saved_tensors, *ctx._tensors_no_vc_check, *ctx.opaque_objects, *found]
         gradients.clear()
         ctx.maybe_clear_saved_tensors()
-        # Dynamo is kept out of all that is below (`second_gradients`), and nothing there reads context variables.
+        # Dynamo is kept out of all that is below (`double_backward`), and nothing there reads context variables.
         return tuple(getattr(compiled, "_torchdynamo_orig_callable", compiled)(args))
 
     return forward, backward

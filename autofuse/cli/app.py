@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import click
 
-from autofuse import __version__, collector
+from autofuse import __version__
 from autofuse.cli.job import RunJob
 from autofuse.cli.output import say
 from autofuse.errors import AutofuseError
+from autofuse.startup import gc_pause
 
 
 class _Entry(NamedTuple):
@@ -56,7 +57,7 @@ class _LazyGroup(click.Group):
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None
-        with collector.paused():
+        with gc_pause.paused():
             command = importlib.import_module(entry.module).command
         assert isinstance(command, click.Command)
         return command

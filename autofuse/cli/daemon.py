@@ -10,7 +10,7 @@ import click
 
 from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import out_console
-from autofuse.say import plain
+from autofuse.stderr import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,11 +40,11 @@ def command() -> None:
 @effort_options
 def start(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
     """Start the daemon, unless it is running."""
-    from autofuse.tuner import daemon  # here and below: only when the command works, not for its help
+    from autofuse.daemon import control  # here and below: only when the command works, not for its help
 
     settings = load_settings(assignments, store=store, profile=profile)
-    running = daemon.status(settings) is not None
-    pid = daemon.ensure_running(settings)
+    running = control.status(settings) is not None
+    pid = control.ensure_running(settings)
     if pid is None:
         click.echo("A daemon of another container or machine serves this store.")
         return
@@ -55,9 +55,9 @@ def start(store: Path | None, profile: str | None, assignments: tuple[str, ...])
 @store_option
 def stop(store: Path | None) -> None:
     """End the daemon; queued work stays queued."""
-    from autofuse.tuner import daemon
+    from autofuse.daemon import control
 
-    stopped = daemon.stop(load_settings(store=store))
+    stopped = control.stop(load_settings(store=store))
     click.echo("The daemon has ended." if stopped else "No daemon was running.")
 
 
@@ -65,10 +65,10 @@ def stop(store: Path | None) -> None:
 @store_option
 def status(store: Path | None) -> int:
     """Tell whether the daemon runs and what it does. Exit code 1 when it does not run."""
-    from autofuse.tuner import daemon
+    from autofuse.daemon import control
 
     settings = load_settings(store=store)
-    states = daemon.statuses(settings)
+    states = control.statuses(settings)
     if not states:
         click.echo(f"No daemon serves {settings.run.store}. 'autofuse run' starts one when there is work.")
         return 1
@@ -94,9 +94,9 @@ def _print_state(console: Console, state: DaemonState) -> None:
 @store_option
 def logs(lines: int, store: Path | None) -> int:
     """Print the last lines of the daemon's log."""
-    from autofuse.tuner import daemon
+    from autofuse.daemon import control
 
-    path = Path(daemon.log_path(load_settings(store=store)))
+    path = Path(control.log_path(load_settings(store=store)))
     if not path.exists():
         click.echo(f"There is no log yet: {path}", err=True)
         return 1
@@ -109,9 +109,9 @@ def logs(lines: int, store: Path | None) -> int:
 @effort_options
 def serve(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
     """Be the daemon; 'autofuse daemon start' runs this in a process of its own."""
-    from autofuse.tuner import daemon
+    from autofuse.daemon import control
 
-    daemon.serve(load_settings(assignments, store=store, profile=profile))
+    control.serve(load_settings(assignments, store=store, profile=profile))
 
 
 def _ago(seconds: float) -> str:

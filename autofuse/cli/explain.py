@@ -9,8 +9,8 @@ import click
 from autofuse.cli.options import load_settings, open_store, store_option
 from autofuse.cli.output import out_console
 from autofuse.errors import UsageError
-from autofuse.execute import Target, check_target
-from autofuse.settings import Settings, disabled_by_environment
+from autofuse.settings.layers import Settings, disabled_by_environment
+from autofuse.startup.script import Target, check_target
 
 EPILOG = """\
 \b
@@ -63,7 +63,7 @@ def _explain_script(target: Target, settings: Settings) -> int:
     if settings.run.disable or disabled_by_environment():
         type_next = f"AUTOFUSE_DISABLE=0 autofuse explain {target.command}"
         raise UsageError(f"expected autofuse to be on, found it switched off. Type: {type_next}")
-    from autofuse.explain_script import explain_script
+    from autofuse.cli.explain_script import explain_script
     from autofuse.report.explain import render_graphs
 
     report, exit_code = explain_script(target, settings)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autofuse.execute import Target
-from autofuse.settings import Settings
+from autofuse.settings.layers import Settings
+from autofuse.startup.script import Target
 
 
 @dataclass(frozen=True)

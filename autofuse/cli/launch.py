@@ -11,15 +11,15 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from autofuse import collector
 from autofuse.cli.job import RunJob
 from autofuse.cli.output import one_line, say
 from autofuse.detached import adopts_orphans
 from autofuse.errors import UsageError
-from autofuse.execute import Ending, run_target
 from autofuse.ir.device import usable_cores
-from autofuse.settings import Settings
-from autofuse.untouched import untouched
+from autofuse.preserve_rng import untouched
+from autofuse.settings.layers import Settings
+from autofuse.startup import gc_pause
+from autofuse.startup.script import Ending, run_target
 
 if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
@@ -30,10 +30,10 @@ TRIALS_SECONDS = 2.0  # for the store to say what trials of process settings hav
 
 def launch(job: RunJob) -> int:
     """Run the script to its end and leave the process as it did; returns only where there was nothing to run."""
-    with collector.paused():
+    with gc_pause.paused():
         session = _begin(job.settings, job.target.command) if job.settings else None
         if session is not None:
-            collector.leave_out_what_is_there()
+            gc_pause.leave_out_what_is_there()
     try:
         ending = run_target(job.target)
     except UsageError as error:
@@ -55,7 +55,7 @@ def _begin(settings: Settings, command: str) -> Session | None:
             store = _store(settings)  # first: it starts beside all that follows
             # Imported here: they bring torch, which no other command may load.
             from autofuse.ir.device import cpu_device
-            from autofuse.process_settings import apply_process_settings, resolve
+            from autofuse.process.apply import apply_process_settings, resolve
             from autofuse.runtime.session import start_session
 
             trials = partial(store.ask, "setting_trials", within_seconds=TRIALS_SECONDS) if store is not None else None
@@ -75,7 +75,7 @@ def _store(settings: Settings) -> StoreClient | None:
     if len(usable_cores()) < 2 or adopts_orphans():
         return None
     from autofuse.db.client import StoreClient
-    from autofuse.runtime.backstage import BUSY_SECONDS
+    from autofuse.runtime.store_thread import BUSY_SECONDS
 
     with contextlib.suppress(OSError):  # no more processes, no shell
         return StoreClient(settings.run.store, BUSY_SECONDS)

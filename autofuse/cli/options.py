@@ -10,7 +10,7 @@ import click
 
 from autofuse.cli.output import say
 from autofuse.errors import StoreError
-from autofuse.settings import Settings, load, parse_assignment, profile_names
+from autofuse.settings.layers import Settings, load, parse_assignment, profile_names
 
 if TYPE_CHECKING:
     from autofuse.db.store import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofuse.say import say
+from autofuse.stderr import say
 
 if TYPE_CHECKING:
     from rich.console import Console

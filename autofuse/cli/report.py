@@ -33,7 +33,7 @@ def command(run_id: int | None, as_json: bool, store: Path | None) -> None:
     """
     # Imported when the command works: rich, SQLAlchemy and the report are not needed to print the help.
     from autofuse.report.as_json import report_to_json
-    from autofuse.report.data import load_report
+    from autofuse.report.report import load_report
     from autofuse.report.terminal import render_report
 
     with open_store(load_settings(store=store)) as opened:

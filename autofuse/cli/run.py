@@ -8,8 +8,8 @@ import click
 
 from autofuse.cli.job import RunJob
 from autofuse.cli.options import effort_options, load_settings, store_option
-from autofuse.execute import Target, check_target
-from autofuse.settings import disabled_by_environment
+from autofuse.settings.layers import disabled_by_environment
+from autofuse.startup.script import Target, check_target
 
 EPILOG = """\
 \b
@@ -66,7 +66,7 @@ def command(
         return RunJob(target, None)
     settings = load_settings(assignments, tune=tune, store=store, profile=profile, frozen=frozen, quiet=quiet)
     if settings.fusion.patterns is not None and not settings.run.disable:
-        from autofuse.pattern_file import read_patterns  # sympy, 0.3 s: only where there is a file
+        from autofuse.fusion.pattern_file import read_patterns  # sympy, 0.3 s: only where there is a file
 
         read_patterns(settings.fusion.patterns)  # what is wrong with it is said before the script runs
     return RunJob(target, None if settings.run.disable else settings)

@@ -1,4 +1,4 @@
-"""``autofuse store``: care of the file that keeps all results; the work is in ``autofuse.db.care``."""
+"""``autofuse store``: care of the file that keeps all results; the work is in ``autofuse.db.archive``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def reset(store: Path | None) -> None:
 
     Ends its daemons first. Nothing is deleted: look into what was put aside with --store.
     """
-    from autofuse.db.care import set_aside  # here and below: only when the command works, not for its help
-    from autofuse.tuner import daemon
+    from autofuse.daemon import control
+    from autofuse.db.archive import set_aside  # here and below: only when the command works, not for its help
 
     settings = load_settings(store=store)
-    daemon.stop(settings)
+    control.stop(settings)
     aside = set_aside(settings.run.store)
     if aside is None:
         click.echo(f"There is no store at {settings.run.store}.")

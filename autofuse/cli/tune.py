@@ -12,9 +12,9 @@ import click
 
 from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import err_console, out_console
-from autofuse.execute import Target, check_target
-from autofuse.report.words import plural
-from autofuse.settings import Settings
+from autofuse.report.wording import plural
+from autofuse.settings.layers import Settings
+from autofuse.startup.script import Target, check_target
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -74,10 +74,10 @@ def command(
 
 def _drain(settings: Settings, again: bool) -> int:
     # Here and below: what a command works with is imported when it works, not when it prints its help.
-    from autofuse.tuner import daemon
+    from autofuse.daemon import control
 
     with _progress("tuning", None) as (progress, task):
-        found = daemon.drain(
+        found = control.drain(
             settings, lambda done, total: progress.update(task, completed=done, total=total), again=again
         )
     left = f"{found.left} wait for another device, version or budget" if found.left else "the queue is empty"
@@ -109,7 +109,7 @@ def _progress(what: str, total: int | None) -> Iterator[tuple[Progress, TaskID]]
 def _measure(settings: Settings, target: Target, steps: int) -> None:
     from autofuse.db.store import Store
     from autofuse.ir.device import cpu_device
-    from autofuse.process_trial import measure_malloc
+    from autofuse.process.trial import measure_malloc
 
     with _progress("measuring", steps) as (progress, task):
         trial, pairs = measure_malloc(

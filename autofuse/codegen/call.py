@@ -1,23 +1,36 @@
 """Calling a compiled kernel on tensors: the slow, checked way, for tests and the tuner's verification.
 
-In: a `CompiledKernel` and input tensors. Out: freshly allocated outputs.
+In: a compiled kernel and input tensors. Out: freshly allocated outputs.
 Guarantee: inputs must have the dtypes and strides of the node's specs, else ShapeError; nothing is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
-from autofuse.codegen.generator import bind_shapes
 from autofuse.errors import ShapeError
-from autofuse.ir.operation import NodeForm, TensorSpec
+from autofuse.ir.operation import NodeForm, TensorSpec, bind_shapes
 from autofuse.ir.shape import evaluate
 
-if TYPE_CHECKING:
-    from autofuse.codegen.generator import CompiledKernel
+
+class Kernel(Protocol):
+    """A compiled one, of any generator."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def form(self) -> NodeForm: ...
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        """Symbols that it has built in."""
+
+    def load(self) -> Any:
+        """Its entry in this process."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -46,9 +59,7 @@ def check_inputs(form: NodeForm, inputs: Sequence[torch.Tensor], values: Mapping
                 raise ShapeError(f"expected strides {item.spec.strides} for {item.name}, found {tensor.stride()}")
 
 
-def call_kernel(
-    kernel: CompiledKernel, inputs: Sequence[torch.Tensor], threads: int | None = None
-) -> tuple[torch.Tensor, ...]:
+def call_kernel(kernel: Kernel, inputs: Sequence[torch.Tensor], threads: int | None = None) -> tuple[torch.Tensor, ...]:
     """Run a kernel; outputs are poisoned first, so that an element it forgets shows."""
     form = kernel.form
     values = {**bind_shapes(form, [tuple(t.shape) for t in inputs])}

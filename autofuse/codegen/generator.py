@@ -12,18 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autofuse.codegen.c.attention import attention_refusal, default_attention_config, print_attention
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
-from autofuse.codegen.c.convolution import convolution_refusal, default_convolution_config, print_convolution
 from autofuse.codegen.c.knobs import default_config
 from autofuse.codegen.c.printer import print_c
-from autofuse.codegen.c.product import default_product_config, print_product, product_refusal
+from autofuse.codegen.c.templates.attention import attention_refusal, default_attention_config, print_attention
+from autofuse.codegen.c.templates.convolution import convolution_refusal, default_convolution_config, print_convolution
+from autofuse.codegen.c.templates.matmul import default_product_config, print_product, product_refusal
 from autofuse.codegen.lowering.lower import lower
-from autofuse.errors import ShapeError
-from autofuse.ir.operation import NodeForm
+from autofuse.ir.operation import NodeForm, bind_shapes, form_of
 from autofuse.ir.records import CompileKey, Config
-from autofuse.ir.shape import evaluate
-from autofuse.untouched import untouched
+from autofuse.preserve_rng import untouched
 
 Variant = Literal["c_generic", "c_specialised"]
 
@@ -121,30 +119,3 @@ class FusionKernelGenerator:
             symbols=form.symbols,
             constants=tuple(sorted(constants.items())),
         )
-
-
-def form_of(node: Any) -> NodeForm:
-    """The node's form, whether it is one or has one."""
-    return node if isinstance(node, NodeForm) else node.form
-
-
-def bind_shapes(form: NodeForm, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Values of the node's symbols under which its inputs have these shapes; raises ShapeError where none fit."""
-    if len(shapes) != len(form.inputs):
-        raise ShapeError(f"expected {len(form.inputs)} shapes, one for each input, found {len(shapes)}")
-    values: dict[str, int] = {}
-    pending = list(zip(form.inputs, shapes, strict=True))
-    # plain symbols first: an expression such as 2*s0 can then be checked, not solved
-    for item, sizes in sorted(
-        pending, key=lambda p: any(getattr(d, "is_Symbol", True) is False for d in p[0].spec.shape)
-    ):
-        for name, value in item.spec.shape.substitute(values).unify(sizes).items():
-            values[name] = value
-    missing = [s for s in form.symbols if s not in values]
-    if missing:
-        raise ShapeError(f"expected shapes that tell the values of {missing}, found only {values}")
-    for item, sizes in pending:
-        found = tuple(evaluate(d, values) for d in item.spec.shape)
-        if found != tuple(sizes):
-            raise ShapeError(f"expected the shape {found} for {item.name}, found {tuple(sizes)}")
-    return values

@@ -16,9 +16,9 @@ import functools
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from autofuse.codegen.column_passes import plan
 from autofuse.codegen.loops import Access, LoopKernel
 from autofuse.codegen.lowering.lower import lower
-from autofuse.codegen.phases import plan
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 

@@ -28,7 +28,7 @@ from autofuse.db import models
 from autofuse.db.connection import BUSY_TIMEOUT_SECONDS, WRITES, open_engine, store_error
 from autofuse.errors import StoreError
 from autofuse.ir.records import Bucket, DecisionKey, Event, ObservedShape
-from autofuse.ir.stored import stored_number
+from autofuse.ir.validation import stored_number
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -11,8 +11,7 @@ from __future__ import annotations
 import hmac
 
 from autofuse.errors import StoreError
-from autofuse.private_files import Untrusted, seal
-from autofuse.setting_groups import default_store
+from autofuse.private_files import Untrusted, default_store, seal
 
 _MARK = "seal:"
 

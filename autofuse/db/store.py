@@ -19,8 +19,8 @@ What it promises:
 from __future__ import annotations
 
 from autofuse.db.history import StoreHistory
-from autofuse.db.notes import RunNotes
 from autofuse.db.results import TuneResults
+from autofuse.db.run_notes import RunNotes
 from autofuse.db.tune_queue import TuneQueue
 
 

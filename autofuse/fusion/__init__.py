@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofuse.untouched import untouched
+from autofuse.preserve_rng import untouched
 
 if TYPE_CHECKING:
     from autofuse.fusion.analyzer import FusionCandidateAnalyzer

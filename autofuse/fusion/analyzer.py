@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
 from autofuse.fusion.config import FusionConfig
-from autofuse.fusion.extent import Extent, extent_of, with_parts
 from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.iteration_space import Extent, extent_of, with_parts
 from autofuse.fusion.node import FusionNode, join_extents
 from autofuse.ir.operation import NodeForm, Operation, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move

@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 
 from autofuse.errors import FusionError
-from autofuse.fusion.extent import Extent, Level, extent_of, with_parts
+from autofuse.fusion.iteration_space import Extent, Level, extent_of, with_parts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol

@@ -16,9 +16,9 @@ from typing import Any
 
 import sympy
 
-from autofuse.errors import FusionError
-from autofuse.ir.shape import Dim, SymbolicShape, as_dim
-from autofuse.ir.stored import one_line, stored_name, stored_number, stored_operator, stored_word
+from autofuse.errors import FusionError, ShapeError
+from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate
+from autofuse.ir.validation import one_line, stored_name, stored_number, stored_operator, stored_word
 
 BYTES_PER_ELEMENT = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -244,3 +244,30 @@ class NodeForm:
         for op in data["operations"]:
             op.pop("source", None)
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def form_of(node: Any) -> NodeForm:
+    """The node's form, whether it is one or has one."""
+    return node if isinstance(node, NodeForm) else node.form
+
+
+def bind_shapes(form: NodeForm, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Values of the node's symbols under which its inputs have these shapes; raises ShapeError where none fit."""
+    if len(shapes) != len(form.inputs):
+        raise ShapeError(f"expected {len(form.inputs)} shapes, one for each input, found {len(shapes)}")
+    values: dict[str, int] = {}
+    pending = list(zip(form.inputs, shapes, strict=True))
+    # plain symbols first: an expression such as 2*s0 can then be checked, not solved
+    for item, sizes in sorted(
+        pending, key=lambda p: any(getattr(d, "is_Symbol", True) is False for d in p[0].spec.shape)
+    ):
+        for name, value in item.spec.shape.substitute(values).unify(sizes).items():
+            values[name] = value
+    missing = [s for s in form.symbols if s not in values]
+    if missing:
+        raise ShapeError(f"expected shapes that tell the values of {missing}, found only {values}")
+    for item, sizes in pending:
+        found = tuple(evaluate(d, values) for d in item.spec.shape)
+        if found != tuple(sizes):
+            raise ShapeError(f"expected the shape {found} for {item.name}, found {tuple(sizes)}")
+    return values

@@ -323,7 +323,7 @@ class Refusal:
 
 
 # Kinds of events that a report shows elsewhere than among its notes.
-GRAPH_METRICS = "graph_metrics"  # describes a captured graph, see runtime/graph_notes.py
+GRAPH_METRICS = "graph_metrics"  # describes a captured graph, see runtime/graph_metrics_log.py
 PEAK_MEMORY = "peak_memory"  # of a step, see runtime/peak_memory.py
 
 

@@ -18,7 +18,7 @@ import sympy
 from autofuse.errors import LoweringError, ShapeError
 from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.size_text import parse
-from autofuse.ir.stored import is_name
+from autofuse.ir.validation import is_name
 
 Dim: TypeAlias = int | sympy.Expr
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import sympy
 
 from autofuse.errors import ShapeError
-from autofuse.ir.stored import is_name
+from autofuse.ir.validation import is_name
 
 LONGEST, DEEPEST = 4096, 32
 LARGEST_POWER = 8

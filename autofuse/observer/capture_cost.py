@@ -4,7 +4,7 @@ In: ``Traits`` of a root; what captures of this store took. Out: seconds, all th
 tracing, planning, the slow steps after. Guarantee: torch-free; pure functions of numbers.
 
 The coefficients are a fit to twelve models of different kinds (`benchmarks/capture.py --costs`) by the script's clock:
-AMD EPYC with AVX-512, 2 cores, torch 2.13, 2026-11, where `capture.speed` says 1.15. Eleven are within 1.4x; the
+AMD EPYC with AVX-512, 2 cores, torch 2.13, 2026-11, where `capture.python_speed` says 1.15. Eleven are within 1.4x; the
 twelfth breaks its graph where Dynamo then gives up, which takes 1.1 s of 2.9 expected.
 """
 

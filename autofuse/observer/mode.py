@@ -32,8 +32,8 @@ from torch._C import (
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autofuse.dynamo_skip import mark_all_below
 from autofuse.observer.device_timer import EventTimer
-from autofuse.untraced import mark_all_below
 
 TensorSpec = tuple[torch.Size, torch.dtype, tuple[int, ...]] | None  # shape, dtype, strides; None: not describable
 

@@ -3,8 +3,8 @@
 In: ``Module._wrapped_call_impl`` reads ``self._compiled_call_impl``, a class attribute that is ``None`` unless
 ``Module.compile()`` gave the instance its own. Here that class attribute becomes a non-data descriptor, so an
 instance's own value still wins, and ``__get__`` may hand out another way to run the call.
-Out: calls of outermost modules go to one function (``roots.RootTracker``), nested calls to a watcher while a step is
-sampled in that thread, and all others run as before.
+Out: calls of outermost modules go to one function (``root_tracker.RootTracker``), nested calls to a watcher
+while a step is sampled in that thread, and all others run as before.
 Guarantee: nested calls cost one Python call (about 0.13 us, 2 cores AVX-512, 2026-11). Dynamo, which inlines the
 attribute read when a module has hooks, folds ``is_dynamo_compiling()`` to a constant and guards on nothing of ours.
 Global module hooks would do the same job and were rejected: they slow every call down, make ``torch.compile``'d

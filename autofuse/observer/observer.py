@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autofuse.dynamo_skip import mark_all_below
 from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.locks import make_rlock
 from autofuse.observer.calibration import OpCost, measure_op_cost
@@ -29,7 +30,6 @@ from autofuse.observer.sampler import Sampler
 from autofuse.observer.signatures import call_signature, tensor_leaves
 from autofuse.observer.statistics import PendingCalls, ShapeStatistics
 from autofuse.observer.step import StepRecorder
-from autofuse.untraced import mark_all_below
 
 _OTHER_CALLS = 8  # this many times more calls of other roots, and the anchor is thought to be called no more
 _KEPT_SAMPLES = 16  # sampled steps of a root whose medians are given

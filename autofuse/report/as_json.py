@@ -13,8 +13,8 @@ from typing import Any
 
 from autofuse.db.rows import EventRow, RunRow, SettingTrial
 from autofuse.ir.records import RootRecord
-from autofuse.report.data import NodeLine, RefusalLine, Report, Totals
 from autofuse.report.metrics import graphs_to_json
+from autofuse.report.report import NodeLine, RefusalLine, Report, Totals
 from autofuse.report.statistics import StepRow
 
 SCHEMA_VERSION = 1

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from autofuse.say import plain
+from autofuse.stderr import plain
 
 
 class PlainConsole(Console):

@@ -18,10 +18,10 @@ from rich.text import Text
 from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Candidate, Config, Decision
-from autofuse.report import words
-from autofuse.report.data import Report
+from autofuse.report import wording
 from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
 from autofuse.report.metrics import graph_table
+from autofuse.report.report import Report
 from autofuse.report.table import plain_table, say
 
 MAX_CANDIDATES = 15
@@ -64,8 +64,8 @@ def _render_list(store: Store, console: Console) -> None:
             made = decisions.get(node.fusion_id, [])
             fused = [decision for decision in made if decision.candidate.variant != EAGER]
             best = max((decision.speedup for decision in fused), default=None)
-            operations = words.shorten(node.operations, 80)
-            table.add_row(cut(name_of(node)), operations, str(len(made)), str(len(fused)), words.times(best))
+            operations = wording.shorten(node.operations, 80)
+            table.add_row(cut(name_of(node)), operations, str(len(made)), str(len(fused)), wording.times(best))
         console.print(table)
         console.print()
     if roots:
@@ -74,7 +74,7 @@ def _render_list(store: Store, console: Console) -> None:
         table.add_column("state", no_wrap=True)
         table.add_column("why", ratio=1, overflow="fold")
         for root in roots:
-            table.add_row(root.name, root.state, words.in_words(root.reason, words.ROOT_REASONS))
+            table.add_row(root.name, root.state, wording.in_words(root.reason, wording.ROOT_REASONS))
         console.print(table)
     console.print()
     say(console, "Next: autofuse explain NODE")
@@ -96,8 +96,8 @@ def _render_node(story: NodeStory, console: Console) -> None:
         calls, fused = sum(use.calls for use in story.uses), sum(use.fused_calls for use in story.uses)
         share = max(use.time_share for use in story.uses)
         console.print(
-            f"{words.plural(calls, 'call')} in all runs, {fused:,} of them fused; "
-            f"at most {words.percent(share)} of the step time of a run",
+            f"{wording.plural(calls, 'call')} in all runs, {fused:,} of them fused; "
+            f"at most {wording.percent(share)} of the step time of a run",
             highlight=False,
         )
         console.print()
@@ -152,7 +152,7 @@ def _render_bucket(bucket: BucketStory, console: Console) -> None:
     key = bucket.key
     text = Text("Bucket ", "bold")
     text.append(key.bucket, "bold cyan")
-    text.append(f"\non {key.device}, {words.plural(key.threads, 'thread')}, {key.versions}", "dim")
+    text.append(f"\non {key.device}, {wording.plural(key.threads, 'thread')}, {key.versions}", "dim")
     console.print(text, highlight=False)
     for line in decision_lines(bucket):
         say(console, line)
@@ -167,8 +167,8 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
     if request is not None and request.status in ("queued", "running"):
         state = "Waits in the queue" if request.status == "queued" else "Is being tuned now"
         again = " again" if bucket.decisions else ""
-        saving = words.microseconds(request.expected_saving_us)
-        yield f"{state}{again}: {words.plural(request.calls, 'call')} seen, expected to have saved {saving}."
+        saving = wording.microseconds(request.expected_saving_us)
+        yield f"{state}{again}: {wording.plural(request.calls, 'call')} seen, expected to have saved {saving}."
     if not bucket.decisions:
         if request is None:
             yield "Not decided: it was measured, but no decision was stored."
@@ -177,17 +177,17 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         return
     row = bucket.decisions[-1]
     decision = row.decision
-    reason = words.in_words(decision.reason, words.DECISION_REASONS)
-    span = words.interval(decision.speedup_low, decision.speedup_high)
-    unfused, fused = words.microseconds(decision.unfused_us), words.microseconds(decision.fused_us)
+    reason = wording.in_words(decision.reason, wording.DECISION_REASONS)
+    span = wording.interval(decision.speedup_low, decision.speedup_high)
+    unfused, fused = wording.microseconds(decision.unfused_us), wording.microseconds(decision.fused_us)
     if decision.candidate.variant == EAGER:
-        yield f"Decision: stays eager. {words.sentence(reason)} Eager takes {unfused} a call."
+        yield f"Decision: stays eager. {wording.sentence(reason)} Eager takes {unfused} a call."
         if decision.fused_us != decision.unfused_us:
-            yield f"The best candidate took {fused}: {words.times(decision.speedup)} ({span})."
+            yield f"The best candidate took {fused}: {wording.times(decision.speedup)} ({span})."
     else:
         chosen = ", ".join(filter(None, candidate_text(decision.candidate)))
-        yield f"Decision: fused ({chosen}). {words.sentence(reason)}"
-        yield f"{words.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
+        yield f"Decision: fused ({chosen}). {wording.sentence(reason)}"
+        yield f"{wording.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
         if bucket.kernel is not None and bucket.kernel.resources:
             yield resource_line(bucket.kernel.resources)
         steps = way_steps(bucket.kernel.source) if is_way(decision.candidate) and bucket.kernel is not None else []
@@ -195,10 +195,10 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
             yield f"It runs {'; then '.join(steps)}."
     if decision.detail:
         yield decision.detail
-    effort = f"{words.plural(decision.trials, 'trial')} in {words.seconds(decision.tuning_seconds)}"
+    effort = f"{wording.plural(decision.trials, 'trial')} in {wording.seconds(decision.tuning_seconds)}"
     earlier = len(bucket.decisions) - 1
-    yield f"Decided {words.moment(row.at)} after {effort}" + (
-        f"; {words.plural(earlier, 'earlier decision')} replaced." if earlier else "."
+    yield f"Decided {wording.moment(row.at)} after {effort}" + (
+        f"; {wording.plural(earlier, 'earlier decision')} replaced." if earlier else "."
     )
 
 
@@ -207,9 +207,9 @@ def resource_line(resources: Mapping[str, Any]) -> str:
     registers, threads = resources.get("registers", 0), resources.get("threads", 0)
     shared, spilled = resources.get("shared_bytes", 0), resources.get("spill_bytes", 0)
     return (
-        f"The kernel takes {words.plural(registers, 'register')} a thread, {words.plural(threads, 'thread')} and "
-        f"{words.plural(shared, 'byte')} of shared memory a program; "
-        f"{words.plural(spilled, 'byte') + ' a thread are' if spilled else 'nothing is'} spilled."
+        f"The kernel takes {wording.plural(registers, 'register')} a thread, {wording.plural(threads, 'thread')} and "
+        f"{wording.plural(shared, 'byte')} of shared memory a program; "
+        f"{wording.plural(spilled, 'byte') + ' a thread are' if spilled else 'nothing is'} spilled."
     )
 
 
@@ -227,16 +227,16 @@ def _candidates(bucket: BucketStory) -> Table:
     table.add_column("status", ratio=2, overflow="fold")
     for row in rows[:MAX_CANDIDATES]:
         item = row.measurement
-        speedup = Text(words.times(item.speedup))
-        span = words.interval(item.speedup_low, item.speedup_high)
+        speedup = Text(wording.times(item.speedup))
+        span = wording.interval(item.speedup_low, item.speedup_high)
         if span:
             speedup.append("\n" + span.replace(" to ", "–"), "dim")
-        status = Text(words.in_words(item.status, words.STATUSES), "green" if item.status == "ok" else "yellow")
+        status = Text(wording.in_words(item.status, wording.STATUSES), "green" if item.status == "ok" else "yellow")
         if item.message:
-            status.append(f"\n{words.shorten(item.message, 160)}", "dim")
+            status.append(f"\n{wording.shorten(item.message, 160)}", "dim")
         table.add_row(
             *candidate_text(item.candidate),
-            "×".join(str(value) for value in item.symbol_values) or "–", words.microseconds(item.median_us), speedup,
+            "×".join(str(value) for value in item.symbol_values) or "–", wording.microseconds(item.median_us), speedup,
             "–" if item.error_ratio is None else f"{item.error_ratio:.2f}", status,
         )  # fmt: skip
     return table
@@ -257,11 +257,11 @@ def candidate_text(candidate: Candidate) -> tuple[str, str]:
     """A variant and its configuration: ``("C, fixed size", "threads=2")``, ``("another way", "sdpa: ...")``."""
     kind, _, name = candidate.variant.partition(":")
     if not is_way(candidate):
-        return words.in_words(candidate.variant, words.VARIANTS), config_text(candidate.config)
+        return wording.in_words(candidate.variant, wording.VARIANTS), config_text(candidate.config)
     config = dict(candidate.config)
     name = name or str(config.pop("way", ""))
     rest = config_text(tuple(config.items()))
-    return words.in_words(kind, words.VARIANTS), "; ".join(filter(None, (words.way(name), rest)))
+    return wording.in_words(kind, wording.VARIANTS), "; ".join(filter(None, (wording.way(name), rest)))
 
 
 def way_steps(source: str) -> list[str]:
@@ -288,15 +288,15 @@ def render_graphs(report: Report, console: Console, command: str, exit_code: int
     console.print(graph_table(report.graphs))
     left = [root for root in report.roots if root.state != "captured"]
     for root in left:
-        why = words.in_words(root.reason, words.ROOT_REASONS)
+        why = wording.in_words(root.reason, wording.ROOT_REASONS)
         say(console, f"Not captured: {root.name}: {why}. {root.detail}".rstrip())
     refused = [line for line in report.refusals if not line.accepted][:MAX_REASONS]
     if refused:
         console.print()
         say(console, "Why there are not fewer:", "bold")
     for line in refused:
-        operations = words.shorten(line.example.operations, 60)
-        say(console, f"{line.count:,} × {words.in_words(line.code, words.REFUSALS)}, for example {operations}")
+        operations = wording.shorten(line.example.operations, 60)
+        say(console, f"{line.count:,} × {wording.in_words(line.code, wording.REFUSALS)}, for example {operations}")
     console.print()
     say(console, f"Next: autofuse run --tune wait {command}")
 
@@ -305,7 +305,7 @@ def _why_nothing(report: Report) -> str:
     if report.run is None:
         return "no run was recorded. 'autofuse doctor' looks for the cause."
     for root in report.roots:
-        return f"{root.name}: {words.in_words(root.reason, words.ROOT_REASONS)}. {root.detail}".rstrip()
+        return f"{root.name}: {wording.in_words(root.reason, wording.ROOT_REASONS)}. {root.detail}".rstrip()
     for row in report.events:
         return row.event.message
     return "it called no nn.Module."
@@ -319,17 +319,19 @@ def _render_root(story: RootStory, console: Console) -> None:
     console.print(Text(root.name, "bold cyan"))
     console.print(Text(root.root, "dim"), soft_wrap=True)
     console.print()
-    reason = words.in_words(root.reason, words.ROOT_REASONS)
-    say(console, f"State: {root.state}. {words.sentence(reason)}")
+    reason = wording.in_words(root.reason, wording.ROOT_REASONS)
+    say(console, f"State: {root.state}. {wording.sentence(reason)}")
     if root.detail:
         say(console, root.detail)
-    seen = f"{words.plural(root.calls, 'call')} in the newest run, {words.seconds(root.eager_seconds)} spent in eager"
-    say(console, f"{seen}, {words.plural(root.operations, 'operation')} a forward.")
+    seen = (
+        f"{wording.plural(root.calls, 'call')} in the newest run, {wording.seconds(root.eager_seconds)} spent in eager"
+    )
+    say(console, f"{seen}, {wording.plural(root.operations, 'operation')} a forward.")
     if root.predicted_capture_seconds or root.capture_seconds:
         console.print(
-            f"Capture: predicted {words.seconds(root.predicted_capture_seconds)}, "
-            f"took {words.seconds(root.capture_seconds) if root.capture_seconds else 'none yet'}"
-            f"{words.causes(root.capture_causes)}.",
+            f"Capture: predicted {wording.seconds(root.predicted_capture_seconds)}, "
+            f"took {wording.seconds(root.capture_seconds) if root.capture_seconds else 'none yet'}"
+            f"{wording.causes(root.capture_causes)}.",
             highlight=False,
         )
     for argument, dim in root.dynamic_dims:
@@ -349,5 +351,5 @@ def _render_root(story: RootStory, console: Console) -> None:
         console.print()
         console.print(Text("History", "bold"))
         for change in story.changes[-12:]:
-            why = words.in_words(change.reason, words.ROOT_REASONS)
-            say(console, f"{words.moment(change.at)}  run {change.run_id}: {change.state} ({why})")
+            why = wording.in_words(change.reason, wording.ROOT_REASONS)
+            say(console, f"{wording.moment(change.at)}  run {change.run_id}: {change.state} ({why})")

@@ -1,8 +1,9 @@
 """Graphs before and after fusion, as a report shows them: nodes, edges, depth, kernels, FLOPs, bytes.
 
-In: the events of a run, among them one for each captured graph (``runtime/graph_notes.py``). Out: one `GraphLine` for
-each different graph, and their sum for a step. Guarantee: a graph that was captured anew for other sizes is one line,
-with the sizes of its most frequent capture; an event that another version wrote otherwise is left out.
+In: the events of a run, among them one for each captured graph (``runtime/graph_metrics_log.py``). Out: one
+`GraphLine` for each different graph, and their sum for a step. Guarantee: a graph that was captured anew for other
+sizes is one line, with the sizes of its most frequent capture; an event that another version wrote otherwise is left
+out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from autofuse.db.rows import EventRow
 from autofuse.ir.records import GRAPH_METRICS
-from autofuse.report import words
+from autofuse.report import wording
 from autofuse.report.table import plain_table
 
 MAX_GRAPHS = 12
@@ -145,7 +146,7 @@ def graph_table(lines: Sequence[GraphLine]) -> Table:
     more = len(lines) - MAX_GRAPHS
     caption = "before → after all that can be fused; what is measured to pay will be. One call, at the captured sizes"
     if more > 0:
-        caption += f"; and {words.plural(more, 'graph')} more: autofuse report --json"
+        caption += f"; and {wording.plural(more, 'graph')} more: autofuse report --json"
     table = plain_table("Graphs", caption)
     table.add_column("graph", ratio=1, overflow="fold")
     for column in ("nodes", "edges", "depth", "kernels", "FLOPs", "bytes moved"):
@@ -153,7 +154,7 @@ def graph_table(lines: Sequence[GraphLine]) -> Table:
     for line in lines[:MAX_GRAPHS]:
         name = Text(line.phase)
         of_each = f", {line.times} in each step" if line.times > 1 else ""
-        name.append(f"\n{words.plural(line.calls, 'call')}{of_each}", "dim")
+        name.append(f"\n{wording.plural(line.calls, 'call')}{of_each}", "dim")
         if line.source:
             name.append(f"\n{line.source.split(' ', 1)[0]}", "dim")
         table.add_row(name, *_cells(line.before, line.after))
@@ -169,8 +170,8 @@ def graph_table(lines: Sequence[GraphLine]) -> Table:
 def _cells(before: Size, after: Size) -> Iterator[Text]:
     for name in ("nodes", "edges", "depth", "kernels"):
         yield _change(getattr(before, name), getattr(after, name), "{:,.0f}".format)
-    yield Text(words.amount(before.flops))
-    yield _change(before.nbytes, after.nbytes, words.amount)
+    yield Text(wording.amount(before.flops))
+    yield _change(before.nbytes, after.nbytes, wording.amount)
 
 
 def _change(before: float, after: float, shown: Any) -> Text:

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autofuse.ir.steps import PAIR_WINDOW, held_out_one_in
-from autofuse.report import words
-from autofuse.report.data import NodeLine, Report
+from autofuse.report import wording
 from autofuse.report.find import cut
 from autofuse.report.metrics import graph_table
+from autofuse.report.report import NodeLine, Report
 from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, StepRow
 from autofuse.report.table import PlainTable, plain_table, say
 
@@ -81,14 +81,15 @@ def _header(report: Report) -> Text:
     run = report.run
     assert run is not None
     device = run.device
-    ended = "still running" if run.finished_at is None else f"took {words.seconds(run.finished_at - run.started_at)}"
+    ended = "still running" if run.finished_at is None else f"took {wording.seconds(run.finished_at - run.started_at)}"
     code = "" if run.totals.exit_code is None else f", exit code {run.totals.exit_code}"
     text = Text()
     text.append(f"Run {run.id}: ", "bold")
     text.append(run.command, "bold cyan")
-    text.append(f"\nstarted {words.moment(run.started_at)}, {ended}{code} · tune mode: {run.mode}", "dim")
+    text.append(f"\nstarted {wording.moment(run.started_at)}, {ended}{code} · tune mode: {run.mode}", "dim")
     text.append(
-        f"\n{device.name}, {words.plural(device.cores, 'core')}, {device.isa.partition('-')[0]} · {run.versions}", "dim"
+        f"\n{device.name}, {wording.plural(device.cores, 'core')}, {device.isa.partition('-')[0]} · {run.versions}",
+        "dim",
     )
     return text
 
@@ -103,7 +104,7 @@ def _totals(report: Report) -> Panel:
     calls = totals.fused_calls + totals.unfused_calls
     table.add_row(
         "node calls",
-        f"{totals.fused_calls:,} of {calls:,} ran fused kernels ({words.percent(totals.fused_share)})"
+        f"{totals.fused_calls:,} of {calls:,} ran fused kernels ({wording.percent(totals.fused_share)})"
         if calls
         else "none: no graph was captured",
     )
@@ -126,15 +127,15 @@ def gain_in_words(report: Report) -> tuple[str, str]:
             "one. A longer run measures it.",
             "bold yellow",
         )
-    span = words.interval(speedup.low, speedup.high)
-    said = f" (95 % interval {span}, {words.plural(speedup.pairs, 'comparison')})" if span else ""
+    span = wording.interval(speedup.low, speedup.high)
+    said = f" (95 % interval {span}, {wording.plural(speedup.pairs, 'comparison')})" if span else ""
     if not span:
-        said = f" (only {words.plural(speedup.pairs, 'comparison')}: {MIN_PAIRS_FOR_INTERVAL} make an interval)"
+        said = f" (only {wording.plural(speedup.pairs, 'comparison')}: {MIN_PAIRS_FOR_INTERVAL} make an interval)"
     if speedup.is_gain:
-        return f"{words.times(speedup.median)} faster steps than eager{said}", "bold green"
+        return f"{wording.times(speedup.median)} faster steps than eager{said}", "bold green"
     if speedup.high is not None and speedup.high < 1.0:
-        return f"No gain: steps run at {words.times(speedup.median)} of eager's speed{said}", "bold red"
-    return f"No gain: {words.times(speedup.median)} is not distinguishable from eager{said}", "bold yellow"
+        return f"No gain: steps run at {wording.times(speedup.median)} of eager's speed{said}", "bold red"
+    return f"No gain: {wording.times(speedup.median)} is not distinguishable from eager{said}", "bold yellow"
 
 
 def _why_nothing_fused(report: Report) -> str:
@@ -144,9 +145,11 @@ def _why_nothing_fused(report: Report) -> str:
         if row.event.kind in ("no_compiler", "no_triton", "store_unusable", "daemon_unusable"):
             return row.event.message
     if report.queue.open:
-        return f"{words.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."
+        return (
+            f"{wording.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."
+        )
     if report.queue.failed:
-        failed = words.plural(report.queue.failed, "request")
+        failed = wording.plural(report.queue.failed, "request")
         return f"{failed} for tuning failed; autofuse explain NODE says why, autofuse tune --again tries anew."
     if report.nodes:
         if run.mode == "off":
@@ -156,7 +159,7 @@ def _why_nothing_fused(report: Report) -> str:
         return "The captured graphs hold no operators that can be fused."
     if report.roots:
         root = report.roots[0]
-        return f"No module was captured; {root.name}: {words.in_words(root.reason, words.ROOT_REASONS)}."
+        return f"No module was captured; {root.name}: {wording.in_words(root.reason, wording.ROOT_REASONS)}."
     return "No call of an nn.Module was seen."
 
 
@@ -178,12 +181,12 @@ def _cost(report: Report) -> str:
     assert run is not None
     totals = report.totals
     how = {"background": " beside the script", "wait": " while the script waited", "after": " after the script"}
-    tuning = f"tuning {words.seconds(totals.tuning_seconds)}" if totals.tuning_seconds else "no tuning"
+    tuning = f"tuning {wording.seconds(totals.tuning_seconds)}" if totals.tuning_seconds else "no tuning"
     causes: dict[str, float] = {}
     for root in report.roots:
         for cause, seconds in root.capture_causes:
             causes[cause] = causes.get(cause, 0.0) + seconds
-    capture = f"capture {words.seconds(totals.capture_seconds)}{words.causes(causes.items())}"
+    capture = f"capture {wording.seconds(totals.capture_seconds)}{wording.causes(causes.items())}"
     return f"{capture}, {tuning}" + (how.get(run.mode, "") if totals.tuning_seconds else "")
 
 
@@ -192,13 +195,13 @@ def _saved(report: Report) -> str:
     if totals.seconds_saved is None:
         return "not measurable"
     if totals.seconds_saved <= 0:
-        return f"nothing: {words.seconds(-totals.seconds_saved)} lost"
+        return f"nothing: {wording.seconds(-totals.seconds_saved)} lost"
     when = (
         f"paid for its cost by step {totals.break_even_step:,}"
         if totals.break_even_step is not None
         else "has not paid for its cost yet"
     )
-    return f"{words.seconds(totals.seconds_saved)}, {when}"
+    return f"{wording.seconds(totals.seconds_saved)}, {when}"
 
 
 def _memory(report: Report) -> str:
@@ -208,8 +211,8 @@ def _memory(report: Report) -> str:
         return "not measured; autofuse run --set observe.memory=on measures a step's peak"
     names = len(report.memory) > 1
     return "\n".join(
-        f"{line.name + ': ' if names else ''}a step's tensors peak at {words.nbytes(line.routed_bytes)}, "
-        f"{line.ratio:.2f} of eager's {words.nbytes(line.eager_bytes)}"
+        f"{line.name + ': ' if names else ''}a step's tensors peak at {wording.nbytes(line.routed_bytes)}, "
+        f"{line.ratio:.2f} of eager's {wording.nbytes(line.eager_bytes)}"
         for line in report.memory[:MAX_MEMORY]
     )
 
@@ -219,7 +222,7 @@ def _memory(report: Report) -> str:
 
 def _nodes(report: Report) -> Table:
     more = len(report.nodes) - MAX_NODES
-    caption = f"and {words.plural(more, 'node')} more: autofuse report --json" if more > 0 else ""
+    caption = f"and {wording.plural(more, 'node')} more: autofuse report --json" if more > 0 else ""
     table = plain_table("Fusion nodes by share of step time", caption)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("operations, node and bucket", ratio=5, overflow="fold")
@@ -229,17 +232,17 @@ def _nodes(report: Report) -> Table:
     table.add_column("speedup", justify="right", no_wrap=True)
     table.add_column("decision", ratio=3, overflow="fold")
     for line in report.nodes[:MAX_NODES]:
-        name = Text(words.shorten(line.operations.replace("native_", ""), 120) or "?")
+        name = Text(wording.shorten(line.operations.replace("native_", ""), 120) or "?")
         # The end of a node's name is enough for `autofuse explain`, and fits.
         name.append(f"\n{line.node.rsplit('_', 1)[-1]}", "bold dim")
         name.append(f"\n{line.bucket}", "dim cyan")
-        speedup = Text(words.times(line.speedup), _speedup_style(line))
-        span = words.interval(line.speedup_low, line.speedup_high)
+        speedup = Text(wording.times(line.speedup), _speedup_style(line))
+        span = wording.interval(line.speedup_low, line.speedup_high)
         if span and line.variant != "eager":
             speedup.append("\n" + span.replace(" to ", "–"), "dim")
         table.add_row(
-            words.percent(line.time_share), name, f"{line.calls:,}", words.microseconds(line.unfused_us),
-            words.microseconds(line.fused_us), speedup, decision_in_words(line),
+            wording.percent(line.time_share), name, f"{line.calls:,}", wording.microseconds(line.unfused_us),
+            wording.microseconds(line.fused_us), speedup, decision_in_words(line),
         )  # fmt: skip
     return table
 
@@ -252,13 +255,13 @@ def decision_in_words(line: NodeLine) -> Text:
     """What was decided for a node, and why, on lines of their own."""
     style = {"fused": "green", "failed": "red", "queued": "yellow", "running": "yellow"}.get(line.decision, "")
     if line.decision == "fused":
-        text = Text(f"fused ({words.in_words(line.variant or '', words.VARIANTS)})", style)
+        text = Text(f"fused ({wording.in_words(line.variant or '', wording.VARIANTS)})", style)
     elif line.decision == "eager":
         text = Text("stays eager")
     else:
         text = Text({"queued": "queued", "running": "in work", "failed": "failed"}.get(line.decision, "open"), style)
     if line.reason != "won":
-        text.append("\n" + words.in_words(line.reason, words.DECISION_REASONS), "dim")
+        text.append("\n" + wording.in_words(line.reason, wording.DECISION_REASONS), "dim")
     return text
 
 
@@ -267,7 +270,7 @@ def _steps(report: Report) -> Table:
     more = len(rows) - MAX_STEPS
     caption = "* hot: these make up 80 % of the routed time and the speedup above"
     if more > 0:
-        caption += f"; and {words.plural(more, 'shape')} more: autofuse report --json"
+        caption += f"; and {wording.plural(more, 'shape')} more: autofuse report --json"
     table = plain_table("Steps by shape of the input", caption)
     names = {root.root: root.name for root in report.roots}
     several = len({row.root for row in rows}) > 1
@@ -279,19 +282,19 @@ def _steps(report: Report) -> Table:
     table.add_column("fused", justify="right", no_wrap=True)
     table.add_column("speedup", justify="right", no_wrap=True)
     for row in rows[:MAX_STEPS]:
-        label = words.signature(row.signature)
+        label = wording.signature(row.signature)
         root = f"{names.get(row.root, row.root)} " if several else ""
         table.add_row(
-            words.percent(row.time_share), f"{root}{words.shorten(label, 80)}{' *' if row.hot else ''}",
-            f"{row.routed:,}", f"{row.held_out:,}", words.microseconds(row.held_out_us),
-            words.microseconds(row.routed_us), _step_speedup(row),
+            wording.percent(row.time_share), f"{root}{wording.shorten(label, 80)}{' *' if row.hot else ''}",
+            f"{row.routed:,}", f"{row.held_out:,}", wording.microseconds(row.held_out_us),
+            wording.microseconds(row.routed_us), _step_speedup(row),
         )  # fmt: skip
     return table
 
 
 def _step_speedup(row: StepRow) -> Text:
-    text = Text(words.times(row.speedup.median), "green" if row.speedup.is_gain else "")
-    span = words.interval(row.speedup.low, row.speedup.high)
+    text = Text(wording.times(row.speedup.median), "green" if row.speedup.is_gain else "")
+    span = wording.interval(row.speedup.low, row.speedup.high)
     if span:
         text.append("\n" + span.replace(" to ", "–"), "dim")
     return text
@@ -306,15 +309,15 @@ def _roots(report: Report) -> Table:
     table.add_column("why", ratio=1, overflow="fold")
     styles = {"captured": "green", "observing": "yellow"}
     for root in report.roots:
-        why = Text(words.in_words(root.reason, words.ROOT_REASONS))
+        why = Text(wording.in_words(root.reason, wording.ROOT_REASONS))
         if root.detail:
-            why.append(f"\n{words.shorten(root.detail, 200)}", "dim")
+            why.append(f"\n{wording.shorten(root.detail, 200)}", "dim")
         if root.dynamic_dims:
             dims = ", ".join(f"{argument} dim {dim}" for argument, dim in root.dynamic_dims)
-            why.append(f"\ndynamic: {words.shorten(dims, 120)}", "dim")
+            why.append(f"\ndynamic: {wording.shorten(dims, 120)}", "dim")
         if root.kept_graphs:
-            why.append(f"\n{words.plural(root.kept_graphs, 'graph')} traced by an earlier run", "dim")
-        capture = words.seconds(root.capture_seconds) if root.capture_seconds else "–"
+            why.append(f"\n{wording.plural(root.kept_graphs, 'graph')} traced by an earlier run", "dim")
+        capture = wording.seconds(root.capture_seconds) if root.capture_seconds else "–"
         table.add_row(root.name, Text(root.state, styles.get(root.state, "")), f"{root.calls:,}", capture, why)
     return table
 
@@ -329,11 +332,13 @@ def _settings(report: Report) -> Table:
     for trial in report.settings:
         name = Text(trial.setting)
         name.append(f"\n{trial.value}", "dim")
-        speedup = Text(words.times(trial.ratio), "green" if trial.decision == "on" else "")
-        speedup.append("\n" + words.interval(trial.low, trial.high).replace(" to ", "–"), "dim")
+        speedup = Text(wording.times(trial.ratio), "green" if trial.decision == "on" else "")
+        speedup.append("\n" + wording.interval(trial.low, trial.high).replace(" to ", "–"), "dim")
         decision = Text(trial.decision, "green" if trial.decision == "on" else "")
-        decision.append("\n" + words.in_words(trial.reason, words.SETTING_REASONS), "dim")
-        table.add_row(name, words.microseconds(trial.baseline_us), words.microseconds(trial.with_us), speedup, decision)
+        decision.append("\n" + wording.in_words(trial.reason, wording.SETTING_REASONS), "dim")
+        table.add_row(
+            name, wording.microseconds(trial.baseline_us), wording.microseconds(trial.with_us), speedup, decision
+        )
     return table
 
 
@@ -344,10 +349,10 @@ def _refusals(report: Report) -> Table:
     table.add_column("for example", ratio=3, overflow="fold", style="dim")
     for line in [line for line in report.refusals if not line.accepted][:MAX_REFUSALS]:
         example = line.example
-        shown = words.shorten(example.operations, 60) + (
-            f"\n{words.shorten(example.source, 100)}" if example.source else ""
+        shown = wording.shorten(example.operations, 60) + (
+            f"\n{wording.shorten(example.source, 100)}" if example.source else ""
         )
-        table.add_row(f"{line.count:,}", words.in_words(line.code, words.REFUSALS), shown)
+        table.add_row(f"{line.count:,}", wording.in_words(line.code, wording.REFUSALS), shown)
     return table
 
 
@@ -360,7 +365,7 @@ def _events(report: Report) -> Group:
         repeats = f" ({count} times)" if count > 1 else ""
         text = Text("• ")
         text.append(kind.replace("_", " "), "yellow")
-        text.append(f"{repeats}: {words.shorten(message, 400)}")
+        text.append(f"{repeats}: {wording.shorten(message, 400)}")
         lines.append(text)
     if len(counts) > MAX_EVENTS:
         lines.append(Text(f"and {len(counts) - MAX_EVENTS} more: autofuse report --json", "dim"))

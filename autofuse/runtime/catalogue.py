@@ -15,14 +15,14 @@ import torch
 
 from autofuse.codegen.c.build import Toolchain
 from autofuse.errors import CompilerError, StoreError
+from autofuse.gpu import capturing, launcher
 from autofuse.ir.records import EAGER, IN_ONE, Decision, DeviceInfo, KernelRecord
 from autofuse.locks import make_lock
 from autofuse.private_files import PrivateFolder
-from autofuse.runtime.backends import Backends, Place
-from autofuse.runtime.gpu import capturing, launcher
-from autofuse.runtime.launch import Entry
+from autofuse.runtime.device_backends import Backends, Place
 from autofuse.runtime.router import UNKNOWN, Choice
-from autofuse.setting_groups import RunSettings
+from autofuse.settings.groups import RunSettings
+from autofuse.wrapper.node_call import Entry
 
 if TYPE_CHECKING:
     from autofuse.db.store import Store

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from autofuse.runtime.gpu import capturing
-from autofuse.runtime.launch import NodeCall
+from autofuse.gpu import capturing
 from autofuse.runtime.plans import NodeState
+from autofuse.wrapper.node_call import NodeCall
 
 # Two roundings of the dtype per operation of the node, and a sum's worth of slack.
 SLACK = 64.0

@@ -14,7 +14,7 @@ import torch
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import Operation, ValueRef
-from autofuse.runtime.launch import NodeCall, make_unfused
+from autofuse.wrapper.node_call import NodeCall, make_unfused
 
 
 class RuntimeShapeInjector:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from autofuse.gpu import capturing
 from autofuse.locks import make_lock
-from autofuse.runtime.gpu import capturing
 
 if TYPE_CHECKING:
     from autofuse.runtime.plans import Plan

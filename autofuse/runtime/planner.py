@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from autofuse.capture.graph_import import ImportedGraph
-from autofuse.capture.passes import backward_of
+from autofuse.capture.joint_graph import backward_of
 from autofuse.codegen.in_place import in_place
 from autofuse.errors import AutofuseError, LoweringError
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import MATMULS, FusionGraph
 from autofuse.fusion.node import FusionNode
+from autofuse.fusion.pattern_file import read_patterns
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Refusal
-from autofuse.pattern_file import read_patterns
-from autofuse.runtime.find_halves import find_halves, halves_of
-from autofuse.runtime.graph_notes import Described, measure_graph
-from autofuse.runtime.halves import Half
+from autofuse.runtime.graph_metrics_log import Described, measure_graph
 from autofuse.runtime.router import GraphRouter
-from autofuse.say import say
-from autofuse.ways.groups import Group, find_groups
+from autofuse.stderr import say
+from autofuse.strategies.find_joint_attention import find_halves, halves_of
+from autofuse.strategies.groups import Group, find_groups
+from autofuse.strategies.joint_attention import Half
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
@@ -67,7 +67,7 @@ class Planner:
         return nodes
 
     def plan_halves(self, imported: ImportedGraph, phase: str) -> list[Half]:
-        """Attentions of training in a graph (`find_halves`): found with the forward graph, for its backward graph too.
+        """Attentions of training in a graph (`find_joint_attention`), found with the forward graph for both.
 
         None where each call is checked against eager: half of one has no counterpart there.
         """

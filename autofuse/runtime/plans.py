@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket
-from autofuse.runtime.launch import NodeCall, make_unfused, node_symbol_values
-from autofuse.runtime.program import NodeSlot
-from autofuse.tuner.buckets import bucket_of
+from autofuse.wrapper.graph_call import NodeSlot
+from autofuse.wrapper.node_call import NodeCall, make_unfused, node_symbol_values
 
 if TYPE_CHECKING:
     from autofuse.runtime.router import GraphRouter

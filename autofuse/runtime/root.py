@@ -18,30 +18,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from autofuse import collector
 from autofuse.capture.traced import ROOT_FILE
+from autofuse.gpu import capturing
+from autofuse.gpu.devices import CPU
 from autofuse.ir.records import RootRecord
+from autofuse.observer.capture_policy import UNTUNED, Held, may_trace_again
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.module_table import ModuleTable
-from autofuse.observer.policy import UNTUNED, Held, may_trace_again
-from autofuse.observer.roots import RootTracker, Target, has_plain_call
+from autofuse.observer.release_policy import Loss
+from autofuse.observer.root_tracker import RootTracker, Target, has_plain_call
 from autofuse.observer.signatures import call_signature, count_elements, has_plain_sizes, tensors_by_path
-from autofuse.observer.verdicts import Loss
-from autofuse.runtime.account import Account
-from autofuse.runtime.devices import CPU
-from autofuse.runtime.gpu import capturing
-from autofuse.runtime.replaced import Classes, must_be_eager, replaced_operator
+from autofuse.preserve_rng import keep_generators, untouched
+from autofuse.runtime.graph_trial import Costs, Trial
+from autofuse.runtime.patched_classes import Classes, must_be_eager, replaced_operator
 from autofuse.runtime.root_bypass import Bypass
 from autofuse.runtime.root_policy import BY_SIZE, RootPolicy
-from autofuse.runtime.root_shapes import Brief, Shape
+from autofuse.runtime.root_steps import Brief, Shape
 from autofuse.runtime.root_unwatched import Unwatched
-from autofuse.runtime.trial import Costs, Trial
-from autofuse.untouched import keep_generators, untouched
+from autofuse.runtime.step_clock import Account
+from autofuse.startup import gc_pause
 
 if TYPE_CHECKING:
-    from autofuse.capture.direct import DirectCall, DirectCalls
     from autofuse.capture.dynamo import CapturedRoot
-    from autofuse.runtime.roots import Roots
+    from autofuse.capture.guarded_call import DirectCall, DirectCalls
+    from autofuse.runtime.root_registry import Roots
 
 log = logging.getLogger(__name__)
 
@@ -559,7 +559,7 @@ class Root:
         began = time.perf_counter()
         self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
-        with collector.paused(), untouched():
+        with gc_pause.paused(), untouched():
             from autofuse.capture import dynamo
 
             self._dynamo = dynamo
@@ -572,7 +572,7 @@ class Root:
     def _compile(self) -> CapturedRoot:
         assert self._dynamo is not None
         with untouched():
-            from autofuse.runtime.kept_plans import KeptPlans
+            from autofuse.runtime.plan_cache import KeptPlans
 
         plans = KeptPlans(self.session)
         captured: CapturedRoot = self._dynamo.compile_root(self.name, _backend, self.key, self.session.keeper, plans)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from autofuse.observer.roots import QuietCalls, RootTracker, Target
-from autofuse.runtime.trial import Trial
+from autofuse.observer.root_tracker import QuietCalls, RootTracker, Target
+from autofuse.runtime.graph_trial import Trial
 
 _SHAPE = operator.attrgetter("shape")
 

@@ -1,7 +1,7 @@
 """When a root is captured: what its observed calls say, what earlier runs found out, what the budget allows.
 
 In: the observed calls of a root. Out: advice, with its reason and what a capture is expected to cost. The rule is
-`observer.policy.advise_capture`, here is what it goes by; the root acts.
+`observer.capture_policy.advise_capture`, here is what it goes by; the root acts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, Traits, kept_trace_seconds, model_seconds
-from autofuse.observer.policy import UNTUNED, CaptureAdvice, advise_capture
-from autofuse.observer.roots import Target
-from autofuse.observer.verdicts import Verdicts
-from autofuse.runtime.account import Account
-from autofuse.runtime.traits import traits_of
+from autofuse.observer.capture_policy import UNTUNED, CaptureAdvice, advise_capture
+from autofuse.observer.release_policy import Verdicts
+from autofuse.observer.root_tracker import Target
+from autofuse.runtime.root_traits import traits_of
+from autofuse.runtime.step_clock import Account
 
 if TYPE_CHECKING:
-    from autofuse.runtime.roots import Roots
+    from autofuse.runtime.root_registry import Roots
 
 # After so many calls of one and the same shape, a waiting run takes it for the only one.
 CALLS_OF_ONE_SHAPE = 3

@@ -17,12 +17,12 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from autofuse.runtime.account import Account
+from autofuse.runtime.graph_trial import Trial
 from autofuse.runtime.root_policy import RootPolicy
-from autofuse.runtime.trial import Trial
+from autofuse.runtime.step_clock import Account
 
 if TYPE_CHECKING:
-    from autofuse.runtime.roots import Roots
+    from autofuse.runtime.root_registry import Roots
 
 WATCHED_AT_FIRST = 64
 SHORT_SECONDS = 2e-3  # of calls that take less,

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import torch
 
 from autofuse.errors import DeviceError, ShapeError
+from autofuse.gpu import capturing
 from autofuse.locks import make_lock
-from autofuse.runtime.gpu import capturing
-from autofuse.runtime.halves import forward_call
-from autofuse.runtime.launch import Composed, Entry, NodeCall, make_checked, make_launcher
-from autofuse.runtime.odd_losses import asking_eager, refuses
+from autofuse.runtime.loss_guard import asking_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, Timer, Untimed, cover
-from autofuse.runtime.program import Program
 from autofuse.runtime.usage import Usage
-from autofuse.ways.training import SDPA_TRAINING
+from autofuse.strategies.joint_attention import forward_call
+from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
+from autofuse.wrapper.graph_call import Program
+from autofuse.wrapper.node_call import Composed, Entry, NodeCall, make_checked, make_launcher
 
 # First calls of a node, each in another plan, whose inputs were checked; sizes and strides of all come from one graph.
 TRUSTED_AFTER = 4

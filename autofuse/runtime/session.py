@@ -26,34 +26,34 @@ import torch
 
 from autofuse.capture.traced import Keeper, is_of_another_version, trace_prefix
 from autofuse.codegen.version import versions
+from autofuse.daemon.process_id import this_machine
 from autofuse.errors import AutofuseError
+from autofuse.gpu.node_timer import NodeTimer
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import Bucket, Event, Refusal, RunStart, RunTotals, StepSample
 from autofuse.locks import make_lock, make_rlock
-from autofuse.optimizer.hook import OptimizerHook
+from autofuse.preserve_rng import untouched
 from autofuse.private_files import PrivateFolder
-from autofuse.runtime import roots
-from autofuse.runtime.backstage import BUSY_SECONDS, Backstage, Pace, breathe
-from autofuse.runtime.graph_notes import GraphNotes
-from autofuse.runtime.node_timer import NodeTimer
+from autofuse.runtime import root_registry
+from autofuse.runtime.graph_metrics_log import GraphNotes
+from autofuse.runtime.optim_hook import OptimizerHook
 from autofuse.runtime.plan_limit import PlanLimit
-from autofuse.runtime.tuning import TuningClient
+from autofuse.runtime.store_thread import BUSY_SECONDS, Backstage, Pace, breathe
+from autofuse.runtime.tuning_client import TuningClient
 from autofuse.runtime.usage import Usage, node_uses, usage_of
-from autofuse.say import say
-from autofuse.settings import Settings, load
-from autofuse.tuner.process_id import this_machine
-from autofuse.untouched import untouched
+from autofuse.settings.layers import Settings, load
+from autofuse.stderr import say
 
 if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
     from autofuse.db.store import Store
-    from autofuse.runtime.backends import Place
     from autofuse.runtime.catalogue import Catalogue
-    from autofuse.runtime.draws import Draws
-    from autofuse.runtime.launch import NodeCall
+    from autofuse.runtime.device_backends import Place
     from autofuse.runtime.planner import Planner
     from autofuse.runtime.plans import NodeState, Plan
+    from autofuse.runtime.rng_kernels import Draws
     from autofuse.runtime.router import Choice, GraphRouter
+    from autofuse.wrapper.node_call import NodeCall
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Session:
         )
         self.tuning = TuningClient(self)
         self._plan_limit = PlanLimit(self.routers, before=self.tuning.note_leaving)
-        self.roots = roots.Roots(self)
+        self.roots = root_registry.Roots(self)
         self.optimizers = OptimizerHook(self)
 
     def start(self) -> None:
@@ -168,7 +168,7 @@ class Session:
     def _bring_draws(self) -> Draws:
         with self._loading, untouched():
             if self._draws is None:
-                from autofuse.runtime.draws import Draws
+                from autofuse.runtime.rng_kernels import Draws
 
                 self._draws = Draws(self)
             return self._draws

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autofuse.ir.records import Bucket, NodeUse, ObservedShape
-from autofuse.runtime.backstage import breathe
+from autofuse.runtime.store_thread import breathe
 
 if TYPE_CHECKING:
     from autofuse.runtime.plans import NodeState, Plan

@@ -21,15 +21,15 @@ from torch import fx
 from torch._C import _current_graph_task_id
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
+from autofuse.gpu import capturing
 from autofuse.ir.records import RootRecord
-from autofuse.observer.policy import Held
-from autofuse.observer.verdicts import Loss
-from autofuse.runtime.gpu import capturing
-from autofuse.runtime.root_shapes import Shape
-from autofuse.runtime.trial import Costs, Trial
+from autofuse.observer.capture_policy import Held
+from autofuse.observer.release_policy import Loss
+from autofuse.runtime.graph_trial import Costs, Trial
+from autofuse.runtime.root_steps import Shape
 
 if TYPE_CHECKING:
-    from autofuse.runtime.roots import Roots
+    from autofuse.runtime.root_registry import Roots
 
 Call = Callable[..., Any]
 COSTS = Costs(brief=0.0, timed=0.0)  # what a call costs more if its graph is not released: nothing

@@ -13,32 +13,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autofuse.codegen.c.attention import attention_knobs as c_attention_knobs
-from autofuse.codegen.c.attention import default_attention_config as default_c_attention_config
-from autofuse.codegen.c.attention import print_attention as print_c_attention
 from autofuse.codegen.c.build import Tend, Toolchain, compile_key, compile_source, flags_for
-from autofuse.codegen.c.convolution import convolution_knobs, default_convolution_config, print_convolution
 from autofuse.codegen.c.knobs import default_config, knobs_for
 from autofuse.codegen.c.printer import CSource, print_c
-from autofuse.codegen.c.product import default_product_config, print_product, product_knobs
+from autofuse.codegen.c.templates.attention import attention_knobs as c_attention_knobs
+from autofuse.codegen.c.templates.attention import default_attention_config as default_c_attention_config
+from autofuse.codegen.c.templates.attention import print_attention as print_c_attention
+from autofuse.codegen.c.templates.convolution import convolution_knobs, default_convolution_config, print_convolution
+from autofuse.codegen.c.templates.matmul import default_product_config, print_product, product_knobs
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.triton.artifact import Artifact
-from autofuse.codegen.triton.attention import print_attention
-from autofuse.codegen.triton.attention_knobs import attention_knobs, default_attention_config
 from autofuse.codegen.triton.key import compile_key as triton_key
 from autofuse.codegen.triton.key import kernel_record
 from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
-from autofuse.codegen.triton.matmul import print_matmul
-from autofuse.codegen.triton.matmul_knobs import default_matmul_config, matmul_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import limits_of, prune_reason, target_of
+from autofuse.codegen.triton.templates.attention import print_attention
+from autofuse.codegen.triton.templates.attention_knobs import attention_knobs, default_attention_config
+from autofuse.codegen.triton.templates.matmul import print_matmul
+from autofuse.codegen.triton.templates.matmul_knobs import default_matmul_config, matmul_knobs
 from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config, KernelRecord
+from autofuse.strategies.strategy import ATTENTION, CONVOLUTION, MATMUL
 from autofuse.tuner.worker_process import CandidateProblem
-from autofuse.ways.record import ATTENTION, CONVOLUTION, MATMUL
 
 Sizes = Mapping[str, int]  # values of a node's symbols
 
@@ -48,7 +48,7 @@ class Tiled:
     """A product or an attention with what follows it, to be printed as tiles instead of as a nest of loops."""
 
     form: NodeForm
-    printer: str  # `ways.record.MATMUL`, `ATTENTION` or `CONVOLUTION`
+    printer: str  # `strategies.strategy.MATMUL`, `ATTENTION` or `CONVOLUTION`
 
 
 Printable = LoopKernel | Tiled
@@ -99,7 +99,7 @@ class CBackend:
     """C through the system's compiler."""
 
     generic, specialised = "c_generic", "c_specialised"
-    worker_module = "autofuse.tuner.worker"
+    worker_module = "autofuse.daemon.workers.cpu"
     worker_arguments: tuple[str, ...] = ()
 
     def __init__(self, toolchain: Toolchain, timeout_seconds: float = 60.0, tend: Tend | None = None) -> None:
@@ -175,7 +175,7 @@ class _TritonText:
 class TritonBackend(_TritonText):
     """Triton for one model of GPU. A kernel that spills or asks for more than the device has is never timed."""
 
-    worker_module = "autofuse.tuner.gpu_worker"
+    worker_module = "autofuse.daemon.workers.gpu"
 
     def __init__(self, device_key: str, compiler: Compile) -> None:
         """``device_key``: `DeviceInfo.key` of the model. Raises CompilerError for an architecture that is not known."""
@@ -214,7 +214,7 @@ def _assumptions(source: TritonSource, sizes: Iterable[Sizes], is_final: bool) -
 class InterpreterBackend(_TritonText):
     """The same Triton text in Triton's interpreter, on CPU tensors: all of the tuner but the clock, without a GPU."""
 
-    worker_module = "autofuse.tuner.interpreter_worker"
+    worker_module = "autofuse.daemon.workers.interpreter"
     worker_arguments: tuple[str, ...] = ()
 
     def recipe(

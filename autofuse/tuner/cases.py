@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from autofuse.ir.buckets import awkward_values
 from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
 from autofuse.ir.records import Bucket, ObservedShape
 from autofuse.ir.shape import evaluate
-from autofuse.tuner.buckets import awkward_values
 
 CASE_BYTES = 64 << 20  # the float64 reference takes up to three times that
 GPU_CASE_BYTES = 1 << 30  # a GPU checks 1 GiB in the time in which a CPU checks 64 MiB

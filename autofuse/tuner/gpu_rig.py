@@ -15,14 +15,14 @@ import torch
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.errors import CompilerError
+from autofuse.gpu import launcher
+from autofuse.gpu.devices import device_count, gpu_device, supports_bf16
+from autofuse.gpu.modules import load_artifact
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.devices import device_count, gpu_device, supports_bf16
-from autofuse.runtime.gpu import launcher
-from autofuse.runtime.gpu.modules import load_artifact
-from autofuse.runtime.launch import make_launcher, make_unfused
 from autofuse.tuner.gpu_sampler import GpuSampler, device_calls
 from autofuse.tuner.timing import Sampler
 from autofuse.tuner.verify import GuardedAllocator
+from autofuse.wrapper.node_call import make_launcher, make_unfused
 
 # What CUDA and HIP say of errors after which a context answers every call with the same error.
 FATAL = (

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from autofuse.codegen.knobs import Knob
 from autofuse.db.rows import StoredMeasurement
 from autofuse.ir.records import Bucket, Candidate, CompileKey, Config, KernelRecord
+from autofuse.tuner.benchmark_provider import Bench, Built
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, race
 from autofuse.tuner.worker_process import CandidateProblem
-from autofuse.tuner.workshop import Bench, Built
 
 COMPILE_SECONDS = 0.1
 CHECK_SECONDS = 0.01

@@ -27,7 +27,7 @@ from autofuse.codegen.triton.source import Assumptions, TritonSource
 from autofuse.errors import StoreError
 from autofuse.tuner.worker_process import Refused, WorkerProcess
 
-MODULE = "autofuse.tuner.triton_compile_process"
+MODULE = "autofuse.daemon.workers.triton_compile"
 TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; a block that is far too large may take hours
 MEMORY_BYTES = 8 << 30  # of addresses, beyond what importing Triton takes
 _ENOUGH_BYTES = 256 << 20  # of room for temporary files

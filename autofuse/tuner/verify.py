@@ -22,8 +22,8 @@ import torch
 from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.reference import run_unfused, to_float64, widen
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.launch import expected_outputs
 from autofuse.tuner.cases import CheckCase
+from autofuse.wrapper.node_call import expected_outputs
 
 ULPS = 4.0  # libmvec's erf and log are within 4
 ULPS_FLOAT64 = 64.0  # there eager is its own reference, so its error counts as 0

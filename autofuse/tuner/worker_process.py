@@ -19,10 +19,10 @@ from typing import IO, Any, cast
 
 from autofuse.detached import python_module
 from autofuse.ir.records import Status
-from autofuse.tuner.pipes import Pipe, PipeClosed
+from autofuse.tuner.ipc import Pipe, PipeClosed
 
 START_SECONDS = 120.0  # importing torch on a busy machine
-WORKER = "autofuse.tuner.worker"
+WORKER = "autofuse.daemon.workers.cpu"
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 

@@ -11,8 +11,8 @@ import pytest
 
 from autofuse.cli.app import COMMANDS, parse
 from autofuse.cli.job import RunJob
-from autofuse.settings import SPECS
-from autofuse.tuner.serving import Drained
+from autofuse.daemon.loop import Drained
+from autofuse.settings.layers import SPECS
 
 DAEMON_COMMANDS = ["start", "stop", "status", "logs"]
 HELPS = [[], *([name] for name in COMMANDS), *(["daemon", name] for name in DAEMON_COMMANDS)]
@@ -223,7 +223,7 @@ def test_tune_tells_what_failed_and_what_is_left(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        "autofuse.tuner.daemon.drain", lambda settings, on_progress, *, again: asked.append(again) or found
+        "autofuse.daemon.control.drain", lambda settings, on_progress, *, again: asked.append(again) or found
     )
     assert parse(["tune", "--again"]) == code
     assert capsys.readouterr().out.startswith(text) and asked == [True]

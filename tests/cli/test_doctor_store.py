@@ -9,7 +9,7 @@ import pytest
 from autofuse.db import file_systems
 from autofuse.db.store import Store
 from autofuse.doctor import Finding, _check_store
-from autofuse.settings import load
+from autofuse.settings.layers import load
 
 
 def check(path: Path) -> Finding:

@@ -1,6 +1,6 @@
 """``autofuse run`` against plain ``python``: stdout, exit code, and where python adds no frames of its own, stderr.
 
-All cases run with autofuse switched off, which takes the same path through the command line and through ``execute`` in
+All cases run with autofuse switched off, which takes the same path through the command line and through ``script`` in
 a fraction of a second; the telling ones run once more with a session, which imports torch.
 """
 

@@ -16,7 +16,7 @@ from autofuse.codegen.reference import make_inputs, run_unfused, to_float64, wid
 from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
-from autofuse.runtime.launch import make_launcher
+from autofuse.wrapper.node_call import make_launcher
 from tests.codegen.compare import Answers, problems_of_draws
 
 warnings.filterwarnings("ignore", message=".*degrees of freedom.*")

@@ -16,18 +16,18 @@ from torch import nn
 
 from autofuse.codegen.c.knobs import default_config
 from autofuse.codegen.call import allocate
-from autofuse.codegen.generator import FusionKernelGenerator, bind_shapes
+from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused, to_float64, widen
 from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.codegen.triton.knobs import default_triton_config
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.errors import LoweringError
-from autofuse.ir.operation import NodeForm
+from autofuse.ir.operation import NodeForm, bind_shapes
 from autofuse.ir.records import make_config
 from autofuse.runtime import router as router_module
-from autofuse.runtime.launch import NodeCall, empty_like_spec, expected_outputs
 from autofuse.runtime.router import Choice
+from autofuse.wrapper.node_call import NodeCall, empty_like_spec, expected_outputs
 from tests.cases import trace
 from tests.codegen.compare import problems
 from tests.runtime.test_routed_graphs import Undecided, routed

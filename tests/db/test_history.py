@@ -13,10 +13,10 @@ from autofuse.cli.app import parse
 from autofuse.db import history, thinning
 from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
-from autofuse.execute import Target
 from autofuse.ir.commands import script_of
 from autofuse.ir.records import Event, RootRecord, RunTotals, StepSample
 from autofuse.report.statistics import measure_gain
+from autofuse.startup.script import Target
 
 DAY = 86400.0
 

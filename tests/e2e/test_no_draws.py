@@ -112,12 +112,12 @@ UNGUARDED = {
     ("db/connection.py", ""): "on the background thread, where nothing could be undone: a test above runs it",
     ("db/serve.py", ""): "a process of its own",
     ("doctor.py", ""): "a command without a script",
-    ("optimizer/", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",
-    ("process_probe.py", ""): "a process of its own",
-    ("process_settings.py", ""): "before the script",
-    ("tuner/", ""): "the daemon's process",
-    ("untraced.py", "from torch._C."): "a name of a module that torch has loaded",
-    ("ways/bundle.py", "from autofuse.ways.call"): "loaded by then in a script; the daemon never comes here",
+    ("daemon/", ""): "the daemon's process",
+    ("optim/tensors.py", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",
+    ("runtime/optim_hook.py", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",
+    ("process/probe.py", ""): "a process of its own",
+    ("process/apply.py", ""): "before the script",
+    ("dynamo_skip.py", "from torch._C."): "a name of a module that torch has loaded",
 }
 
 

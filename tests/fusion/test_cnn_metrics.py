@@ -12,8 +12,8 @@ from autofuse.capture.graph_import import import_graph
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine
-from autofuse.ways.groups import find_groups
-from autofuse.ways.planned import planned_kernels
+from autofuse.strategies.groups import find_groups
+from autofuse.strategies.kernel_count import planned_kernels
 
 spec = importlib.util.spec_from_file_location("inception", Path(__file__).parents[2] / "examples" / "inception.py")
 inception = importlib.util.module_from_spec(spec)

@@ -15,9 +15,9 @@ from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import split_dropout
 from autofuse.errors import FusionError, SettingsError, UnknownOpError
 from autofuse.fusion import FusionConfig, FusionEngine, FusionPattern, patterns
-from autofuse.pattern_file import read_patterns
+from autofuse.fusion.pattern_file import read_patterns
 from autofuse.runtime.session import Session
-from autofuse.settings import load
+from autofuse.settings.layers import load
 
 A = tensor("s0", "s1", 256)
 ACTIVATION = FusionPattern(name="custom_activation", ops=["linear", "relu", "dropout"], fusion_type="elementwise")

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from autofuse.report.console import PlainConsole
 from autofuse.report.table import plain_table
-from autofuse.say import plain
+from autofuse.stderr import plain
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b2J", "\x08\x08", "\r", "\u202e", "\x7f"]
 
@@ -28,7 +28,7 @@ def test_no_control_character_of_a_name_reaches_the_terminal(escape):
 
 
 def test_one_line_on_stderr_is_plain_too(capfd):
-    from autofuse.say import say
+    from autofuse.stderr import say
 
     say("class \x1b]0;title\x07Net")
     assert "\x1b" not in capfd.readouterr().err

@@ -33,9 +33,9 @@ from autofuse.db.rows import RequestRow, SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
 from autofuse.ir.records import EAGER, Bucket, Event, RootRecord, RunStart, RunTotals, TuneRequest
-from autofuse.report import words
+from autofuse.report import wording
 from autofuse.report.as_json import SCHEMA_VERSION, report_to_json
-from autofuse.report.data import Report, cost_seconds, decision_for, load_report, node_line
+from autofuse.report.report import Report, cost_seconds, decision_for, load_report, node_line
 from autofuse.report.terminal import MAX_NODES, render_report
 
 TOTALS = {
@@ -309,7 +309,8 @@ def test_long_reports_are_cut_and_say_so(store: Store) -> None:
 
 def test_reports_import_no_torch() -> None:
     code = (
-        "import sys, autofuse.report.data, autofuse.report.terminal, autofuse.report.as_json, autofuse.report.explain\n"
+        "import sys, autofuse.report.report, autofuse.report.terminal\n"
+        "import autofuse.report.as_json, autofuse.report.explain\n"
         "assert 'torch' not in sys.modules and 'sympy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -319,16 +320,16 @@ def test_reports_import_no_torch() -> None:
 
 
 def test_numbers_in_words() -> None:
-    assert [words.microseconds(v) for v in (None, 31.24, 4500.0, 2.5e6)] == ["–", "31.2 µs", "4.50 ms", "2.50 s"]
-    assert [words.seconds(v) for v in (None, 0.84, 59.94, 59.96, 125.0, 4320.0)] == [
+    assert [wording.microseconds(v) for v in (None, 31.24, 4500.0, 2.5e6)] == ["–", "31.2 µs", "4.50 ms", "2.50 s"]
+    assert [wording.seconds(v) for v in (None, 0.84, 59.94, 59.96, 125.0, 4320.0)] == [
         "–", "0.8 s", "59.9 s", "1 min 00 s", "2 min 05 s", "1 h 12 min",
     ]  # fmt: skip
-    assert words.plural(1, "step") == "1 step" and words.plural(2000, "step") == "2,000 steps"
-    assert words.in_words("some_new_code", words.DECISION_REASONS) == "some new code"
+    assert wording.plural(1, "step") == "1 step" and wording.plural(2000, "step") == "2,000 steps"
+    assert wording.in_words("some_new_code", wording.DECISION_REASONS) == "some new code"
 
 
 def test_signatures_in_words() -> None:
     text = "((torch.Size([8, 256]), None, torch.Size([])), {0}, {1})"
-    assert words.signature(text.format(True, True)) == "8×256 scalar"
-    assert words.signature(text.format(False, False)) == "8×256 scalar eval no_grad"
-    assert words.signature("(4, 128)") == "(4, 128)"
+    assert wording.signature(text.format(True, True)) == "8×256 scalar"
+    assert wording.signature(text.format(False, False)) == "8×256 scalar eval no_grad"
+    assert wording.signature("(4, 128)") == "(4, 128)"

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from autofuse.db.store import Store
 from autofuse.ir.records import GRAPH_METRICS, Event, RootRecord, RunStart
-from autofuse.report import words
+from autofuse.report import wording
 from autofuse.report.as_json import report_to_json
-from autofuse.report.data import Report, load_report
 from autofuse.report.explain import render_graphs
+from autofuse.report.report import Report, load_report
 from autofuse.report.terminal import render_report
 
 
@@ -129,4 +129,4 @@ def test_nothing_captured_is_said_with_its_reason(store: Store) -> None:
     ],
 )
 def test_amounts(value: float, text: str) -> None:
-    assert words.amount(value) == text
+    assert wording.amount(value) == text

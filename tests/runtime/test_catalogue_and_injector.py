@@ -13,16 +13,16 @@ from autofuse.db import seals
 from autofuse.db.store import Store
 from autofuse.errors import ShapeError
 from autofuse.fusion import FusionNode
+from autofuse.gpu import capturing
+from autofuse.ir.buckets import bucket_of, exact_bucket
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, KernelRecord
 from autofuse.ir.shape import SymbolicShape
-from autofuse.runtime.backends import CPU, Backends, Place
 from autofuse.runtime.catalogue import Catalogue, DecisionTable, KernelShelf, choose
-from autofuse.runtime.gpu import capturing
+from autofuse.runtime.device_backends import CPU, Backends, Place
 from autofuse.runtime.injector import RuntimeShapeInjector
-from autofuse.setting_groups import RunSettings
-from autofuse.tuner.buckets import bucket_of, exact_bucket
+from autofuse.settings.groups import RunSettings
 
 
 def place(threads=2, device=CPU, key="cpu"):

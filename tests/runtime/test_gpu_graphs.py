@@ -17,21 +17,22 @@ from autofuse.codegen.triton.source import Argument, Pass, TritonSource
 from autofuse.db.store import Store
 from autofuse.errors import ShapeError
 from autofuse.fusion import FusionEngine
+from autofuse.gpu import capturing, launcher, modules
+from autofuse.gpu.modules import LoadedArtifact, load_artifact
+from autofuse.gpu.node_timer import NodeTimer
+from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, DeviceInfo, KernelRecord
 from autofuse.ir.shape import SymbolicShape
 from autofuse.observer.device_timer import EventCalls, EventTimer
 from autofuse.pipeline import route_graph
-from autofuse.runtime import backends, launch
-from autofuse.runtime.gpu import capturing, launcher, modules
-from autofuse.runtime.gpu.modules import LoadedArtifact, load_artifact
-from autofuse.runtime.node_timer import NodeTimer
-from autofuse.runtime.program_builder import build_program
+from autofuse.runtime import device_backends
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
 from autofuse.runtime.session import Session
-from autofuse.settings import load
-from autofuse.tuner.buckets import bucket_of
-from tests.runtime.fake_driver import artifact_of, cpu_calls, fake_driver
+from autofuse.settings.layers import load
+from autofuse.wrapper import node_call
+from autofuse.wrapper.graph_call_builder import build_program
+from tests.gpu.fake_driver import artifact_of, cpu_calls, fake_driver
 from tests.runtime.test_routed_graphs import Undecided
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -93,18 +94,18 @@ def test_constants_inside_a_node_are_made_on_its_device():
     )
     form = NodeForm((NodeInput("i0", spec),), operations, (ValueRef("v0"), ValueRef("v1")))
     with FakeTensorMode():
-        made, added = launch.make_unfused(form, (), SECOND)(torch.empty(4, 16, device=SECOND))
+        made, added = node_call.make_unfused(form, (), SECOND)(torch.empty(4, 16, device=SECOND))
     assert made.device == added.device == SECOND
 
 
 def test_inputs_on_another_device_are_a_problem_of_the_first_call():
     expected = ((4,), (1,), torch.float32)
     x = torch.zeros(4)
-    assert launch.layout_problem(0, x, *expected, torch.device("cpu")) is None
-    assert "is on cpu, expected cuda:0" in launch.layout_problem(0, x, *expected, GPU)
+    assert node_call.layout_problem(0, x, *expected, torch.device("cpu")) is None
+    assert "is on cpu, expected cuda:0" in node_call.layout_problem(0, x, *expected, GPU)
     with FakeTensorMode():
         fake = torch.empty(4, device=SECOND)
-    assert "cuda:1, expected cuda:0" in launch.layout_problem(0, torch.nn.Parameter(fake), *expected, GPU)
+    assert "cuda:1, expected cuda:0" in node_call.layout_problem(0, torch.nn.Parameter(fake), *expected, GPU)
 
 
 # ---- routing ---------------------------------------------------------------------------------------------
@@ -134,9 +135,9 @@ class GpuKernel(Undecided):
 @pytest.fixture
 def standing_in(monkeypatch):
     """CPU tensors take the place of a GPU's, from the first call's check to the driver."""
-    monkeypatch.setattr(launch, "torch_calls", lambda: cpu_calls([0]))
-    real = launch.layout_problem
-    monkeypatch.setattr(launch, "layout_problem", lambda *args: real(*args[:-1], torch.device("cpu")))
+    monkeypatch.setattr(node_call, "torch_calls", lambda: cpu_calls([0]))
+    real = node_call.layout_problem
+    monkeypatch.setattr(node_call, "layout_problem", lambda *args: real(*args[:-1], torch.device("cpu")))
     fake = fake_driver()
     fake.forget()
     return fake
@@ -230,7 +231,7 @@ def test_a_kernel_not_made_for_these_sizes_leaves_its_node_on_eager(standing_in)
     (plan,) = router.all_plans()
     assert plan.nodes[0].broken and "at most 100" in catalogue.failed[0] and plan.fused_calls(plan.nodes[0]) == 0
     with pytest.raises(ShapeError):
-        launch.make_launcher(plan.nodes[0].form, catalogue.entry, (), 0)
+        node_call.make_launcher(plan.nodes[0].form, catalogue.entry, (), 0)
 
 
 def test_a_launch_that_the_driver_refuses_falls_back_for_good(standing_in):
@@ -302,7 +303,7 @@ L4 = DeviceInfo("cuda", "NVIDIA L4", 58, "sm_89")
 @pytest.fixture
 def session_with(tmp_path, monkeypatch):
     """A session that watches nothing, with two GPUs of different models."""
-    monkeypatch.setattr(backends, "gpu_device", lambda index: {0: H200, 1: L4}[index])
+    monkeypatch.setattr(device_backends, "gpu_device", lambda index: {0: H200, 1: L4}[index])
     monkeypatch.setenv("AUTOFUSE_STORE", str(tmp_path / "store.sqlite3"))
     monkeypatch.setenv("AUTOFUSE_TUNE", "after")
     monkeypatch.setenv("AUTOFUSE_QUIET", "1")

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autofuse.runtime.launch import make_unfused
 from autofuse.runtime.plan_limit import LEAST_SIZE, PlanLimit
 from autofuse.runtime.plans import Plan
 from autofuse.runtime.router import Choice
 from autofuse.runtime.usage import MAX_SHAPES, Usage
+from autofuse.wrapper.node_call import make_unfused
 from tests.runtime.test_routed_graphs import Undecided, routed
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autofuse.runtime.session import Session, start_session
-from autofuse.settings import load
+from autofuse.settings.layers import load
 
 AT_ONCE = {
     "TUNE": "off",

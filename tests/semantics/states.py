@@ -33,15 +33,15 @@ from autofuse.capture import dynamo
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.errors import AutofuseError
 from autofuse.ir.operation import NodeForm
-from autofuse.observer.verdicts import Loss
+from autofuse.observer.release_policy import Loss
 from autofuse.runtime.catalogue import Catalogue
 from autofuse.runtime.root import Root
 from autofuse.runtime.router import Choice
 from autofuse.runtime.session import Session, start_session
-from autofuse.settings import load
-from autofuse.ways.call import LoadedWay
-from autofuse.ways.cut import PARTS, ways_of
-from autofuse.ways.record import LOOP, kernel_id
+from autofuse.settings.layers import load
+from autofuse.strategies.enumeration import PARTS, ways_of
+from autofuse.strategies.strategy import LOOP, kernel_id
+from autofuse.wrapper.strategy_call import LoadedWay
 from tests.semantics.conftest import AT_ONCE
 from tests.semantics.seen import seen
 

@@ -14,7 +14,7 @@ from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
 from autofuse.capture import anomaly
-from autofuse.capture.second_gradients import Replay
+from autofuse.capture.double_backward import Replay
 from autofuse.runtime.session import Session
 
 T = torch.Tensor

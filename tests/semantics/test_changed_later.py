@@ -12,7 +12,7 @@ from torch import nn
 
 from autofuse.runtime.root import MAX_FORGOTTEN
 from autofuse.runtime.session import Session, start_session
-from autofuse.settings import load
+from autofuse.settings.layers import load
 
 T = torch.Tensor
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -276,7 +276,7 @@ def test_bookkeeping_that_fails_after_a_trace_keeps_the_result(
     def fail(*_: object) -> None:
         raise ValueError("types are not to be had")
 
-    monkeypatch.setattr("autofuse.capture.direct.DirectCall.types", fail)
+    monkeypatch.setattr("autofuse.capture.guarded_call.DirectCall.types", fail)
     model = nn.BatchNorm1d(8)
     for count in range(1, 5):
         model(X)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import autofuse
-from autofuse.execute import _prepare_script
 from autofuse.runtime.session import Session, current_session
+from autofuse.startup.script import _prepare_script
 from tests.semantics import states
 
 T = torch.Tensor

@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from autofuse.codegen.triton.artifact import Artifact
-from autofuse.tuner.interpreter_worker import Interpreted, InterpreterRig
-from autofuse.tuner.worker import main
+from autofuse.daemon.workers.cpu import main
+from autofuse.daemon.workers.interpreter import Interpreted, InterpreterRig
 
 
 class ArtifactRig(InterpreterRig):

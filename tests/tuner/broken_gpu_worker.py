@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from autofuse.daemon.workers.cpu import main
 from autofuse.errors import DeviceError
 from autofuse.ir.operation import NodeForm
-from autofuse.tuner.bench import CpuRig, Rig
 from autofuse.tuner.gpu_rig import GpuRig
-from autofuse.tuner.worker import main
+from autofuse.tuner.node_bench import CpuRig, Rig
 
 ERRORS: dict[str, Exception] = {
     "sticky": RuntimeError("CUDA error: an illegal memory access was encountered"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
+from autofuse.daemon.loop import versions
+from autofuse.ir.buckets import bucket_of
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
 from autofuse.ir.shape import SymbolicShape, contiguous_strides
-from autofuse.tuner.buckets import bucket_of
-from autofuse.tuner.serving import versions
 
 
 def spec(*dims: int | str, dtype: str = "float32") -> TensorSpec:

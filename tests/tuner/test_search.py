@@ -11,9 +11,9 @@ import pytest
 from autofuse.codegen.knobs import Knob
 from autofuse.db.rows import StoredMeasurement
 from autofuse.ir.records import Bucket, Candidate, Config, DecisionKey, Measurement, ObservedShape, make_config
-from autofuse.tuner.job import WAVE, Job, JobLimits
 from autofuse.tuner.replay import RecordedBench, recorded_times
 from autofuse.tuner.search import ConfigSearch, search_all
+from autofuse.tuner.tune_node import WAVE, Job, JobLimits
 from autofuse.tuner.worker_process import CandidateProblem
 from tests.tuner.nodes import chain_form, request
 

@@ -10,10 +10,10 @@ import pytest
 
 from autofuse.codegen.knobs import Knob
 from autofuse.ir.records import Config, make_config
-from autofuse.tuner.job import Job, JobLimits, Outcome
+from autofuse.tuner.benchmark_provider import Built
 from autofuse.tuner.replay import RecordedBench
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, race
-from autofuse.tuner.workshop import Built
+from autofuse.tuner.tune_node import Job, JobLimits, Outcome
 from tests.tuner.nodes import chain_form, request
 
 TRIES = 250

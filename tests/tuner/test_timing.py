@@ -14,8 +14,8 @@ from time import sleep
 import psutil
 import pytest
 
-from autofuse.tuner.bench import Cores, CpuRig
 from autofuse.tuner.comparison import bounds, compare, quiet_pairs, verdict, wins
+from autofuse.tuner.node_bench import Cores, CpuRig
 from autofuse.tuner.timing import PROBES, CallSampler, RaceRules, race
 
 MARGIN = 0.03

@@ -22,10 +22,10 @@ from autofuse.codegen.triton.key import clean_environment
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
 from autofuse.db.store import Store
 from autofuse.errors import CompilerError, StoreError
-from autofuse.tuner.pipes import Interrupted
+from autofuse.tuner.ipc import Interrupted
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import CandidateProblem
-from tests.codegen.triton_sources import elementwise, row_softmax, two_passes
+from tests.codegen.triton.sources import elementwise, row_softmax, two_passes
 
 ALL = [NOTHING_ASSUMED, Assumptions(True, ("s0",))]
 
@@ -118,7 +118,7 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
         "from autofuse.tuner.triton_compiler import TritonCompiler\n"
-        "from tests.codegen.triton_sources import elementwise\n"
+        "from tests.codegen.triton.sources import elementwise\n"
         "compiler = TritonCompiler(lambda key: None, lambda key, files: None)\n"
         "compiler.compile(elementwise(), 'cuda:90', [])\n"
         "print(compiler.pid, flush=True)\n"
@@ -178,7 +178,7 @@ from autofuse.codegen.triton import cache
 from autofuse.codegen.triton.compile import compile_source
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions
 from autofuse.db.store import Store
-from tests.codegen.triton_sources import two_passes
+from tests.codegen.triton.sources import two_passes
 
 stages = []
 for backend in (CUDABackend, HIPBackend):

@@ -12,14 +12,14 @@ from autofuse.codegen.inputs import make_inputs
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Bucket, ObservedShape
 from autofuse.ir.shape import SymbolicShape
-from autofuse.runtime.launch import make_unfused
 from autofuse.tuner import verify
 from autofuse.tuner.cases import CASE_BYTES, ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases
 from autofuse.tuner.comparison import compare, wins
 from autofuse.tuner.timing import RaceRules, race
 from autofuse.tuner.verify import GuardedAllocator, Inaccurate, Verifier, Wrong, judge
+from autofuse.wrapper.node_call import make_unfused
 from tests.cases import CASES
-from tests.codegen.test_attention import MASKS, attention, eager
+from tests.codegen.c.templates.test_attention import MASKS, attention, eager
 from tests.tuner.nodes import chain_form, spec
 
 FORM = chain_form(width=16)

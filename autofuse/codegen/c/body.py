@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from autofuse.codegen.c.knobs import can_stream, is_streamable
 from autofuse.codegen.c.scalar import memory_type, store_text
 from autofuse.codegen.c.values import ValuePrinter
+from autofuse.codegen.column_passes import Phase, Plan
 from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
 from autofuse.codegen.loops import COST, Access, LoopKernel, Store
-from autofuse.codegen.phases import Phase, Plan
 from autofuse.ir.dims import dim_text
 
 BLOCK = 256  # columns whose partial sums stay in the compute dtype; their sums are added in double

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from autofuse.codegen.c.math import INLINE_CALLS
 from autofuse.codegen.c.target import march, vector_bits
+from autofuse.codegen.column_passes import Phase, plan
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import COST, Access, LoopKernel, regions
-from autofuse.codegen.phases import Phase, plan
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, evaluate
 

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from autofuse.codegen.c.body import Body
 from autofuse.codegen.c.knobs import LANES
 from autofuse.codegen.c.scalar import memory_type
+from autofuse.codegen.column_passes import Phase, Plan
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.loops import Access, LoopKernel
-from autofuse.codegen.phases import Phase, Plan
 
 SHARE = 64  # columns of a thread from which threads share a block
 _VECTOR = 16  # rows that a block is a multiple of

@@ -18,9 +18,9 @@ from autofuse.codegen.c.body import SHARES, Body
 from autofuse.codegen.c.knobs import can_turn, uses_lanes
 from autofuse.codegen.c.lanes import LaneBody
 from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
-from autofuse.codegen.c.turned import TurnedBody
+from autofuse.codegen.c.transposed_blocks import TurnedBody
+from autofuse.codegen.column_passes import plan
 from autofuse.codegen.loops import LoopKernel
-from autofuse.codegen.phases import plan
 from autofuse.errors import LoweringError
 from autofuse.ir.dims import dim_text
 from autofuse.ir.records import Config

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from autofuse.codegen.c.math import INLINE_CALLS, INLINE_MATH
-from autofuse.codegen.c.turn import TURN, WIDTH
+from autofuse.codegen.c.register_transpose import TURN, WIDTH
 from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
 from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from autofuse.codegen.c.reduce import REDUCERS, Reducer
 from autofuse.codegen.c.scalar import expression, literal, load_text, memory_type, store_text
+from autofuse.codegen.column_passes import Plan
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.in_place import overlaps
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Store, regions
-from autofuse.codegen.phases import Plan
 from autofuse.errors import LoweringError
 from autofuse.ir.dims import dim_text
 from autofuse.ir.shape import Dim

@@ -39,7 +39,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
-from autofuse.ir.stored import one_line
+from autofuse.ir.validation import one_line
 
 _REDUCES = (OpKind.REDUCTION, OpKind.NORMALISATION, OpKind.LOSS)
 _ELEMENT_BY_ELEMENT = ("_native_batch_norm_legit_no_training",)  # though of such a kind

@@ -21,8 +21,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autofuse.codegen.column_passes import Phase, plan, store_region
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Store, regions
-from autofuse.codegen.phases import Phase, plan, store_region
 from autofuse.codegen.triton.scalar import (
     POINTERS,
     TAKES_LITERALS,

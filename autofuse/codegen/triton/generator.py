@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autofuse.codegen.generator import bind_shapes, form_of
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.knobs import default_triton_config
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
-from autofuse.codegen.triton.tiled import TiledKernel, tiled_kernel
-from autofuse.ir.operation import NodeForm
+from autofuse.codegen.triton.templates.registry import TiledKernel, tiled_kernel
+from autofuse.ir.operation import NodeForm, bind_shapes, form_of
 from autofuse.ir.records import Config
 
 USUAL_SIZE = 1024  # of every symbol, where the sizes to start from are not known

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.triton.body import Body
-from autofuse.codegen.triton.nests import NestsBody
+from autofuse.codegen.triton.horizontal import NestsBody
 from autofuse.codegen.triton.scalar import HELPERS
 from autofuse.codegen.triton.source import TritonSource
 from autofuse.ir.records import Config

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from autofuse.codegen.philox import RandomState
 from autofuse.errors import ShapeError
 from autofuse.ir.shape import Dim, evaluate, parse_dim
-from autofuse.ir.stored import stored_name, stored_number
+from autofuse.ir.validation import stored_name, stored_number
 
 MAX_GRID = 2**31 - 1  # programs of a launch along x
 RANDOM = ("seed", "offset", "threads", "vec", "draws")  # fields of a RandomState, in the order of its arguments

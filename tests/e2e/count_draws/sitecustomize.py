@@ -2,7 +2,7 @@
 
 In: ``DRAWS``, the file to write to. Out: one line for each draw, ``pid thread generator: innermost frame < next <...``,
 of Python's ``random`` and numpy's from any thread, of torch's from threads of autofuse, and for each generator that
-was found moved at the end of a block that `autofuse.untouched` guards. Numbers are those of an interpreter without it.
+was found moved at the end of a block that `autofuse.preserve_rng` guards. Numbers are those of an interpreter without.
 """
 
 import os
@@ -76,12 +76,12 @@ def count_torchs_in_threads_of_ours():
 
 def count_what_was_undone():
     """To be called once autofuse can be imported."""
-    from autofuse import untouched
+    from autofuse import preserve_rng
 
-    keep = untouched.keep_generators
+    keep = preserve_rng.keep_generators
 
     def keep_and_tell():
-        kept = [(number, one, one.state()) for number, one in enumerate(untouched._generators())]
+        kept = [(number, one, one.state()) for number, one in enumerate(preserve_rng._generators())]
         restore = keep()
 
         def restore_and_tell():
@@ -92,7 +92,7 @@ def count_what_was_undone():
 
         return restore_and_tell
 
-    untouched.keep_generators = keep_and_tell
+    preserve_rng.keep_generators = keep_and_tell
 
 
 if os.environ.get("DRAWS"):

@@ -1,0 +1,139 @@
+"""Graphs that write to inputs: what autograd sees of it, and inputs that lie in the memory of another.
+
+In: a compiled graph, what AOTAutograd has found out about it, and the inputs that it was traced with. Out: a callable
+that runs Dynamo's graph in eager for calls whose inputs overlap. Guarantee: what a write does to the other inputs is
+eager's. AOTAutograd reads all inputs before it writes to any, and where they overlapped when it traced, it makes all of
+them from one tensor, in later calls too in which they lie apart (torch 2.13: other results, or memory beyond the end).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+from autofuse.capture.double_backward import COUNTERS, STATISTICS
+
+Run = Callable[..., Any]
+_OF_SEVERAL = re.compile("SyntheticBase|ViewBase")  # how AOTAutograd describes the one input that it makes of several
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+
+
+class Writes:
+    """Inputs that a graph writes to, as they become known while it is compiled."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._tensors = [i for i, value in enumerate(inputs) if _has_storage(value)]
+        self._traced = dict(zip(self._tensors, _storages(inputs, self._tensors), strict=True))
+        self._inputs = len(inputs)
+        self._written: list[int] = []
+
+    def note(self, graph: fx.GraphModule) -> None:
+        """AOTAutograd's graph, while it is compiled."""
+        found = written_inputs(graph)
+        # Where AOTAutograd has put inputs together, it counts others than the graph has.
+        is_same = len(graph.graph.find_nodes(op="placeholder")) == self._inputs
+        self._written = found if is_same or not found else list(self._tensors)
+
+    @property
+    def are_watched(self) -> bool:
+        return bool(self._written)
+
+    def around(self, compiled: Run, original: Callable[[], Run]) -> Run:
+        """The graph as it is to be called; ``original()``: in eager."""
+        if not self._written:
+            return compiled
+        eager = original()
+        written = [i for i in self._tensors if i in self._written]
+        others = [i for i in self._tensors if i not in self._written]
+
+        def are_apart(storages: Sequence[int], others: Sequence[int]) -> bool:
+            return len(set(storages)) == len(storages) and set(storages).isdisjoint(others)
+
+        def call(*args: Any) -> Any:
+            if are_apart(_storages(args, written), _storages(args, others)):
+                return compiled(*args)
+            return eager(*args)
+
+        return call if are_apart(*([self._traced[i] for i in which] for which in (written, others))) else eager
+
+
+def written_inputs(graph: fx.GraphModule) -> list[int]:
+    """Inputs of AOTAutograd's forward graph, while that is compiled, that it writes to; without statistics."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return []
+    values = graph.graph.find_nodes(op="placeholder")
+    are_merged = any(_OF_SEVERAL.search(repr(value.meta.get("desc"))) for value in values)
+    if not are_merged and sum(isinstance(value.meta.get("val"), torch.Tensor) for value in values) < 2:
+        return []  # there is nothing to overlap with
+    found = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
+    return [i for i in found if len(metadata.input_info) != len(values) or not _is_statistic(values[i])]
+
+
+def written_statistics(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Inputs of AOTAutograd's forward graph, while that is compiled, that are running means and variances of norms."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    values = graph.graph.find_nodes(op="placeholder")
+    if metadata is None or len(metadata.input_info) != len(values):
+        return ()
+    written = (i for i, info in enumerate(metadata.input_info) if info.mutates_data and _is_statistic(values[i]))
+    return tuple(i for i in written if values[i].meta["val"].is_floating_point())
+
+
+class CheckpointWrites(RuntimeError):
+    """A checkpointed part writes to a buffer, which eager does twice: it runs that part again for backward."""
+
+
+def refuse_checkpointed_writes(module: fx.GraphModule) -> None:
+    """Raises CheckpointWrites; while AOTAutograd's forward graph of Dynamo's ``module`` is compiled."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or not any(info.mutates_data for info in metadata.input_info):
+        return
+    if any("checkpoint" in str(node.target) for node in module.graph.nodes if node.op == "call_function"):
+        raise CheckpointWrites("expected checkpoints that write to no buffer, found one that does, as batch norms do")
+
+
+def unseen(run: Run, statistics: Sequence[int]) -> Run:
+    """The graph, whose writes to statistics autograd does not see, as it does not see those of eager's norms.
+
+    Else a norm that ran in eager would refuse its backward pass once a captured call has come after it, as in
+    discriminators, which are called twice before one backward pass.
+    """
+    if not statistics:
+        return run
+
+    def call(*args: Any) -> Any:
+        tensors = tuple(args[i] for i in statistics)
+        if any(tensor.is_inference() for tensor in tensors):
+            return run(*args)
+        versions = tuple(tensor._version for tensor in tensors)
+        try:
+            return run(*args)
+        finally:
+            _set_versions(tensors, versions)
+
+    return call
+
+
+def _is_statistic(value: fx.Node) -> bool:
+    """What a norm reads only in order to write it, a counter of batches too: nothing else lies there."""
+    readers = {user.target for user in value.users} - {torch.ops.aten.copy_.default}
+    example = value.meta.get("val")
+    is_counter = isinstance(example, torch.Tensor) and not example.is_floating_point() and readers <= COUNTERS
+    return bool(readers) and (is_counter or readers <= STATISTICS)
+
+
+def _storages(inputs: Sequence[Any], which: Sequence[int]) -> list[int]:
+    return [inputs[i].untyped_storage()._cdata for i in which]
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested

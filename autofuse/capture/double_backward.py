@@ -1,0 +1,308 @@
+"""Gradients of gradients through captured graphs, which AOTAutograd does not have.
+
+In: Dynamo's graph and AOTAutograd's compilation of it. Out: the same compiled graph; where its backward pass is to be
+differentiated itself (``create_graph=True``) or vectorised (``is_grads_batched``), Dynamo's graph is run again in eager
+and eager's gradients are returned.
+Guarantee: these gradients are eager's; torch's own would raise, or come out as zero where the graph's saved tensors
+need no gradient. What cannot be run twice raises: graphs that write to inputs other than a batch norm's statistics, and
+autograd functions of the user's own, whose second gradients Dynamo's graph loses.
+Nothing changes for compilations of the user's own, nor for any other backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autofuse.capture import anomaly
+from autofuse.capture.training_call import lean_passes, plain_apply
+from autofuse.capture.undefined_gradients import Reach, filled, is_watched, reach_of, tangent_places
+from autofuse.dynamo_skip import mark_all_below
+
+_FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
+_DEVICES = ("cpu", "cuda")
+_aten = torch.ops.aten
+# What reads a running statistic in training only in order to write it.
+STATISTICS = {_aten._native_batch_norm_legit_functional.default, _aten.copy_.default}
+if hasattr(_aten, "_batch_norm_with_update_functional"):
+    STATISTICS.add(_aten._batch_norm_with_update_functional.default)
+COUNTERS = {_aten.add.Tensor, _aten.copy_.default}  # of batches
+_NOT_TWICE = (
+    "autofuse: expected a model that can be run again for the gradients of its gradients, found one that writes "
+    "to its inputs or has an autograd.Function. Set AUTOFUSE_DISABLE=1 for this script."
+)
+_OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
+
+
+class LostOutputs(RuntimeError):
+    """Zeros for outputs that a loss does not use would change gradients, and there is no second run without them."""
+
+
+class KeptReplay(NamedTuple):
+    """A `Replay` as it is written; Dynamo's graph is only read where it is to run."""
+
+    graph: bytes
+    is_random: bool
+    has_functions: bool
+    reads: list[tuple[bool, bool]]
+    reach: Reach
+
+
+class Replay:
+    """How to run a graph once more, for one compilation."""
+
+    def __init__(self, module: fx.GraphModule | KeptReplay) -> None:
+        self._module = module
+        self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+        self.is_random = False
+        self._reads: list[tuple[bool, bool]] = []  # of each input: for more than statistics, than counters
+        self.reach = Reach()  # once the backward graph is known
+        self.apply: Callable[..., Any] | None = None  # the graph past AOTAutograd's wrapper, see `plain_apply`
+        self.inputs = 0  # of the graph, as AOTAutograd has them
+        self.metadata: Any = None  # AOTAutograd's, once the graph is compiled for training
+        self.has_subclasses = False  # which AOTAutograd takes apart
+        if isinstance(module, KeptReplay):
+            _, self.is_random, self._has_functions, self._reads, self.reach = module
+            return
+        targets = [getattr(n.target, "_name", "") for n in module.graph.nodes]
+        self._has_functions = "autograd_function_apply" in targets
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """Dynamo's graph."""
+        if isinstance(self._module, KeptReplay):
+            module = GraphPickler.loads(self._module.graph, FakeTensorMode(shape_env=ShapeEnv()))
+            assert isinstance(module, fx.GraphModule)
+            module.recompile()
+            self._module = module
+        return self._module
+
+    def kept(self) -> KeptReplay:
+        """As it can be written. Raises what says that it cannot."""
+        graph = self.module
+        meta, graph.meta = graph.meta, {}
+        try:
+            data = GraphPickler.dumps(graph, Options(ops_filter=None, node_metadata_key_filter=lambda key: False))
+        finally:
+            graph.meta = meta
+        return KeptReplay(data, self.is_random, self._has_functions, self._reads, self.reach)
+
+    def note_graph(self, graph: fx.GraphModule) -> None:
+        """AOTAutograd's forward graph."""
+        nodes = [n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        self.is_random = any(torch.Tag.nondeterministic_seeded in n.target.tags for n in nodes)
+        readers = [{user.target for user in n.users} for n in graph.graph.nodes if n.op == "placeholder"]
+        self._reads = [(bool(found - STATISTICS), bool(found - COUNTERS)) for found in readers]
+
+    def note_backward(self, graph: fx.GraphModule) -> None:
+        """AOTAutograd's backward graph."""
+        self.reach = reach_of(graph)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, and Dynamo's in eager where someone watches what not every loss has a gradient for."""
+
+        def call(*args: Any) -> Any:
+            if is_watched([args[i] for i in parted]):
+                return self.module.forward(*args)
+            return compiled(*args)
+
+        parted = self.reach.parted
+        return call if parted else compiled
+
+    def refuse_lost_outputs(self, inputs: Sequence[Any]) -> None:
+        """Raises LostOutputs; once the graph is compiled. ``inputs``: that it was traced with."""
+        if self.metadata is None:
+            return
+        if self.has_subclasses:  # the reach is that of what is inside of them
+            is_lost, found = self.reach.has_risks or bool(self.reach.parted), "tensors of a subclass"
+        else:
+            is_lost = self.reach.has_risks and self.runs_once(inputs, self.metadata)
+            found = "one that writes to what it reads, as spectral norms do, or has an autograd.Function"
+        if is_lost:
+            raise LostOutputs(
+                f"expected a graph that can be run again where a loss uses one of its outputs only, found {found}"
+            )
+
+    def runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
+        """Whether a second run would not be as the first: the graph may have written to what it reads."""
+        written = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
+        if self._has_functions or len(inputs) != len(self._reads):
+            return True
+        return any(
+            inputs[i].requires_grad or self._reads[i][0 if inputs[i].is_floating_point() else 1] for i in written
+        )
+
+    def gradients(self, ctx: Any, grads: Sequence[torch.Tensor | None], metadata: Any) -> tuple[Any, ...]:
+        """Eager's gradients of the graph's inputs; ``grads``: of its outputs."""
+        _ = ctx.saved_tensors  # raises as eager does where one has been written to or freed
+        inputs: tuple[Any, ...] = ctx.autofuse_inputs
+        mutated = len(metadata.mutated_inp_runtime_indices)
+        if self.runs_once(inputs, metadata) or any(g is not None for g in grads[:mutated]):
+            raise RuntimeError(_NOT_TWICE)
+        written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
+        fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
+        # Where the script had anomaly mode on in its forward pass no graph has run: nothing is known of this one.
+        with torch.enable_grad(), self._state_of_forward(ctx), anomaly.is_off():
+            outputs = self.module.forward(*fresh)
+        sources, given = [], []
+        for output, grad in _pairs(outputs, grads[mutated:], metadata):
+            if grad is not None and output.requires_grad:
+                sources.append(output)
+                given.append(grad)
+        wanted = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.requires_grad]
+        result: list[Any] = [None] * len(inputs)
+        if sources and wanted:
+            targets = [inputs[i] for i in wanted]
+            found = torch.autograd.grad(
+                sources, targets, given, create_graph=torch.is_grad_enabled(), allow_unused=True
+            )
+            for i, grad in zip(wanted, found, strict=True):
+                result[i] = grad
+        return tuple(result)
+
+    @contextlib.contextmanager
+    def _state_of_forward(self, ctx: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
+            if ctx.autofuse_random is not None:
+                cpu, gpus = ctx.autofuse_random
+                stack.enter_context(torch.random.fork_rng(devices=list(gpus)))
+                torch.set_rng_state(cpu)
+                for device, state in gpus.items():
+                    torch.cuda.set_rng_state(state, device)
+            yield
+
+    def random_state(self, inputs: Sequence[Any]) -> Any:
+        """State of the generators before the forward pass; None for a graph that draws nothing."""
+        if not self.is_random:
+            return None
+        found = {t.device.index for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+        if found and torch.cuda.is_current_stream_capturing():
+            return None
+        return torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in found}
+
+
+def _pairs(outputs: Any, grads: Sequence[Any], metadata: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Outputs of Dynamo's graph, and the tensors that several of them are views of, each with its gradient."""
+    flat = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+    for output, grad in zip(flat, grads, strict=False):
+        if isinstance(output, torch.Tensor):
+            yield output, grad
+    bases: dict[int, torch.Tensor] = {}
+    for output, info in zip(flat, metadata.output_info, strict=True):
+        if info.output_type.name in _OF_BASES and isinstance(output, torch.Tensor):
+            bases.setdefault(info.base_idx, output._base if output._base is not None else output)
+    for index, grad in enumerate(grads[len(flat) :]):
+        if index in bases:
+            yield bases[index], grad
+        elif grad is not None:
+            raise RuntimeError(_NOT_TWICE)
+
+
+# ---- how AOTAutograd's function gets there ------------------------------------------------------------------------
+
+_compiling = threading.local()
+
+
+@contextlib.contextmanager
+def replayed(module: fx.GraphModule | KeptReplay) -> Iterator[Replay | None]:
+    """While AOTAutograd compiles ``module``: its autograd function learns to run it again."""
+    if _FACTORY is None or not hasattr(_FACTORY, "build"):
+        yield None
+        return
+    if not hasattr(_FACTORY.build, "autofuse"):
+        _FACTORY.build = _watched(_FACTORY.build)
+    before = getattr(_compiling, "replay", None)
+    _compiling.replay = Replay(module)
+    try:
+        yield _compiling.replay
+    finally:
+        _compiling.replay = before
+
+
+def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
+    def build_function(self: Any) -> type:
+        function = build(self)
+        replay = getattr(_compiling, "replay", None)
+        if replay is not None and hasattr(function, "_fwd_fn") and hasattr(function, "_bwd_fn"):
+            later = getattr(self.spec.lazy_backward_info, "bw_module", None)  # compiled for the first backward pass
+            if later is not None:
+                replay.note_backward(later)
+            replay.apply = plain_apply(function, self.spec)
+            replay.inputs = len(self.spec.fw_metadata.input_info)
+            replay.metadata = self.spec.fw_metadata
+            replay.has_subclasses = self.spec.maybe_subclass_meta is not None
+            _teach(function, replay, self.spec)
+        return function
+
+    build_function.autofuse = True  # type: ignore[attr-defined]
+    return build_function
+
+
+def _are_batched(grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether gradients come in batches: in a transform, or by ``is_grads_batched``, which has a mode of its own."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if any(grad is not None and not grad.is_cpu for grad in grads):  # on a thread of autograd's own
+        return bool(torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"))
+    try:  # 0.1 us, by name 1.9
+        return bool(torch._C._vmapmode_increment_nesting() > 1)
+    finally:
+        torch._C._vmapmode_decrement_nesting()
+
+
+def _teach(function: Any, replay: Replay, spec: Any) -> None:
+    metadata = spec.fw_metadata
+    # No buffer is donated. AOTAutograd leaves None, which its check of retain_graph=True takes for some (torch 2.13).
+    metadata.bw_donated_idxs = []
+    forward, backward = lean_passes(function, spec) or (function._fwd_fn, function._bwd_fn)
+    # Where AOTAutograd takes no subclasses apart its graph's results are the inputs' gradients.
+    tangents = tangent_places(metadata) if spec.maybe_subclass_meta is None else []
+
+    def forward_and_keep(ctx: Any, inputs: tuple[Any, ...], *rest: Any) -> Any:
+        if tangents:
+            ctx.set_materialize_grads(False)  # to tell zeros from what the loss does not use
+        ctx.autofuse_inputs = inputs
+        ctx.autofuse_random = replay.random_state(inputs)
+        return forward(ctx, inputs, *rest)
+
+    def backward_or_replay(grads: Any, ctx: Any, *rest: Any) -> Any:
+        if ctx.autofuse_inputs is None:  # an earlier pass has freed all
+            _ = ctx.saved_tensors  # raises as eager does
+        if (
+            torch.is_grad_enabled()
+            or _are_batched(grads[0])
+            or (anomaly.is_on() and not replay.runs_once(ctx.autofuse_inputs, metadata))  # who made the NaN?
+            or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
+            or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's products are cast
+        ):
+            return replay.gradients(ctx, grads[0], metadata)
+        present = {i for i, place in enumerate(tangents) if grads[0][place] is not None}
+        if len(present) == len(tangents):
+            forget_inputs(ctx)
+            return backward(grads, ctx, *rest)
+        if not present:
+            return (None,) * len(ctx.autofuse_inputs)
+        if not replay.reach.may_be_zero(present) and not replay.runs_once(ctx.autofuse_inputs, metadata):
+            return replay.gradients(ctx, grads[0], metadata)
+        forget_inputs(ctx)
+        grads[0][:] = filled(grads[0], tangents, ctx)
+        return replay.reach.only_reached(backward(grads, ctx, *rest), present)
+
+    def forget_inputs(ctx: Any) -> None:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.autofuse_inputs = None  # as eager frees what it has saved
+
+    # Where backward() is called inside of what torch.compile runs, Dynamo sees all frames of the backward pass.
+    mark_all_below(forward_and_keep, backward_or_replay, forget_inputs, _are_batched)
+    function._fwd_fn, function._bwd_fn = forward_and_keep, backward_or_replay

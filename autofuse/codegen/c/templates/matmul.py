@@ -1,0 +1,371 @@
+"""A product of matrices in C: tiles of the result that stay in vector registers.
+
+In: a `NodeForm` that is one float32 product (mm, addmm, bmm, baddbmm) of its inputs, seen through views; and a
+configuration.
+Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `product_refusal` gives
+as data.
+Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of
+threads: about as far from the exact value as a vendor's product. No element outside of the operands is read.
+
+Why: vendors' products copy both operands into panels first, which takes a fifth of the time of the products of a small
+model's step (MKL, Xeon), and one that is made for another maker's processors leaves some of the rest (MKL, EPYC). Here
+the left operand is read where it lies, and the right one too where its rows are dense, or copied panel by panel by the
+thread that uses it, once for each part of up to 512 rows. Sizes that do not vary are constants of the code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autofuse.codegen.c.knobs import cpu_vector_bits
+from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
+from autofuse.codegen.c.register_transpose import TURN
+from autofuse.codegen.knobs import Knob
+from autofuse.codegen.matmul_operands import ANCHORS, Operand, read_operand
+from autofuse.errors import LoweringError
+from autofuse.ir.dims import dim_text
+from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.records import Config, make_config
+from autofuse.ir.shape import Dim, contiguous_strides, evaluate, free_symbols
+
+# Rows, vectors and bits of a tile, by the widest vectors: as many sums as there are registers for, in shapes that suit
+# processors which load fast, and such as add fast. The narrow one has the fewest columns to fill.
+TILES: dict[int, tuple[str, ...]] = {
+    512: ("14x2x512", "6x4x512", "8x3x512", "6x2x256"),
+    256: ("6x2x256", "4x3x256"),
+    128: ("8x2x128", "6x4x128"),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product as a node: where its operands lie, and its sizes."""
+
+    left: Operand
+    right: Operand
+    bias: str | None  # the input with one number a column
+    batch: Dim
+    rows: Dim
+    cols: Dim
+    depth: Dim
+
+
+def product_refusal(form: NodeForm) -> tuple[str, str] | None:
+    """Why a node is no product that is printed here, as a code and in words; None where it is one."""
+    try:
+        plan_product(form)
+    except LoweringError as error:
+        return error.code, str(error)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def plan_product(form: NodeForm) -> Product:
+    """The product that a node is. Raises LoweringError where it is none, or more."""
+    found = [op for op in form.operations if op.target in ANCHORS]
+    if len(found) != 1 or form.outputs != (ValueRef(found[0].name),):
+        raise LoweringError("anchor", f"expected one product of matrices and no other result, found {len(found)}")
+    (op,) = found
+    left, right, bias = ANCHORS[op.target]
+    spec = op.outputs[0]
+    if op.kwargs:
+        raise LoweringError("factor", f"expected a product without factors, found {op.kwargs}")
+    # Of the node's inputs, since operands are read there: a copy in between might have been a conversion.
+    dtypes = {spec.dtype, *(item.spec.dtype for item in form.inputs)}
+    if dtypes != {"float32"}:
+        raise LoweringError("dtype", f"expected a product of float32 inputs, found {', '.join(sorted(dtypes))}")
+    if tuple(spec.strides) != tuple(contiguous_strides(spec.shape.dims)):
+        raise LoweringError("strides", "expected a product that is written row by row")
+    return Product(
+        read_operand(form, op.args[left]),
+        read_operand(form, op.args[right]),
+        None if bias is None else _bias(form, op, op.args[bias]),
+        spec.shape[0] if len(spec.shape) == 3 else 1,
+        spec.shape[-2],
+        spec.shape[-1],
+        form.spec(op.args[left]).shape[-1],
+    )
+
+
+def product_flops(form: NodeForm, values: Sequence[int]) -> int:
+    """Additions and multiplications at these values of the node's symbols."""
+    made, named = plan_product(form), dict(zip(form.symbols, values, strict=True))
+    return 2 * math.prod(evaluate(dim, named) for dim in (made.batch, made.rows, made.cols, made.depth))
+
+
+def _bias(form: NodeForm, op: Operation, ref: ValueRef) -> str:
+    """The input that a bias is. Raises LoweringError where it is not one dense row."""
+    spec = form.spec(ref)
+    dense = len(spec.shape) == 1 and spec.shape[0] == op.outputs[0].shape[-1] and spec.strides[0] == 1
+    if not dense or all(item.name != ref.name for item in form.inputs):
+        raise LoweringError("bias", f"expected a bias that is an input with one number a column, found {ref.name}")
+    return ref.name
+
+
+# ---- knobs ------------------------------------------------------------------------------------------
+
+
+def product_knobs(form: NodeForm) -> tuple[Knob, ...]:
+    """What may vary: the tile, and whether the right operand is copied into panels where it need not be."""
+    tiles = TILES[cpu_vector_bits()[-1]]
+    knobs = [Knob("tile", tiles, tiles[0], "rows, vectors and bits of the sums that stay in registers")]
+    if _is_dense(plan_product(form).right):
+        knobs.append(Knob("panels", (False, True), False, "copy the right operand into panels before it is read"))
+    return tuple(knobs)
+
+
+def default_product_config(form: NodeForm) -> Config:
+    return make_config({knob.name: knob.default for knob in product_knobs(form)})
+
+
+def _is_dense(right: Operand) -> bool:
+    return right.cols == 1
+
+
+# ---- text -------------------------------------------------------------------------------------------
+
+
+def print_product(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
+    """The C text of a product. Raises LoweringError where a size has no exact C form."""
+    made, known = plan_product(form), constants or {}
+    knobs = {**dict(default_product_config(form)), **dict(config)}
+    tile_rows, vectors, bits = (int(part) for part in str(knobs["tile"]).split("x"))
+    names = [item.name for item in form.inputs]
+    digest = hashlib.sha256(form.text().encode()).hexdigest()[:10]
+    name = f"af_product_{digest}"
+    in_panels = bool(knobs.get("panels", False)) or not _is_dense(made.right)
+    is_transposed = made.right.rows == 1 and not _is_dense(made.right)
+    text = {
+        "NAME": name,
+        "HEADER": "\n * ".join(
+            [
+                f"{'x'.join(map(str, (made.rows, made.depth)))} by {'x'.join(map(str, (made.depth, made.cols)))}",
+                "config:  " + " ".join(f"{k}={v}" for k, v in config),
+                *(["fixed:   " + " ".join(f"{k}={v}" for k, v in known.items())] if known else []),
+            ]
+        ),
+        "ROWS": str(tile_rows),
+        "VECTORS": str(vectors),
+        "WIDTH": str(bits // 32),
+        "SIZES": "\n".join(_sizes(form, made, known)),
+        "LEFT": str(names.index(made.left.name)),
+        "RIGHT": str(names.index(made.right.name)),
+        "BIAS": "NULL" if made.bias is None else f"(const float*)ptrs[{names.index(made.bias)}]",
+        "OUT": str(len(names)),
+        "THREADS": f"sizes[{len(form.symbols)}]",
+        "IN_PANELS": str(int(in_panels)),
+        "COPY": _TRANSPOSED if is_transposed else _COPIED,
+        "REMAINDERS": remainders(tile_rows),
+    }
+    whole = _TEXT + ENTRY.replace("@PARAMS@", str(len(names) + 1))
+    for key, value in text.items():
+        whole = whole.replace(f"@{key}@", value)
+    return CSource(name, whole)
+
+
+def _sizes(form: NodeForm, made: Product, known: Mapping[str, int]) -> list[str]:
+    """Sizes and strides as macros: what does not vary is a constant wherever it is used."""
+    dims: dict[str, Dim] = {
+        "M": made.rows, "N": made.cols, "K": made.depth,
+        "LEFT_ROW": made.left.rows, "LEFT_COL": made.left.cols,
+        "RIGHT_ROW": made.right.rows, "RIGHT_COL": made.right.cols,
+    }  # fmt: skip
+    used = {str(s) for dim in (*dims.values(), *_places(made)) for s in free_symbols(dim)}
+    lines = []
+    for n, symbol in enumerate(form.symbols):
+        if symbol in used:
+            value = dim_text(int(known[symbol])) if symbol in known else f"sizes[{n}]"
+            lines.append(f"#define {symbol} INT64_C({value})" if symbol in known else f"#define {symbol} ({value})")
+    lines += [f"#define AF_{key} ((int64_t)({dim_text(dim)}))" for key, dim in dims.items()]
+    lines.append(f"#define AF_BATCH ((int64_t)({dim_text(made.batch)}))")
+    for key, operand in (("LEFT", made.left), ("RIGHT", made.right)):
+        lines.append(f"#define AF_{key}_AT(b) ({_batch_text(operand)})")
+    return lines
+
+
+def _places(made: Product) -> list[Dim]:
+    """The dims that say where the matrices of a batch begin."""
+    found: list[Dim] = [made.batch]
+    for operand in (made.left, made.right):
+        found += [operand.offset, *(dim for step in operand.batch for dim in step)]
+    return found
+
+
+def _batch_text(operand: Operand) -> str:
+    """Elements before matrix ``b`` of a batch."""
+    terms = [f"(int64_t)({dim_text(operand.offset)})"]
+    rest = "(b)"
+    for at, (size, stride) in reversed(list(enumerate(operand.batch))):
+        index = rest if at == 0 else f"({rest} % ({dim_text(size)}))"
+        terms.append(f"{index} * ({dim_text(stride)})")
+        rest = f"({rest} / ({dim_text(size)}))"
+    return " + ".join(terms)
+
+
+_COPIED = """
+  for (int64_t k = 0; k < depth; ++k) {
+    const float* const from = b + k * AF_RIGHT_ROW;
+    float* const to = panel + k * AF_COLS;
+    if (cols == AF_COLS && AF_RIGHT_COL == 1) memcpy(to, from, sizeof(float) * AF_COLS);
+    else for (int64_t n = 0; n < AF_COLS; ++n) to[n] = n < cols ? from[n * AF_RIGHT_COL] : 0.0f;
+  }"""
+
+# In registers: element by element it took 4 % of a product of 400 rows.
+_TRANSPOSED = """
+  af_turn(panel, AF_COLS, b, AF_RIGHT_COL, depth, cols);
+  for (int64_t k = 0; k < depth; ++k)
+    for (int64_t n = cols; n < AF_COLS; ++n) panel[k * AF_COLS + n] = 0.0f;"""
+
+
+def remainders(tile_rows: int) -> str:
+    """C that goes through the rows that fill no whole tile, in smaller ones."""
+    return "\n".join(f"  if (left & {n}) {{ AF_TILE({n}); at += {n}; }}" for n in (16, 8, 4, 2, 1) if n < tile_rows)
+
+
+# What follows the sums of a tile: added to what earlier blocks of the depth gave, or to the bias, and written. A row of
+# the result has AF_N elements.
+STORE = """  if (cols == AF_COLS) {
+#pragma GCC unroll 32
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < AF_VECTORS; ++j) {
+        af_vec* const to = (af_vec*)(c + i * AF_N + j * AF_WIDTH);
+        if (!is_first) sum[i][j] += *to;
+        else if (bias != NULL) sum[i][j] += *(const af_vec*)(bias + j * AF_WIDTH);
+        *to = sum[i][j];
+      }
+    return;
+  }
+  float edge[AF_ROWS][AF_COLS];
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) *(af_vec*)&edge[i][j * AF_WIDTH] = sum[i][j];
+  for (int i = 0; i < rows; ++i)
+    for (int64_t n = 0; n < cols; ++n)
+      c[i * AF_N + n] = edge[i][n] + (!is_first ? c[i * AF_N + n] : bias != NULL ? bias[n] : 0.0f);
+"""
+
+# How the rows of a product are shared out, `parts` of `rows` each for every panel of AF_COLS columns.
+SHARE = """  if (threads < 1 || AF_BATCH * m * n * k < AF_SERIAL_BELOW) threads = 1;
+  /* Few rows a task, where threads would wait for each other else; not more than fit the caches. */
+  int64_t parts = (AF_TASKS * threads + AF_BATCH * panels - 1) / (AF_BATCH * panels);
+  if (threads == 1) parts = 1;
+  if (parts < (m + AF_MOST_ROWS - 1) / AF_MOST_ROWS) parts = (m + AF_MOST_ROWS - 1) / AF_MOST_ROWS;
+  int64_t rows = (m + parts - 1) / parts;
+  rows = (rows + AF_ROWS - 1) / AF_ROWS * AF_ROWS;
+  parts = (m + rows - 1) / rows;
+"""
+
+_TEXT = (
+    "/* @HEADER@ */\n"
+    + INCLUDES
+    + """
+@SIZES@
+enum { AF_ROWS = @ROWS@, AF_VECTORS = @VECTORS@, AF_WIDTH = @WIDTH@, AF_COLS = AF_VECTORS * AF_WIDTH };
+enum { AF_DEPTH = 192, AF_MOST_ROWS = 512, AF_TASKS = 4, AF_SERIAL_BELOW = 1 << 19 };
+"""
+    + TURN
+    + """
+/* Sums of `rows` by AF_COLS, whose columns from `cols` on do not exist; `row` floats from one row of b to the next. */
+static inline __attribute__((always_inline)) void af_tile(
+    const int64_t* const sizes, const int rows, const float* restrict const a, const float* restrict const b,
+    const int64_t row, const int64_t depth, float* restrict const c, const float* const bias, const int is_first,
+    const int64_t cols) {
+  (void)sizes;
+  af_vec sum[AF_ROWS][AF_VECTORS];
+#pragma GCC unroll 16
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] = (af_vec){0};
+  for (int64_t k = 0; k < depth; ++k) {
+    af_vec right[AF_VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) right[j] = *(const af_vec*)(b + k * row + j * AF_WIDTH);
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; ++i) {
+      const float left = a[i * AF_LEFT_ROW + k * AF_LEFT_COL];
+#pragma GCC unroll 8
+      for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] += left * right[j];
+    }
+  }
+"""
+    + STORE
+    + """}
+
+/* All rows of a task for one panel: whole tiles, then smaller ones. */
+#define AF_TILE(n) af_tile(sizes, n, a + at * AF_LEFT_ROW, b, row, depth, c + at * AF_N, bias, is_first, cols)
+static inline __attribute__((always_inline)) void af_rows(
+    const int64_t* const sizes, const int64_t rows, const float* const a, const float* const b, const int64_t row,
+    const int64_t depth, float* const c, const float* const bias, const int is_first, const int64_t cols) {
+  int64_t at = 0;
+  for (; at + AF_ROWS <= rows; at += AF_ROWS) AF_TILE(AF_ROWS);
+  const int64_t left = rows - at;
+@REMAINDERS@
+  (void)left;
+}
+
+static __attribute__((noinline)) void af_panel_rows(
+    const int64_t* const sizes, const int64_t rows, const float* const a, const float* const b, const int64_t depth,
+    float* const c, const float* const bias, const int is_first, const int64_t cols) {
+  af_rows(sizes, rows, a, b, AF_COLS, depth, c, bias, is_first, cols);
+}
+
+#if !@IN_PANELS@
+static __attribute__((noinline)) void af_plain_rows(
+    const int64_t* const sizes, const int64_t rows, const float* const a, const float* const b, const int64_t depth,
+    float* const c, const float* const bias, const int is_first) {
+  af_rows(sizes, rows, a, b, AF_RIGHT_ROW, depth, c, bias, is_first, AF_COLS);
+}
+#endif
+
+static void af_copy(
+    const int64_t* const sizes, const float* const b, float* restrict const panel, const int64_t depth,
+    const int64_t cols) {
+  (void)sizes;@COPY@
+}
+
+static int @NAME@(const int64_t* const sizes, void** const ptrs) {
+  const float* const left = ptrs[@LEFT@];
+  const float* const right = ptrs[@RIGHT@];
+  const float* const biases = @BIAS@;
+  float* const out = ptrs[@OUT@];
+  int64_t threads = @THREADS@;
+  const int64_t m = AF_M, n = AF_N, k = AF_K, panels = (n + AF_COLS - 1) / AF_COLS;
+  if (m == 0 || n == 0 || AF_BATCH == 0) return 0;
+"""
+    + SHARE
+    + """  const int64_t blocks = k > 0 ? (k + AF_DEPTH - 1) / AF_DEPTH : 1, depth = (k + blocks - 1) / blocks;
+  const int64_t tasks = AF_BATCH * parts * panels;
+#ifdef _OPENMP
+#pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
+#endif
+  for (int64_t task = 0; task < tasks; ++task) {
+    const int64_t j = task % panels, i = task / panels % parts, matrix = task / panels / parts;
+    const int64_t first = i * rows, count = m - first < rows ? m - first : rows;
+    const int64_t cols = n - j * AF_COLS < AF_COLS ? n - j * AF_COLS : AF_COLS;
+    const float* const bias = biases == NULL ? NULL : biases + j * AF_COLS;
+    float* const c = out + (matrix * m + first) * AF_N + j * AF_COLS;
+    float panel[AF_DEPTH * AF_COLS] __attribute__((aligned(64)));
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t from = block * depth, deep = k - from < depth ? k - from : depth;
+      const float* const a = left + AF_LEFT_AT(matrix) + first * AF_LEFT_ROW + from * AF_LEFT_COL;
+      const float* const b = right + AF_RIGHT_AT(matrix) + from * AF_RIGHT_ROW + j * AF_COLS * AF_RIGHT_COL;
+#if !@IN_PANELS@
+      if (cols == AF_COLS) {
+        af_plain_rows(sizes, count, a, b, deep, c, bias, block == 0);
+        continue;
+      }
+#endif
+      af_copy(sizes, b, panel, deep, cols);
+      af_panel_rows(sizes, count, a, panel, deep, c, bias, block == 0, cols);
+    }
+  }
+  return 0;
+}
+"""
+)

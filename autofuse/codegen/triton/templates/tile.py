@@ -1,0 +1,132 @@
+"""A tile of a product, and what follows the product at each place of it.
+
+In: what follows (`epilogue.Following`), and the sides of the tile. Out: lines of text for a kernel that has the
+product in a register block named ``acc``.
+Guarantee: the lines need ``r``, ``c`` and ``b`` (positions), ``row_mask``, ``col_mask``, ``nrows``, ``ncols``,
+``row_tile`` and ``col_tile``, and nothing else of the kernel around them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autofuse.codegen.loops import Access, Store
+from autofuse.codegen.matmul_operands import Operand
+from autofuse.codegen.triton.body import Body
+from autofuse.codegen.triton.templates.epilogue import Following
+from autofuse.ir.records import make_config
+from autofuse.ir.shape import Dim, SymbolicShape, free_symbols, product
+
+
+class Tile(Body):
+    """What follows one product."""
+
+    def __init__(
+        self,
+        following: Following,
+        block: tuple[int, int],
+        knobs: Mapping[str, int | str | bool],
+        constants: Mapping[str, int],
+    ) -> None:
+        """``block``: rows and columns of the tile."""
+        self.batch_dims, rows, cols = following.dims
+        # A batch is one place for all of a program: to what follows it is neither a row nor a column.
+        kernel = dataclasses.replace(following.kernel, rows=rows, cols=cols)
+        config = make_config({**knobs, "BLOCK_ROWS": block[0], "BLOCK_COLS": block[1]})
+        super().__init__(kernel, config, constants)
+        self.block_rows = block[0]  # one row has a tile all the same
+        self.product = following.product
+
+    # ---- lines
+
+    def alone(self) -> list[str]:
+        """Where the result has one row or one column, what follows knows none."""
+        lines = []
+        if not self.kernel.rows:
+            lines.append("acc = tl.sum(tl.where(row_mask, acc, 0.0), axis=0, keep_dims=True)")
+        if not self.kernel.cols:
+            lines.append("acc = tl.sum(tl.where(col_mask, acc, 0.0), axis=1, keep_dims=True)")
+        return lines
+
+    def values(self) -> list[str]:
+        """All values of the tile."""
+        spread = (("b", self.batch_dims), ("r", self.kernel.rows), ("c", self.kernel.cols))
+        lines = [line for what, dims in spread if len(dims) > 1 for line in self._positions(what, dims)]
+        return lines + self._values(self.live)
+
+    def stores(self) -> list[str]:
+        """All outputs; what rows or columns do not reach is written by the first tile alone."""
+        return [self._store_once(store) for store in self.kernel.stores]
+
+    @property
+    def row_mask(self) -> str:
+        """Where rows may end within a tile: its mask."""
+        return self._row_mask or ("" if self.kernel.rows else "row_mask")
+
+    @property
+    def col_mask(self) -> str:
+        return self._col_mask
+
+    def matrix(self, operand: Operand, rows: str, cols: str) -> str:
+        """Pointers to the elements of an operand at positions of rows and columns."""
+        places = ((rows, operand.rows), (cols, operand.cols))
+        start = [] if operand.offset == 0 else [self.size(operand.offset)]
+        terms = [operand.name, *start, *self._of_batch(operand)]
+        terms += [self.times(place, stride) if stride != 0 else f"{place} * 0" for place, stride in places]
+        return " + ".join(terms)
+
+    def times(self, place: str, stride: Dim) -> str:
+        """A product as text."""
+        text = self.size(stride)
+        return place if text == "1" else f"{place} * {text}"
+
+    # ---- inside
+
+    def _of_batch(self, operand: Operand) -> list[str]:
+        """The terms of the batch ``b``, whose parts run as the digits of a number do."""
+        terms = []
+        sizes = [size for size, _ in operand.batch]
+        for at, (size, stride) in enumerate(operand.batch):
+            inner = product(sizes[at + 1 :])
+            place = "b" if inner == 1 else f"b // ({self.size(inner)})"
+            if at > 0:
+                place = f"{place} % ({self.size(size)})"
+            if stride != 0:
+                terms.append(self.times(place if place == "b" else f"({place})", stride))
+        return terms
+
+    def _loop(self, dim: int) -> str:
+        if dim not in self.batch_dims:
+            return super()._loop(dim)
+        return "b" if len(self.batch_dims) == 1 else f"b{dim}"
+
+    def _compute(self, number: int) -> str:
+        attr = self.kernel.values[number].attr
+        if isinstance(attr, Access) and attr.param == self.product:
+            return "acc"
+        return super()._compute(number)
+
+    def _store_once(self, store: Store) -> str:
+        place = self._places[id(store)]
+        first = [] if place.rows else ["(row_tile == 0)"]
+        first += [] if place.cols else ["(col_tile == 0)"]
+        return self._store(store, " & ".join(first))
+
+
+def load(pointer: str, *masks: str) -> str:
+    """A load of operands: 0 beyond the ends."""
+    mask = " & ".join(m for m in masks if m)
+    return f"tl.load({pointer}, mask={mask}, other=0.0)" if mask else f"tl.load({pointer})"
+
+
+def with_constants(dim: Dim, constants: Mapping[str, int]) -> Dim:
+    """A size where the values of some symbols are known."""
+    known = {name: value for name, value in constants.items() if name in free_symbols(dim)}
+    return SymbolicShape([dim]).substitute(known)[0]
+
+
+def is_multiple(dim: Dim, block: int, constants: Mapping[str, int]) -> bool:
+    """Whether steps of a block end where a size ends."""
+    size = with_constants(dim, constants)
+    return isinstance(size, int) and size % block == 0

@@ -1,0 +1,131 @@
+"""Yielding: when the daemon may work, beside whom, and for how long.
+
+In: the scripts of this machine, how busy it is, what we have used. Out: rests before pieces of work and within them.
+Guarantee: beside running scripts one daemon of a user works at a time, and what all of them take from scripts that
+fill all cores stays within the account of each script (`throttle.room_beside`). A compiler or a worker that would take
+longer stands still meanwhile, imports included. Nobody rests while a script waits for the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from autofuse.daemon.peers import Neighbours, Script
+from autofuse.daemon.throttle import CpuShare, OtherWork, allowed_percent, cpu_seconds, room_beside
+from autofuse.settings.groups import TunerSettings
+
+SCRIPTS_SECONDS = 1.0  # how long it is believed that a script runs, or none
+SAVED_SECONDS = 30.0  # how long what our kernels have saved is believed
+
+
+class Yielding:
+    """The manners of one daemon."""
+
+    def __init__(
+        self,
+        settings: TunerSettings,
+        neighbours: Neighbours,
+        *,
+        is_urgent: Callable[[], bool],
+        is_stopping: Callable[[], bool],
+        saved: Callable[[list[Script]], Mapping[int, float]] = lambda scripts: {},
+    ) -> None:
+        """``saved``: seconds that kernels decided beside a script have saved it, by its process."""
+        self._settings = settings
+        self._neighbours = neighbours
+        self._is_urgent = is_urgent
+        self._is_stopping = is_stopping
+        self._find_saved = saved
+        self._scripts: list[Script] = []
+        self._scripts_at = self._saved_at = 0.0
+        self._saved: Mapping[int, float] = {}
+        self._others = OtherWork(cpu_seconds)
+        # What our imports took, if it was beside a script, we owe.
+        self._owed = cpu_seconds() if self.scripts() else 0.0
+        self._share = CpuShare(self._percent, cpu_seconds, account=self)
+
+    @property
+    def rested_seconds(self) -> float:
+        return self._share.rested_seconds
+
+    def scripts(self) -> list[Script]:
+        """Those that run, as of the last second."""
+        if time.monotonic() - self._scripts_at > SCRIPTS_SECONDS:
+            self._scripts, self._scripts_at = self._neighbours.scripts(), time.monotonic()
+        return self._scripts
+
+    def may_begin(self) -> bool:
+        """Whether a piece of work may be begun: nobody is disturbed by it, or it is our turn, from now on."""
+        return self._is_urgent() or not self.scripts() or self._neighbours.take_turn()
+
+    def end(self) -> None:
+        """A piece of work is done; another daemon may have its turn."""
+        self._pay()
+        self._neighbours.give_turn()
+
+    def rest(self, ahead_seconds: float = 0.0) -> None:
+        """Before a step of the work, which is expected to take ``ahead_seconds`` where that is much."""
+        self._share.rest(self._must_yield, ahead_seconds)
+
+    def tend(self, group: int) -> float:
+        """While a process group of ours works: let it stand still where it takes too much; for how many seconds."""
+        if threading.current_thread() is not threading.main_thread() or not self._must_yield():
+            return 0.0
+        if not self.scripts() or not self._others.is_full():
+            return 0.0  # a race that is held up in its middle measures less, and here nobody waits for us
+        return self._share.rest(self._must_yield, halted=partial(_halted, group))
+
+    def _must_yield(self) -> bool:
+        """Whether there is anybody to yield to: a script, or whatever else keeps the machine busy."""
+        if self._is_stopping() or self._is_urgent():
+            return False
+        return bool(self.scripts()) or self._others.is_busy()
+
+    def _percent(self) -> float:
+        scripts = self.scripts()
+        age = time.time() - min(script.began for script in scripts) if scripts else None
+        return allowed_percent(self._settings.cpu_percent, age, self._others.is_full())
+
+    # ---- the account ----------------------------------------------------------------------------
+
+    def charge(self, seconds: float) -> None:
+        if self.scripts() and not self._is_urgent() and self._others.is_full():
+            self._owed += seconds
+
+    def room(self) -> float:
+        scripts = self.scripts()
+        if not scripts:
+            return float("inf")
+        if not self._neighbours.take_turn():
+            return float("-inf")
+        if not self._others.is_full():
+            return float("inf")
+        self._pay()
+        if time.monotonic() - self._saved_at > SAVED_SECONDS:
+            self._saved, self._saved_at = self._find_saved(scripts), time.monotonic()
+        spent = self._neighbours.spent() + self._owed
+        return room_beside(scripts, time.time(), spent, self._settings.busy_percent, self._saved)
+
+    def _pay(self) -> None:
+        """Let other daemons know what we took."""
+        if self._owed and self._neighbours.has_turn:
+            self._neighbours.add_spent(self._owed)
+            self._owed = 0.0
+
+
+@contextlib.contextmanager
+def _halted(group: int) -> Iterator[None]:
+    """The processes of a group stand still."""
+    with contextlib.suppress(OSError):
+        os.killpg(group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGCONT)

@@ -1,0 +1,21 @@
+"""The worker for one model of GPU: ``python -m autofuse.daemon.workers.gpu MEMORY NICE PARENT DEVICE_KEY``.
+
+It has a CUDA context of its own, so that what a kernel does to it, it does to nobody else (see `cpu`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from autofuse.daemon.workers.cpu import main
+from autofuse.tuner.node_bench import Rig
+
+
+def _rig(memory_bytes: int) -> Rig:
+    from autofuse.tuner.gpu_rig import GpuRig
+
+    return GpuRig(sys.argv[3], memory_bytes)
+
+
+if __name__ == "__main__":
+    main(_rig, *(int(text) for text in sys.argv[1:3]))

@@ -1,0 +1,104 @@
+"""For which sizes of its calls a root stays in eager.
+
+In: for each held-out call, eager's time over the captured graph's, and how large the call was. Out: whether a call of a
+size is to run in eager. A root that loses on tiny inputs may win on large ones, and the other way round: what was found
+out on the first sizes of a run must not rule those that follow. So calls are judged by magnitude.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from autofuse.observer.capture_policy import advise_release
+
+# A verdict needs this many held-out calls; below that the difference may be noise.
+PAIRS_BEFORE_RELEASE = 12
+_KEPT = 64  # the last pairs of a magnitude
+
+
+class Loss(NamedTuple):
+    """Sizes that stay in eager from now on, and why."""
+
+    reason: str  # see ``advise_release``
+    gain: float  # eager's time over the captured graph's, median
+    magnitudes: frozenset[int]
+
+
+def magnitude(elements: int) -> int:
+    """Calls of one magnitude have numbers of elements between the same two powers of four."""
+    return (max(1, elements).bit_length() - 1) // 2
+
+
+class Verdicts:
+    """Those of one root."""
+
+    def __init__(self) -> None:
+        self.any_lost = False
+        self._ratios: dict[int, deque[float]] = {}  # of magnitudes that did not lose
+        self._lost: set[int] = set()
+        self._lost_up_to = -1  # magnitude below which, and at which, all lost: too small to be captured
+
+    def is_lost(self, elements: int) -> bool:
+        """Whether calls of so many elements stay in eager."""
+        found = magnitude(elements)
+        return found <= self._lost_up_to or found in self._lost
+
+    @property
+    def lost_elements(self) -> int:
+        """Of the largest calls that stay in eager; 0 where none do."""
+        largest = max(self._lost_up_to, *self._lost) if self._lost else self._lost_up_to
+        return int(4 ** (largest + 1)) - 1
+
+    def lose_up_to(self, elements: int) -> None:
+        """All calls of at most this magnitude stay in eager."""
+        self._lost_up_to = max(self._lost_up_to, magnitude(elements))
+        self.any_lost = True
+
+    def add(self, elements: int, ratio: float) -> None:
+        """One more held-out call: eager's time over the captured graph's."""
+        self._ratios.setdefault(magnitude(elements), deque(maxlen=_KEPT)).append(ratio)
+
+    def clear(self) -> None:
+        """The kernels changed: what was measured is of no use. What lost stays lost."""
+        self._ratios.clear()
+
+    def ratios(self, elements: int) -> Sequence[float]:
+        """What a call of so many elements is judged by: the pairs of its magnitude, all while these are few."""
+        own = self._ratios.get(magnitude(elements), ())
+        if len(own) >= PAIRS_BEFORE_RELEASE:
+            return tuple(own)
+        return tuple(ratio for ratios in self._ratios.values() for ratio in ratios)
+
+    def find_loss(self, elements: int, is_short: bool, release_factor: float) -> Loss | None:
+        """After ``add``: what loses, all magnitudes that are judged together with this one, None while nothing does."""
+        ratios = self.ratios(elements)
+        if len(ratios) < PAIRS_BEFORE_RELEASE:
+            return None
+        reason = advise_release(ratios, is_short, release_factor)
+        if reason is None:
+            return None
+        # Magnitudes with pairs enough of their own have been judged by those; of the others none goes that won its few.
+        few = {m for m, its in self._ratios.items() if len(its) < PAIRS_BEFORE_RELEASE and median(its) < 1.0}
+        own = magnitude(elements)
+        losers = {own} if len(self._ratios.get(own, ())) >= PAIRS_BEFORE_RELEASE else few
+        return Loss(reason, median(ratios), frozenset(losers)) if losers else None
+
+    def lose(self, loss: Loss) -> None:
+        """These stay in eager from now on."""
+        self._lost |= loss.magnitudes
+        self.forget(loss.magnitudes)
+        self.any_lost = True
+
+    def forget(self, magnitudes: Iterable[int]) -> None:
+        """What was measured of them is of no use any more."""
+        for found in magnitudes:
+            self._ratios.pop(found, None)
+
+    @property
+    def gain(self) -> float:
+        """Eager's time over the captured graph's, the median of what did not lose; 0 while too little is known."""
+        ratios = [ratio for its in self._ratios.values() for ratio in its]
+        return median(ratios) if len(ratios) >= PAIRS_BEFORE_RELEASE else 0.0

@@ -1,0 +1,208 @@
+"""The tensors of a step: looked at before a kernel may have them, or made up for checks and timing.
+
+In: the arguments of a functional optimizer. Out: their addresses, or what is in the way.
+Guarantee: what `StepTensors.take` accepts, a kernel may write: plain dense tensors of one dtype on one device,
+parameter, gradient and states laid out alike, none of those that are written sharing memory with another. No tensor is
+kept alive.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse.optim.form import StepForm
+
+Arguments = Mapping[str, Any]
+VENDOR_SWITCHES = ("foreach", "fused")
+CPU = torch.device("cpu")
+NOT_MADE = "a state is not made yet"  # SGD makes its buffers in the first step
+
+
+def torch_function(algorithm: str) -> Callable[..., None]:
+    """``torch.optim.<algorithm>.<algorithm>``, whatever stands there now."""
+    function: Callable[..., None] = getattr(importlib.import_module(f"torch.optim.{algorithm}"), algorithm)
+    return function
+
+
+def with_variant(form: StepForm, arguments: Arguments, variant: str) -> dict[str, Any]:
+    """The arguments with another of torch's own variants switched on."""
+    switches = {name: name == variant for name in VENDOR_SWITCHES if name in form.rule.vendors}
+    return {**arguments, **switches}
+
+
+class StepTensors:
+    """The tensors of a group, looked at before each step."""
+
+    def __init__(self, form: StepForm, device: torch.device) -> None:
+        """``device``: where parameters, gradients and states must be."""
+        self._form = form
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, form.dtype)
+        # Parameters, states, counters as they were checked: a model that the script drops must go.
+        self._kept: list[list[weakref.ref[Tensor]]] = []
+        self._strides: list[tuple[int, ...]] = []
+        self._plain: tuple[Any, ...] = ()
+        self.pointers: list[list[int]] = []  # of parameters, of each state, of counters where there are any
+        self.generation = 0  # grows whenever pointers change
+        self.grads: list[int] = []
+        self.scalars: list[float] = []
+
+    def take(self, arguments: Arguments) -> str | None:
+        """Take the arguments of one step; what is in the way, None where nothing is.
+
+        Parameters and states that are the same objects as before at the same addresses are not looked at again: of a
+        step over 100 tensors the script waits for 40 us of this, looking at all would take 300.
+        """
+        form = self._form
+        grads = arguments[form.rule.grads]
+        kept = [arguments["params"], *(arguments[name] for name in form.states)]
+        kept += [arguments["state_steps"]] if form.rule.has_steps else []
+        if any(len(listed) != len(form.sizes) for listed in (grads, *kept)):
+            return "the lists of tensors have other lengths than before"
+        if not self._is_known(kept):
+            problem = self._look_at(kept)
+            if problem is not None:
+                return problem
+        if [g.stride() for g in grads] != self._strides or [g.numel() for g in grads] != list(form.sizes):
+            return "a gradient is laid out unlike its parameter"
+        if {(type(g), g.dtype, g.layout, g.device, g.is_neg()) for g in grads} - {self._plain}:
+            return f"a gradient is no plain {form.dtype} tensor of {self._device}"
+        self.grads = [g.data_ptr() for g in grads]
+        self.scalars = [arguments[name] for name in form.rule.scalars]
+        for name, value in zip(form.rule.scalars, self.scalars, strict=True):
+            if not isinstance(value, int | float):
+                return f"{name} is no plain number"
+        return None
+
+    def _is_known(self, kept: list[list[Tensor]]) -> bool:
+        if len(self._kept) != len(kept) or not all(
+            all(map(operator.is_, now, [ref() for ref in before])) for now, before in zip(kept, self._kept, strict=True)
+        ):
+            return False
+        same = [[t.data_ptr() for t in listed] for listed in kept] == self.pointers
+        return same and [p.numel() for p in kept[0]] == list(self._form.sizes)
+
+    def _look_at(self, kept: list[list[Tensor]]) -> str | None:
+        """Check parameters, states and counters, and note where they lie."""
+        form = self._form
+        self._kept = []
+        params = kept[0]
+        for param, numel in zip(params, form.sizes, strict=True):
+            problem = self._problem(param, numel)
+            if problem:
+                return problem
+        counters = self._device if form.counters == "device" else CPU
+        for step in kept[-1] if form.rule.has_steps else ():
+            if step.dtype is not torch.float32 or step.device != counters or step.numel() != 1:
+                return f"a step counter is no float32 number on {counters}"
+        for listed in kept[1 : 1 + len(form.states)]:
+            for param, state in zip(params, listed, strict=True):
+                if state is None:
+                    return NOT_MADE
+                if type(state) is not Tensor or state.dtype is not self._dtype or state.shape != param.shape:
+                    return "a state is no plain tensor like its parameter"
+                if state.stride() != param.stride() or state.device != self._device or state.is_neg():
+                    return "a state is laid out unlike its parameter"
+        if _share_memory([t for listed in kept for t in listed]):
+            return "tensors of the step share memory"
+        self._strides = [p.stride() for p in params]
+        self._plain = (Tensor, self._dtype, torch.strided, self._device, False)
+        self.pointers = [[t.data_ptr() for t in listed] for listed in kept]
+        self.generation += 1
+        self._kept = [[weakref.ref(t) for t in listed] for listed in kept]
+        return None
+
+    def _problem(self, param: Tensor, numel: int) -> str | None:
+        if param.numel() != numel or param.dtype is not self._dtype or param.device != self._device:
+            return f"a parameter is not {numel} elements of {self._form.dtype} on {self._device}"
+        if type(param) not in (Tensor, torch.nn.Parameter) or param.layout is not torch.strided or param.is_neg():
+            return "a parameter is no plain strided tensor"
+        if not param.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(param):
+            return "the elements of a parameter do not lie side by side"
+        return None
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these dense tensors overlap, as where a parameter is listed twice: the order would matter."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def written(form: StepForm, arguments: Arguments) -> list[Tensor]:
+    """The tensors that a step changes in place."""
+    found = [*arguments["params"], *(t for name in form.states for t in arguments[name])]
+    return found + list(arguments["state_steps"]) if form.rule.has_steps else found
+
+
+# ---- made up ------------------------------------------------------------------------------------------
+
+NUMBERS = {
+    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.9, "dampening": 0.1,
+    "alpha": 0.99, "lr_decay": 0.01,
+}  # fmt: skip
+
+
+def make_arguments(
+    form: StepForm, seed: int, kind: str = "normal", steps: int = 3, device: torch.device = CPU
+) -> dict[str, Any]:
+    """Arguments of a step with random tensors; ``kind`` as in `codegen.inputs`; ``steps`` were done before."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype: torch.dtype = getattr(torch, form.dtype)
+
+    def tensors(scale: float, is_positive: bool = False, values: str = "normal") -> list[Tensor]:
+        made = []
+        for size in form.sizes:
+            value = torch.randn(size, generator=generator, dtype=torch.float64) * scale
+            value = value.abs() if is_positive else value
+            if values == "zeros":
+                value.zero_()
+            if values == "large":
+                value *= 1e4
+            if values == "special" and size:
+                value[0], value[size // 2] = float("nan"), float("inf")
+            made.append(value.to(dtype).to(device))
+        return made
+
+    lists = {"params": tensors(1.0), form.rule.grads: tensors(0.1, values=kind)}
+    for name, _ in form.rule.states:
+        is_square = name in ("exp_avg_sqs", "max_exp_avg_sqs", "square_avgs", "state_sums")
+        known = name in form.states
+        # Above the square of grad_avgs, as a mean of squares is.
+        lists[name] = tensors(0.01 if not is_square else 1.0, is_square) if known else []
+    if form.rule.has_steps:
+        where = device if form.counters == "device" else CPU
+        lists["state_steps"] = [torch.tensor(float(steps), device=where) for _ in form.sizes]
+    return {**lists, **_numbers(form)}
+
+
+def _numbers(form: StepForm) -> dict[str, Any]:
+    found: dict[str, Any] = {name: NUMBERS[name] for name in form.rule.scalars}
+    for name in ("weight_decay", "momentum"):
+        if name in found and name not in form.flags:
+            found[name] = 0.0
+    if "nesterov" in form.flags:
+        found["dampening"] = 0.0
+    switches = {
+        "adam": ("amsgrad", "maximize", "decoupled_weight_decay"),
+        "sgd": ("nesterov", "maximize"),
+        "rmsprop": ("centered", "maximize"),
+        "adagrad": ("maximize",),
+    }[form.algorithm]
+    return found | {name: name in form.flags for name in switches}
+
+
+def copied(arguments: Arguments, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The same arguments with tensors of their own, in another dtype where one is given (but the step counters)."""
+
+    def copy(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.clone() if dtype is None or name == "state_steps" else t.to(dtype, copy=True) for t in tensors]
+
+    return {k: copy(k, v) if isinstance(v, list) else v for k, v in arguments.items()}

@@ -1,0 +1,95 @@
+"""The arithmetic of a step, written once: what C and Triton print, and what the host computes for a GPU.
+
+In: a `StepForm`. Out: the constants of a tensor and the statements for one element, as text that reads the same in C,
+in Triton and in Python: infix operators and calls of a few functions, which each printer defines.
+Guarantee: the formulas are those of torch's loop over single tensors (torch/optim, torch 2.13), in the order in which
+it rounds. Constants are float64 until they are used; ``step`` is the new count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from autofuse.optim.form import StepForm
+
+Statement = tuple[str, str]  # (name, expression)
+
+# Of a tensor: what its elements need of the scalars (by name, see `form.ALGORITHMS`) and of ``step``.
+_CONSTANTS: Mapping[str, tuple[Statement, ...]] = {
+    "adam": (
+        ("down", "-(lr / (1 - pow(beta1, step)))"), ("corrected", "sqrt(1 - pow(beta2, step))"),
+        ("shrink", "1 - lr * weight_decay"), ("w", "1 - beta1"), ("keep", "beta2"), ("add", "1 - beta2"),
+        ("tiny", "eps"), ("decay", "weight_decay"),
+    ),
+    "sgd": (("down", "-lr"), ("keep", "momentum"), ("add", "1 - dampening"), ("decay", "weight_decay")),
+    "rmsprop": (
+        ("down", "-lr"), ("keep", "alpha"), ("add", "1 - alpha"), ("w", "1 - alpha"), ("tiny", "eps"),
+        ("push", "momentum"), ("decay", "weight_decay"),
+    ),
+    "adagrad": (("down", "-(lr / (1 + (step - 1) * lr_decay))"), ("tiny", "eps"), ("decay", "weight_decay")),
+}  # fmt: skip
+
+
+def statements(form: StepForm) -> tuple[Statement, ...]:
+    """The update of one element: parameter ``p``, gradient ``g``, states ``s0``, ``s1``, ``s2``, all assigned in place.
+
+    Functions: ``lerp(a, b, w)``, ``largest(a, b)`` (NaN if either is), ``root(x)`` and ``divide(a, b)``, both rounded
+    to nearest.
+    """
+    on = set(form.flags)
+    found = [("g", "-g")] if "maximize" in on else []
+    if "weight_decay" in on:
+        found.append(("p", "p * shrink") if "decoupled_weight_decay" in on else ("g", "g + decay * p"))
+    return (*found, *_UPDATES[form.algorithm](on))
+
+
+def _adam(on: set[str]) -> list[Statement]:
+    found = [("s0", "lerp(s0, g, w)"), ("s1", "s1 * keep + add * g * g")]
+    if "amsgrad" in on:
+        found.append(("s2", "largest(s2, s1)"))
+    square = "s2" if "amsgrad" in on else "s1"
+    return [*found, ("p", f"p + down * divide(s0, divide(root({square}), corrected) + tiny)")]
+
+
+def _sgd(on: set[str]) -> list[Statement]:
+    if "momentum" not in on:
+        return [("p", "p + down * g")]
+    return [("s0", "s0 * keep + add * g"), ("p", "p + down * " + ("(g + keep * s0)" if "nesterov" in on else "s0"))]
+
+
+def _rmsprop(on: set[str]) -> list[Statement]:
+    found = [("s0", "s0 * keep + add * g * g")]
+    if "centered" in on:
+        found.append(("s1", "lerp(s1, g, w)"))
+    found.append(("g", f"divide(g, root({'s0 - s1 * s1' if 'centered' in on else 's0'}) + tiny)"))
+    if "momentum" not in on:
+        return [*found, ("p", "p + down * g")]
+    buffer = "s2" if "centered" in on else "s1"
+    return [*found, (buffer, f"{buffer} * push + g"), ("p", f"p + down * {buffer}")]
+
+
+def _adagrad(on: set[str]) -> list[Statement]:
+    return [("s0", "s0 + g * g"), ("p", "p + down * divide(g, root(s0) + tiny)")]
+
+
+_UPDATES: Mapping[str, Callable[[set[str]], list[Statement]]] = {
+    "adam": _adam, "sgd": _sgd, "rmsprop": _rmsprop, "adagrad": _adagrad,
+}  # fmt: skip
+
+
+def constants(form: StepForm) -> tuple[Statement, ...]:
+    """The constants that the statements read."""
+    read = {word for _, text in statements(form) for word in re.findall(r"\w+", text)}
+    return tuple(item for item in _CONSTANTS[form.algorithm] if item[0] in read)
+
+
+@functools.lru_cache(maxsize=256)
+def host_constants(form: StepForm) -> Callable[..., tuple[float, ...]]:
+    """A function of ``step`` and the scalars, in the order of the algorithm's, that computes the constants."""
+    names = ", ".join(["step", *form.rule.scalars])
+    values = "".join(f"{text}, " for _, text in constants(form))
+    made: Callable[..., tuple[float, ...]] = eval(f"lambda {names}: ({values})", {"pow": math.pow, "sqrt": math.sqrt})
+    return made

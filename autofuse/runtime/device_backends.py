@@ -1,0 +1,166 @@
+"""The devices that a script's nodes run on: how their decisions are keyed, how their kernels are loaded.
+
+In: the device of a graph's tensors. Out: its `Place`, and what stands in the way of tuning for it.
+Guarantee: decisions follow the model of a device, loaded kernels its index, so equal GPUs share what was tuned and
+different ones never do. A GPU is asked about only once the script itself has put tensors there: nothing here is the
+first to start CUDA. What one backend lacks does not touch the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from autofuse.codegen.c.build import Toolchain, find_toolchain, is_for_this_cpu
+from autofuse.codegen.c.load import load_kernel
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.key import find_triton
+from autofuse.errors import CompilerError
+from autofuse.gpu.devices import CPU, gpu_device
+from autofuse.gpu.modules import load_artifact
+from autofuse.ir.device import cpu_device
+from autofuse.ir.records import DeviceInfo, KernelRecord
+from autofuse.private_files import PrivateFolder
+from autofuse.strategies.bundle import is_bundle
+from autofuse.wrapper.load_strategy import unpack
+from autofuse.wrapper.node_call import Entry
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device as decisions see it."""
+
+    device: torch.device
+    key: str  # DeviceInfo.key of its model
+    threads: int  # that torch computes with on a CPU; 0 on a GPU
+
+
+class Backend(Protocol):
+    """All nodes of one type of device."""
+
+    @property
+    def problem(self) -> tuple[str, str] | None:
+        """Why nothing can be tuned: a code, and a sentence with what to do about it."""
+
+    def describe(self, device: torch.device) -> DeviceInfo: ...
+
+    def threads(self) -> int: ...
+
+    def load(self, digest: str, name: str, binary: bytes, device: torch.device) -> Entry: ...
+
+
+class CpuBackend:
+    """C kernels, compiled by the system's compiler."""
+
+    def __init__(self, cc: str | None, device: DeviceInfo, folder: PrivateFolder | None) -> None:
+        self._cc = cc
+        self._folder = folder
+        self._device = device
+
+    @functools.cached_property
+    def _found(self) -> Toolchain | CompilerError | OSError:
+        """Looked for when somebody asks: 0.5 s of its probes."""
+        try:
+            return find_toolchain(self._cc, self._folder)
+        except (CompilerError, OSError) as error:  # the latter: no folder for temporary files
+            return error
+
+    @property
+    def toolchain(self) -> Toolchain | None:
+        return self._found if isinstance(self._found, Toolchain) else None
+
+    @property
+    def problem(self) -> tuple[str, str] | None:
+        if isinstance(self._found, Toolchain):
+            return None
+        return "no_compiler", f"{self._found} Work on the CPU runs on eager's kernels."
+
+    def describe(self, device: torch.device) -> DeviceInfo:
+        return self._device
+
+    def threads(self) -> int:
+        """Read anew each time: the script may change it at any time."""
+        return int(torch.get_num_threads())
+
+    def load(self, digest: str, name: str, binary: bytes, device: torch.device) -> Entry:
+        entry: Callable[..., None] = load_kernel(binary, name).entry
+        return entry
+
+
+class GpuBackend:
+    """Triton kernels. Tuning needs Triton, launching what is tuned does not."""
+
+    def __init__(self) -> None:
+        self.problem: tuple[str, str] | None = None
+        try:
+            find_triton()
+        except CompilerError as error:
+            self.problem = "no_triton", f"{error}. What is not tuned yet runs on eager's kernels on the GPU."
+
+    def describe(self, device: torch.device) -> DeviceInfo:
+        return gpu_device(device.index)
+
+    def threads(self) -> int:
+        return 0
+
+    def load(self, digest: str, name: str, binary: bytes, device: torch.device) -> Entry:
+        return load_artifact(Artifact.unpack(binary), device.index, digest)
+
+
+class Backends:
+    """The devices in use."""
+
+    def __init__(self, cc: str | None, cpu: DeviceInfo, folder: PrivateFolder | None = None) -> None:
+        """``cpu``: as it was before the script could pin its threads to some of the cores; ``folder``: for notes."""
+        self.cpu = CpuBackend(cc, cpu, folder)
+        self._by_type: dict[str, Backend] = {"cpu": self.cpu, "cuda": GpuBackend()}
+        self._in_use: dict[torch.device, DeviceInfo] = {CPU: self.cpu.describe(CPU)}
+        self._seen: set[torch.device] = set()
+
+    def use(self, device: torch.device) -> bool:
+        """Take note of a device; True the first time, for one that nodes can run on."""
+        if device in self._seen or device.type not in self._by_type:
+            return False
+        self._seen.add(device)  # first: what cannot be described is not asked again
+        if device not in self._in_use:
+            self._in_use = {**self._in_use, device: self._by_type[device.type].describe(device)}
+        return True
+
+    def in_use(self, device_type: str) -> bool:
+        return any(device.type == device_type for device in self._in_use)
+
+    def models(self) -> list[str]:
+        """`DeviceInfo.key` of the devices in use."""
+        return list(dict.fromkeys(info.key for info in self._in_use.values()))
+
+    def info(self, device: torch.device) -> DeviceInfo | None:
+        return self._in_use.get(device)
+
+    def place(self, device: torch.device) -> Place | None:
+        """None for a device that is not in use."""
+        info = self._in_use.get(device)
+        return None if info is None else Place(device, info.key, self._by_type[device.type].threads())
+
+    def problem(self, device: torch.device) -> tuple[str, str] | None:
+        """Why nothing can be tuned for a device."""
+        backend = self._by_type.get(device.type)
+        if backend is None:
+            return "no_backend", f"expected a CPU or a GPU of CUDA or ROCm, found {device}"
+        return backend.problem
+
+    def load(self, record: KernelRecord, device: torch.device) -> Entry:
+        """A kernel of the store, or a way with all of its kernels, as this process can launch it."""
+        backend = self._by_type[device.type]
+        if device.type == "cpu" and not is_for_this_cpu(record.key.target):
+            raise CompilerError(f"expected a kernel for {cpu_device().isa}, found one for {record.key.target}")
+        if not is_bundle(record.binary):
+            return backend.load(record.key.digest, record.name, record.binary, device)
+
+        def load_one(digest: str, name: str, binary: bytes) -> Entry:
+            return backend.load(digest, name, binary, device)
+
+        return unpack(record.binary, load_one)

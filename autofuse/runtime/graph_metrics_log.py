@@ -1,0 +1,86 @@
+"""What reports say of captured graphs: before and after fusion, estimates and source lines of nodes.
+
+In: a routed graph and what was found out when it was planned, in this run or in an earlier one. Out: one event a graph,
+when the run ends and its calls are known. Guarantee: never raises; a graph that cannot be measured is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autofuse.ir.records import GRAPH_METRICS, Event
+from autofuse.preserve_rng import untouched
+
+if TYPE_CHECKING:
+    from autofuse.fusion.graph import FusionGraph
+    from autofuse.fusion.node import FusionNode
+    from autofuse.runtime.router import GraphRouter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What reports say of a planned graph."""
+
+    estimates: dict[str, float]  # fusion_id -> estimated speedup
+    sources: dict[str, str]  # fusion_id -> first source line
+    metrics: dict[str, Any] | None
+
+
+class GraphNotes:
+    """The graphs of a session, in the order in which they were captured."""
+
+    def __init__(self) -> None:
+        self.estimates: dict[str, float] = {}  # fusion_id -> estimated speedup
+        self.sources: dict[str, str] = {}  # fusion_id -> first source line
+        self._graphs: list[tuple[GraphRouter, dict[str, Any]]] = []
+
+    def add(self, router: GraphRouter, described: Described) -> None:
+        """A graph is routed from now on."""
+        self.estimates = described.estimates | self.estimates
+        self.sources = described.sources | self.sources
+        if described.metrics is not None:
+            self._graphs.append((router, described.metrics))
+
+    def post(self, post_event: Callable[[Event], None]) -> None:
+        """One event a graph, with its calls so far."""
+        for router, data in self._graphs:
+            message = f"{data['phase']}: {data['before']['nodes']} nodes, {data['after']['nodes']} after fusion"
+            post_event(Event(GRAPH_METRICS, message, data | {"calls": router.calls()}))
+
+
+def measure_graph(
+    router: GraphRouter,
+    graph: FusionGraph,
+    nodes: Sequence[FusionNode],
+    wholes: Sequence[Collection[str]] = (),
+) -> dict[str, Any] | None:
+    """A graph as it is and as it is planned, None where that fails; ``wholes``: names that one kernel may take in."""
+    with untouched():
+        from autofuse.fusion.metrics import has_kernel
+        from autofuse.strategies.kernel_count import planned_kernels
+
+    try:
+        kernels = {op.name for op in graph.operations if has_kernel(op)}
+        taken = [kernels.intersection(names) for names in wholes]
+        before, after = graph.metrics(), graph.metrics(planned_kernels(nodes, taken))
+    except Exception as error:
+        log.debug("a %s graph has no metrics: %s", router.phase, error)
+        return None
+    # Captured anew for other sizes, a graph has the same operators: reports add such graphs up.
+    operators = " ".join(op.target for op in graph.operations if has_kernel(op))
+    data = {
+        "phase": router.phase,
+        "times": router.times,  # calls in a step
+        "operators": hashlib.sha256(operators.encode()).hexdigest()[:16],
+        # Not a line of ours: a torch container has no other.
+        "source": next((op.source for op in graph.operations if op.source and op.source[0] != "<"), ""),
+        "before": before.to_json(),
+        "after": after.to_json(),
+    }
+    return data

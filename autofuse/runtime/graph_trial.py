@@ -1,0 +1,281 @@
+"""A captured graph against the original: which calls run the original, what both take, and for which sizes it loses.
+
+In: calls of a root or of a graph, their shapes, and the clock. Out: what a call is for (`Trial.choose`), step samples,
+and a verdict on each magnitude of sizes (`Verdicts`), told to ``on_loss``.
+A step is the time from one call to the next, since a backward pass is nowhere else; where the call is all there is of
+it, its caller says what it took (`Trial.call_took`). Guarantee: nothing is said of steps in which anything changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autofuse.observer.capture_policy import Held, HeldOutCalls, is_unsure
+from autofuse.observer.device_timer import LateTimes, Stretch
+from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, Verdicts, magnitude
+from autofuse.observer.signatures import count_elements, without_sizes
+from autofuse.runtime.root_steps import OpenStep, Shape, Sizes
+
+if TYPE_CHECKING:
+    from autofuse.capture.guarded_call import DirectCall
+    from autofuse.runtime.peak_memory import RootPeaks
+    from autofuse.runtime.root_registry import Roots
+
+PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at least
+# With more signatures than that each is seldom: all calls are timed.
+MAX_BRIEF = 4
+SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in the caches
+# Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
+MAX_EXACT = 16
+# A graph that loses while kernels for it are still to come rests for so many calls, each time for twice as many.
+FIRST_REST = 256
+LONGEST_REST = 1 << 14
+ASKED_EVERY = 32  # resting calls: whether kernels are still to come
+MAX_SHAPES = 4096  # kept; a shape that is let go is met as a new one should it come again
+OnLoss = Callable[[Shape, Loss, bool, bool], None]  # shape, loss, whether calls are short, whether all sizes have lost
+
+
+class Costs(NamedTuple):
+    """What a captured call costs more than a released one, in microseconds, where caches are full of other things."""
+
+    brief: float  # of a call that is not timed
+    timed: float
+
+
+class Trial:
+    """Of one root or graph."""
+
+    def __init__(self, roots: Roots, key: str, costs: Costs, peaks: RootPeaks | None, on_loss: OnLoss) -> None:
+        self.roots = roots
+        self.session = roots.session
+        self.key = key
+        self.is_on = False  # the captured graph is in use, and its steps are compared
+        self.on_gpu = False
+        self.skips_lost = False  # calls of sizes that lost do not come here
+        self.total_us = 0.0
+        self.opened: OpenStep | None = None
+        self.shapes: dict[Any, Shape] = {}  # by signature
+        self.verdicts = Verdicts()
+        self.gain = 0.0  # of the present kernels, see `Verdicts.gain`; 0 while it is not known
+        self.late = LateTimes(roots.timer)  # what the device has not told yet
+        self._costs = costs
+        self._peaks = peaks
+        self._on_loss = on_loss
+        self._sizes: dict[str, Sizes] = {}
+        self._newest: Shape | None = None
+        self._held_out = self._new_held_out()
+        self._resting: dict[int, int] = {}  # calls left, by magnitude
+        self._rests: dict[int, int] = {}  # how often each has rested
+        self._is_marked = False  # the plans that run in the open step are noted
+        self._is_watched = False  # so are the allocations of the call that was chosen last
+        self._call_us: float | None = None  # of the open step, where it has no backward pass
+
+    def _new_held_out(self) -> HeldOutCalls:
+        return HeldOutCalls(self.session.settings.capture.held_out_share, PAIRS_BEFORE_RELEASE)
+
+    def restart(self) -> None:
+        """Hold out calls as if nothing had been captured before."""
+        self._held_out = self._new_held_out()
+
+    # ---- a call ----------------------------------------------------------------------------------------
+
+    def new_shape(self, signature: Any, is_eager: bool = False) -> Shape:
+        if len(self.shapes) >= MAX_SHAPES:
+            seldom = (key for key, known in self.shapes.items() if not known.sizes.is_one)
+            for old in list(itertools.islice(seldom, MAX_SHAPES // 4)):
+                self.shapes.pop(old, None)
+        text = str(signature)
+        is_one = text in self._sizes or len(self._sizes) < MAX_EXACT
+        text = text if is_one else str(without_sizes(signature))
+        sizes = self._sizes.setdefault(text, Sizes(text, is_one))
+        # What the last new one ran may fit this one too: a graph with symbolic sizes does.
+        direct: tuple[DirectCall, ...] = self._newest.direct if self._newest is not None else ()
+        shape = self.shapes[signature] = self._newest = Shape(sizes, count_elements(signature), direct, is_eager)
+        return shape
+
+    def choose(self, shape: Shape, number: int) -> Held:
+        """What the next call, the ``number``-th, is for."""
+        session = self.session
+        near = shape.sizes.near(shape.elements)
+        has_pair = len(near) >= PAIRED
+        shape.is_short = has_pair and near[0] < SHORT_CALL_US
+        size = magnitude(shape.elements)
+        if self._resting and self._rests_on(size):
+            self._is_watched = False
+            return Held.RESTING
+        held = self._held_out.next(session.disturbances, shape.is_new, has_pair, shape.is_short, size)
+        self._is_watched = False
+        if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):
+            watch = self._peaks.begin(shape.sizes.text, shape.elements, number)
+            self._is_watched, held = watch is not None, Held.COLD if watch else Held.NO
+        if shape.fused_at != session.disturbances:
+            session.mark_plans(self)
+            self._is_marked = True
+        return held
+
+    def _rests_on(self, size: int) -> bool:
+        left = self._resting.get(size, 0)
+        if not left:
+            return False
+        left -= 1
+        if left % ASKED_EVERY == 0 and not self.session.tuning.expects_more():
+            left = 0
+        self._resting[size] = left
+        if not left:
+            del self._resting[size]
+            self._held_out.confirm_anew(size)
+        return True
+
+    @property
+    def is_resting(self) -> bool:
+        """All sizes that come run the original module, for now."""
+        sizes = {magnitude(shape.elements) for shape in self.shapes.values()} if self._resting else set()
+        return bool(sizes) and sizes <= {*self._resting}
+
+    def _is_settled(self, shape: Shape) -> bool:
+        """Whether the kernels of a shape are those that stay."""
+        return shape.fused_at == self.session.disturbances and not self.session.tuning.expects_more()
+
+    def begin(self, shape: Shape | None, held: Held, number: int, now: float, stretch: Stretch | None = None) -> None:
+        """The call that was chosen begins, and with it a step; ``shape``: None where nothing is compared."""
+        is_watched, self._is_watched = self._is_watched, False
+        if held is Held.RESTING:
+            shape, held = None, Held.NO
+        self.opened = OpenStep(now, shape, held, number, self.session.disturbances, stretch, is_watched)
+        if shape is not None and held is not Held.NO:
+            self.roots.held_out_calls += 1
+
+    def call_took(self, seconds: float) -> None:
+        """The call that has begun is all of its step that is to be compared."""
+        self._call_us = seconds * 1e6
+
+    def free_calls(self, shape: Shape) -> int:
+        """How many calls, this one among them, need neither be timed nor held out; 0 for none."""
+        shapes = self.shapes
+        if self._resting or self._is_watched or self.on_gpu or not shape.is_short or len(shapes) > MAX_BRIEF:
+            return 0
+        if shape.fused_at != self.session.disturbances:
+            return 0
+        if self._peaks is not None and self._peaks.is_half_known(shape.sizes.text, shape.elements):
+            return 0
+        if (
+            self.verdicts.any_lost and not self.skips_lost
+        ):  # a code that fits all sizes would run those as well that stay in eager
+            return 0
+        if any(len(known.sizes.recent) < PAIRED for known in shapes.values()):
+            return 0
+        free = self._held_out.free()
+        return free if free >= 2 else 0
+
+    def skip(self, calls: int) -> None:
+        """So many of the free calls will not be asked about."""
+        self._held_out.skip(calls)
+
+    def end_untimed(self, began: float, now: float) -> None:
+        """Calls that were not timed are over."""
+        us = (now - began) * 1e6
+        self.total_us += us
+        self.roots.step_us_total += us
+
+    # ---- steps -----------------------------------------------------------------------------------------
+
+    def end_step(self, now: float) -> None:
+        """A step is the time from one call to the next: the host's, on a GPU that of the root's stream."""
+        if self.opened is not None:
+            self._end(self.opened, now)
+        if self.late:
+            self.late.collect()
+
+    def _end(self, opened: OpenStep, now: float) -> None:
+        began, shape, held, _, disturbances, stretch, is_watched = opened
+        self.opened = None
+        step_us = (now - began) * 1e6
+        self.total_us += step_us
+        fused = self.session.fused_since_mark(self) if self._is_marked else 0
+        self._is_marked = False
+        if is_watched and self._peaks is not None and shape is not None:
+            is_changed = disturbances != self.session.disturbances or not self.is_on
+            self._peaks.end(shape.sizes.text, shape.elements, held is not Held.NO, self.on_gpu, is_changed)
+        if shape is None or not self.is_on:  # an eager root costs the script no more than needed
+            self.roots.timer.end(stretch)
+            return
+        session = self.session
+        is_disturbed = disturbances != session.disturbances
+        if shape.fused_at != disturbances and held is Held.NO:
+            if fused != shape.fused:
+                if shape.is_counted:  # what was measured before is no longer so
+                    shape.sizes.recent.clear()
+                    self.verdicts.clear()
+                    self.gain = 0.0
+                shape.fused, shape.is_counted = fused, True
+            shape.fused_at = -1 if is_disturbed else disturbances
+        is_left_out = is_disturbed or is_watched or held is Held.COLD
+        if not self.on_gpu:
+            self._add_step(opened, 0.0 if is_left_out else step_us)
+            return
+        stretch = self.roots.timer.end(stretch)
+        if is_left_out:
+            self.late.add(None, lambda _: self._add_step(opened, 0.0))  # after those before it
+        else:
+            self.late.add(stretch, partial(self._add_late_step, opened))
+
+    def _add_late_step(self, opened: OpenStep, nanoseconds: int | None) -> None:
+        self.roots.untimed_steps += nanoseconds is None
+        self._call_us = None  # what the host took
+        self._add_step(opened, (nanoseconds or 0) / 1e3)
+
+    def _add_step(self, opened: OpenStep, step_us: float) -> None:
+        """A time of 0 stands for one that is not to be compared."""
+        _, shape, held, number, _, _, _ = opened
+        assert shape is not None
+        held_out = held is not Held.NO
+        if self.session.backstage.usable:  # else nobody takes them
+            self.session.steps.append(
+                (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
+            )
+        if step_us and self.is_on:
+            self.roots.step_us_total += step_us
+            self._compare(shape, held_out, step_us if self._call_us is None else self._call_us)
+        self._call_us = None
+
+    def _compare(self, shape: Shape, held_out: bool, us: float) -> None:
+        """Find sizes whose captured steps lose to held-out eager ones."""
+        if not held_out:
+            shape.sizes.recent.append((shape.elements, us))
+            return
+        near = shape.sizes.near(shape.elements)
+        if len(near) >= PAIRED:
+            # Released, the original would be as fast as a held-out call is without us.
+            outside_us = 0.0 if self._call_us is not None else self._costs.timed
+            has_briefs = len(self.shapes) <= MAX_BRIEF and (self.skips_lost or not self.verdicts.any_lost)
+            added_us = self._costs.brief if has_briefs else self._costs.timed
+            captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
+            self.verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)
+        ratios = self.verdicts.ratios(shape.elements)
+        if len(ratios) < PAIRS_BEFORE_RELEASE:
+            return
+        is_short = us < SHORT_CALL_US
+        self.gain = self.verdicts.gain or self.gain
+        loss = self.verdicts.find_loss(shape.elements, is_short, self.session.settings.capture.release_factor)
+        if loss is not None and self.session.tuning.expects_more():
+            self._rest(loss)
+        elif loss is not None:
+            self.verdicts.lose(loss)
+            # A shape that came once or twice has no say: no pair of it will ever be known.
+            seen = [known for known in self.shapes.values() if len(known.sizes.near(known.elements)) >= PAIRED]
+            self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
+        elif is_unsure(ratios):
+            self._held_out.extend(magnitude(shape.elements))
+
+    def _rest(self, loss: Loss) -> None:
+        """What loses before its kernels are there may yet win with them; the script runs in eager meanwhile."""
+        self.verdicts.forget(loss.magnitudes)
+        self.gain = 0.0  # later runs would take it for what the kernels to come gain
+        for size in loss.magnitudes:
+            times = self._rests.get(size, 0)
+            self._rests[size] = times + 1
+            self._resting[size] = min(FIRST_REST << times, LONGEST_REST)

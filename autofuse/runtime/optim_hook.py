@@ -1,0 +1,115 @@
+"""Stands in for torch's functional optimizers, and brings what replaces their steps once that can pay.
+
+In: the calls that ``Optimizer.step`` makes, one for each parameter group. Out: the same updates, by torch or by the
+`OptimizerRouter`. Guarantee: until the router is there a step is torch's own, and costs 1 us more.
+Kernels, their printers and what those need take a good half second to import. So a script pays for them by the rule for
+captures too: once it has spent as much in torch's own steps, or has paid already for a capture, or waits for tuning.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofuse.ir.records import NodeUse, TuneRequest
+from autofuse.observer.script_modes import modes_are_active
+from autofuse.optim.algorithms import ALGORITHMS
+from autofuse.preserve_rng import untouched
+
+if TYPE_CHECKING:
+    from autofuse.runtime.optim_router import OptimizerRouter
+    from autofuse.runtime.session import Session
+
+IMPORT_SECONDS = 0.7  # what the router's modules take to import
+# So many times as long torch's own steps have taken by then: a fifth of a script's, which so loses a twentieth at most.
+RENT = 4.0
+
+
+class OptimizerHook:
+    """All optimizer steps of a process."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._originals: dict[str, Callable[..., None]] = {}
+        self._spent = 0.0  # seconds in torch's own steps, while there is no router
+        self._failed = False
+        self.router: OptimizerRouter | None = None
+
+    def install(self) -> None:
+        """Stand in for torch's functions; what cannot be replaced stays as it is."""
+        for name in ALGORITHMS:
+            module = importlib.import_module(f"torch.optim.{name}")
+            original = getattr(module, name, None)
+            if original is None or not {"params"} <= set(inspect.signature(original).parameters):
+                continue
+            self._originals[name] = original
+            setattr(module, name, self._replacement(name, original))
+
+    def uninstall(self) -> None:
+        for name, original in self._originals.items():
+            setattr(importlib.import_module(f"torch.optim.{name}"), name, original)
+        self._originals = {}
+
+    def requests(self) -> list[TuneRequest]:
+        """Steps to be tuned."""
+        return self.router.requests() if self.router is not None else []
+
+    def uses(self) -> list[NodeUse]:
+        """How the steps were used, for the report."""
+        return self.router.uses() if self.router is not None else []
+
+    def _replacement(self, algorithm: str, original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or modes_are_active():
+                return original(*args, **kwargs)
+            router = self.router
+            if router is None and self._pays(args, kwargs):
+                router = self._load()
+            if router is None:
+                began = perf_counter()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._spent += perf_counter() - began
+            try:
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+            except TypeError:
+                return original(*args, **kwargs)  # it says what is wrong
+            if not router.step(algorithm, original, bound.arguments):
+                original(*args, **kwargs)
+
+        return step
+
+    def _pays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it is time for the router; on a GPU at once, for there the host's time says nothing of a step's."""
+        session = self._session
+        if self._failed or not session.backstage.usable:  # a forked child could read no decision
+            return False
+        if session.is_loaded or session.mode == "wait" or self._spent >= RENT * IMPORT_SECONDS:
+            return True
+        params = args[0] if args else kwargs.get("params")
+        return isinstance(params, list) and bool(params) and getattr(params[0], "is_cuda", False)
+
+    def _load(self) -> OptimizerRouter | None:
+        began = perf_counter()
+        try:
+            with untouched():
+                from autofuse.runtime.optim_router import OptimizerRouter
+
+                assert self._session.catalogue is not None  # brings it
+                self.router = OptimizerRouter(self._session)
+            self._session.capture_seconds += perf_counter() - began
+        except Exception as error:
+            self._failed = True
+            self._session.report_fallback("optimizer_unknown", "optimizers' steps stay torch's own", error)
+        return self.router

@@ -1,0 +1,220 @@
+"""The script's side of optimizer steps: each asks what has won.
+
+In: a call of torch's functional optimizers, one for each parameter group, as `optim_hook` hands it on. Out: the same
+update, by the winner.
+Guarantee: states are torch's own, so ``state_dict`` is what it always was; what a kernel may not have (sparse, complex,
+tensor learning rates, gradient scalers, tensors laid out unlike each other or on several devices) goes to torch as the
+script called it, and so does everything after a failure; version counters move as torch moves them. While a CUDA graph
+is recorded, torch's own functions are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofuse.gpu.capturing import is_capturing
+from autofuse.gpu.devices import CPU
+from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, Event, NodeUse, ObservedShape, TuneRequest
+from autofuse.optim.calls import StepCall, VendorCall, make_call
+from autofuse.optim.form import DTYPES, StepForm, flags_of
+from autofuse.optim.tensors import NOT_MADE, written
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+STATIC = Bucket(())
+DEVICES = ("cpu", "cuda")
+# Kept; new tensors make a new group, and some scripts make new ones again and again. Others step each tensor by itself,
+# as soon as its gradient is there: they have some hundreds in turn.
+MOST_GROUPS = 4096
+STEPS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}  # of a group: the first makes its states
+# Arguments that torch treats apart from plain steps.
+UNUSUAL = ("has_complex", "has_sparse_grad", "capturable", "differentiable", "grad_scale", "found_inf")
+
+
+class Group:
+    """One parameter group, as far as its steps are alike."""
+
+    def __init__(self, form: StepForm, device: torch.device) -> None:
+        self.form = form
+        self.device = device
+        self.steps = 0
+        self.fused_steps = 0
+        self.is_broken = False
+        self.is_posted = False
+        self.is_settled = False  # in ``wait`` mode: the script need not pause for it again
+        self.decision: Decision | None = None
+        self.call: StepCall | None = None
+
+
+class OptimizerRouter:
+    """All optimizer steps of a process."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._groups: dict[tuple[Any, ...], Group] = {}
+        self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused ones, of groups that are not kept
+
+    def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
+        """Whether the step was made; otherwise it is torch's."""
+        try:
+            group = self._group(algorithm, arguments)
+        except Exception as error:
+            self._session.report_fallback("optimizer_unknown", "an optimizer's step stays torch's own", error)
+            return False
+        return group is not None and self._step(group, original, arguments)
+
+    # ---- one step ------------------------------------------------------------------------------------
+
+    def _group(self, algorithm: str, arguments: Mapping[str, Any]) -> Group | None:
+        """The group that these arguments belong to, None for what is left to torch."""
+        params = arguments["params"]
+        if not params or any(_is_given(arguments.get(name)) for name in UNUSUAL):
+            return None
+        flags = flags_of({k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor)})
+        asked = next((name for name in ("foreach", "fused") if arguments.get(name)), "")
+        # Threads that train one model have gradients of their own, so they need tables of their own.
+        ends = params[0].data_ptr(), params[-1].data_ptr()
+        key = (algorithm, flags, asked, len(params), ends, threading.get_ident())
+        group = self._groups.get(key)
+        if group is None:
+            device = params[0].device
+            if device.type not in DEVICES:
+                return None
+            dtype = str(params[0].dtype).removeprefix("torch.")
+            if dtype not in DTYPES:
+                return None
+            steps = arguments.get("state_steps") or ()
+            counters = "device" if any(t.device.type != "cpu" for t in steps) else "host"
+            sizes = tuple(p.numel() for p in params)
+            form = StepForm(algorithm, flags, dtype, sizes, asked, device.type, counters)
+            self._session.use_device(device)
+            known = next((g for g in self._groups.values() if g.form == form and g.device == device), None)
+            if len(self._groups) >= MOST_GROUPS:
+                self._let_oldest_go()
+            group = self._groups[key] = Group(form, device)
+            if any(p.device != device for p in params):
+                self._leave(group, f"expected all parameters on {device}, found some elsewhere")
+            if known is not None:
+                group.is_posted, group.is_settled = known.is_posted, known.is_settled
+        return group
+
+    def _let_oldest_go(self) -> None:
+        oldest = self._groups.pop(next(iter(self._groups)))
+        steps, fused = self._let_go.get(oldest.form, (0, 0))
+        self._let_go[oldest.form] = steps + oldest.steps, fused + oldest.fused_steps
+
+    def _step(self, group: Group, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
+        """Whether the step was made."""
+        group.steps += 1
+        if group.is_broken:
+            return False
+        if group.device != CPU and is_capturing():
+            return False
+        try:
+            if group.decision is None:
+                self._look_up(group, original)
+            call = group.call
+            if call is None:
+                return False
+            problem = call.pack(arguments, self._session.threads)
+            if problem is not None:
+                if problem != NOT_MADE:
+                    self._leave(group, problem)
+                return False
+            if not isinstance(call, VendorCall):
+                call.run()  # what it raises, it raises before it has written anything
+        except Exception as error:
+            group.is_broken = True
+            self._session.report_fallback("optimizer_failed", f"{group.form.label} stays torch's own", error)
+            return False
+        if isinstance(call, VendorCall):
+            call.run()  # what torch's own function raises, and what it has written by then, is torch's as ever
+        # torch's own fused kernels on a CPU move no version counters either (2.13).
+        torch.autograd.graph.increment_version(written(group.form, arguments))
+        group.fused_steps += 1
+        return True
+
+    def _leave(self, group: Group, problem: str) -> None:
+        """To torch, for good: no trouble, such a step is torch's to begin with."""
+        group.is_broken = True
+        event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
+        self._session.backstage.post_event(event)
+
+    def _look_up(self, group: Group, original: Callable[..., None]) -> None:
+        session, form = self._session, group.form
+        place = session.catalogue.backends.place(group.device)
+        if place is None:
+            return
+        decision = session.catalogue.table.find(form.fusion_id, (), place)
+        if decision is None:
+            self._wait(group)
+            decision = session.catalogue.table.find(form.fusion_id, (), place)
+        if decision is None:
+            return
+        variant = decision.candidate.variant
+        if decision.compile_key is not None:
+            entry = session.catalogue.shelf.entry(decision.compile_key, group.device)
+            if entry is None:
+                return  # not read yet
+            group.call = make_call(form, entry, group.device)
+        elif variant != EAGER:
+            group.call = VendorCall(form, original, variant, group.device)
+        group.decision = decision
+
+    def _wait(self, group: Group) -> None:
+        session = self._session
+        if session.mode == "wait" and not group.is_settled and group.steps > STEPS_BEFORE_TUNING["wait"]:
+            group.is_settled = True
+            session.tuning.wait_for(self.requests())
+
+    # ---- what is asked and told --------------------------------------------------------------------------
+
+    def requests(self) -> list[TuneRequest]:
+        """Steps that nobody has decided on and nobody has asked about, as far as they are hot."""
+        session = self._session
+        found: dict[str, TuneRequest] = {}
+        for group in list(self._groups.values()):
+            place = session.tunable(group.device)
+            hot = group.steps >= STEPS_BEFORE_TUNING.get(session.mode, 1)
+            if place is None or group.is_broken or group.is_posted or not hot:
+                continue
+            if session.catalogue.table.find(group.form.fusion_id, (), place) is not None:
+                continue
+            group.is_posted = True
+            form = group.form
+            key = DecisionKey(form.fusion_id, STATIC.label, place.key, place.threads, session.versions)
+            found[key.digest] = TuneRequest(
+                key=key,
+                node=form.node(),
+                bucket=STATIC,
+                shapes=(ObservedShape((), group.steps),),
+                calls=group.steps,
+                unfused_us=20.0 * len(form.sizes),
+                estimated_speedup=2.0,
+                run_id=session.backstage.run_id,
+            )
+        return list(found.values())
+
+    def uses(self) -> list[NodeUse]:
+        """How the steps were used, for the report."""
+        sums: dict[StepForm, tuple[int, int]] = dict(self._let_go)
+        for group in list(self._groups.values()):
+            steps, fused = sums.get(group.form, (0, 0))
+            sums[group.form] = steps + group.steps, fused + group.fused_steps
+        return [
+            NodeUse(
+                form.fusion_id, form.node(), form.label, form.operations, STATIC, steps, fused, 0.0, 0.0,
+                (ObservedShape((), steps),),
+            )
+            for form, (steps, fused) in sums.items()
+        ]  # fmt: skip
+
+
+def _is_given(value: Any) -> bool:
+    """Not by comparison: ``found_inf`` is a tensor, and one of 0 equals False."""
+    return value is not None and value is not False

@@ -1,0 +1,141 @@
+"""Graphs as they were planned, as bytes: what a kept trace needs so that nothing is imported or planned again.
+
+In: routed graphs of one trace, forward and backward. Out: bytes; in a later run, the same graphs routed anew.
+Guarantee: a plan is that of the graph it was made for: it is only used with the graphs of its trace, under the same
+settings, patterns and code of autofuse. Kernels are no part of it: routers ask for decisions as ever.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofuse.capture.traced import version
+from autofuse.fusion.patterns import registered_patterns
+from autofuse.ir.records import Refusal
+from autofuse.runtime.graph_metrics_log import Described
+from autofuse.runtime.router import GraphRouter
+from autofuse.wrapper.aten_call import overload
+from autofuse.wrapper.graph_call import NodeSlot, link
+
+if TYPE_CHECKING:
+    from autofuse.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One routed graph."""
+
+    router: GraphRouter
+    described: Described
+    refusals: tuple[Refusal, ...]
+    draws: bool  # masks of dropouts, from our generator
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The same as data."""
+
+    phase: str
+    times: int
+    program: dict[str, Any]  # but for its functions
+    described: Described
+    refusals: tuple[Refusal, ...]
+    draws: bool
+
+
+_MOST_NUMBERS = 4096
+
+
+class KeptPlans:
+    """As `capture.trace_cache` asks for it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def switches(self) -> dict[str, str]:
+        """All that a plan depends on beside its graph, by name."""
+        settings = self._session.settings
+        path = settings.fusion.patterns
+        found = {
+            "autofuse": version(),
+            "settings of fusion": settings.as_dict()["fusion"],
+            "run.check": settings.run.check,
+            "patterns": (
+                path.read_text() if path is not None and path.is_file() else "",
+                registered_patterns(),
+            ),
+            "precision of products": torch.get_float32_matmul_precision(),
+            "a C compiler": self._session.catalogue.toolchain is not None,
+        }
+        return {name: str(value) for name, value in found.items()}
+
+    def to_bytes(self, plans: Mapping[str, Planned]) -> bytes:
+        """Raises PicklingError where a graph holds what is no data: tensors, modules, a GPU."""
+        written = {}
+        for phase, planned in plans.items():
+            program = planned.router.program
+            if planned.router.on_gpu:
+                raise pickle.PicklingError("a graph of a GPU")
+            fields = {
+                "slots": program.slots,
+                "symbols": program.symbols,
+                "source": program.source,
+                "skips": program.skips,
+                "reuse": program.reuse,
+                "constants": program.constants,
+            }
+            written[phase] = _Written(
+                phase, planned.router.times, fields, planned.described, planned.refusals, planned.draws
+            )
+        buffer = io.BytesIO()
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(written)
+        return buffer.getvalue()
+
+    def from_bytes(self, data: bytes) -> Callable[[str], GraphRouter]:
+        """A routed call for each phase."""
+        written: dict[str, _Written] = pickle.loads(data)
+
+        def route(phase: str) -> GraphRouter:
+            session, found = self._session, written[phase]
+            program = link(**found.program)
+            for device in dict.fromkeys(slot.device for slot in program.slots):
+                session.use_device(device)
+            if found.draws:
+                session.draws.prepare_generator()
+            session.refusals.extend(found.refusals)
+            router = GraphRouter(program, session, phase, perf_counter, session.make_timer, found.times)
+            session.add_router(router)
+            session.notes.add(router, found.described)
+            if phase == "backward":
+                for slot in _halves(written.get("forward")):
+                    assert slot.half is not None
+                    slot.half.pair.is_ready = True
+            return router
+
+        return route
+
+
+def _halves(forward: _Written | None) -> list[NodeSlot]:
+    return [slot for slot in forward.program["slots"] if slot.half is not None] if forward is not None else []
+
+
+class _Pickler(pickle.Pickler):
+    """Operators by their names. Of tensors only what the traced code has made of numbers: others come in as inputs."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch._ops.OpOverload):
+            name = f"{obj.namespace}.{obj._schema.name.split('::')[1]}.{obj._overloadname}"
+            return overload, (name,)
+        is_literal = type(obj) is torch.Tensor and not obj.requires_grad and obj.device.type == "cpu"
+        if is_literal and obj.numel() <= _MOST_NUMBERS:
+            return NotImplemented
+        if isinstance(obj, torch.Tensor | torch.nn.Module | torch.Generator):
+            raise pickle.PicklingError(f"a {type(obj).__name__} inside of a graph")
+        return NotImplemented

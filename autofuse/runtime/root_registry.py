@@ -1,0 +1,181 @@
+"""All roots of a session: which module belongs to which, what earlier runs found out, what is written of them.
+
+In: calls of outermost modules. Out: calls of their `Root`; root records. Guarantee: whatever autofuse does wrong, the
+original module answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autofuse.capture.python_speed import slowness
+from autofuse.gpu.devices import event_timer
+from autofuse.ir.records import RootRecord
+from autofuse.observer.capture_cost import learn_factor
+from autofuse.observer.capture_policy import Budget
+from autofuse.observer.config import ObserverConfig
+from autofuse.observer.module_table import ModuleTable
+from autofuse.observer.observer import Observer
+from autofuse.observer.root_tracker import RootTracker, Target, function_key, root_key
+from autofuse.preserve_rng import untouched
+from autofuse.runtime.root import Root
+from autofuse.runtime.root_unwatched import SAMPLING_SHARE
+from autofuse.runtime.step_clock import BackwardClock
+from autofuse.runtime.swap_tensors import Swaps
+from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
+
+if TYPE_CHECKING:
+    from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
+    from autofuse.runtime.session import Session
+
+
+class Roots:
+    """All roots of a session, and the observer that watches them."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        settings = session.settings
+        self.timer = timer = event_timer()
+        self.untimed_steps = 0  # on a GPU, whose times are not known
+        self.observer = Observer(
+            ObserverConfig(
+                enabled=settings.observe.enabled,
+                sample_every=settings.observe.sample_every,
+                max_overhead_percent=SAMPLING_SHARE * settings.observe.max_overhead_percent,
+                max_shapes=settings.observe.max_shapes,
+            ),
+            timer,
+        )
+        self.tracker = RootTracker(self._handle)
+        self._swaps = Swaps(self._let_traces_go)
+        self.backwards = BackwardClock()
+        self.groups: dict[str, Root] = {}
+        self.graphs: dict[str, UserGraph] = {}
+        self.known: dict[str, RootRecord] = {}  # what earlier runs found out
+        self.held_out_calls = 0
+        self.step_us_total = 0.0
+        self.allocations = self._allocations() if settings.observe.memory else None
+        self._by_module: ModuleTable[Root] = ModuleTable()
+        self._written: dict[str, RootRecord] = {}
+
+    def _allocations(self) -> AllocationLog | None:
+        """Only where asked for: it needs names of torch that are nobody's promise."""
+        try:
+            with untouched():
+                from autofuse.runtime.peak_memory import AllocationLog
+
+            return AllocationLog()
+        except ImportError as error:
+            self.session.report_fallback("no_peaks", "peak memory is not measured with this torch", error)
+            return None
+
+    def peaks(self, key: str, name: str) -> RootPeaks | None:
+        if self.allocations is None:
+            return None
+        with untouched():
+            from autofuse.runtime.peak_memory import RootPeaks
+
+        return RootPeaks(self.allocations, key, name, self.session.backstage.post_event)
+
+    def install(self) -> None:
+        self.tracker.install()
+        self._swaps.install()
+
+    def uninstall(self) -> None:
+        self.tracker.uninstall()
+        self._swaps.uninstall()
+        for root in list(self.groups.values()):
+            root.close()
+        for watched in self._all().values():
+            watched.trial.late.close()
+        if self.allocations is not None:
+            self.allocations.give_up()
+        self.observer.stop()
+
+    def root_of(self, module: torch.nn.Module) -> Root:
+        root = self._by_module.get(module)
+        if root is None:
+            key = root_key(module)
+            root = self.groups.get(key)
+            if root is None:
+                root = self.groups[key] = Root(self, key, type(module).__name__)
+            self._by_module.set(module, root)
+            if self.tracker.is_installed:
+                self.tracker.attach(module).takes = root.takes
+        return root
+
+    def root_of_function(self, function: Target) -> Root:
+        """Of a function that was named as a root."""
+        key, name = function_key(function)
+        root = self.groups.get(key)
+        if root is None:
+            root = self.groups[key] = Root(self, key, name)
+        return root
+
+    def user_graph(self, module: fx.GraphModule, inputs: Sequence[Any], sizes: Sizes) -> UserGraph:
+        """Of a graph that Dynamo has made for the user's own torch.compile."""
+        key, name = graph_key(module, inputs)
+        found = self.graphs.get(key)
+        if found is None:
+            found = self.graphs[key] = UserGraph(self, key, name, sizes.is_static)
+        return found
+
+    def _handle(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            root = self.root_of(module)
+        except Exception as error:
+            self.session.report_fallback("root_unknown", f"{type(module).__name__} stays eager", error)
+            self.tracker.release(module).is_final = True
+            return self.tracker.call_original(module, args, kwargs)
+        return root.call(module, args, kwargs)
+
+    def steps(self) -> int:
+        """Calls of the root that took the most time; of graphs where no root was called."""
+        if self.groups:
+            return max(self.groups.values(), key=lambda root: root.trial.total_us).all_calls
+        if self.graphs:
+            return max(graph.calls for graph in self.graphs.values())
+        counts = [r.calls() // r.times for r in self.session.routers if r.phase != "backward"]
+        return max(counts, default=0)
+
+    def _let_traces_go(self) -> None:
+        """With all that leads to parameters."""
+        dropped = [root.drop_traces() for root in list(self.groups.values())]
+        if any(dropped):
+            with untouched():
+                from autofuse.capture.dynamo import let_tensors_go  # is there, where there are traces
+            let_tensors_go()
+
+    def _all(self) -> dict[str, Root | UserGraph]:
+        return {**self.groups, **self.graphs}
+
+    def changed_records(self, final: bool) -> Iterator[RootRecord]:
+        """Records of roots that changed since the last time."""
+        for key, watched in self._all().items():
+            record = watched.record()
+            before = self._written.get(key)
+            if before is None or final or (before.state, before.reason) != (record.state, record.reason):
+                self._written[key] = record
+                yield record
+
+    def lost_seconds(self) -> float:
+        """What captures of roots have cost the script so far."""
+        return sum(root.account.ledger.lost_seconds for root in list(self.groups.values()))
+
+    def budget(self) -> Budget:
+        """What captures may cost so far."""
+        ledgers = [root.account.ledger for root in list(self.groups.values())]
+        spent = sum(ledger.equal_seconds for ledger in ledgers)
+        # What the script's own calls of torch.compile take was asked for.
+        others = self.session.capture_seconds - sum(graph.capture_seconds for graph in list(self.graphs.values()))
+        lost = others + sum(ledger.lost_seconds + ledger.behind_seconds for ledger in ledgers)
+        return Budget(spent, lost, self.session.settings.capture.max_slowdown)
+
+    def cost_factor(self) -> float:
+        """How slow captures are on this machine."""
+        captured = [root.record() for root in list(self.groups.values()) if root.state == "captured"]
+        return learn_factor([*self.known.values(), *captured], slowness())

@@ -1,0 +1,91 @@
+"""What a root knows of its calls: shapes, the steps that are compared, the one that is open, calls that go untimed.
+
+In: signatures of a root's calls, and how large they are. Out: recent steps of like sizes; the code to run for a shape.
+Times in microseconds, ``began`` and ``now`` in seconds of ``perf_counter``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
+from autofuse.observer.capture_policy import Held
+from autofuse.observer.device_timer import Stretch
+
+if TYPE_CHECKING:
+    from autofuse.capture.guarded_call import DirectCall
+
+
+class Brief:
+    """Calls of a root with short steps that are neither timed nor held out: 4 us less of ours each."""
+
+    def __init__(self, calls: int, began: float, has_gradients: bool, direct: Iterable[DirectCall]) -> None:
+        self.left = calls
+        self.began = began
+        self._has_gradients = has_gradients
+        self._direct = tuple(direct)
+
+    def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+        """The code to run, None where this call is not as those before."""
+        self.left -= 1
+        if torch.is_grad_enabled() is self._has_gradients:
+            for direct in self._direct:
+                if direct.fits(module, args, kwargs):
+                    return direct
+        return None
+
+
+class OpenStep(NamedTuple):
+    """A step that the next call of the root ends."""
+
+    began: float
+    shape: Shape | None  # None: nothing is captured yet, or any more
+    held: Held
+    number: int  # of the call
+    disturbances: int
+    stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
+    is_watched: bool = False  # its allocations are, which takes time
+
+
+class Sizes:
+    """Signatures whose steps are compared with each other: one, or where there are many all that have its ranks."""
+
+    def __init__(self, text: str, is_one: bool) -> None:
+        self.text = text
+        self.is_one = is_one
+        self.recent = deque[tuple[int, float]](maxlen=PAIR_STEPS if is_one else PAIR_WINDOW)  # elements, us if captured
+
+    def near(self, elements: int) -> list[float]:
+        """The last captured steps, or calls, of nearly so many elements: us, as if they had had exactly so many."""
+        close = (at_size(us, n, elements) for n, us in reversed(self.recent) if is_close(n, elements))
+        return list(itertools.islice(close, PAIR_STEPS))
+
+
+class Shape:
+    """One signature of a captured root: shapes of its arguments, training mode, gradients."""
+
+    __slots__ = (
+        "direct", "elements", "fused", "fused_at", "is_counted", "is_eager", "is_new", "is_short", "learnt", "sizes",
+    )  # fmt: skip
+
+    def __init__(self, sizes: Sizes, elements: int, direct: tuple[DirectCall, ...], is_eager: bool) -> None:
+        self.sizes = sizes
+        self.elements = elements
+        self.direct = direct
+        self.is_eager = is_eager  # torch has a path of its own for it
+        self.is_new = True
+        self.is_short = False  # its calls, as far as known
+        self.learnt = 0  # times that Dynamo was asked
+        self.fused = 0  # nodes on fused kernels in a step
+        self.is_counted = False
+        self.fused_at = -1  # the session's disturbances when they were counted
+
+    def forget(self) -> None:
+        """What was traced for it, and what steps took with that."""
+        self.direct, self.is_new, self.learnt, self.fused_at = (), True, 0, -1
+        self.sizes.recent.clear()

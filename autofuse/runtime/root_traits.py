@@ -1,0 +1,50 @@
+"""What can be told of a root's capture before anything is traced: how many operations, modules, equal blocks, sizes.
+
+In: a module, or a function with nothing known inside, and what the observer has seen of its calls. Out: `Traits`, None
+before a step was observed.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from autofuse.observer.capture_cost import Traits
+from autofuse.observer.observer import Observer
+from autofuse.observer.root_tracker import Target
+
+
+def traits_of(module: Target, observer: Observer, key: str, min_blocks: int) -> Traits | None:
+    operations = observer.ops_in_forward(key)
+    if operations is None:
+        return None
+    modules, once = 0, 1.0
+    if isinstance(module, torch.nn.Module):
+        modules = sum(1 for _ in module.modules())
+        once = _share_once(module, modules, min_blocks)
+    backward = observer.ops_in_backward(key) if torch.is_grad_enabled() else 0
+    return Traits(operations, backward, modules, observer.varying_sizes(key), once)
+
+
+def _share_once(module: torch.nn.Module, modules: int, min_blocks: int) -> float:
+    """Share of the work that is left if equal blocks in a row are done once (`capture.repeated_blocks`)."""
+    if not min_blocks:
+        return 1.0
+    spared = 0.0
+    inside: set[int] = set()  # of a row that was counted
+    for parent in module.modules():
+        if id(parent) in inside:
+            continue
+        for _, row in groupby(parent.children(), _kind):
+            blocks = list(row)
+            if len(blocks) >= min_blocks:
+                parts = [id(part) for block in blocks for part in block.modules()]
+                inside.update(parts)
+                spared += len(parts) * (1.0 - 1.0 / len(blocks))
+    return 1.0 - spared / modules
+
+
+def _kind(module: torch.nn.Module) -> Any:
+    return type(module), tuple((name, tuple(p.shape)) for name, p in module.named_parameters())

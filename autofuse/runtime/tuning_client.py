@@ -1,0 +1,323 @@
+"""The script's side of tuning: what is asked of the daemon, when, and whether the script waits for it.
+
+In: plans with nodes that nobody has decided on. Out: requests in the store, a running daemon, in ``wait``
+mode a pause with a progress bar. Guarantee: a daemon that dies or a budget that ends never holds the
+script; without a store nothing is asked, and nothing for a device whose nodes cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from autofuse.daemon import control
+from autofuse.daemon.peers import Neighbours, Script, meeting_folder
+from autofuse.daemon.throttle import OtherWork, room_beside
+from autofuse.errors import AutofuseError
+from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
+from autofuse.preserve_rng import untouched
+from autofuse.report.progress import TuningProgress
+from autofuse.runtime.store_thread import breathe
+from autofuse.runtime.usage import usage_of
+
+if TYPE_CHECKING:
+    from autofuse.db.store import Store
+    from autofuse.runtime.device_backends import Place
+    from autofuse.runtime.plans import NodeState, Plan
+    from autofuse.runtime.session import Session
+    from autofuse.settings.layers import Settings
+
+# In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
+CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2, "off": 3}
+POLL_SECONDS = 0.05
+START_CPU_SECONDS = 5.0  # imports of daemon and worker, and a first answer
+LOOK_SECONDS = 5.0  # over which a machine is full
+
+
+class TuningClient:
+    """Asks for tuning on behalf of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._posted: set[tuple[str, Bucket, str, int]] = set()  # what has been asked for
+        self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
+        self._lacks_daemon = False  # work was handed in that no daemon was started for
+        self._script: Script | None = None  # as daemons see us
+        self._neighbours: Neighbours | None = None  # from the moment on at which the store is open
+        self._machine: OtherWork | None = None  # from the script's first step on: what it imports fills one core only
+        self.paused_seconds = 0.0
+        self.news_at = time.perf_counter()  # something was asked for, or decided
+
+    @property
+    def enabled(self) -> bool:
+        """Whether asking makes sense at all."""
+        session = self._session
+        return session.mode != "off" and session.backstage.usable
+
+    # ---- called on the script's path ---------------------------------------------------------------
+
+    def settle(self, plan: Plan) -> bool:
+        """True once the plan need not be asked about again; in ``wait`` mode this is where the script pauses."""
+        if self._session.mode != "wait" or not self.enabled:
+            return True
+        if plan.is_decided or not self._open_nodes(plan):
+            return True
+        if plan.count < CALLS_BEFORE_TUNING["wait"]:
+            return False
+        left = self._session.settings.tuner.budget_seconds - self.paused_seconds
+        if left > 0:
+            self._pause(left)
+        return True
+
+    def wait_for(self, requests: list[TuneRequest]) -> None:
+        """Pause the script until these requests are done too, within what is left of the budget."""
+        left = self._session.settings.tuner.budget_seconds - self.paused_seconds
+        if self.enabled and left > 0 and requests:
+            self._pause(left, requests)
+
+    def _pause(self, budget_seconds: float, requests: Sequence[TuneRequest] = ()) -> None:
+        """Hand in all open work and wait until it is done or the budget is spent."""
+        session = self._session
+        began = time.perf_counter()
+        session.disturbances += 1
+        try:
+            with untouched():
+                requests = [*requests, *self._requests(self._hot_plans("wait"))]
+                if requests:
+                    ticket = session.backstage.post_requests(requests)
+                    session.backstage.wait_written(ticket, 10.0)
+                    self._wait_for_daemon(len(requests), began + budget_seconds)
+        except (AutofuseError, OSError) as error:
+            session.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
+        finally:
+            self.paused_seconds += time.perf_counter() - began
+
+    def _wait_for_daemon(self, total: int, deadline: float) -> None:
+        session = self._session
+        restarts, began = 0, time.perf_counter()
+        self._touch()
+        self._ensure_daemon()
+        checked = time.perf_counter()
+        with TuningProgress(total, quiet=session.settings.run.quiet) as progress:
+            while session.backstage.usable:
+                left = session.backstage.open_work()
+                progress.update(total - left if left is not None else 0)
+                self._touch()
+                if left == 0:
+                    return
+                now = time.perf_counter()
+                if now >= deadline:
+                    session.say_once(
+                        "budget_spent",
+                        f"tuning has paused the script for {self.paused_seconds + now - began:.0f} s, all its budget; "
+                        f"nodes not tuned yet stay on eager's kernels (tuner.budget_seconds sets the budget)",
+                    )
+                    return
+                if now - checked > 1.0:
+                    checked = now
+                    if not control.is_served(session.settings):
+                        restarts += 1
+                        if restarts > 2:
+                            session.say_once("daemon_lost", "the tuning daemon ended three times; tuning stops here")
+                            return
+                        session.say_once("daemon_restarted", "the tuning daemon ended unexpectedly and was restarted")
+                        self._ensure_daemon()
+                time.sleep(POLL_SECONDS)
+
+    def _touch(self) -> None:
+        """Tell the daemon that a script waits: it need not yield."""
+        with contextlib.suppress(OSError):
+            control.urgent_path(self._session.settings).touch(mode=0o600)
+
+    def expects_more(self) -> bool:
+        """Whether kernels are still to come for what has been captured: in this run, or in the next one.
+
+        Beside the script not for ever: a daemon whose budget is spent, or that has died, decides nothing any more.
+        """
+        session = self._session
+        silence = 0.0 if self._lacks_daemon else time.perf_counter() - self.news_at
+        if not self.enabled or (session.mode != "after" and silence > session.settings.tuner.budget_seconds):
+            return False
+        return self.has_open()
+
+    def has_open(self) -> bool:
+        """Whether nodes that are called often enough are still to be tuned, now or ever."""
+        return any(self._open_nodes(plan) for plan in self._hot_plans(self._session.mode))
+
+    # ---- called on the background thread ---------------------------------------------------------------
+
+    def post_new_work(self) -> None:
+        """In background mode: ask for what has become hot since the last time.
+
+        A daemon's first seconds are imports, which a script that fills all cores feels; one that ends soon has nothing
+        of them. So beside a young script none is started, nor one whose time cannot pay for it yet, nor before its
+        steps have shown whether they fill all cores.
+        """
+        session = self._session
+        if session.mode != "background" or not self.enabled:
+            return
+        requests = self._requests(self._hot_plans("background"))
+        requests += session.optimizers.requests()
+        if requests:
+            self.news_at = time.perf_counter()
+            session.backstage.post_requests(requests)
+            self._lacks_daemon = True
+        age = time.perf_counter() - session.started
+        # What an earlier run has asked for and nobody has worked on: its daemon ended with it, as in a container.
+        is_late = session.backstage.has_leftovers or age >= session.settings.tuner.start_after_seconds
+        if self._lacks_daemon and is_late and self._can_afford_daemon():
+            self._lacks_daemon = False
+            self._ensure_daemon()
+            self.news_at = time.perf_counter()
+
+    def _can_afford_daemon(self) -> bool:
+        """Whether a daemon that is started now has where to work, on idle cores or in the script's own time."""
+        if self._script is None or self._neighbours is None or control.running_pid(self._session.settings):
+            return True
+        if self._machine is None:
+            session = self._session
+            if not (session.roots.groups or session.roots.graphs or session.routers):
+                return False
+            self._machine = OtherWork(lambda: 0.0, look_seconds=LOOK_SECONDS)
+        is_full = self._machine.is_full()
+        if not self._machine.has_looked:
+            return False
+        if not is_full:
+            return True
+        percent = self._session.settings.tuner.busy_percent
+        return room_beside([self._script], time.time(), self._neighbours.spent(), percent) >= START_CPU_SECONDS
+
+    def announce(self, store: Store) -> None:
+        """Let the daemons of this user know that a script runs, and for how long it is expected to."""
+        with contextlib.suppress(OSError):
+            neighbours = self._neighbours = Neighbours(meeting_folder(self._session.settings))
+            expected = store.last_seconds(self._session.command)
+            age = time.perf_counter() - self._session.started
+            self._script = neighbours.announce(expected, time.time() - age)
+
+    def withdraw(self) -> None:
+        """The script has ended."""
+        if self._neighbours is not None:
+            with contextlib.suppress(OSError):
+                self._neighbours.withdraw()
+
+    def hand_over(self) -> None:
+        """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""
+        session = self._session
+        if session.settings.run.frozen:
+            self._report_misses()
+        if not self.enabled:
+            return
+        if session.mode != "after":
+            return
+        requests = self._leaving + self._requests(self._hot_plans("after"))
+        requests += session.optimizers.requests()
+        if requests:
+            session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
+            self._ensure_daemon()
+
+    def note_leaving(self, plans: Sequence[Plan]) -> None:
+        """These plans are let go; what is asked for at the end only has to be taken down now. On the script's path."""
+        if self._session.mode == "after" and self.enabled:
+            leaving = set(plans)
+            self._leaving += self._requests([plan for plan in self._hot_plans("after") if plan in leaving])
+
+    def leave_to_daemon(self) -> None:
+        """When all is written: work that a script too short for a daemon beside it has asked for begins now."""
+        if self._lacks_daemon and self.enabled:
+            self._ensure_daemon(control.launch)
+
+    def _report_misses(self) -> None:
+        sums = usage_of(self._session, in_haste=True).nodes.values()
+        # What a group covers is not called, and is not missed.
+        eager = [total.node for total in sums if total.calls > total.fused_calls]
+        missed = sum(not self._session.choose(n.fusion_id, n.values, n.slot.device).known for n in eager)
+        if missed:
+            self._session.say_once(
+                "frozen_miss",
+                f"{missed} nodes had no stored decision and ran on eager's kernels, since the run was frozen; "
+                "without --frozen they would be tuned",
+            )
+
+    # ---- requests ----------------------------------------------------------------------------------------
+
+    def _hot_plans(self, mode: str) -> list[Plan]:
+        """Undecided plans whose bucket has been called often enough; each shape by itself may come but once."""
+        found: list[Plan] = []
+        for router in list(self._session.routers):
+            plans = list(router.all_plans())
+            undecided = [plan for plan in plans if plan.count and not plan.is_decided]
+            if not undecided:
+                continue
+            calls = Counter(router.past.calls_by_bucket)
+            for plan in plans:
+                calls[plan.bucket] += plan.count
+            found += [plan for plan in undecided if calls[plan.bucket] >= CALLS_BEFORE_TUNING[mode]]
+        return found
+
+    def _ensure_daemon(self, start: Callable[[Settings], object] | None = None) -> None:
+        try:
+            (start or control.ensure_running)(self._session.settings)
+        except (AutofuseError, OSError) as error:
+            self._session.report_fallback("daemon_unusable", "no tuning daemon; nodes stay on eager's kernels", error)
+
+    def _is_undecided(self, node: NodeState) -> bool:
+        if node.broken or node.covered:
+            return False
+        return not self._session.choose(node.fusion_id, node.values, node.slot.device).known
+
+    def _open_nodes(self, plan: Plan) -> list[tuple[int, NodeState, Place]]:
+        """The undecided nodes of devices that can be tuned for."""
+        undecided = [(index, node) for index, node in enumerate(plan.nodes) if self._is_undecided(node)]
+        places = [(index, node, self._session.tunable(node.slot.device)) for index, node in undecided]
+        return [(index, node, place) for index, node, place in places if place is not None]
+
+    def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
+        """One request for each undecided node and bucket that has not been asked for, with the calls so far."""
+        session = self._session
+        found: dict[tuple[str, Bucket, str, int], TuneRequest] = {}
+        for plan in plans:
+            if plan.is_asked:
+                continue
+            breathe()
+            for index, node, place in self._open_nodes(plan):
+                known = (node.fusion_id, node.bucket, place.key, place.threads)
+                if known in self._posted:
+                    continue
+                request = TuneRequest(
+                    key=DecisionKey(node.fusion_id, node.bucket.label, place.key, place.threads, session.versions),
+                    node=node.slot.node.to_json(),
+                    bucket=node.bucket,
+                    shapes=(ObservedShape(node.values, plan.count),),
+                    calls=plan.count,
+                    unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
+                    estimated_speedup=session.notes.estimates.get(node.fusion_id, 1.0),
+                    run_id=session.backstage.run_id,
+                )
+                found[known] = _merge(found.get(known), request)
+            plan.is_asked = True
+        self._posted |= set(found)
+        return list(found.values())
+
+
+def _merge(first: TuneRequest | None, second: TuneRequest) -> TuneRequest:
+    """The same node in the same bucket, from another layer or another shape."""
+    if first is None:
+        return second
+    calls = {shape.symbol_values: shape.calls for shape in first.shapes}
+    for shape in second.shapes:
+        calls[shape.symbol_values] = calls.get(shape.symbol_values, 0) + shape.calls
+    shapes = tuple(ObservedShape(values, n) for values, n in sorted(calls.items(), key=lambda item: -item[1]))
+    return TuneRequest(
+        key=first.key,
+        node=first.node,
+        bucket=first.bucket,
+        shapes=shapes,
+        calls=first.calls + second.calls,
+        unfused_us=max(first.unfused_us, second.unfused_us),
+        estimated_speedup=first.estimated_speedup,
+        run_id=first.run_id,
+    )

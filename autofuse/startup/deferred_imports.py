@@ -1,0 +1,51 @@
+"""What a session imports only once it needs it, so that scripts start sooner; all of it at once where that is unsafe.
+
+A script's own folder is first on the path while it runs: a ``sympy.py`` in it would be taken for ours. Where a folder
+has such a name in it, everything is imported before the script runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import sys
+
+from autofuse.preserve_rng import untouched
+
+NAMES = (
+    "_elementtree", "_lsprof", "_remote_module_non_scriptable", "alembic", "cProfile", "colorsys", "configparser",
+    "functorch", "getpass", "graphlib", "html", "mako", "markupsafe", "mpmath", "networkx", "profile", "pstats",
+    "pyexpat", "pygments", "sympy", "termios", "triton", "xml",
+)  # fmt: skip
+_MODULES = (
+    "autofuse.capture.trace_cache",
+    "autofuse.runtime.optim_router",
+    "autofuse.pipeline",
+    "autofuse.runtime.catalogue",
+    "autofuse.runtime.checking",
+    "autofuse.runtime.rng_kernels",
+    "autofuse.runtime.plan_cache",
+    "autofuse.runtime.planner",
+    "autofuse.runtime.usage",
+    "torch._dynamo.repro.after_dynamo",  # which comes with the first torch.compile
+)
+_WITH_A_STORE = ("autofuse.db.migrate",)  # where this process opens it itself
+
+
+def shadowed(folder: str) -> list[str]:
+    """Names of modules in ``folder`` that are also those of ones imported late."""
+    found = ((name, importlib.machinery.PathFinder.find_spec(name, [folder])) for name in NAMES)
+    return [name for name, spec in found if spec is not None and spec.loader is not None]
+
+
+def import_for(folder: str) -> None:
+    """Import all of it now if ``folder`` has such a name, and leave the name to the script."""
+    names = shadowed(folder)
+    if not names:
+        return
+    for name in (*_MODULES, *(_WITH_A_STORE if "autofuse.db.store" in sys.modules else ())):
+        with contextlib.suppress(Exception), untouched():  # whoever needs it meets the error again, and says it
+            importlib.import_module(name)
+    for loaded in [n for n in sys.modules if n.partition(".")[0] in names]:
+        del sys.modules[loaded]

@@ -1,0 +1,182 @@
+"""Channels last: convolutions that read each other's results, with the channels of a pixel side by side between them.
+
+In: a form with several convolutions. Out: the form with every image that a convolution or a pooling reads or gives laid
+out as [N, H, W, C]; inputs and outputs stay as they were, with a copy where they enter and where they leave.
+Guarantee: the same operations on the same elements; whether the copies pay is measured, as for every way.
+
+Vendors' convolutions of images that lie row by row bring them into another order first and back afterwards, each of
+them by itself (oneDNN's, for a module of Inception, twice as slow). To choose the order for one convolution alone gains
+nothing, so the convolutions of a net are a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autofuse.errors import FusionError
+from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef, map_arg
+from autofuse.ir.optable import FUSIBLE, VIEWS, info
+from autofuse.ir.shape import SymbolicShape, contiguous_strides
+from autofuse.strategies.chains import is_contiguous, live
+from autofuse.strategies.rewrites import Rewrite, rewrites
+from autofuse.strategies.strategy import graph_of
+
+LAST = "channels_last"  # the way, and with what the names of others begin
+CONVOLUTIONS = ("convolution",)
+POOLINGS = ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")
+ATEN = "vendor.aten.default"  # an operation of aten whose results are brought to the strides that are promised
+LEAST_NET, LARGEST_NET = 2, 16  # convolutions in a group: a larger net is several, copied where they meet
+# One after the other: in deeper ones large values overflow at other places than eager's, which the verifier refuses;
+# their convolutions are better groups of their own.
+DEEPEST_NET = 4
+_VENDOR = "vendor.convolution.default"
+
+
+def is_image(spec: TensorSpec) -> bool:
+    """Whether a tensor is [N, C, H, W]."""
+    return len(spec.shape) == 4
+
+
+def keeps_images(op: Operation) -> bool:
+    """Whether an operation takes images to images, in whichever order they lie."""
+    if not any(is_image(spec) for spec in op.outputs):
+        return False
+    return op.short_name in (*CONVOLUTIONS, *POOLINGS) or info(op.target).kind in FUSIBLE - VIEWS
+
+
+def channels_last(form: NodeForm) -> NodeForm | None:
+    """The form with its images channels last between its operations; None where none would lie otherwise."""
+    writer = _Writer(graph_of(form))
+    try:
+        for op in form.operations:
+            writer.add(op)
+        outputs = tuple(writer.as_was(ref) for ref in form.outputs)
+    except FusionError:
+        return None
+    if not writer.changed:
+        return None
+    operations = live(writer.operations, outputs)
+    for name in writer.indexed:
+        operations = _early(operations, name)
+    return replace(form, operations=operations, outputs=outputs)
+
+
+def layouts(form: NodeForm) -> list[Rewrite]:
+    """Such a form of this one and of each of its rewrites; none for a convolution by itself."""
+    if sum(op.short_name in CONVOLUTIONS for op in form.operations) < LEAST_NET:
+        return []
+    bases = [Rewrite("", form, ""), *rewrites(form)]
+    words = "images channels last from one convolution to the next"
+    return [
+        Rewrite("_".join(filter(None, (LAST, base.name))), made, ", ".join(filter(None, (words, base.detail))))
+        for base in bases
+        if (made := channels_last(base.form)) is not None
+    ]
+
+
+def _early(operations: Sequence[Operation], name: str) -> tuple[Operation, ...]:
+    """An operation, and what follows from it without the results of others, before all that it does not need."""
+    inputs = {op.name: {ref.name for ref in op.inputs} for op in operations}
+    if name not in inputs:
+        return tuple(operations)
+    first, open_names = {name}, [name]
+    while open_names:
+        needed = inputs[open_names.pop()] & inputs.keys() - first
+        first |= needed
+        open_names += needed
+    branch = {name}
+    for op in operations:
+        if op.name not in first and inputs[op.name] & branch and inputs[op.name] & inputs.keys() <= first:
+            branch.add(op.name)
+            first.add(op.name)
+    return tuple(sorted(operations, key=lambda op: op.name not in first))
+
+
+class _Writer:
+    """Writes each operation anew. What it makes channels last has a name of its own."""
+
+    def __init__(self, graph: FusionGraph) -> None:
+        self.graph = graph
+        self.operations: list[Operation] = []
+        self.last: dict[ValueRef, ValueRef] = {}  # what is at hand channels last
+        self.was: dict[ValueRef, ValueRef] = {ValueRef(name): ValueRef(name) for name in graph.inputs}  # as it was
+        self.changed = False
+        # Poolings that give indices too, twice as large as an image and read by nobody: they come early, so that no
+        # other branch's results lie in memory beside them.
+        self.indexed: list[str] = []
+
+    def add(self, op: Operation) -> None:
+        weight = {op.args[1]} if op.target == _VENDOR or op.short_name in CONVOLUTIONS else set()
+        if weight or (op.short_name in POOLINGS and not op.kwargs):
+            if all(is_image(spec) for spec in op.outputs):
+                self._add_last(op, {*op.inputs} - weight)
+                return
+        elif info(op.target).kind in FUSIBLE - VIEWS and any(ref in self.last for ref in op.inputs):
+            if is_image(op.outputs[0]):  # all of them alike, so that aten gives the result in their order
+                self._add_last(op, {*op.inputs})
+            else:
+                self._add(op, {ref: self.last.get(ref) or self.as_was(ref) for ref in op.inputs})
+            return
+        self._add(op, {ref: self.as_was(ref) for ref in op.inputs})
+
+    def _add(self, op: Operation, table: Mapping[ValueRef, ValueRef]) -> None:
+        self.operations.append(replace(op, args=_renamed(op.args, table)))
+        self.was |= {ValueRef(op.name, i): ValueRef(op.name, i) for i in range(len(op.outputs))}
+
+    def _add_last(self, op: Operation, images: Collection[ValueRef]) -> None:
+        """With its images channels last, of which ``images`` are read so; a weight may be another's result."""
+        last = {ref for ref in images if is_image(self.graph.spec(ref))}
+        table = {ref: self.as_last(ref) if ref in last else self.as_was(ref) for ref in op.inputs}
+        outputs = tuple(_last(spec) if is_image(spec) else spec for spec in op.outputs)
+        if outputs == op.outputs:  # they lie so already
+            self._add(op, table)
+            self.last |= {ValueRef(op.name, i): ValueRef(op.name, i) for i in range(len(outputs))}
+            return
+        self.changed = True
+        name, target, args = f"{op.name}_last", op.target, _renamed(op.args, table)
+        if info(target).kind not in FUSIBLE and target != _VENDOR:
+            target, args = ATEN, (target, *args)
+        self.operations.append(replace(op, name=name, target=target, args=args, outputs=outputs))
+        if len(outputs) > 1:
+            self.indexed.append(name)
+        for index, spec in enumerate(outputs):
+            (self.last if is_image(spec) else self.was)[ValueRef(op.name, index)] = ValueRef(name, index)
+
+    def as_last(self, ref: ValueRef) -> ValueRef:
+        """An image channels last: it, or a copy."""
+        if ref not in self.last:
+            spec = self.graph.spec(ref)
+            wanted = _last(spec)
+            self.last[ref] = self._copy(ref, self.as_was(ref), "last", wanted) if wanted != spec else self.as_was(ref)
+        return self.last[ref]
+
+    def as_was(self, ref: ValueRef) -> ValueRef:
+        """A value as the form has it: it, or a copy. Raises FusionError where a copy cannot lie so."""
+        if ref not in self.was:
+            spec = self.graph.spec(ref)
+            if not is_contiguous(spec):
+                raise FusionError(f"expected {ref.name} channels last or row by row, found strides {spec.strides}")
+            self.was[ref] = self._copy(ref, self.last[ref], "rows", spec)
+        return self.was[ref]
+
+    def _copy(self, ref: ValueRef, source: ValueRef, order: str, spec: TensorSpec) -> ValueRef:
+        name = f"{ref.name}_{ref.index}_{order}"
+        memory_format = "channels_last" if order == "last" else "contiguous_format"
+        kwargs = (("memory_format", memory_format),)
+        self.operations.append(Operation(name, "aten.clone.default", (source,), kwargs, (spec,)))
+        self.changed = True
+        return ValueRef(name)
+
+
+def _renamed(args: tuple[Any, ...], table: Mapping[ValueRef, ValueRef]) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = map_arg(args, lambda ref: table.get(ref, ref))
+    return found
+
+
+def _last(spec: TensorSpec) -> TensorSpec:
+    batch, channels, height, width = spec.shape.dims
+    strides = contiguous_strides((batch, height, width, channels))
+    return replace(spec, strides=SymbolicShape((strides[0], strides[3], strides[1], strides[2])))

@@ -1,0 +1,195 @@
+"""The ways of a node: every rewrite, each with what is left of it cut into kernels; and the cuts of one kernel.
+
+In: a form. Out: `Way`s. The first is what runs without any group: each product by aten, the rest in kernels.
+Guarantee: torch-free and deterministic, so that the daemon and a script mean the same by a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autofuse.codegen.c.templates.attention import attention_refusal as c_attention_refusal
+from autofuse.codegen.c.templates.convolution import convolution_refusal
+from autofuse.codegen.c.templates.matmul import product_refusal
+from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.matmul_operands import ANCHORS
+from autofuse.codegen.triton.templates.attention_plan import attention_refusal
+from autofuse.codegen.triton.templates.matmul_plan import matmul_refusal
+from autofuse.errors import LoweringError
+from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
+from autofuse.fusion.config import FusionConfig
+from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.operation import NodeForm, Operation
+from autofuse.ir.optable import OpKind, info
+from autofuse.strategies.channels_last import ATEN, CONVOLUTIONS, LAST, LEAST_NET, channels_last, layouts
+from autofuse.strategies.rewrites import BIAS_APART, rewrites
+from autofuse.strategies.row_blocks import block_of
+from autofuse.strategies.sdpa_training_match import passes_of
+from autofuse.strategies.strategy import ATTENTION, CONVOLUTION, MATMUL, Part, Way, graph_of
+
+PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
+GENERATED = "generated_product"
+GENERATED_ATTENTION = "generated_attention"
+GENERATED_CONVOLUTION, LAST_GENERATED = "generated_convolution", f"{LAST}_generated"
+LEAST_FLOPS = 2e6  # of a product, some 20 us: below that Python's part of a call decides
+MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
+LEAST_SIDE = 2  # operations on the smaller side of a cut
+
+
+def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
+    """The ways of a group; ``has_tiles``: on a device whose products may be generated as well."""
+    found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
+    found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
+    found += layouts_of(form)
+    found += [] if has_tiles else generated_of(form)
+    printer = tiles_of(form) if has_tiles else None
+    if printer is not None:
+        found.append(Way(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside"))
+    return found
+
+
+def generated_of(form: NodeForm) -> list[Way]:
+    """The ways of a CPU that need no vendor, or call it block by block."""
+    return [*blocks_of(form), *products_of(form), *attentions_of(form), *convolutions_of(form)]
+
+
+_generated_names: dict[str, tuple[str, ...]] = {}  # by a form's text
+
+
+def generated_names(form: NodeForm) -> tuple[str, ...]:
+    """Names of `generated_of`, for the search for groups: without parts, and once for equal forms, as layers have.
+
+    That search took 0.6 of the planning of a GPT-2 of 4 layers, most of it for parts that nobody read.
+    """
+    text = form.text()
+    if text not in _generated_names:
+        names = [way.name for way in (*blocks_of(form), *attentions_of(form), *convolutions_of(form))]
+        _generated_names[text] = (*names, *([GENERATED] if _printed_products(form) else []))
+    return _generated_names[text]
+
+
+def blocks_of(form: NodeForm) -> list[Way]:
+    """The way in blocks of rows; none where rows need each other, or what follows the product is no one kernel."""
+    found = block_of(next((r.form for r in rewrites(form) if r.name == BIAS_APART), form))
+    parts = _parts(found[0]) if found is not None else ()
+    # What leaves has to come from the kernel that writes into the node's outputs.
+    if found is None or len(parts) != 1 or {ref.name for ref in found[0].outputs} - set(parts[0].operations):
+        return []
+    block, rows = found
+    return [Way(BLOCKS, block, parts, f"blocks of {rows.count} rows, each read back from the caches", rows)]
+
+
+def products_of(form: NodeForm) -> list[Way]:
+    """The way with products that are printed in C in place of the vendor's; none where there are no such products."""
+    printed = _printed_products(form)
+    if not printed:
+        return []
+    parts = (*(Part((op.name,), MATMUL) for op in printed), *_parts(form))
+    return [Way(GENERATED, form, parts, "a generated product, the rest in kernels of their own")]
+
+
+def _printed_products(form: NodeForm) -> list[Operation]:
+    products = [op for op in form.operations if op.target in ANCHORS]
+    graph = graph_of(form) if products else None
+    return [op for op in products if graph and product_refusal(build_node(graph, [op]).form) is None]
+
+
+def attentions_of(form: NodeForm) -> list[Way]:
+    """The way with an attention that is printed in C in place of torch's; none where it is no such attention."""
+    if c_attention_refusal(form) is not None:
+        return []
+    part = Part((form.operations[0].name,), ATTENTION)
+    return [Way(GENERATED_ATTENTION, form, (part,), "a generated attention")]
+
+
+def convolutions_of(form: NodeForm) -> list[Way]:
+    """The way with convolutions that are printed in C, its images channels last; none for one that is not by itself."""
+    if not any(op.short_name in CONVOLUTIONS for op in form.operations):
+        return []
+    last = channels_last(form)
+    made = form if last is None else replace(last, operations=tuple(map(_plain, last.operations)))
+    graph = graph_of(made)
+    convolutions = [op for op in made.operations if op.short_name in CONVOLUTIONS]
+    printed = [op for op in convolutions if convolution_refusal(build_node(graph, [op]).form) is None]
+    if not printed or (last is not None and len(convolutions) < LEAST_NET):
+        return []
+    parts = (*(Part((op.name,), CONVOLUTION) for op in printed), *_parts(made))
+    name = GENERATED_CONVOLUTION if last is None else LAST_GENERATED
+    lying = "" if last is None else "images channels last from one to the next, "
+    return [Way(name, made, parts, f"generated convolutions, {lying}the rest in kernels of their own")]
+
+
+def _plain(op: Operation) -> Operation:
+    """A convolution of aten as itself, whose results are brought to the strides that are promised."""
+    if op.target == ATEN and str(op.args[0]).split(".")[1] in CONVOLUTIONS:
+        return replace(op, target=op.args[0], args=op.args[1:])
+    return op
+
+
+def layouts_of(form: NodeForm) -> list[Way]:
+    """The ways with images channels last between several convolutions; none where they are so already."""
+    return [Way(r.name, r.form, _parts(r.form), r.detail) for r in layouts(form)]
+
+
+def tiles_of(form: NodeForm) -> str | None:
+    """Which printer has one tiled kernel for all of a form, None where none has."""
+    refusals = {MATMUL: matmul_refusal, ATTENTION: attention_refusal}
+    return next((printer for printer, refusal in refusals.items() if refusal(form) is None), None)
+
+
+def _kernels(form: NodeForm) -> tuple[str, ...]:
+    return tuple(op.name for op in form.operations if info(op.target).kind is not OpKind.VIEW)
+
+
+def cuts_of(form: NodeForm) -> list[Way]:
+    """One kernel and the cheapest cuts of it into two; empty where there is nothing to cut."""
+    graph = graph_of(form)
+    kernels = [graph.by_name[name] for name in _kernels(form)]
+    cuts = []
+    for at in range(LEAST_SIDE, len(kernels) - LEAST_SIDE + 1):
+        sides = kernels[:at], kernels[at:]
+        if all(_lowers(graph, side) for side in sides):
+            cuts.append((_crossing_bytes(graph, *sides), at))
+    ways = [Way(WHOLE, form, (Part(tuple(op.name for op in kernels)),), "all of it in one kernel")]
+    for nbytes, at in sorted(cuts)[:MOST_CUTS]:
+        parts = tuple(Part(tuple(op.name for op in side)) for side in (kernels[:at], kernels[at:]))
+        name = kernels[at].short_name.strip("_")
+        detail = f"two kernels, cut before {name}, {nbytes / 1e6:.2f} MB between them at the planner's sizes"
+        ways.append(Way(f"cut_{at}_{name}", form, parts, detail))
+    return ways if len(ways) > 1 else []
+
+
+def is_group(form: NodeForm) -> bool:
+    """Whether a form holds operations that no nest of loops is made of, so that it has ways instead of a kernel."""
+    return any(info(op.target).kind in (OpKind.OPAQUE, OpKind.RANDOM) for op in form.operations)
+
+
+def _parts(form: NodeForm) -> tuple[Part, ...]:
+    analyzer = FusionCandidateAnalyzer(FusionConfig(), _refusal)
+    nodes = analyzer.find_fusible_operations(graph_of(form), apart=passes_of(form) or ())
+    return tuple(Part(tuple(op.name for op in node.kernels)) for node in nodes)
+
+
+def _refusal(form: NodeForm) -> tuple[str, str] | None:
+    try:
+        lower(form)
+    except LoweringError as error:
+        return error.code, str(error)
+    return None
+
+
+def _lowers(graph: FusionGraph, side: Sequence[Operation]) -> bool:
+    return _refusal(build_node(graph, side).form) is None
+
+
+def _crossing_bytes(graph: FusionGraph, first: Sequence[Operation], second: Sequence[Operation]) -> int:
+    """Bytes that the first side writes only for the second."""
+    inside = {op.name for op in second}
+    made = {op.name for op in first}
+    crossing = {
+        ref
+        for ref, readers in graph.value_readers.items()
+        if ref.name in made and ref not in graph.leaving and inside.intersection(readers)
+    }
+    return sum(graph.nbytes(graph.spec(ref)) for ref in crossing)

@@ -1,0 +1,254 @@
+"""What the vendors' fused kernels are called with: oneDNN, cuBLASLt, cuDNN, torch's attention.
+
+In: the arguments that a rewrite wrote. Out: a tensor, or several. A row of the table makes the callable; one that keeps
+folded weights makes a new one for each place of use.
+Guarantee: nothing that was folded is ever stale: on a CPU the parameters are compared, byte by byte, with those that
+were folded, at each call (a version counter would miss what is written through ``.data``); on a GPU, where a
+comparison would wait for the device, the weights are folded at each call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autofuse.strategies.channels_last import ATEN
+from autofuse.strategies.joined_matmuls import SUM
+from autofuse.strategies.sdpa_calls import both_passes, sdpa
+from autofuse.strategies.sdpa_training_match import TRAINING
+
+# oneDNN's form of these gives a number where the product is NaN (torch 2.13); eager's gives NaN.
+_LOSES_NAN: dict[str, Callable[..., Tensor]] = {"relu": F.relu_, "hardtanh": F.hardtanh_}
+MAX_PACKED = 4  # layouts of a convolution's weights, each for one size of its input
+LARGEST_SUM = 1e37  # far from where a sum of float32 or bfloat16 products overflows
+
+
+def largest(tensor: Tensor | None) -> float:
+    """The largest absolute value, infinite where one is NaN; 0 of nothing."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    found = max(-float(low), float(high))
+    return found if found == found else math.inf
+
+
+def _is_bounded(x: Tensor, gain: float, *added: Tensor | None) -> bool:
+    """Whether no sum can be NaN or infinite: a pass over the input, little beside the product."""
+    return largest(x) * gain + sum(largest(t) for t in added) < LARGEST_SUM
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    attr: str,
+    algorithm: str,
+    scalars: Sequence[float],
+) -> Tensor:
+    """``weight`` is [K, N] as addmm takes it; oneDNN wants [N, K]."""
+    op = torch.ops.mkldnn._linear_pointwise
+    if other is None:
+        if attr in _LOSES_NAN and not _is_bounded(x, largest(weight) * weight.shape[0], bias):
+            return _LOSES_NAN[attr](op(x, weight.t(), bias, "none", [], "none"), *scalars)
+        result: Tensor = op(x, weight.t(), bias, attr, scalars, algorithm)
+        return result
+    summed: Tensor = op.binary(x, other, weight.t(), bias, attr)
+    return summed
+
+
+def _addmm_activation(bias: Tensor, x: Tensor, weight: Tensor, use_gelu: bool) -> Tensor:
+    return torch._addmm_activation(bias, x, weight, use_gelu=use_gelu)
+
+
+class _FoldedOnce(NamedTuple):
+    """What was folded, and into what. Replaced as a whole: two threads may run the same node."""
+
+    sources: list[Tensor | None]
+    weight: Tensor
+    offset: Tensor | None
+    packed: dict[Any, Tensor]  # by the sizes of the input that it was packed for
+
+
+class Folded:
+    """Weights and bias of a convolution as its kernel wants them: a batch norm of inference folded in, and packed.
+
+    One for all sizes of a place of use: each has a layout of its own, and the first few are kept. For other sizes
+    oneDNN brings the weights to its layout at each call, as it does in eager.
+    """
+
+    def __init__(self) -> None:
+        self._once: _FoldedOnce | None = None
+
+    def __call__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Sequence[Any],
+        pack: Callable[[Tensor], Tensor],
+        sizes: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """``norm``: scale, shift, running mean, running variance, epsilon; or empty. ``pack`` is for these sizes."""
+        sources = [weight, bias, *norm[:4]]
+        if weight.device.type != "cpu":
+            return fold(weight, bias, *norm) if norm else (weight, bias)
+        once = self._once
+        if once is None or not _all_equal(once.sources, sources):
+            # Never the parameter itself: what is written to it must not reach what is kept.
+            copies = [None if t is None else t.detach().clone() for t in sources]
+            folded, offset = fold(weight, bias, *norm) if norm else (copies[0], copies[1])
+            assert folded is not None
+            self._once = once = _FoldedOnce(copies, folded, offset, {})
+        key = tuple(sizes)
+        packed = once.packed.get(key)
+        if packed is None:
+            if len(once.packed) >= MAX_PACKED:
+                return once.weight, once.offset
+            packed = once.packed[key] = pack(once.weight)
+        return packed, once.offset
+
+
+def _unpacked(weight: Tensor) -> Tensor:
+    return weight.detach()
+
+
+def _packed(
+    padding: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int, sizes: Sequence[int]
+) -> Callable[..., Tensor]:
+    """oneDNN's own layout of weights for inputs of these sizes, which it would otherwise make at each call.
+
+    For 2-D convolutions; made without the sizes, the layout was up to 1.6 times slower (torch 2.13, AVX-512).
+    """
+
+    def pack(weight: Tensor) -> Tensor:
+        made: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(
+            weight.detach().to_mkldnn(), padding, stride, dilation, groups, list(sizes)
+        )
+        return made
+
+    return pack
+
+
+def fold(
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """``norm(conv(x, weight, bias))`` as one convolution's weight and bias, computed in float64."""
+    factor = (var.double() + eps).rsqrt()
+    if scale is not None:
+        factor = factor * scale.double()
+    folded = weight.double() * factor.view(-1, *[1] * (weight.dim() - 1))
+    base = -mean.double() if bias is None else bias.double() - mean.double()
+    offset = base * factor
+    if shift is not None:
+        offset = offset + shift.double()
+    return folded.to(weight.dtype), offset.to(weight.dtype)
+
+
+def _all_equal(kept: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:
+    for k, n in zip(kept, now, strict=True):
+        if (k is None) != (n is None):
+            return False
+        if k is not None and n is not None and not (k.dtype == n.dtype and torch.equal(k, n)):
+            return False
+    return True
+
+
+def _convolution() -> Callable[..., Tensor]:
+    folded = Folded()
+
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Sequence[Any],
+        other: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        attr: str,
+        algorithm: str,
+        scalars: Sequence[float],
+        packed: bool,
+    ) -> Tensor:
+        if norm or packed:
+            sizes = x.shape if packed else ()
+            pack = _packed(padding, stride, dilation, groups, sizes) if packed else _unpacked
+            weight, bias = folded(weight, bias, norm, pack, sizes)
+        if x.device.type == "cpu":
+            # In place on a result that is still in the caches: cheaper than to look whether there could be NaN.
+            after = _LOSES_NAN.get(attr)
+            here = "none" if after is not None else attr
+            op, sizes = torch.ops.mkldnn._convolution_pointwise, (padding, stride, dilation, groups)
+            if other is None:
+                numbers = () if after is not None else scalars
+                made: Tensor = op(x, weight, bias, *sizes, here, numbers, algorithm)
+            else:
+                unary = None if here == "none" else here
+                made = op.binary(x, other, weight, bias, *sizes, "add", 1.0, unary, [], None)
+            return made if after is None else after(made, *scalars)
+        if attr == "relu" and other is None:
+            return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
+        if attr == "relu":
+            return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, bias, stride, padding, dilation, groups)
+        out = torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        return out if other is None else out.add_(other)
+
+    return run
+
+
+def _aten(target: str, *args: Any) -> Any:
+    """An operation of aten, whose results are brought to the strides that were promised (`as_promised`)."""
+    _, name, overload = target.split(".")
+    return getattr(getattr(torch.ops.aten, name), overload)(*args)
+
+
+def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor], is_transposed: bool) -> Tensor:
+    """The sum of ``left[i] @ right[i]``, [M, K_i] by [K_i, N], or its transpose."""
+    if all(t.stride(0) == 1 for t in left):  # transposed: joined where its elements lie side by side
+        total = torch.cat([t.t() for t in left]).t() @ torch.cat(list(right))
+    else:
+        total = torch.cat(list(left), 1) @ torch.cat(list(right))
+    return total.t() if is_transposed else total
+
+
+VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "vendor.linear.default": lambda: _linear,
+    "vendor.addmm_activation.default": lambda: _addmm_activation,
+    "vendor.convolution.default": _convolution,
+    "vendor.sdpa.default": lambda: sdpa,
+    ATEN: lambda: _aten,
+    TRAINING: lambda: both_passes,
+    SUM: lambda: _sum_of_products,
+}
+
+# Of these a callable keeps something for its place of use.
+KEEPING = frozenset({"vendor.convolution.default"})
+
+
+def as_promised(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """The tensor with the sizes and strides that the graph was traced with; a copy where it has others.
+
+    Strides of dims of size 1 are made right as well: who reads the tensor may compare them.
+    """
+    if tensor.stride() == strides and tensor.shape == shape:
+        return tensor
+    made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def all_promised(results: Sequence[Any], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Any, ...]:
+    """The same for the results of an operation with several; what is no tensor stays."""
+    pairs = zip(results, layouts, strict=True)
+    return tuple(as_promised(r, *layout) if isinstance(r, Tensor) else r for r, layout in pairs)

@@ -1,0 +1,184 @@
+"""A way: one of several programs that give what a node's operations give.
+
+In: a form with the node's inputs and outputs, some operations replaced by a vendor's fused ones, and the parts of it
+that run as one generated kernel each. Out: the steps in order, and the form of each part.
+Guarantee: torch-free and serialisable; what is in no part runs through aten or the vendor, one operation at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autofuse.errors import FusionError
+from autofuse.fusion.analyzer import build_node
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.shape import Dim, as_dim, floors, symbol
+from autofuse.ir.validation import one_line, one_of, stored_name, stored_number
+
+# What prints a part: one nest of loops; a product in tiles, on a GPU with what follows it; an attention; a convolution.
+LOOP, MATMUL, ATTENTION, CONVOLUTION = "loop", "matmul", "attention", "convolution"
+PRINTERS = (LOOP, MATMUL, ATTENTION, CONVOLUTION)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Operations that run as one generated kernel."""
+
+    operations: tuple[str, ...]  # names in the way's form, views between them left out
+    printer: str = LOOP
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A part as a node whose inputs are called as in the way's form."""
+
+    node: FusionNode
+    sizes: tuple[Dim, ...]  # the node's symbols in those of the way's form
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a program that gives some rows of a node's outputs is run for all of them, block by block."""
+
+    symbol: str  # the number of rows in the program's form
+    count: int  # of a block; the last one may have fewer
+    total: Dim  # rows of the node, in its own symbols
+    is_cut: tuple[bool, ...]  # for each input whether a block gets its rows of it, or all of it
+
+
+@dataclass(frozen=True)
+class Way:
+    """One program for a node."""
+
+    name: str  # "parts", "vendor_linear", ...: unique among the ways of a node
+    form: NodeForm  # the node's, or that of a block of its rows
+    parts: tuple[Part, ...]
+    detail: str = ""  # for people: what it does
+    rows: Rows | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "form": self.form.to_json(),
+            "parts": [[list(part.operations), part.printer] for part in self.parts],
+            "detail": self.detail,
+            "rows": self.rows and [self.rows.symbol, self.rows.count, str(self.rows.total), list(self.rows.is_cut)],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Way:
+        """Raises FusionError and ShapeError for what is no way."""
+        form = NodeForm.from_json(data["form"])
+        made = {op.name: op for op in form.operations}
+        parts = tuple(
+            Part(
+                tuple(one_of(name, made, "an operation of it") for name in names),
+                one_of(printer, PRINTERS, "a printer"),
+            )
+            for names, printer in data["parts"]
+        )
+        rows = data.get("rows")
+        if rows is not None:
+            rows = Rows(stored_name(rows[0]), stored_number(rows[1]), as_dim(rows[2]), tuple(map(bool, rows[3])))
+        return cls(one_line(data["name"]), form, parts, one_line(data["detail"]), rows)
+
+    def without(self, index: int) -> Way:
+        """The same program with part ``index`` run through aten."""
+        return replace(self, parts=(*self.parts[:index], *self.parts[index + 1 :]))
+
+    @property
+    def has_vendor(self) -> bool:
+        """Whether a vendor's fused kernel runs in it."""
+        return any(op.target.startswith("vendor.") for op in self.form.operations)
+
+    @functools.cached_property
+    def graph(self) -> FusionGraph:
+        return graph_of(self.form)
+
+    @functools.cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The parts as nodes of their own."""
+        return tuple(
+            _kernel(build_node(self.graph, [self.graph.by_name[name] for name in part.operations]))
+            for part in self.parts
+        )
+
+    def sizes_of(self, index: int) -> tuple[Dim, ...]:
+        """The symbols of part ``index`` in the node's; of a whole block, where there are blocks."""
+        sizes = self.kernels[index].sizes
+        if self.rows is None:
+            return sizes
+        table = {symbol(self.rows.symbol): self.rows.count}
+        return tuple(size if isinstance(size, int) else as_dim(size.xreplace(table)) for size in sizes)
+
+    @functools.cached_property
+    def steps(self) -> tuple[Operation | int, ...]:
+        """What runs, in order: an operation, or the number of a part. Raises FusionError for parts in a circle."""
+        home = {name: index for index, part in enumerate(self.parts) for name in part.operations}
+        unit_of = {op.name: home.get(op.name, op.name) for op in self.form.operations}
+        waits: dict[Any, set[Any]] = {unit: set() for unit in unit_of.values()}
+        for op in self.form.operations:
+            unit = unit_of[op.name]
+            reads = op.inputs if unit == op.name else self._read_by(home[op.name])
+            waits[unit] |= {unit_of[r.name] for r in reads if r.name in unit_of} - {unit}
+        ordered: list[Operation | int] = []
+        done: set[Any] = set()
+        while len(done) < len(waits):
+            ready = [unit for unit in waits if unit not in done and waits[unit] <= done]
+            if not ready:
+                raise FusionError(f"expected parts without a circle in the way {self.name}, found one")
+            done.add(ready[0])
+            ordered.append(ready[0] if isinstance(ready[0], int) else self.graph.by_name[ready[0]])
+        return self._live(ordered)
+
+    def _read_by(self, index: int) -> list[ValueRef]:
+        return [flat_ref(name) for name in self.kernels[index].node.input_names]
+
+    def _live(self, steps: Sequence[Operation | int]) -> tuple[Operation | int, ...]:
+        """Without what nothing reads: views of values that stay inside a part."""
+        needed = {ref.name for ref in self.form.outputs}
+        kept: list[Operation | int] = []
+        for step in reversed(steps):
+            names = set(self.parts[step].operations) if isinstance(step, int) else {step.name}
+            if not names & needed:
+                continue
+            reads = self._read_by(step) if isinstance(step, int) else step.inputs
+            needed |= {ref.name for ref in reads}
+            kept.append(step)
+        return tuple(reversed(kept))
+
+
+def _kernel(node: FusionNode) -> Kernel:
+    """Loops run over plain symbols: each rounded quotient becomes one, but where windows are read."""
+    if node.reads_windows:  # a size there follows from the image's
+        return Kernel(node, tuple(map(symbol, node.symbols)))
+    specs = [*node.inputs.values(), *(spec for op in node.operations for spec in op.outputs)]
+    quotients = dict.fromkeys(f for spec in specs for dim in (*spec.shape, *spec.strides) for f in floors(dim))
+    table = {quotient: symbol(f"d{n}") for n, quotient in enumerate(quotients)}
+    if table:
+        node = node.with_dims(table)
+    back = {str(new): quotient for quotient, new in table.items()}
+    return Kernel(node, tuple(back.get(name, symbol(name)) for name in node.symbols))
+
+
+def graph_of(form: NodeForm) -> FusionGraph:
+    """The operations of a form as a graph."""
+    return FusionGraph(form.operations, {item.name: item.spec for item in form.inputs}, form.outputs)
+
+
+def flat_ref(name: str) -> ValueRef:
+    """The value behind a node's input; ``a@2`` is output 2 of operation ``a``."""
+    base, _, index = name.partition("@")
+    return ValueRef(base, int(index) if index else 0)
+
+
+def kernel_id(form: NodeForm, printer: str) -> str:
+    """`FusionNode.fusion_id` of a part. A tiled product has one of its own: its form is the whole group's."""
+    text = form.text() if printer == LOOP else f"{printer}:{form.text()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

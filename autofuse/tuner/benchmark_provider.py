@@ -1,0 +1,296 @@
+"""The workshop: where candidates of a node are built, checked and raced, by compilers and the worker process.
+
+In: a node, configurations, cases, rules of a race. Out: binaries, error ratios, samples; or a `CandidateProblem`.
+Guarantee: one text is compiled once; nothing is timed while something compiles; a kernel that has killed a worker is
+never run again; after a loss the worker starts anew with what the next request needs.
+``Bench`` is what a job sees of it, so that recorded timings can take its place (``replay``).
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from autofuse.codegen.knobs import Knob
+from autofuse.codegen.lowering.lower import lower
+from autofuse.errors import AutofuseError, CompilerError, CompilerNotReady
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord
+from autofuse.strategies.strategy import LOOP
+from autofuse.tuner.backends import Backend, Printable, Sizes, Tiled
+from autofuse.tuner.cases import CheckCase
+from autofuse.tuner.timing import RaceResult, RaceRules
+from autofuse.tuner.worker_process import CandidateProblem, Lost, WorkerProcess
+
+LETHAL = ("crash", "timeout")  # outcomes that cost a worker its life
+
+
+@dataclass(frozen=True)
+class Built:
+    """A candidate with its binary."""
+
+    candidate: Candidate
+    record: KernelRecord
+    seconds: float  # of the compiler; 0.0 where the binary was known
+
+    @property
+    def digest(self) -> str:
+        return self.record.key.digest
+
+
+class Bench(Protocol):
+    """What a job needs for the candidates of its node."""
+
+    @property
+    def variants(self) -> tuple[str, str]:
+        """Names of the generic and of the specialised form."""
+
+    def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
+        """What may vary for these sizes. Raises LoweringError where the node has no loop form."""
+
+    def default(self, values: Sequence[int]) -> Config:
+        """Where to start for these sizes."""
+
+    def build(
+        self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> list[Built | CandidateProblem]:
+        """Binaries, in order, good for ``values`` and for ``others``; specialised ones have ``values`` built in."""
+
+    def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
+        """A candidate as it is kept: good for all sizes of its bucket. Raises CandidateProblem."""
+
+    def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
+        """Largest error over eager's own. Raises CandidateProblem."""
+
+    def has_passed(self, built: Built) -> bool:
+        """Whether the same binary has passed all cases of another bucket."""
+
+    def note_passed(self, built: Built) -> None:
+        """All cases of a bucket are passed."""
+
+    def race(self, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
+        """Eager first, then the candidates in order. Raises CandidateProblem."""
+
+
+class Workshop:
+    """Compilers, the worker and what is known of kernels; shared by all jobs of a daemon."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        worker: WorkerProcess,
+        *,
+        compilers: Callable[[], int] = lambda: 1,
+        stored: Callable[[str], KernelRecord | None] = lambda digest: None,
+        rest: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``compilers``: how many may run at a time; ``stored``: looks a kernel up by its digest; ``rest`` is called
+        before each piece of work, to yield the machine."""
+        self.worker = worker
+        self.lethal: set[str] = set()
+        self.passed: set[str] = set()  # digests
+        self.rest = rest
+        self.backend = backend
+        self.compilers = compilers
+        self._stored = stored
+        self._records: dict[str, KernelRecord] = {}
+        self._failures: dict[str, Exception] = {}
+        self._loops: dict[str, Printable] = {}
+        self._loaded: set[tuple[str, str]] = set()  # (node, digest) in the worker of this generation
+        self._opened: str | None = None
+        self._generation = 0
+
+    def bench(self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP) -> NodeWorkshop:
+        """``printer``: of the node's kernels: `strategies.strategy.LOOP`, `MATMUL`, `ATTENTION` or `CONVOLUTION`."""
+        return NodeWorkshop(self, fusion_id, form, threads, bucket, printer)
+
+    # ---- compilers ------------------------------------------------------------------------------
+
+    def loop(self, fusion_id: str, form: NodeForm, printer: str = LOOP) -> Printable:
+        """What is printed for a node. Raises LoweringError."""
+        if fusion_id not in self._loops:
+            self._loops[fusion_id] = lower(form) if printer == LOOP else Tiled(form, printer)
+        return self._loops[fusion_id]
+
+    def build_all(
+        self, loop: Printable, candidates: Sequence[Candidate], constants: Sizes, sizes: Sequence[Sizes]
+    ) -> list[Built | CandidateProblem]:
+        """Binaries of the candidates, in order."""
+
+        def one(candidate: Candidate) -> Built | CandidateProblem:
+            try:
+                return self.build(loop, candidate, constants, sizes)
+            except CandidateProblem as problem:
+                return problem
+            except CompilerNotReady:  # no fault of the candidate
+                raise
+            except CompilerError as error:
+                return CandidateProblem("compile_error", str(error)[:500])
+            except AutofuseError as error:
+                return CandidateProblem("refused", str(error)[:500])
+
+        count = self.compilers()
+        if count == 1 or len(candidates) <= 1:
+            found = []
+            for candidate in candidates:
+                self.rest()
+                found.append(one(candidate))
+            return found
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(one, candidates))
+
+    def build(
+        self,
+        loop: Printable,
+        candidate: Candidate,
+        constants: Sizes,
+        sizes: Sequence[Sizes],
+        is_final: bool = False,
+    ) -> Built:
+        """One binary, unless it is known. Raises CompilerError and CandidateProblem, the same each time."""
+        recipe = self.backend.recipe(loop, candidate.config, constants, sizes, is_final)
+        digest = recipe.key.digest
+        if digest in self._failures:
+            raise self._failures[digest]
+        seconds = 0.0
+        record = self._records.get(digest) or self._stored(digest)
+        if record is None:
+            began = time.monotonic()
+            try:
+                record = recipe.make()
+            except CompilerNotReady:
+                raise
+            except (CompilerError, CandidateProblem) as error:
+                self._failures[digest] = error.with_traceback(None)
+                raise
+            seconds = time.monotonic() - began
+        self._records[digest] = record
+        return Built(candidate, record, seconds)
+
+    # ---- the worker -----------------------------------------------------------------------------
+
+    def ask(self, node: NodeWorkshop, do: str, needed: Sequence[Built], **arguments: Any) -> dict[str, Any]:
+        """A request about a node, once the worker has the node and the kernels ``needed``."""
+        self.rest()
+        if self.worker.generation != self._generation or self.worker.pid is None:
+            self.worker.start()
+            self._generation = self.worker.generation
+            self._loaded.clear()
+            self._opened = None
+        if self._opened != node.key:
+            reply = self.worker.ask("open", node=node.key, form=node.form.to_json(), threads=node.threads)
+            if reply["is_new"]:  # for the first time, or again after many others, over which the worker forgot it
+                self._loaded = {(key, digest) for key, digest in self._loaded if key != node.key}
+            self._opened = node.key
+        for built in needed:
+            if (node.key, built.digest) not in self._loaded:
+                binary = base64.b64encode(built.record.binary).decode()
+                self.worker.ask("load", digest=built.digest, name=built.record.name, binary=binary)
+                self._loaded.add((node.key, built.digest))
+        return self.worker.ask(do, **arguments)
+
+
+class NodeWorkshop:
+    """The workshop as one job sees it (`Bench`)."""
+
+    def __init__(
+        self, workshop: Workshop, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP
+    ) -> None:
+        self.form = form
+        self.threads = threads
+        self.key = f"{fusion_id}/{threads}"
+        self._fusion_id = fusion_id
+        self._printer = printer
+        self._workshop = workshop
+        self._high = self._named([high for _, high in bucket.ranges])
+
+    def _loop(self) -> Printable:
+        return self._workshop.loop(self._fusion_id, self.form, self._printer)
+
+    def _named(self, values: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.form.symbols, values, strict=True))
+
+    @property
+    def variants(self) -> tuple[str, str]:
+        return self._workshop.backend.generic, self._workshop.backend.specialised
+
+    def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
+        return self._workshop.backend.knobs(self._loop(), self._named(values), self._high)
+
+    def default(self, values: Sequence[int]) -> Config:
+        return self._workshop.backend.default(self._loop(), self._named(values), self._high)
+
+    def build(
+        self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> list[Built | CandidateProblem]:
+        sizes = [self._named(v) for v in (values, *others)]
+        generic = [c for c in candidates if not is_specialised(c)]
+        special = [c for c in candidates if is_specialised(c)]
+        shop = self._workshop
+        built = dict(zip(generic, shop.build_all(self._loop(), generic, {}, sizes), strict=True))
+        built |= dict(zip(special, shop.build_all(self._loop(), special, sizes[0], sizes[:1]), strict=True))
+        return [built[c] for c in candidates]
+
+    def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
+        sizes = [self._named(v) for v in (values, *others)]
+        constants = sizes[0] if is_specialised(built.candidate) else {}
+        try:
+            whole = self._workshop.build(self._loop(), built.candidate, constants, sizes, is_final=True)
+        except CompilerNotReady:
+            raise
+        except CompilerError as error:
+            raise CandidateProblem("compile_error", str(error)[:500]) from None
+        return Built(built.candidate, whole.record, built.seconds + whole.seconds)
+
+    def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
+        self._refuse_lethal(built)
+        rows = [[list(case.values), case.kind, case.shifted] for case in cases]
+        with self._blaming([built]):
+            reply = self._workshop.ask(
+                self, "check", [built], digest=built.digest, cases=rows, budget_seconds=budget_seconds, least=least
+            )
+        return float(reply["error_ratio"])
+
+    def race(self, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
+        for item in built:
+            self._refuse_lethal(item)
+        digests = [item.digest for item in built]
+        with self._blaming(built):
+            reply = self._workshop.ask(self, "race", built, digests=digests, values=list(values), rules=asdict(rules))
+        return RaceResult(**{name: reply[name] for name in ("samples", "dropped", "threads", "device", "host")})
+
+    def has_passed(self, built: Built) -> bool:
+        return built.digest in self._workshop.passed
+
+    def note_passed(self, built: Built) -> None:
+        self._workshop.passed.add(built.digest)
+
+    def _refuse_lethal(self, built: Built) -> None:
+        if built.digest in self._workshop.lethal:
+            raise CandidateProblem("crash", "this kernel has killed a worker before")
+
+    def _blaming(self, built: Sequence[Built]) -> _Blame:
+        return _Blame(self._workshop, [item.digest for item in built])
+
+
+class _Blame:
+    """Notes a kernel as lethal when the worker is lost over it alone."""
+
+    def __init__(self, workshop: Workshop, digests: list[str]) -> None:
+        self._workshop = workshop
+        self._digests = digests
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Lost) and len(self._digests) == 1:
+            self._workshop.lethal.add(self._digests[0])
+
+
+def is_specialised(candidate: Candidate) -> bool:
+    return candidate.variant.endswith("_specialised")

@@ -1,0 +1,231 @@
+"""One node on the worker's bench: inputs, eager, candidates; verified, then timed.
+
+In: a `NodeForm`, symbol values, kernels as bytes. Out: numbers.
+What differs between types of devices is a `Rig`: this module has the CPU's, the others are in `gpu_rig` and
+`interpreter`.
+On a machine that is too busy for parallel regions (see ``Cores``) eager and kernels are timed on one thread, by its own
+time.
+Guarantee: what is timed is what is deployed: the router's own launcher against the router's own unfused call, both
+with fresh outputs, on inputs that rotate; the last few outputs stay alive, so that calls do not all write one buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+from math import inf
+from time import perf_counter, process_time, sleep, thread_time
+from typing import Any, Protocol
+
+import torch
+
+from autofuse.codegen.c.load import load_kernel
+from autofuse.codegen.inputs import make_inputs
+from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
+from autofuse.ir.shape import evaluate
+from autofuse.strategies.bundle import is_bundle
+from autofuse.tuner.cases import CheckCase
+from autofuse.tuner.machine_load import OTHERS_SHARE, busy_seconds
+from autofuse.tuner.timing import Call, CallSampler, RaceResult, RaceRules, Sampler, race
+from autofuse.tuner.verify import GuardedAllocator, Verifier
+from autofuse.wrapper.load_strategy import unpack
+from autofuse.wrapper.node_call import make_launcher, make_unfused
+
+ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that they do not all sit in the L2
+MAX_COPIES = 4
+KEPT_OUTPUTS = 3
+KEPT_BYTES = 256 << 20  # of one callable: larger outputs leave no trace in a cache, and five callables keep them
+PROBES = 5
+BELIEVED_SECONDS = 2.0  # a busy machine is not probed again for so long, nor is the use of a quiet one looked at
+LOOK_SECONDS = 0.05  # five ticks of the kernel's accounts
+PROBE_ELEMENTS = 1 << 17  # four times the size from which torch uses threads
+BUSY_SECONDS = 1e-3  # 30 us on a quiet machine, 4 to 60 ms where another process has the other core
+
+
+class Cores:
+    """Whether this machine has cores to spare for parallel regions."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(PROBE_ELEMENTS)
+        self._busy_at = self._looked_at = -inf
+
+    def usable_threads(self, threads: int) -> int:
+        """``threads``, or 1 where parallel regions wait for cores that others use: they would only measure the others.
+
+        Beside a training script on two cores an eager call of 0.1 ms took 30 ms on two threads and 0.1 ms on one.
+        """
+        if threads == 1 or perf_counter() - self._busy_at < BELIEVED_SECONDS:
+            return 1
+        # Asked before it is tried: whoever has just slept gets all cores for the few regions that a trial takes.
+        if perf_counter() - self._looked_at > BELIEVED_SECONDS and self._free_cores() < threads - OTHERS_SHARE:
+            self._busy_at = perf_counter()
+            return 1
+        slow = 0
+        for number in range(PROBES + 1):
+            began = perf_counter()
+            torch.neg(self._tensor, out=self._tensor)
+            slow += number > 0 and perf_counter() - began > BUSY_SECONDS
+            if slow > 1:
+                self._busy_at = perf_counter()
+                return 1
+        return threads
+
+    def _free_cores(self) -> float:
+        """How many cores' time nobody else takes just now."""
+        began, others = perf_counter(), busy_seconds() - process_time()
+        sleep(LOOK_SECONDS)
+        others = busy_seconds() - process_time() - others
+        self._looked_at = perf_counter()
+        return (os.cpu_count() or 1) - others / (self._looked_at - began)
+
+
+CORES = Cores()
+
+
+class Rig(Protocol):
+    """What a bench does differently on each type of device."""
+
+    device: torch.device
+
+    def load(self, digest: str, name: str, binary: bytes) -> Any:
+        """A kernel in this process. Raises what the loader raises."""
+
+    def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]: ...
+
+    def launcher(
+        self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
+    ) -> Callable[..., Any]:
+        """The kernel as the router would call it."""
+
+    def usable_threads(self, threads: int) -> int:
+        """How many of the threads are worth timing on just now."""
+
+    def sampler(self, is_shared: bool) -> Sampler:
+        """``is_shared``: for calls on one thread, since others use the cores."""
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether the process is of no use after this error."""
+
+
+class CpuRig:
+    """C kernels."""
+
+    device = torch.device("cpu")
+
+    def load(self, digest: str, name: str, binary: bytes) -> Any:
+        return load_kernel(binary, name).entry
+
+    def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
+        return make_unfused(form, values, self.device)
+
+    def launcher(
+        self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
+    ) -> Callable[..., Any]:
+        return make_launcher(form, loaded, values, threads, allocate)
+
+    def usable_threads(self, threads: int) -> int:
+        return CORES.usable_threads(threads)
+
+    def sampler(self, is_shared: bool) -> Sampler:
+        # The thread's own time leaves out when others had its core: 30 ms at a time, in which a gain of 6x drowned.
+        return CallSampler(thread_time if is_shared else perf_counter)
+
+    def is_fatal(self, error: Exception) -> bool:
+        return False  # what breaks a process on a CPU ends it
+
+
+class NodeBench:
+    """Everything of one node in one worker process."""
+
+    def __init__(self, form: NodeForm, threads: int, rig: Rig) -> None:
+        self.form = form
+        self.threads = threads
+        self._rig = rig
+        self._loaded: dict[str, Any] = {}
+        self._verifier = Verifier(form, rig.device)
+        self._values: tuple[int, ...] | None = None
+        self._input_sets: list[list[torch.Tensor]] = []
+        self._kept = KEPT_OUTPUTS
+
+    def load(self, digest: str, name: str, binary: bytes) -> None:
+        """Map a kernel into the process, once."""
+        if digest not in self._loaded:
+            is_way = is_bundle(binary)
+            self._loaded[digest] = unpack(binary, self._rig.load) if is_way else self._rig.load(digest, name, binary)
+
+    def check(self, digest: str, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
+        """The worst error ratio over the cases. Raises `verify.Wrong`."""
+
+        def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
+            return self._rig.launcher(self.form, self._loaded[digest], values, self.threads, allocator)
+
+        with torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself uses all of its threads
+            return self._verifier.check(make_call, cases, budget_seconds, least)
+
+    def race(self, digests: Sequence[str], values: tuple[int, ...], rules: RaceRules) -> RaceResult:
+        """Eager, then each kernel: seconds a call, round by round."""
+        self._prepare(values)
+        threads = self._rig.usable_threads(self.threads)
+        calls = [self._rig.unfused(self.form, values)]
+        calls += [self._rig.launcher(self.form, self._loaded[d], values, threads, None) for d in digests]
+        with torch_threads(threads):
+            result = race(
+                [self._rotating(call) for call in calls], rules, sampler=self._rig.sampler(threads != self.threads)
+            )
+        return replace(result, threads=threads)
+
+    def close(self) -> None:
+        """Free tensors; kernels stay loaded, they cannot be unloaded safely."""
+        self._values, self._input_sets = None, []
+        self._verifier.forget()
+
+    def _prepare(self, values: tuple[int, ...]) -> None:
+        if self._values == values:
+            return
+        self._input_sets = []
+        first = make_inputs(self.form, values, 1, "normal", self._rig.device)
+        nbytes = sum(t.numel() * t.element_size() for t in first)
+        copies = max(1, min(MAX_COPIES, ROTATED_BYTES // max(nbytes, 1)))
+        self._input_sets = [first, *([_copy(t) for t in first] for _ in range(copies - 1))]
+        self._kept = max(1, min(KEPT_OUTPUTS, KEPT_BYTES // max(self._output_bytes(values), 1)))
+        self._values = values
+
+    def _output_bytes(self, values: Sequence[int]) -> int:
+        table = dict(zip(self.form.symbols, values, strict=True))
+        specs = [self.form.spec(ref) for ref in self.form.outputs]
+        return sum(evaluate(spec.numel, table) * BYTES_PER_ELEMENT[spec.dtype] for spec in specs)
+
+    def _rotating(self, call: Callable[..., Any]) -> Call:
+        sets = cycle(self._input_sets)
+        kept: deque[Any] = deque(maxlen=self._kept)
+
+        def rotated() -> None:
+            kept.append(call(*next(sets)))
+
+        return rotated
+
+
+@contextlib.contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """So many threads for torch's own kernels; 0 for as many as it has."""
+    before = torch.get_num_threads()
+    if threads not in (0, before):  # 0: the threads of the host do not matter
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads not in (0, before):
+            torch.set_num_threads(before)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same strides and values in other memory; expanded dims share memory as before."""
+    extent = (
+        0 if 0 in tensor.shape else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    )
+    block = tensor.as_strided((extent,), (1,)).clone()
+    return block.as_strided(tuple(tensor.shape), tensor.stride())

@@ -1,0 +1,68 @@
+"""A captured graph as one generated Python function around an execution plan.
+
+In: the text that `graph_call_builder` has generated, or that an earlier run has kept. Out: a `Program` with two
+functions of the graph's inputs, ``call`` and ``timed_call`` (which also measures each node), both asking a plan for
+the nodes' callables. A node of the CPU is measured with the clock; for one of a GPU the plan's timer is told where it
+begins and ends. Guarantee: a call does one look-up for all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofuse.dynamo_skip import define
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.shape import Dim
+from autofuse.strategies.joint_attention import Half, Pair, backward_call
+from autofuse.wrapper.below_autograd import NAMES
+
+if TYPE_CHECKING:
+    from autofuse.codegen.in_place import Pairs
+
+
+@dataclass(frozen=True)
+class NodeSlot:
+    """One fusion node or group of a program: which graph values go in and come out."""
+
+    node: FusionNode
+    symbols: tuple[Dim, ...]  # the node's s0, s1, ... in the graph's symbols
+    device: torch.device  # where all of its tensors live
+    members: tuple[int, ...] = ()  # of a group: the slots that run where it has no callable of its own
+    is_group: bool = False
+    half: Half | None = None  # of an attention in training, whose node holds both passes
+    half_number: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """Generated code of one graph."""
+
+    slots: tuple[NodeSlot, ...]  # of the nodes, then of the groups
+    symbols: tuple[str, ...]  # the graph's free symbols, in the order of a plan's key
+    call: Callable[..., Any]  # call(plans, miss, args): plans by key, miss(key) -> plan where there is none
+    timed_call: Callable[..., Any]  # timed_call(plans, miss, args, times): times[i] += seconds of CPU node i
+    source: str
+    # Of each half of an attention: the slots that do not run in calls that the plan counts as skipped for it.
+    skips: tuple[tuple[int, ...], ...] = ()
+    reuse: Mapping[int, Pairs] = field(default_factory=dict)  # of slots: outputs written where a dead input lies
+    constants: Mapping[str, Any] = field(default_factory=dict)  # what the source reads under names of its own
+
+
+def link(
+    slots: tuple[NodeSlot, ...],
+    symbols: tuple[str, ...],
+    source: str,
+    skips: tuple[tuple[int, ...], ...],
+    reuse: Mapping[int, Pairs],
+    constants: Mapping[str, Any],
+) -> Program:
+    """The source as functions. A constant that is a `Pair` stands for its backward half."""
+    namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, **NAMES}
+    namespace |= {name: backward_call(c) if isinstance(c, Pair) else c for name, c in constants.items()}
+    define(source, "graph", namespace)
+    return Program(slots, symbols, namespace["call"], namespace["timed_call"], source, skips, reuse, constants)

@@ -1,0 +1,411 @@
+"""Callables for one node: the unfused one (aten, op by op) and the fused one (a kernel's launcher).
+
+In: a `NodeForm`, the values of its symbols, for the fused one a loaded kernel: the entry of a C kernel, or the
+`LoadedArtifact` of Triton kernels. Out: a flat Python function of the node's input tensors that returns its outputs
+(one tensor, or a tuple of several).
+Guarantee: outputs have exactly the sizes and strides that the form promises, on the node's device; a call computes no
+size and looks nothing up. Both callables read the same inputs and may replace each other between calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+
+from autofuse.dynamo_skip import define
+from autofuse.errors import ShapeError
+from autofuse.gpu.capturing import is_capturing
+from autofuse.gpu.launch_record import make_record
+from autofuse.gpu.launcher import CtypesLaunch, Launch, launch_of
+from autofuse.gpu.modules import LoadedArtifact
+from autofuse.gpu.philox import draw_of, drawing_launch
+from autofuse.gpu.torch_calls import TorchCalls, torch_calls
+from autofuse.ir.dims import PYTHON, dim_text
+from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.optable import CONVOLUTION, TORCH_ATTENTIONS, OpKind, info
+from autofuse.ir.shape import evaluate
+from autofuse.wrapper.aten_call import render_call
+
+if TYPE_CHECKING:
+    from autofuse.codegen.in_place import Pairs
+
+try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
+    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+        _empty_strided_cpu as empty_strided_cpu,
+    )
+except ImportError:
+    empty_strided_cpu = None
+
+# Operations whose kernels leave odd numbers to eager: they raise FloatingPointError.
+MAY_BE_ODD = frozenset([*TORCH_ATTENTIONS, CONVOLUTION])
+
+NodeCall = Callable[..., Any]
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+class Composed(ABC):
+    """Several kernels and vendor's calls that together run a group (`wrapper.strategy_call.LoadedWay`).
+
+    No protocol: asking whether an entry follows one takes 50 us.
+    """
+
+    @abstractmethod
+    def make_call(
+        self,
+        form: NodeForm,
+        symbol_values: Sequence[int],
+        threads: int,
+        allocate: Callable[..., torch.Tensor] | None = None,
+        failed: Callable[..., Any] | None = None,
+        kept: dict[str, Any] | None = None,
+    ) -> NodeCall:
+        """As `make_launcher`."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a callable keeps something for its place of use, such as packed weights."""
+        return False
+
+
+# What runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a way.
+Entry = Callable[..., None] | LoadedArtifact | Composed
+
+
+def device_type(form: NodeForm) -> str:
+    """Where the node runs: "cpu" or "cuda". All its tensors live there."""
+    return form.spec(form.outputs[0]).device
+
+
+def make_unfused(form: NodeForm, symbol_values: Sequence[int], device: torch.device | None = None) -> NodeCall:
+    """The node's operations one by one through aten: eager's own kernels.
+
+    ``device``: where operations without inputs create their results, the current one of the node's type if None.
+    """
+    return _unfused_factory(form)(*symbol_values, device or torch.device(device_type(form)))
+
+
+def make_launcher(
+    form: NodeForm,
+    entry: Entry,
+    symbol_values: Sequence[int],
+    threads: int,
+    allocate: Callable[..., torch.Tensor] | None = None,
+    failed: Callable[..., Any] | None = None,
+    reuse: Pairs = (),
+    kept: dict[str, Any] | None = None,
+) -> NodeCall:
+    """The fused callable.
+
+    ``allocate(shape, strides, dtype)`` replaces the allocation of outputs in tests; ``reuse``: outputs of a C kernel
+    that are written to an input instead, which nobody reads afterwards. ``failed(error, *inputs)`` answers
+    in place of a launch that raised; without it the error goes to the caller. ``threads`` are those of a C kernel.
+    ``kept``: what a way keeps for its place of use, shared by the callables for all sizes there; its own if None.
+    Raises ShapeError where the kernels of a GPU are not made for these sizes.
+    """
+    if isinstance(entry, LoadedArtifact):
+        return make_device_launcher(form, entry, symbol_values, allocate, failed)
+    if isinstance(entry, Composed):
+        return entry.make_call(form, symbol_values, threads, allocate, failed, kept)
+    sizes = array("q", [*symbol_values, threads])
+    address = sizes.buffer_info()[0]
+    answer = failed or _raise
+    if any(op.target in MAY_BE_ODD for op in form.operations):
+        answer = _unless_odd(form, symbol_values, answer)
+    call = _launcher_factory(form, () if allocate else reuse)(
+        *symbol_values, entry, address, allocate or empty_like_spec, answer
+    )
+    vars(call)["sizes"] = sizes  # keeps the array alive as long as its address is in use
+    return call
+
+
+def make_device_launcher(
+    form: NodeForm,
+    loaded: LoadedArtifact,
+    symbol_values: Sequence[int],
+    allocate: Callable[..., torch.Tensor] | None = None,
+    failed: Callable[..., Any] | None = None,
+    calls: TorchCalls | None = None,
+    launch: Launch | None = None,
+) -> NodeCall:
+    """The fused callable of a GPU's node, on the device that the artifact was loaded on, in its current stream.
+
+    ``calls`` and ``launch`` replace what is used of torch and the launcher where there is no GPU.
+    """
+    values = dict(zip(form.symbols, symbol_values, strict=True))
+    outputs = [math.prod(form.spec(ref).shape.bind(values)) for ref in form.outputs]
+    torch_side = calls or torch_calls()
+    empty = allocate or torch_side.empty
+    device = (loaded.device_index, torch_side.current_device, torch_side.on_device, torch_side.raw_stream)
+    if not any(outputs):
+        return _device_factory(form, None)(*symbol_values, None, 0, *device, empty, torch_side.empty, failed or _raise)
+    record = make_record(loaded, values, len(form.inputs) + len(form.outputs))
+    factory = _device_factory(form, record.scratch)
+    launcher = launch or launch_of(record)
+    if record.draws:
+        if isinstance(launcher, CtypesLaunch):
+            raise ShapeError("expected the launcher in C for a node that draws random numbers, found none; install gcc")
+        draw = draw_of(form, values, loaded.device_index)
+        launcher = drawing_launch(record, launcher, draw, lambda: torch.cuda.default_generators[loaded.device_index])
+    call = factory(*symbol_values, launcher, record.address, *device, empty, torch_side.empty, failed or _raise)
+    vars(call)["record"] = record  # keeps the array alive as long as its address is in use
+    if record.draws:
+        return _outside_recordings(call, make_unfused(form, symbol_values, torch.device("cuda", loaded.device_index)))
+    return call
+
+
+def _unless_odd(form: NodeForm, symbol_values: Sequence[int], failed: Callable[..., Any]) -> Callable[..., Any]:
+    """What answers in place of a kernel that raised: eager itself where that was for numbers that are not finite."""
+    eager, specs = make_unfused(form, symbol_values), expected_outputs(form, symbol_values)
+
+    def answer(error: Exception, *inputs: torch.Tensor) -> Any:
+        if not isinstance(error, FloatingPointError):
+            return failed(error, *inputs)
+        found = eager(*inputs)
+        tensors = found if isinstance(found, tuple) else (found,)
+        laid = [t if t.stride() == s[1] else empty_like_spec(*s).copy_(t) for t, s in zip(tensors, specs, strict=True)]
+        return laid[0] if len(laid) == 1 else tuple(laid)
+
+    return answer
+
+
+def _outside_recordings(call: NodeCall, unfused: NodeCall) -> NodeCall:
+    """A recorded CUDA graph draws anew in each replay, which only eager's kernels know how to do."""
+
+    def drawing(*inputs: torch.Tensor) -> Any:
+        return unfused(*inputs) if is_capturing() else call(*inputs)
+
+    return drawing
+
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+# An uninitialised CPU tensor of these sizes and strides.
+empty_like_spec: Allocate = empty_strided_cpu or _empty_strided
+
+
+def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
+    raise error
+
+
+def make_checked(
+    form: NodeForm,
+    symbol_values: Sequence[int],
+    fused: NodeCall,
+    unfused: NodeCall,
+    settle: Callable[[str | None], None],
+    device: torch.device | None = None,
+) -> NodeCall:
+    """The first call of a fused node: run it only if the inputs are what the form promises, and on ``device``.
+
+    ``settle(problem)`` is told the outcome once, None for good; it then puts the plain callable in place.
+    """
+    wanted = device or torch.device(device_type(form))
+
+    def first_call(*inputs: torch.Tensor) -> Any:
+        expected = [expected_layout(form, i, symbol_values) for i in range(len(form.inputs))]
+        problem = None
+        for index, (tensor, layout) in enumerate(zip(inputs, expected, strict=True)):
+            problem = problem or layout_problem(index, tensor, *layout, wanted)
+        settle(problem)
+        return unfused(*inputs) if problem else fused(*inputs)
+
+    return first_call
+
+
+def expected_layout(
+    form: NodeForm, index: int, symbol_values: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Sizes, strides and dtype of input ``index``."""
+    values = dict(zip(form.symbols, symbol_values, strict=True))
+    spec = form.inputs[index].spec
+    return spec.shape.bind(values), spec.strides.bind(values), getattr(torch, spec.dtype)
+
+
+def expected_outputs(
+    form: NodeForm, symbol_values: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+    """Sizes, strides and dtype of each output."""
+    values = dict(zip(form.symbols, symbol_values, strict=True))
+    specs = [form.spec(ref) for ref in form.outputs]
+    return [(s.shape.bind(values), s.strides.bind(values), getattr(torch, s.dtype)) for s in specs]
+
+
+def layout_problem(
+    index: int,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """What is wrong with an input, None where nothing is. Strides of dims of size 1 and of empty tensors are free."""
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+        return f"input {index} is a {type(tensor).__name__}, expected a plain tensor"
+    found_device = tensor.device
+    if found_device.type != device.type or (device.index is not None and found_device.index != device.index):
+        return f"input {index} is on {found_device}, expected {device}"
+    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
+        return f"input {index} is {tensor.dtype}{list(tensor.shape)}, expected {dtype}{list(shape)}"
+    if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+        return f"input {index} is not a plain strided tensor"
+    for size, found, wanted in zip(shape, tensor.stride(), strides, strict=True):
+        if size > 1 and found != wanted and tensor.numel():
+            return f"input {index} has strides {list(tensor.stride())}, expected {list(strides)}"
+    return None
+
+
+# ---- generated text ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _unfused_factory(form: NodeForm) -> Callable[..., NodeCall]:
+    namespace: dict[str, Any] = {"torch": torch}
+    lines = [
+        f"def make({', '.join([*form.symbols, 'device'])}):",
+        f"    def unfused({', '.join(i.name for i in form.inputs)}):",
+    ]
+    last_use: dict[str, int] = {}
+    for index, op in enumerate(form.operations):
+        last_use.update((ref.name, index) for ref in op.inputs)
+    leaving = {ref.name for ref in form.outputs}
+    for index, op in enumerate(form.operations):
+        lines.append(f"        {op.name} = {render_operation(op, form, namespace)}")
+        # Intermediates die at their last use, as they do in eager.
+        dead = [n for n, at in last_use.items() if at == index and n.startswith("v") and n not in leaving]
+        if dead:
+            lines.append(f"        del {', '.join(dead)}")
+    lines.append(f"        return {', '.join(value_name(ref, form) for ref in form.outputs)}")
+    lines.append("    return unfused")
+    return _compile(lines, namespace, "unfused")
+
+
+def render_operation(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
+    """The call of one operation of a form, in Python; ``device`` must be known where it runs."""
+    args = [render_arg(a, form) for a in op.args]
+    kwargs = {k: render_arg(v, form, k) for k, v in op.kwargs}
+    if info(op.target).kind is OpKind.CREATION and not op.inputs:
+        kwargs["device"] = "device"  # import drops the argument: a node runs on one device
+    return render_call(op.target, _fix_dtypes(op, args), kwargs, namespace)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launcher_factory(form: NodeForm, reuse: Pairs = ()) -> Callable[..., NodeCall]:
+    source_of = dict(reuse)
+    namespace: dict[str, Any] = {"torch": torch}
+    names = [i.name for i in form.inputs]
+    outputs = [f"o{i}" for i in range(len(form.outputs))]
+    lines = [f"def make({', '.join([*form.symbols, 'kernel', 'sizes', 'empty', 'failed'])}):"]
+    lines += _output_constants(form)
+    lines.append(f"    def fused({', '.join(names)}):")
+    lines.append("        try:")  # costs nothing while nothing is raised
+    for number, out in enumerate(outputs):
+        fresh = f"empty({out}_shape, {out}_strides, {out}_dtype)"
+        lines.append(f"            {out} = {names[source_of[number]] if number in source_of else fresh}")
+    pointers = [f"{name}.data_ptr()" for name in [*names, *outputs]]
+    lines.append(f"            kernel({', '.join(['sizes', *pointers])})")
+    lines.append(f"            return {', '.join(outputs)}")
+    lines.append("        except Exception as error:")
+    lines.append(f"            return failed({', '.join(['error', *names])})")
+    lines.append("    return fused")
+    return _compile(lines, namespace, "fused")
+
+
+_DEVICE = ("launch", "record", "index", "current", "on_device", "stream", "empty", "empty_scratch", "failed")
+
+
+@functools.lru_cache(maxsize=4096)
+def _device_factory(form: NodeForm, scratch: tuple[tuple[str, int], ...] | None) -> Callable[..., NodeCall]:
+    """``scratch``: dtype and elements of each scratch tensor; None where there is nothing to launch."""
+    namespace: dict[str, Any] = {"torch": torch}
+    names = [i.name for i in form.inputs]
+    outputs = [f"o{i}" for i in range(len(form.outputs))]
+    lines = [f"def make({', '.join([*form.symbols, *_DEVICE])}):", *_output_constants(form)]
+    lines.append(f"    def fused({', '.join(names)}):")
+    lines.append("        if current() != index:")
+    lines.append(f"            with on_device(index): return fused({', '.join(names)})")
+    lines.append("        try:")
+    lines += [f"            {out} = empty({out}_shape, {out}_strides, {out}_dtype)" for out in outputs]
+    if scratch is not None:
+        memory = [f"w{i}" for i in range(len(scratch))]
+        # Given back when the call returns; the allocator hands it out again in the order of the stream.
+        for name, (dtype, elements) in zip(memory, scratch, strict=True):
+            lines.append(f"            {name} = empty_scratch(({elements},), (1,), torch.{dtype})")
+        pointers = [f"{name}.data_ptr()" for name in [*names, *outputs, *memory]]
+        lines.append(f"            launch({', '.join(['record', 'stream(index)', *pointers])})")
+    lines.append(f"            return {', '.join(outputs)}")
+    lines.append("        except Exception as error:")
+    lines.append(f"            return failed({', '.join(['error', *names])})")
+    lines.append("    return fused")
+    return _compile(lines, namespace, "fused")
+
+
+def _output_constants(form: NodeForm) -> list[str]:
+    lines = []
+    for number, ref in enumerate(form.outputs):
+        spec = form.spec(ref)
+        lines.append(f"    o{number}_shape = {dims_text(spec.shape.dims)}")
+        lines.append(f"    o{number}_strides = {dims_text(spec.strides.dims)}")
+        lines.append(f"    o{number}_dtype = torch.{spec.dtype}")
+    return lines
+
+
+def _compile(lines: list[str], namespace: dict[str, Any], what: str) -> Callable[..., NodeCall]:
+    define("\n".join(lines), f"{what} node", namespace)
+    make: Callable[..., NodeCall] = namespace["make"]
+    return make
+
+
+def value_name(ref: ValueRef, form: NodeForm) -> str:
+    """How generated Python reads a value: results of operations with several are tuples."""
+    for op in form.operations:
+        if op.name == ref.name:
+            return ref.name if len(op.outputs) == 1 else f"{ref.name}[{ref.index}]"
+    return ref.name
+
+
+def dims_text(dims: Sequence[Any]) -> str:
+    """A tuple of sizes in Python."""
+    return "(" + "".join(f"{dim_text(d, PYTHON)}, " for d in dims) + ")"
+
+
+def render_arg(arg: Any, form: NodeForm | None = None, name: str = "") -> str:
+    """Python text of an argument; symbols stand for themselves."""
+    if isinstance(arg, ValueRef):
+        return arg.name if form is None else value_name(arg, form)
+    if isinstance(arg, sympy.Expr):
+        return dim_text(arg, PYTHON)
+    if isinstance(arg, tuple):
+        return "[" + ", ".join(render_arg(a, form) for a in arg) + "]"
+    if isinstance(arg, float):
+        return f"float('{arg}')" if arg != arg or arg in (float("inf"), float("-inf")) else repr(arg)
+    if isinstance(arg, str) and name in ("dtype", "memory_format"):
+        return f"torch.{arg}"
+    return repr(arg)
+
+
+# Overloads that take a dtype by position, and where.
+_DTYPE_POSITION = {"_softmax_backward_data": 3, "_log_softmax_backward_data": 3}
+
+
+def _fix_dtypes(op: Operation, args: list[str]) -> list[str]:
+    position = _DTYPE_POSITION.get(op.short_name)
+    if position is not None and position < len(args):
+        args[position] = f"torch.{op.args[position]}"
+    return args
+
+
+def node_symbol_values(symbols: Sequence[Any], values: Mapping[str, int]) -> tuple[int, ...]:
+    """Values of a node's symbols from those of its graph."""
+    try:
+        return tuple(evaluate(s, values) for s in symbols)
+    except KeyError as missing:
+        raise ShapeError(f"expected a value for {missing}, found {dict(values)}") from None

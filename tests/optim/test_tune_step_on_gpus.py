@@ -1,0 +1,161 @@
+"""Tuning an optimizer's step for a GPU without one: the interpreter checks, the times are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autofuse.codegen.knobs import Knob
+from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.source import Assumptions
+from autofuse.daemon import control
+from autofuse.db.store import Store
+from autofuse.ir.records import Bucket, DecisionKey, DeviceInfo, ObservedShape, TuneRequest
+from autofuse.optim import tune_step as job_module
+from autofuse.optim.form import StepForm
+from autofuse.optim.tune_step import TRITON_MULTI, StepJob
+from autofuse.settings.layers import load
+from autofuse.tuner.backends import InterpreterBackend, TritonBackend
+from autofuse.tuner.triton_compiler import TritonCompiler
+from autofuse.tuner.tune_node import JobLimits, Outcome
+from autofuse.tuner.worker_process import WorkerProcess
+from tests.tuner.nodes import versions
+from tests.tuner.test_tune_node_on_gpus import compiled
+
+LIMITS = JobLimits(trials=3, rounds=6, margin=0.03, job_seconds=20.0)
+H200 = DeviceInfo("cuda", "NVIDIA H200", 132, "sm_90", 140 << 30).key
+ONE = (Knob("block", (512,), 512, "of a test"),)
+FORM = StepForm("adam", ("decoupled_weight_decay", "weight_decay"), "float32", (600, 7))
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    module = InterpreterBackend.worker_module
+    started = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module=module)
+    yield started
+    started.kill()
+
+
+def request(form: StepForm, device: str) -> TuneRequest:
+    bucket = Bucket(())
+    key = DecisionKey(form.fusion_id, bucket.label, device, 0, versions())
+    return TuneRequest(key, form.node(), bucket, (ObservedShape((), 9),), 9, 50.0, 2.0, None)
+
+
+class Timed(StepJob):
+    """Checks are real; times are those of torch, then of every kernel: what decides, and the device's alone."""
+
+    seconds = (9e-6, 3e-6)
+    device = (5e-6, 2e-6)
+
+    def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
+        if do != "race_steps":
+            return super()._ask(do, form, **arguments)
+
+        def samples(times: Sequence[float]) -> list[list[float]]:
+            kernels = [bool(candidate["binary"]) for candidate in arguments["candidates"]]
+            return [[times[is_kernel]] * 40 for is_kernel in (False, *kernels)]
+
+        return {"samples": samples(self.seconds), "device": samples(self.device), "threads": 0}
+
+
+def statuses(outcome: Outcome) -> set[tuple[str, str]]:
+    return {(m.candidate.variant, m.status) for m in outcome.measurements}
+
+
+def test_every_configuration_is_checked_and_the_winner_kept(worker: WorkerProcess) -> None:
+    outcome = Timed(request(FORM, "interpreter:test"), InterpreterBackend(), worker, LIMITS).run()
+    (decision,) = outcome.decisions
+    assert (decision.reason, decision.candidate.variant) == ("won", TRITON_MULTI)
+    assert [kernel.key.digest for kernel in outcome.kernels] == [decision.compile_key]
+    assert statuses(outcome) == {(TRITON_MULTI, "ok"), ("foreach", "ok"), ("fused", "ok")}
+    assert len([m for m in outcome.measurements if m.candidate.variant == TRITON_MULTI]) == 6
+
+
+def test_the_devices_own_time_may_not_get_worse(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    monkeypatch.setattr(Timed, "device", (2e-6, 3e-6))
+    outcome = Timed(request(FORM, "interpreter:test"), InterpreterBackend(), worker, LIMITS).run()
+    assert outcome.decisions[0].reason == "below_margin" and outcome.kernels == []
+
+
+def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters are on a GPU for ``fused`` alone, so nothing else of torch's competes; the kernel has two passes."""
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    form = StepForm("adam", (), "bfloat16", (600, 7), "fused", "cuda", "device")
+    artifacts = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module="tests.tuner.artifact_worker")
+    with (
+        Store.open(tmp_path / "store.sqlite3") as store,
+        TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,
+    ):
+        try:
+            outcome = Timed(request(form, H200), TritonBackend(H200, compiler.compile), artifacts, LIMITS).run()
+        finally:
+            artifacts.kill()
+        assert statuses(outcome) == {(TRITON_MULTI, "ok")}
+        (kernel,) = outcome.kernels
+        store.put_kernel(kernel)
+        found = store.get_kernel(str(outcome.decisions[0].compile_key))
+    assert found is not None and found.key.target == "cuda:90"
+    artifact = Artifact.unpack(found.binary)
+    assert artifact.assumptions == (Assumptions(True),) and len(artifact.images) == 2
+
+
+def test_what_spills_is_never_timed(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    form = StepForm("adagrad", (), "float32", (600, 7), "fused", "cuda", "device")
+    outcome = Timed(request(form, H200), TritonBackend(H200, compiled(8, [])), worker, LIMITS).run()
+    assert outcome.decisions[0].reason == "no_candidates" and "spill" in outcome.decisions[0].detail
+    assert statuses(outcome) == {(TRITON_MULTI, "pruned")}
+
+
+def test_a_daemon_decides_on_a_step_of_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    settings = load({"run.store": tmp_path / "store.sqlite3", "run.profile": "quick"}, environ={}, cwd=tmp_path)
+    with Store.open(settings.run.store) as store:
+        store.add_requests([request(FORM, "interpreter:test")])
+        assert sum(control.drain(settings)[:2]) == 1
+        assert [(r.status, r.message) for r in store.requests()] == [("done", "")]
+        (decision,) = [d for _, d in store.decisions("interpreter:test", versions())]
+    assert decision.candidate.variant != TRITON_MULTI  # the interpreter is slower than anything
+
+
+def test_what_is_large_is_tried_on_the_parts_that_fit(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The binary does not depend on sizes, so the one that was checked on fewer elements is the one that is kept."""
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    monkeypatch.setattr(job_module, "LEAST_ELEMENTS", 100)
+    form = StepForm("adam", (), "float32", (600, 7, 90_000))
+    asked: list[StepForm] = []
+
+    class Watched(Timed):
+        def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
+            asked.append(form)
+            return super()._ask(do, form, **arguments)
+
+    fits = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 1000)
+    outcome = Watched(request(form, "interpreter:test"), InterpreterBackend(), worker, fits).run()
+    (decision,) = outcome.decisions
+    assert {tried.sizes for tried in asked} == {(496, 7, 496)}
+    assert decision.reason == "won" and decision.detail.endswith("on 999 of 90607 elements")
+    assert decision.key.fusion_id == form.fusion_id and outcome.kernels[0].name == form.label
+    small = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 200)
+    outcome = Timed(request(form, "interpreter:test"), InterpreterBackend(), worker, small).run()
+    assert outcome.decisions[0].reason == "out_of_memory"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "cut"),
+    [
+        ((5, 3), 8, (5, 3)),
+        ((5, 3), 7, (4, 3)),
+        ((9, 0, 1, 9), 9, (4, 0, 1, 4)),
+        ((7, 7, 7), 3, (1, 1, 1)),
+        ((), 4, ()),
+    ],
+)
+def test_the_largest_tensors_are_cut(sizes: tuple[int, ...], most: int, cut: tuple[int, ...]) -> None:
+    assert StepForm("sgd", (), "float32", sizes).cut_to(most).sizes == cut

@@ -1,0 +1,443 @@
+"""A root whose every call has a size of its own: its steps are compared with those of nearly the same size."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autofuse.ir.records import RootRecord, StepSample
+from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, at_size, is_close
+from autofuse.observer import signatures
+from autofuse.observer.capture_policy import CaptureAdvice
+from autofuse.observer.signatures import call_signature, count_elements, without_sizes
+from autofuse.report import wording
+from autofuse.report.statistics import measure_gain
+from autofuse.runtime import root as root_life
+from autofuse.runtime import root_policy, root_unwatched
+from autofuse.runtime.graph_trial import MAX_EXACT, PAIRED
+from autofuse.runtime.root import elements_of
+from autofuse.runtime.root_steps import Sizes
+from autofuse.runtime.root_unwatched import SHORT_SHARE, WATCHED_AT_FIRST, WATCHING_SHARE
+from autofuse.runtime.session import Session
+from autofuse.settings.layers import load
+
+
+def test_signatures_of_other_sizes_are_one_without_them() -> None:
+    def signature(batch: int, length: int) -> Any:
+        return call_signature((torch.empty(batch, length), 3), {"masks": [torch.empty(length, dtype=torch.bool)]})
+
+    assert without_sizes(signature(2, 5)) == without_sizes(signature(3, 7)) != without_sizes(signature(2, 5)[:1])
+    assert count_elements(signature(2, 5)) == 15
+    assert count_elements(call_signature((torch.empty(0, 4),), {})) == 1
+    assert wording.signature(str((without_sizes(signature(2, 5)), False, False))) == "*×* * eval no_grad"
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**9))
+def test_close_sizes_are_close_both_ways_and_scale_there_and_back(one: int, other: int) -> None:
+    assert is_close(one, other) is is_close(other, one)
+    assert is_close(one, other) is (max(one, other) / min(one, other) <= MAX_SIZE_RATIO)
+    assert at_size(at_size(80.0, one, other), other, one) == pytest.approx(80.0)
+    assert at_size(80.0, one, one) == 80.0
+
+
+def test_near_are_the_last_steps_of_about_the_size() -> None:
+    sizes = Sizes("many", is_one=False)
+    sizes.recent.extend([(100, 10.0), (120, 12.0), (200, 1.0), (80, 16.0), *[(1000, 5.0)] * PAIR_STEPS])
+    assert sizes.near(100) == [20.0, 10.0, 10.0]
+    assert sizes.near(1000) == [5.0] * PAIR_STEPS
+    assert sizes.near(400) == []
+
+
+Cost = Callable[[int], float]  # us of a call of so many elements
+
+
+class Bench:
+    """A root whose calls take what they are said to take, by a clock that nothing else moves."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, eager: Cost, captured: Cost, **more: str) -> None:
+        environment = {"AUTOFUSE_STORE": str(folder / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
+        self.roots = Session(load(environ=environment | more), "test").roots
+        self.eager_calls: list[int] = []  # their elements
+        self.captured_calls: list[int] = []
+        self.clock = clock = [0.0]
+        for module in (root_life, root_policy, root_unwatched):
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        self.model = nn.Identity()
+        self.root = root = self.roots.root_of(self.model)
+
+        def run(cost: Cost, calls: list[int], x: torch.Tensor) -> torch.Tensor:
+            clock[0] += cost(x.numel()) / 1e6
+            calls.append(x.numel())
+            return x
+
+        patch.setattr(
+            self.roots.tracker, "call_original", lambda module, args, kwargs: run(eager, self.eager_calls, *args)
+        )
+        root._captured = SimpleNamespace(  # type: ignore[assignment]
+            trace=lambda module, x: run(captured, self.captured_calls, x),
+            settled=lambda module, x: run(captured, self.captured_calls, x),
+            direct=SimpleNamespace(find=lambda *args: None),
+            traces=None,
+        )
+        root._dynamo = SimpleNamespace(  # type: ignore[assignment]
+            mark_dynamic=lambda *a: None,
+            capture_settings=lambda limit: torch.no_grad(),
+            CAPTURE_ERRORS=(ZeroDivisionError,),
+            graphs_read=lambda: 0,
+        )
+        patch.setattr(root, "capture", lambda: setattr(root, "state", "captured"))
+        patch.setattr(self.roots.session, "fused_since_mark", lambda whose: 3)
+        patch.setattr(self.roots.tracker, "is_installed", True)
+
+    def call(self, sizes: Iterable[int]) -> None:
+        self.eager_calls.clear()
+        self.captured_calls.clear()
+        with torch.no_grad():
+            for size in sizes:
+                self.root.call(self.model, (torch.empty(size),), {})
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def one(*costs: Cost, **more: str) -> Bench:
+        made.append(Bench(tmp_path, monkeypatch, *costs, **more))
+        return made[-1]
+
+    yield one
+    for bench in made:
+        bench.roots.uninstall()
+
+
+NEVER = {"AUTOFUSE_CAPTURE_MAX_SLOWDOWN": "1.0"}  # is anything captured
+UNSAMPLED = {**NEVER, "AUTOFUSE_OBSERVE_ENABLED": "false"}  # and no step is sampled
+
+
+def test_of_short_calls_in_eager_few_are_watched_and_all_are_counted(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(lambda n: 1000.0, lambda n: 500.0, **UNSAMPLED)
+    root, observer, watched, described = bench.root, bench.roots.observer, [], []
+    before, describe = observer.before_root_call, signatures._signature
+    monkeypatch.setattr(observer, "before_root_call", lambda *a: watched.append(root.calls) or before(*a))
+    monkeypatch.setattr(signatures, "_signature", lambda *a: described.append(root.calls) or describe(*a))
+    bench.call([64] * 1000)
+    assert root.state == "observing" and len(bench.eager_calls) == root.calls == 1000
+    assert watched[:WATCHED_AT_FIRST] == [*range(1, WATCHED_AT_FIRST + 1)]
+    assert max(later - one for one, later in itertools.pairwise(watched)) <= 17
+    assert WATCHED_AT_FIRST + 55 < len(watched) < WATCHED_AT_FIRST + 70
+    assert len(described) == len(watched), "what a call is given is looked at where it is watched, once"
+    assert not observer.dynamic_dims(root.key)
+    bench.call([80] * 17)
+    assert observer.dynamic_dims(root.key), "a shape that stays is seen 16 calls later at the latest"
+    bench.roots.uninstall()
+    assert root.calls == observer.calls(root.key) == sum(count for _, count in observer.shapes(root.key)) == 1017
+    assert 0.98 < root.account.ledger.eager_seconds <= 1.017
+
+
+@pytest.mark.parametrize("percent", ["1.0", "0"])
+def test_calls_that_become_long_are_watched_and_count_by_the_clock(
+    percent: str, make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cap = {"AUTOFUSE_OBSERVE_MAX_OVERHEAD_PERCENT": percent}
+    bench = make(lambda n: 500.0 if n == 64 else 0.5e6, lambda n: 500.0, **UNSAMPLED, **cap)
+    root, watched, describe = bench.root, [], root_life.call_signature
+
+    def look(*arguments: Any) -> Any:
+        watched.append(root.calls)
+        bench.clock[0] += 60e-6
+        return describe(*arguments)
+
+    monkeypatch.setattr(root_life, "call_signature", look)
+    bench.call([64] * 400)
+    assert len(watched) < WATCHED_AT_FIRST + 10 and watched[-1] < 380, "most are only counted"
+    ledger, known, began = root.account.ledger, root.account.ledger.eager_seconds, bench.clock[0]
+    watched.clear()
+    bench.call([1 << 12] * 200)
+    unseen = 1 if percent == "1.0" else 10 * 2 + 1  # those of 10 s where watching may take nothing
+    assert 400 < watched[0] <= 401 + unseen
+    assert max(later - one for one, later in itertools.pairwise(watched)) <= 1 + unseen
+    assert bench.clock[0] - began - 0.5 * (unseen + 1) <= ledger.eager_seconds - known <= bench.clock[0] - began
+
+
+@settings(max_examples=15)
+@example(of=1, sizes=2)
+@example(of=1, sizes=16)
+@example(of=17, sizes=17)
+@given(of=st.integers(1, 20), sizes=st.sampled_from([2, 3, 4, 8, 16, 17, 30]))
+def test_sizes_that_take_turns_are_all_seen_and_counted_for_what_they_are(of: int, sizes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        bench = Bench(Path(folder), patch, lambda n: 1000.0, lambda n: 500.0, **NEVER)
+        bench.call([1] * (WATCHED_AT_FIRST + of))
+        turns = 16 * 16
+        bench.call([*range(100, 100 + sizes)] * turns)
+        bench.roots.uninstall()
+        shapes = bench.roots.observer.shapes(bench.root.key)
+    counts = {shape[0][1][0]: count for shape, count in shapes if shape[0][1][0] >= 100}
+    assert sorted(counts) == [*range(100, 100 + sizes)]
+    assert sum(count for _, count in shapes) == WATCHED_AT_FIRST + of + sizes * turns
+    assert all(turns / 5 < count < turns * 3 for count in counts.values()), counts
+
+
+@pytest.mark.parametrize(
+    "call_us, look_us, every",
+    [(20_000, 50, 1), (3_000, 90, 10), (1_000, 10, 12), (1_000, 150, 150), (300, 300, 1000)],
+)
+def test_what_watching_takes_is_on_the_account_and_within_its_share(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, call_us: int, look_us: int, every: int
+) -> None:
+    bench = make(lambda n: float(call_us), lambda n: 500.0, **UNSAMPLED)
+    root, observer, watched, describe = bench.root, bench.roots.observer, [], root_life.call_signature
+
+    def look(*arguments: Any) -> Any:
+        watched.append(root.calls)
+        bench.clock[0] += look_us / 1e6
+        return describe(*arguments)
+
+    monkeypatch.setattr(root_life, "call_signature", look)
+    bench.call([64] * WATCHED_AT_FIRST)
+    first = observer.cost_seconds
+    assert WATCHED_AT_FIRST * look_us / 1e6 <= first < WATCHED_AT_FIRST * look_us / 1e6 + 0.1
+    watched.clear()
+    began = bench.clock[0]
+    bench.call([64] * 4000)
+    assert 2500 / (every * 4 / 3 + 2) < len(watched) <= 4000 / every
+    spent, share = len(watched) * look_us / 1e6, 0.01 * (SHORT_SHARE if call_us < 2000 else WATCHING_SHARE)
+    assert spent <= share * (bench.clock[0] - began) * 1.1 + look_us / 1e6
+    assert first + spent - 1e-9 <= observer.cost_seconds < first + spent + 0.1
+
+
+def test_advice_is_asked_for_as_rarely_as_it_takes_long(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(lambda n: 3000.0, lambda n: 500.0, **UNSAMPLED)
+    root, asked = bench.root, []
+
+    def factor() -> float:
+        asked.append(root.calls)
+        bench.clock[0] += 1e-3
+        return 1.0
+
+    monkeypatch.setattr(bench.roots, "cost_factor", factor)
+    before = bench.roots.observer.cost_seconds
+    bench.call([64] * 4000)
+    assert asked[:32] == [*range(1, 33)]
+    assert 32 + 8 <= len(asked) <= 32 + 16, "12 s, and two of 1 ms each for 2 s"
+    assert bench.roots.observer.cost_seconds - before >= len(asked) * 0.999e-3
+
+
+def test_all_calls_are_watched_where_captures_are_asked_for(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for asks, is_all in (({"AUTOFUSE_TUNE": "wait"}, True), ({}, False)):
+        bench, watched = make(lambda n: 1000.0, lambda n: 500.0, **NEVER, **asks), []
+        monkeypatch.setattr(bench.root.policy, "advise", lambda *a: CaptureAdvice(False, "not_yet", ""))
+        monkeypatch.setattr(bench.roots.observer, "before_root_call", lambda *a, w=watched: w.append(a))
+        bench.call([64] * 200)
+        assert (len(watched) == 200) is is_all
+
+
+def test_calls_within_a_sampled_step_of_another_root_are_watched(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, watched = make(lambda n: 1000.0, lambda n: 500.0, **NEVER), []
+    monkeypatch.setattr(bench.roots.observer, "before_root_call", lambda *a: watched.append(a))
+    bench.call([64] * (WATCHED_AT_FIRST + 2))
+    assert len(watched) == WATCHED_AT_FIRST
+    monkeypatch.setattr(type(bench.roots.observer), "is_sampling", True)
+    bench.call([64] * 20)
+    assert len(watched) == WATCHED_AT_FIRST + 20
+
+
+def test_advice_is_asked_for_at_calls_of_all_sizes(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(lambda n: n, lambda n: n / 2, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
+    root, asked = bench.root, []
+    decide = root._decide
+    monkeypatch.setattr(root, "_decide", lambda *a: asked.append(root.policy.last_elements) or decide(*a))
+    bench.call([100_000, 300] * 500)
+    late = asked[32:]
+    assert len(late) < 400 and late.count(300) > 20 and late.count(100_000) > 20
+
+
+def test_no_root_is_decided_before_earlier_runs_are_known(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(lambda n: n, lambda n: n / 2)
+    ready = [False]
+    monkeypatch.setattr(type(bench.roots.session.backstage), "is_ready", property(lambda self: ready[0]))
+    bench.call([50] * 40)
+    assert bench.root.state == "observing", "too small, but who knows"
+    ready[0] = True
+    bench.call([50] * 400)
+    assert bench.root.state == "eager" and bench.root.reason == "too_small"
+
+
+def test_long_calls_in_eager_are_all_watched(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(lambda n: 3000.0, lambda n: 500.0, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
+    watched = []
+    monkeypatch.setattr(bench.roots.observer, "before_root_call", lambda *a: watched.append(a))
+    bench.call([64] * 200)
+    assert len(watched) == 200 and bench.root.account.ledger.eager_seconds == pytest.approx(3e-3 * 199)
+
+
+def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: n, lambda n: n / 2)
+    root = bench.root
+    root.state = "captured"
+    sizes = random.Random(0).sample(range(20_000, 80_000), 400)
+    bench.call(sizes)
+    samples = [StepSample(*fields) for fields in bench.roots.session.steps]
+    assert len(samples) == 399 and len({s.signature for s in samples}) == MAX_EXACT + 1
+    assert all(s.elements == sizes[s.index - 1] for s in samples)
+    speedup = measure_gain(samples, 0.0).speedup
+    assert speedup.pairs >= 5 * PAIRED and speedup.median == pytest.approx(2.0)
+    assert root.state == "captured" and len(root.trial.verdicts.ratios(40_000)) >= 12
+
+
+def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: n, lambda n: n / 2)
+    session = bench.roots.session
+    bench.root.state = "captured"
+    bench.call(range(20_000, 20_100))
+    assert len(session.steps) == 99
+    session.backstage._fail("garbage.")
+    bench.call(range(20_100, 20_200))
+    assert session.steps == []
+
+
+# Captured, a call takes 100 us more and half of what eager takes for each element: it pays from 200 elements on, and
+# with what the hook takes from about 250.
+SMALL, LARGE = 64, 4096
+LOSES_SMALL = (lambda n: float(n + 50), lambda n: n / 2 + 150.0)
+
+
+def test_what_tiny_calls_lose_does_not_keep_large_ones_in_eager(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL, AUTOFUSE_CAPTURE_AT_ONCE="true")
+    bench.root.state = "captured"
+    bench.call([SMALL] * 1200)
+    assert bench.root.state == "eager" and bench.root.reason == "slower_than_eager"
+    assert bench.roots.tracker.attach(bench.model).is_quiet
+    bench.call([LARGE] * 1200)
+    assert bench.root.state == "captured"
+    assert not bench.roots.tracker.attach(bench.model).is_quiet
+    assert len(bench.captured_calls) > 1000
+    bench.call([SMALL, LARGE] * 200)
+    assert set(bench.captured_calls) == {LARGE} and bench.eager_calls.count(SMALL) == 200
+
+
+def test_what_large_calls_gain_does_not_keep_tiny_ones_captured(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    bench.root.state = "captured"
+    bench.call([LARGE] * 1200)
+    assert len(bench.captured_calls) > 1000
+    bench.call([SMALL] * 1600)
+    bench.call([SMALL] * 300)
+    assert not bench.captured_calls, "tiny ones have lost by now"
+    assert bench.root.state == "captured" and "64 elements stay in eager" in bench.root.detail
+    assert bench.roots.tracker.attach(bench.model).is_quiet, "nothing else came for a while"
+    bench.call([LARGE] * 300)
+    assert len(bench.captured_calls) > 250
+
+
+def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = [False]
+    bench = make(lambda n: float(n), lambda n: n / 2 if tuned[0] else n * 1.25)
+    monkeypatch.setattr(bench.roots.session.tuning, "expects_more", lambda: not tuned[0])
+    monkeypatch.setattr(bench.roots.session.tuning, "has_open", lambda: not tuned[0])
+    bench.root.state = "captured"
+    bench.call([1 << 14] * 200)
+    assert len(bench.captured_calls) < 120, "it has been found slower, and eager runs"
+    assert bench.root.state == "captured", "it is not given up"
+    assert (bench.root.record().state, bench.root.record().reason) == ("eager", "slower_untuned")
+    assert bench.root.record().gain == 0.0, "what it lost says nothing of the kernels to come"
+    bench.call([1 << 14] * 4000)
+    assert 0 < len(bench.captured_calls) < 500, "tried again, each time later"
+    tuned[0] = True
+    bench.roots.session.disturbances += 1
+    bench.call([1 << 14] * 64)
+    bench.call([1 << 14] * 1000)
+    assert len(bench.captured_calls) > 900, "its kernels are there"
+    record = bench.root.record()
+    assert record.state == "captured" and record.gain == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_size_that_comes_now_and_then_does_not_undo_what_is_known(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    bench.root.state = "captured"
+    odd = SMALL // 4  # the last batch of an epoch
+    bench.call(([SMALL] * 60 + [odd]) * 20)
+    assert bench.root.state in ("eager", "observing"), "though the odd one has no pairs"
+    bench.call([odd])
+    record = bench.root.record()
+    assert (record.state, record.reason) == ("eager", "slower_than_eager"), "what later runs read"
+    bench.call([SMALL])
+    observer = bench.roots.observer
+    assert observer._anchor is None, "no sampled step waits for the next odd one"
+
+
+def test_a_root_too_small_to_capture_is_looked_at_again_when_it_grows(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: n / 10 + 5.0, lambda n: n / 20)
+    bench.call([SMALL] * 60)
+    assert (bench.root.state, bench.root.reason) == ("eager", "too_small")
+    bench.call([1 << 22])
+    assert bench.root.state == "observing"
+    bench.call([1 << 22] * 60)
+    assert bench.root.reason != "too_small", "0.4 s a call"
+
+
+@pytest.mark.parametrize("first", [SMALL, LARGE])
+def test_what_an_earlier_run_found_out_holds_for_calls_as_large_as_its_own(
+    make: Callable[..., Bench], first: int
+) -> None:
+    earlier = make(*LOSES_SMALL)
+    earlier.root.state = "captured"
+    earlier.call([SMALL] * 1200)
+    record = earlier.root.record()
+    assert (record.state, record.reason) == ("eager", "slower_than_eager") and SMALL <= record.judged_elements < LARGE
+    later = make(*LOSES_SMALL)
+    later.roots.known[later.root.key] = record
+    later.call([first, SMALL])
+    assert later.root.state == ("eager" if first == SMALL else "observing")
+    later.call([LARGE])
+    assert (later.root.state, later.root.reason) == ("observing", "not_observed"), "large ones may pay for a capture"
+    assert later.root.policy.observed_calls == (1 if first == SMALL else 2), "small ones are no part of what is weighed"
+
+
+def test_what_lost_without_its_kernels_may_win_in_the_next_run(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    for reason in ("slower_untuned", "too_small"):
+        bench.roots.known[bench.root.key] = RootRecord(
+            bench.root.key, "Identity", "eager", reason, judged_elements=10 * SMALL
+        )
+        bench.call([SMALL] * 2)
+        assert bench.root.state == "observing" and not bench.root.trial.verdicts.any_lost
+
+
+def test_a_call_that_does_not_tell_its_size_is_the_smallest() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert call_signature((nested,), {}) == (torch.Tensor,)
+    assert elements_of((nested,), {}) == 1
+    assert elements_of((torch.ones(2, 3), 7), {"x": [torch.ones(4)]}) == 10
+
+
+def test_what_has_failed_is_not_tried_for_every_new_size(make: Callable[..., Bench]) -> None:
+    bench = make(*LOSES_SMALL)
+    bench.root.state = "captured"
+    bench.call([SMALL] * 1200)
+    bench.root.reason = "capture_failed"
+    bench.call([LARGE, LARGE * 4] * 4)
+    assert bench.root.state == "eager" and not bench.captured_calls
