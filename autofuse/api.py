@@ -24,7 +24,7 @@ from autofuse.observer.config import ObserverConfig
 from autofuse.observer.observer import Observer
 from autofuse.observer.root_tracker import RootTracker, root_key
 from autofuse.preserve_rng import untouched
-from autofuse.runtime.session import current_session
+from autofuse.sessions import current_session
 from autofuse.settings.layers import load
 
 Target = TypeVar("Target", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autofuse.capture.backend import as_it_is, boxed, compile_with, has_no_work
-from autofuse.capture.dynamo import CAPTURE_ERRORS
+from autofuse.capture.dynamo import CAPTURE_ERRORS, note_trace
 from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.guarded_call import plain_call
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
@@ -119,9 +119,15 @@ def _plan_nodes(
     return _Planned(graph, [*nodes, *(group.node for group in groups)], halves, program)
 
 
+def traced_root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The same as `root_backend`, of a graph that Dynamo has traced for a root."""
+    note_trace(module)
+    return root_backend(module, example_inputs)
+
+
 def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """The Dynamo backend of roots, which decide for themselves what a call runs."""
-    session = current_session()
+    session = current_session(traced_root_backend)
     if session is None or has_no_work(module):  # no session: switched off
         return as_it_is(module)
     with untouched():
@@ -136,7 +142,7 @@ def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor])
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """The Dynamo backend of users: ``torch.compile(model, backend="autofuse")``."""
-    session = current_session()
+    session = current_session(traced_root_backend)
     if session is None or has_no_work(module):
         return as_it_is(module)
     try:

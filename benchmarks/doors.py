@@ -41,7 +41,8 @@ from doors_rows import ROWS, SIZES, Row, Tensors
 import autofuse
 from autofuse.daemon import control
 from autofuse.process.apply import apply_malloc
-from autofuse.runtime.session import Session, start_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 Call = Callable[[], object]

@@ -50,7 +50,7 @@ from autofuse.codegen.triton.targets import target_of
 from autofuse.daemon import control
 from autofuse.errors import CompilerError
 from autofuse.gpu.devices import gpu_device
-from autofuse.runtime.session import start_session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import Settings, load
 
 SHARES = {"check": 0.15, "table": 0.37, "steps": 0.08, "trap": 0.09, "host": 0.04, "lm": 0.27}  # of the time

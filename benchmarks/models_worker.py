@@ -73,7 +73,7 @@ def wrapper(contender: str) -> Callable[[nn.Module], nn.Module]:
 def session_of(store: Path, **settings: Any) -> Any:
     """As `autofuse run --tune wait --set process.malloc=on` would begin."""
     from autofuse.process.apply import apply_malloc
-    from autofuse.runtime.session import start_session
+    from autofuse.sessions import start_session
     from autofuse.settings.layers import load
 
     apply_malloc()

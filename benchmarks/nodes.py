@@ -24,7 +24,8 @@ from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Candidate, Decision, DecisionKey, KernelRecord, ObservedShape, TuneRequest
 from autofuse.runtime.catalogue import DecisionTable
-from autofuse.runtime.session import Session, start_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import Settings, load
 from autofuse.tuner.benchmark_provider import Built, NodeWorkshop
 from autofuse.tuner.timing import RaceResult, RaceRules

@@ -47,7 +47,8 @@ from torch.optim import adam, adamw
 
 from autofuse.daemon import control
 from autofuse.process.apply import apply_malloc
-from autofuse.runtime.session import Session, start_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run

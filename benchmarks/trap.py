@@ -49,7 +49,8 @@ from torch.nn import functional as F
 
 from autofuse.daemon import control
 from autofuse.process.apply import apply_malloc
-from autofuse.runtime.session import Session, start_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import Settings, load
 
 _FOLDER = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autofuse
 from autofuse.pipeline import backend
-from autofuse.runtime.session import start_session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 OURS = str(Path(autofuse.__file__).parent)

@@ -56,7 +56,7 @@ def _begin(settings: Settings, command: str) -> Session | None:
             # Imported here: they bring torch, which no other command may load.
             from autofuse.ir.device import cpu_device
             from autofuse.process.apply import apply_process_settings, resolve
-            from autofuse.runtime.session import start_session
+            from autofuse.sessions import start_session
 
             trials = partial(store.ask, "setting_trials", within_seconds=TRIALS_SECONDS) if store is not None else None
             settings = resolve(settings, command, cpu_device().key, trials)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from autofuse.codegen.lowering.builder import AtomAccess
 from autofuse.codegen.lowering.index import Atom, Word, resolve
-from autofuse.codegen.lowering.lower import Context
+from autofuse.codegen.lowering.lower import context_of
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, contiguous_strides
@@ -49,7 +49,7 @@ class Operand:
 def read_operand(form: NodeForm, ref: ValueRef) -> Operand:
     """A matrix [rows, cols] or a batch of them. Raises LoweringError where it is no input seen through views."""
     spec = form.spec(ref)
-    source = Context(form).aliased_input(ref)
+    source = context_of(form).aliased_input(ref)
     if source is not None:
         parts: list[Steps] = [((n, stride),) for n, stride in zip(spec.shape, spec.strides, strict=True)]
         name, offset = source.name, as_dim(0)
@@ -77,7 +77,7 @@ def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, Dim, list[Steps
     copied = replace(spec, strides=SymbolicShape(contiguous_strides(spec.shape.dims)))
     copy = Operation(f"{ref.name}_copy", "aten.clone.default", (ref,), (), (copied,))
     operations = (*live(form.operations, [ref]), copy)
-    context = Context(NodeForm(form.inputs, operations, (ValueRef(copy.name),), form.symbols))
+    context = context_of(NodeForm(form.inputs, operations, (ValueRef(copy.name),), form.symbols))
     context.infer_all()
     stores = context.pull_outputs()
     node = context.builder.nodes[stores[0][0].number]

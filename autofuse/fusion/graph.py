@@ -1,26 +1,26 @@
-"""The graph of operations: edges, order, consumers and metrics.
+"""The graph of operations: edges, order, consumers and costs.
 
 In: operations in program order. Out: who produces and who reads each value, with views resolved, and
-the seeds' metrics (nodes, edges, depth, FLOPs, bytes).
+what each operation costs.
 Guarantee: never changes an operation; views are transparent, since reading through a view is free.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 
 from autofuse.errors import FusionError
-from autofuse.fusion.metrics import GraphMetrics, matmul_flops, measure_graph
+from autofuse.fusion.cost import matmul_flops
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import VIEWS, OpKind, info
 from autofuse.ir.shape import Dim, evaluate, free_symbols
 
 
 class FusionGraph:
-    """Operations with their producer and consumer edges (seeds: fusion graph manager, graph metrics)."""
+    """Operations with their producer and consumer edges (seeds: fusion graph manager)."""
 
     def __init__(
         self,
@@ -130,11 +130,6 @@ class FusionGraph:
             return 0.0
         specs = [self.spec(ref) for ref in op.inputs]
         return facts.flops * max((self.numel(s) for s in [*specs, *op.outputs]), default=0)
-
-    def metrics(self, fused: Iterable[Collection[str]] = ()) -> GraphMetrics:
-        """Nodes, edges, depth, kernels, FLOPs and bytes; after fusion where ``fused`` names the operations of each
-        fused kernel."""
-        return measure_graph(self, fused)
 
 
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "matmul", "linear"})

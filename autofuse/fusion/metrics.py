@@ -12,13 +12,11 @@ import graphlib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
-
-if TYPE_CHECKING:
-    from autofuse.fusion.graph import FusionGraph
 
 # What eager runs without a kernel, beside the views that kernels can follow: parts of a tensor, checks of sizes.
 _ALIASES = frozenset(
@@ -150,57 +148,3 @@ def _bytes_written(graph: FusionGraph, kernels: Sequence[Operation], home: dict[
         for index, spec in enumerate(op.outputs)
         if home[op.name] not in clusters or ValueRef(op.name, index) in needed
     )
-
-
-# ---- arithmetic ---------------------------------------------------------------------------------------
-
-
-def matmul_flops(graph: FusionGraph, op: Operation) -> float | None:
-    """FLOPs of a matrix product, a convolution or attention, forward or backward; None for any other operator."""
-    specs = [graph.spec(ref) for ref in op.inputs]
-    name = op.short_name
-    if name == "linear" and len(specs) >= 2:
-        return 2.0 * graph.numel(specs[0]) * graph.size(specs[1].shape[0])
-    if name in ("mm", "bmm", "matmul", "mv", "dot") and len(specs) == 2:
-        return _product(graph, *specs)
-    if name in ("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation") and len(specs) == 3:
-        return _product(graph, *specs[1:])
-    if name == "convolution":
-        return _convolution(graph, op, specs[0], specs[1], op.outputs[0])
-    if name == "convolution_backward":
-        mask = op.arg(10) or (True, True, False)
-        forward = _convolution(graph, op, specs[1], specs[2], specs[0], transposed=bool(op.arg(7)))
-        return forward * sum(bool(asked) for asked in mask[:2])
-    if name.startswith("_scaled_dot_product") and len(specs) >= 3:
-        # Two products each of length x length x width forward; backward five, of which one is computed again.
-        backward = "backward" in name
-        query, key, value = specs[1:4] if backward else specs[:3]
-        rows = graph.numel(query) / max(1, _last(graph, query))
-        one = 2.0 * rows * graph.size(key.shape[len(key.shape) - 2])
-        width, width_v = _last(graph, query), _last(graph, value)
-        return one * ((3 * width + 2 * width_v) if backward else (width + width_v))
-    return None
-
-
-def _last(graph: FusionGraph, spec: TensorSpec) -> int:
-    return graph.size(spec.shape[len(spec.shape) - 1])
-
-
-def _product(graph: FusionGraph, left: TensorSpec, right: TensorSpec) -> float:
-    columns = _last(graph, right) if len(right.shape) > 1 else 1
-    return 2.0 * graph.numel(left) * columns
-
-
-def _convolution(
-    graph: FusionGraph,
-    op: Operation,
-    image: TensorSpec,
-    weight: TensorSpec,
-    result: TensorSpec,
-    transposed: bool | None = None,
-) -> float:
-    """Each element of the result (of the image, where it is transposed) meets one filter."""
-    if transposed is None:
-        transposed = bool(op.arg(6))
-    filters = max(1, graph.size(weight.shape[0]))
-    return 2.0 * graph.numel(image if transposed else result) * graph.numel(weight) / filters

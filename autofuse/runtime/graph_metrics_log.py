@@ -62,13 +62,13 @@ def measure_graph(
 ) -> dict[str, Any] | None:
     """A graph as it is and as it is planned, None where that fails; ``wholes``: names that one kernel may take in."""
     with untouched():
-        from autofuse.fusion.metrics import has_kernel
+        from autofuse.fusion.metrics import has_kernel, measure_graph
         from autofuse.strategies.kernel_count import planned_kernels
 
     try:
         kernels = {op.name for op in graph.operations if has_kernel(op)}
         taken = [kernels.intersection(names) for names in wholes]
-        before, after = graph.metrics(), graph.metrics(planned_kernels(nodes, taken))
+        before, after = measure_graph(graph), measure_graph(graph, planned_kernels(nodes, taken))
     except Exception as error:
         log.debug("a %s graph has no metrics: %s", router.phase, error)
         return None

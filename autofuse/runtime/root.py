@@ -575,7 +575,9 @@ class Root:
             from autofuse.runtime.plan_cache import KeptPlans
 
         plans = KeptPlans(self.session)
-        captured: CapturedRoot = self._dynamo.compile_root(self.name, _backend, self.key, self.session.keeper, plans)
+        captured: CapturedRoot = self._dynamo.compile_root(
+            self.name, self.session.root_backend, self.key, self.session.keeper, plans
+        )
         return captured
 
     def _fail(self, error: BaseException, from_kept: bool) -> None:
@@ -636,15 +638,6 @@ class Root:
             model_seconds=self.policy.model_seconds,
             gain=self.trial.gain or (known.gain if known is not None else 0.0),
         )
-
-
-def _backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """The Dynamo backend of roots. It comes with the first trace: a run on traces of an earlier one makes none."""
-    with untouched():
-        from autofuse.capture.dynamo import note_trace
-        from autofuse.pipeline import root_backend
-    note_trace(module)
-    return root_backend(module, example_inputs)
 
 
 def _untraceable(module: Target) -> str:

@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from autofuse.capture.traced import Keeper, is_of_another_version, trace_prefix
 from autofuse.codegen.version import versions
@@ -61,6 +62,8 @@ ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
 PIECES_AT_END = 2  # of old runs' details: more than a run leaves behind, and soon done
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
 
+RootBackend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
 _current: Session | None = None
 _lock = make_lock()
 
@@ -69,11 +72,18 @@ class Session:
     """One process that autofuse watches. `start_session` makes it, `finish` ends it."""
 
     def __init__(
-        self, settings: Settings, command: str, store: StoreClient | None = None, launched: float | None = None
+        self,
+        settings: Settings,
+        command: str,
+        root_backend: RootBackend,
+        store: StoreClient | None = None,
+        launched: float | None = None,
     ) -> None:
-        """``store``: of a process that keeps it; without one this process opens it itself. ``launched``: when the
-        process of the script began, by ``perf_counter``; now where the script is under way."""
+        """``root_backend``: Dynamo's backend for modules that are captured. ``store``: of a process that keeps it;
+        without one this process opens it itself. ``launched``: when the process of the script began, by
+        ``perf_counter``; now where the script is under way."""
         self.settings = settings
+        self.root_backend = root_backend
         self.command = command
         self.device = cpu_device()  # of the run: the machine's CPU; nodes have places of their own
         self.versions = versions()  # what a decision depends on besides the device
@@ -418,29 +428,26 @@ def _opener(path: Path) -> Callable[[], Store]:
     return partial(Store.open, path, timeout_seconds=BUSY_SECONDS)
 
 
-def start_session(
-    settings: Settings, command: str, store: StoreClient | None = None, launched: float | None = None
-) -> Session:
-    """Begin to watch this process."""
+def start_session(make: Callable[[], Session]) -> Session:
+    """Begin to watch this process, unless it is watched already."""
     global _current
     with _lock:
         if _current is not None:
             return _current
-        _current = Session(settings, command, store, launched)
-        session = _current
+        _current = session = make()
     session.start()
     return session
 
 
-def current_session() -> Session | None:
+def current_session(root_backend: RootBackend) -> Session | None:
     """The session of this process; made from the environment where `autofuse run` did not, None if disabled."""
     if _current is not None:
         return _current
     with untouched():
-        return _session_from_environment()
+        return _session_from_environment(root_backend)
 
 
-def _session_from_environment() -> Session | None:
+def _session_from_environment(root_backend: RootBackend) -> Session | None:
     try:
         settings = load()
     except AutofuseError as error:
@@ -451,7 +458,7 @@ def _session_from_environment() -> Session | None:
     for line in settings.warnings:
         say(line)
     try:
-        session = start_session(settings, shlex.join(sys.argv) or "python")
+        session = start_session(partial(Session, settings, shlex.join(sys.argv) or "python", root_backend))
     except Exception as error:
         say(
             f"the script runs without autofuse ({type(error).__name__}: {error}); 'autofuse doctor' looks for the cause"

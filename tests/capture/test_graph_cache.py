@@ -19,7 +19,7 @@ from autofuse.capture.traced import Keeper
 from autofuse.pipeline import route_graph
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.plan_cache import KeptPlans
-from autofuse.runtime.session import Session, start_session
+from autofuse.sessions import make_session, start_session
 from autofuse.settings.layers import load
 
 
@@ -75,7 +75,7 @@ def starter(place):
         torch._dynamo.reset()
         counters.clear()
         values = {"run.store": place / "s.sqlite3", "run.tune": "off", "run.quiet": True}
-        session = Session(load(cli=values, environ={}, cwd=place), "test")
+        session = make_session(load(cli=values, environ={}, cwd=place), "test")
 
         def backend(graph, inputs):
             call = compile_with(

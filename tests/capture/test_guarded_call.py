@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autofuse.capture.guarded_call import has_subclasses
 from autofuse.runtime.graph_trial import MAX_EXACT
-from autofuse.runtime.session import current_session, start_session
+from autofuse.sessions import current_session, start_session
 from autofuse.settings.layers import load
 
 

@@ -17,7 +17,7 @@ from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.repeated_blocks import Pieces, find_repeats
 from autofuse.pipeline import route_graph
 from autofuse.report.metrics import GraphLine, Size, sum_graphs
-from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 
 WIDTH = 16
@@ -289,7 +289,7 @@ class Head(nn.Module):
 
 def test_sizes_are_known_where_the_tensors_that_have_them_are_inside_a_group(tmp_path: Any) -> None:
     environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-    session = Session(load(environ=environment), "test")
+    session = make_session(load(environ=environment), "test")
     head = Head().eval()
     torch._dynamo.reset()
     call = torch.compile(

@@ -18,7 +18,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.pipeline import route_graph
 from autofuse.runtime.router import UNKNOWN, Choice
-from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from tests.cases import trace
 
@@ -33,7 +33,7 @@ class Captured:
         """``reuses``: whether kernels may write where an input lies."""
         torch._dynamo.reset()
         names = {"AUTOFUSE_STORE": store, "AUTOFUSE_TUNE": "off", "AUTOFUSE_FUSION_MIN_TENSOR_SIZE": "0", **environment}
-        self.session = Session(load(environ=names), "test")
+        self.session = make_session(load(environ=names), "test")
         self.session.choose = self.choose  # type: ignore[method-assign]
 
         def route(graph: Any, phase: str, times: int) -> Any:

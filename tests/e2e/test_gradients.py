@@ -11,7 +11,7 @@ import torch
 from small_lm import Model
 
 import autofuse
-from autofuse.runtime import session as sessions
+from autofuse import sessions
 
 
 @pytest.fixture

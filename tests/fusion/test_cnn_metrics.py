@@ -12,6 +12,7 @@ from autofuse.capture.graph_import import import_graph
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine
+from autofuse.fusion.metrics import measure_graph
 from autofuse.strategies.groups import find_groups
 from autofuse.strategies.kernel_count import planned_kernels
 
@@ -101,7 +102,7 @@ def planned(model, shape):
         nodes = engine.fuse(graph)
         groups, _ = find_groups(graph, nodes, engine.config)
         fused = planned_kernels([*nodes, *(group.node for group in groups)])
-        found.append((graph.metrics(), graph.metrics(fused)))
+        found.append((measure_graph(graph), measure_graph(graph, fused)))
         return boxed(module.forward)
 
     compiled = torch.compile(model, backend=lambda module, inputs: compile_with(module, inputs, keep), dynamic=False)

@@ -16,7 +16,7 @@ from autofuse.capture.random_ops import split_dropout
 from autofuse.errors import FusionError, SettingsError, UnknownOpError
 from autofuse.fusion import FusionConfig, FusionEngine, FusionPattern, patterns
 from autofuse.fusion.pattern_file import read_patterns
-from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 
 A = tensor("s0", "s1", 256)
@@ -48,9 +48,9 @@ class Attention(nn.Module):
         return torch.matmul((scores + mask).softmax(-1), value)
 
 
-def make_session(tmp_path, **values):
+def session_in(tmp_path, **values):
     names = {f"fusion.{name}": value for name, value in values.items()}
-    return Session(load({"run.store": str(tmp_path / "s.db"), "run.quiet": True, **names}, {}, tmp_path), "test")
+    return make_session(load({"run.store": str(tmp_path / "s.db"), "run.quiet": True, **names}, {}, tmp_path), "test")
 
 
 def planned(session, model, *inputs):
@@ -83,7 +83,7 @@ def used(session):
 
 
 def test_linear_relu_dropout_in_training(tmp_path):
-    session = make_session(tmp_path)
+    session = session_in(tmp_path)
     session.planner.engine.register_pattern(ACTIVATION)
     nodes, groups = planned(session, Activation().train(), torch.randn(8, 16))
     assert any(name.startswith("relu + dropout_scale") for name in nodes)
@@ -92,7 +92,7 @@ def test_linear_relu_dropout_in_training(tmp_path):
 
 
 def test_attention_with_scale_and_mask(tmp_path):
-    session = make_session(tmp_path)
+    session = session_in(tmp_path)
     session.planner.engine.register_pattern(ATTENTION)
     heads = [torch.randn(2, 4, size, 8) for size in (6, 7, 7)]
     _, groups = planned(session, Attention(), *heads, torch.randn(6, 7))
@@ -101,7 +101,7 @@ def test_attention_with_scale_and_mask(tmp_path):
 
 
 def test_a_pattern_that_no_group_takes_in_is_refused(tmp_path):
-    session = make_session(tmp_path)
+    session = session_in(tmp_path)
     session.planner.engine.register_pattern(FusionPattern("two_products", ["linear", "linear"], "matmul"))
     planned(session, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8))
     assert refusals(session) == ["pattern 'two_products': nothing here can run these operators as one"]
@@ -109,7 +109,7 @@ def test_a_pattern_that_no_group_takes_in_is_refused(tmp_path):
 
 
 def test_what_is_switched_off_is_named(tmp_path):
-    session = make_session(tmp_path, enable_matmul=False)
+    session = session_in(tmp_path, enable_matmul=False)
     session.planner.engine.register_pattern(ACTIVATION)
     _, groups = planned(session, Activation(), torch.randn(8, 16))
     assert groups == [] and refusals(session) == [
@@ -155,10 +155,10 @@ def test_only_attention_passes_over_element_wise_operators():
 
 
 def test_python_registration_reaches_the_running_session_and_later_ones(tmp_path):
-    running = make_session(tmp_path)
+    running = session_in(tmp_path)
     autofuse.register_pattern(FusionPattern("low", ["mul", "relu"]), priority=-1)
     autofuse.register_pattern(ACTIVATION)
-    for session in (running, make_session(tmp_path)):
+    for session in (running, session_in(tmp_path)):
         assert [p.name for p in session.planner.engine.patterns] == ["custom_activation", "low"]
         planned(session, Activation(), torch.randn(8, 16))
         assert used(session)["custom_activation"] == 1
@@ -178,7 +178,7 @@ def test_larger_priority_goes_first():
 
 
 def test_enabled_patterns_choose(tmp_path):
-    session = make_session(tmp_path, enabled_patterns="other")
+    session = session_in(tmp_path, enabled_patterns="other")
     session.planner.engine.register_pattern(ACTIVATION)
     planned(session, Activation(), torch.randn(8, 16))
     assert "custom_activation" not in used(session)
@@ -201,7 +201,7 @@ priority = 10
 
 def test_a_session_reads_the_file_that_is_set(tmp_path):
     (tmp_path / "patterns.toml").write_text(SEEDS)
-    session = make_session(tmp_path, patterns="patterns.toml")
+    session = session_in(tmp_path, patterns="patterns.toml")
     assert session.planner.engine.patterns == [
         FusionPattern("fused_attention", ATTENTION.ops, "attention", 10),
         ACTIVATION,
@@ -255,7 +255,7 @@ def test_run_refuses_a_bad_file_before_the_script(tmp_path):
 def test_other_ways_in_say_it_once_and_go_on(tmp_path, capfd):
     (tmp_path / "patterns.toml").write_text("nonsense = 1")
     names = {"run.store": str(tmp_path / "s.db"), "fusion.patterns": str(tmp_path / "patterns.toml")}
-    session = Session(load(names, {}, tmp_path), "test")
+    session = make_session(load(names, {}, tmp_path), "test")
     assert session.planner.engine.patterns == [] and "expected tables [[pattern]]" in capfd.readouterr().err
 
 
@@ -271,7 +271,7 @@ def test_readme_names_load_without_torch():
 
 def test_products_that_torch_may_round_are_left_to_it(tmp_path):
     """A kernel of ours has all bits, and was raced against products that have them too."""
-    session = make_session(tmp_path)
+    session = session_in(tmp_path)
     torch.set_float32_matmul_precision("high")
     try:
         _, groups = planned(session, Activation(), torch.randn(8, 16))

@@ -20,6 +20,7 @@ from autofuse.observer.profile import aggregate
 from autofuse.runtime import root, root_registry
 from autofuse.runtime.root_registry import Roots
 from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from tests.observer.harness import EVERY_STEP, MLP
 
@@ -220,7 +221,7 @@ def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     monkeypatch.setattr(Session, "tunable", lambda self, device: object())
     monkeypatch.setattr(Session, "use_device", lambda self, device: None)
     environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-    of = Session(load(environ=environment), "test").roots
+    of = make_session(load(environ=environment), "test").roots
     yield gpu, of
     of.uninstall()
 

@@ -28,7 +28,7 @@ from autofuse.observer.device_timer import EventCalls, EventTimer
 from autofuse.pipeline import route_graph
 from autofuse.runtime import device_backends
 from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
-from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from autofuse.wrapper import node_call
 from autofuse.wrapper.graph_call_builder import build_program
@@ -314,7 +314,7 @@ def session_with(tmp_path, monkeypatch):
             monkeypatch.setattr(keys, "_installed", lambda: None)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return Session(load(), "test")
+        return make_session(load(), "test")
 
     return make
 

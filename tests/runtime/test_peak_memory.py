@@ -15,7 +15,7 @@ from autofuse.report.as_json import report_to_json
 from autofuse.report.report import load_report
 from autofuse.report.terminal import render_report
 from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
-from autofuse.runtime.session import start_session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 MIB = 2**20

@@ -29,7 +29,7 @@ from autofuse.runtime.graph_trial import MAX_EXACT, PAIRED
 from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_steps import Sizes
 from autofuse.runtime.root_unwatched import SHORT_SHARE, WATCHED_AT_FIRST, WATCHING_SHARE
-from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 
 
@@ -67,7 +67,7 @@ class Bench:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, eager: Cost, captured: Cost, **more: str) -> None:
         environment = {"AUTOFUSE_STORE": str(folder / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-        self.roots = Session(load(environ=environment | more), "test").roots
+        self.roots = make_session(load(environ=environment | more), "test").roots
         self.eager_calls: list[int] = []  # their elements
         self.captured_calls: list[int] = []
         self.clock = clock = [0.0]

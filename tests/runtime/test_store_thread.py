@@ -19,7 +19,7 @@ from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import session as session_module
 from autofuse.runtime import store_thread
-from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 
 
@@ -33,7 +33,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def session(settings):
-    return Session(settings, "test")
+    return make_session(settings, "test")
 
 
 def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(settings, monkey
     monkeypatch.setattr(session_module, "BUSY_SECONDS", 0.05)
     whole = Store.open
     monkeypatch.setattr(Store, "open", lambda *args, **given: waits.append(given) or whole(*args, **given))
-    session = Session(settings, "test")
+    session = make_session(settings, "test")
     Store.open(path).close()
     other = sqlite3.connect(path, isolation_level=None)
     try:
@@ -88,7 +88,7 @@ def test_a_locked_store_costs_what_the_changelog_promises():
 def test_a_store_that_never_answers_is_told_at_the_end(settings, monkeypatch):
     answers, whole = threading.Event(), Store.open
     monkeypatch.setattr(Store, "open", lambda *args, **given: answers.wait(60.0) and whole(*args, **given))
-    session = Session(settings, "test")
+    session = make_session(settings, "test")
     session.backstage.start()
     session.backstage.stop(0.05)
     assert session._said["store_unusable"] == 1 and not session.is_stored

@@ -10,7 +10,7 @@ from autofuse.capture.backend import compile_with
 from autofuse.daemon import throttle
 from autofuse.daemon.peers import Neighbours
 from autofuse.pipeline import route_graph
-from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 
 
@@ -27,7 +27,7 @@ def asked(tmp_path, monkeypatch):
     def ask(mode, sizes):
         torch._dynamo.reset()
         values = {"run.store": tmp_path / "s.sqlite3", "run.tune": mode, "run.quiet": True}
-        session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+        session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
         posted = []
         assert session.tuning.enabled
         monkeypatch.setattr(session.backstage, "post_requests", lambda requests: posted.extend(requests) or 0)
@@ -62,7 +62,7 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
 
     def session_with_work():
         values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
-        session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+        session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
         monkeypatch.setattr(session.backstage, "post_requests", lambda requests: 0)
         monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()] if not began else [])
         return session
@@ -106,7 +106,7 @@ def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_
 
     monkeypatch.setattr("autofuse.runtime.tuning_client.OtherWork", machine)
     values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
-    session = Session(load(cli=values, environ={}, cwd=tmp_path), "test")
+    session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
     monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()])
     monkeypatch.setattr(session.backstage, "post_requests", lambda requests: 0)
     session.backstage.has_leftovers = True

@@ -15,8 +15,8 @@ from autofuse.gpu.devices import CPU
 from autofuse.ir.records import RootRecord
 from autofuse.runtime import root as root_module
 from autofuse.runtime import root_policy, user_graphs
-from autofuse.runtime.session import start_session
 from autofuse.runtime.user_graphs import Sizes, UserGraph
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 

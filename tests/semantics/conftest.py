@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofuse.runtime.session import Session, start_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 AT_ONCE = {

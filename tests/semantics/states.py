@@ -37,7 +37,8 @@ from autofuse.observer.release_policy import Loss
 from autofuse.runtime.catalogue import Catalogue
 from autofuse.runtime.root import Root
 from autofuse.runtime.router import Choice
-from autofuse.runtime.session import Session, start_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 from autofuse.strategies.enumeration import PARTS, ways_of
 from autofuse.strategies.strategy import LOOP, kernel_id

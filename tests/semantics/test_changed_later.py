@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from autofuse.runtime.root import MAX_FORGOTTEN
-from autofuse.runtime.session import Session, start_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 T = torch.Tensor

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import autofuse
-from autofuse.runtime.session import Session, current_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import current_session
 from tests.semantics import states
 
 KINDS = ["training", "inference", "shapes", "optimize"]

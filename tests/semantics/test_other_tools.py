@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import autofuse
-from autofuse.runtime.session import Session, current_session
+from autofuse.runtime.session import Session
+from autofuse.sessions import current_session
 from autofuse.startup.script import _prepare_script
 from tests.semantics import states
 

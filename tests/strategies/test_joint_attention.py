@@ -22,6 +22,7 @@ from autofuse.ir.records import Event
 from autofuse.pipeline import route_graph
 from autofuse.runtime.router import UNKNOWN, Choice
 from autofuse.runtime.session import Session
+from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from autofuse.strategies.enumeration import ways_of
 from autofuse.strategies.sdpa_kernels import KERNELS
@@ -37,7 +38,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
     """Every attention's decision is torch's own; nothing else is decided."""
     monkeypatch.setenv("AUTOFUSE_STORE", str(tmp_path / "store.sqlite3"))
     monkeypatch.setenv("AUTOFUSE_TUNE", "off")
-    session = Session(load(), "test")
+    session = make_session(load(), "test")
     monkeypatch.setattr(session, "choose", lambda *key: chosen(session, *key))
     yield session
     torch._dynamo.reset()
@@ -565,7 +566,7 @@ def test_whatever_the_sizes_results_are_as_near_as_eagers(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOFUSE_STORE", str(tmp_path_factory.mktemp("store") / "store.sqlite3"))
         patch.setenv("AUTOFUSE_TUNE", "off")
-        session = Session(load(), "test")
+        session = make_session(load(), "test")
         patch.setattr(session, "choose", lambda *key: chosen(session, *key))
         captured = Captured(session, function)
         for size in sizes:

@@ -5,7 +5,7 @@ In: the name of an overload. Out: its rule. A test holds this table and the oper
 
 from __future__ import annotations
 
-from autofuse.codegen.lowering.rules_base import Rule
+from autofuse.codegen.lowering.context import Rule
 from autofuse.codegen.lowering.rules_index import INDEX_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_memory import MEMORY_RULES

@@ -1,39 +1,21 @@
-"""What a lowering rule is, and the two families that need no code of their own: pointwise and views.
+"""Rules of the two families that need no code of their own, pointwise operators and views, and what rules share.
 
 In: an operation and the index at which one of its outputs is wanted. Out: the value there.
-Every rule answers two questions: `infer`, which loops run over the dims of its outputs, and `evaluate`, the value
-of an output at an index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from autofuse.codegen.dtypes import result_type
 from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.context import Context
 from autofuse.codegen.lowering.index import Index, Word, broadcast_index, fresh_index, join
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef, map_arg
 from autofuse.ir.shape import SymbolicShape
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
-
-
-class Rule(Protocol):
-    """How an operator is lowered."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether the operator is worth naming in the kernel's name."""
-
-    def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
-        """The canonical index of each output; None leaves an output to fresh loops."""
-
-    def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
-        """The value of output ``output`` at ``index``."""
 
 
 def infer_broadcast(cx: Context, op: Operation) -> Index:
@@ -176,6 +158,6 @@ def constant_bool(arg: object, default: bool = False) -> bool:
 
 
 __all__ = [
-    "Builder", "Comparison", "Custom", "Pointwise", "Rule", "View", "common_dtype", "constant_bool",
+    "Builder", "Comparison", "Custom", "Pointwise", "View", "common_dtype", "constant_bool",
     "infer_broadcast", "normal_dim", "normal_dims", "operands_at",
 ]  # fmt: skip

@@ -7,17 +7,14 @@ Guarantee: a view costs nothing inside a kernel; one whose groups of dims cannot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autofuse.codegen.lowering.builder import Number, Val
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, fresh_index, regroup
-from autofuse.codegen.lowering.rules_base import Custom, Rule, View, infer_broadcast, normal_dim
+from autofuse.codegen.lowering.rules_base import Custom, View, infer_broadcast, normal_dim
 from autofuse.ir.operation import Operation
 from autofuse.ir.shape import SymbolicShape
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
-
 
 # ---- views ------------------------------------------------------------------------------------------
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, broadcast_index, join
-from autofuse.codegen.lowering.rules_base import Custom, Rule, infer_broadcast
+from autofuse.codegen.lowering.rules_base import Custom, infer_broadcast
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # aten's Reduction
 

@@ -18,18 +18,15 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Atom, Index, Moved, Word, fresh_index, is_fixed, join, regroup, word_size
-from autofuse.codegen.lowering.rules_base import Custom, Rule, normal_dim
+from autofuse.codegen.lowering.rules_base import Custom, normal_dim
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, divide
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
 
 MOST_UNITS = 8  # stores of an output that is put together
 _LAST = 2**62  # an end from here on means "to the end"

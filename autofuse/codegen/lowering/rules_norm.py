@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Atom, Index, Word, resolve
-from autofuse.codegen.lowering.rules_base import Custom, Rule
+from autofuse.codegen.lowering.rules_base import Custom
 from autofuse.codegen.lowering.rules_reduce import (
     count,
     drop_dims,
@@ -26,10 +27,6 @@ from autofuse.codegen.lowering.rules_reduce import (
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim, divide, product
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
-
 
 # ---- layer norm, RMS norm -----------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.lowering.builder import Builder, Number, Operand, Val
-from autofuse.codegen.lowering.rules_base import Comparison, Pointwise, Rule, Scalar
+from autofuse.codegen.lowering.context import Rule
+from autofuse.codegen.lowering.rules_base import Comparison, Pointwise, Scalar
 from autofuse.errors import LoweringError
 
 # ---- shapes of rules ------------------------------------------------------------------------------

@@ -12,19 +12,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, Indirect, Moved, Word, fresh_index
-from autofuse.codegen.lowering.rules_base import Custom, Rule
+from autofuse.codegen.lowering.rules_base import Custom
 from autofuse.codegen.lowering.rules_memory import all_of, only_where
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
 
 MOST_ELEMENTS = 25  # of a window; each is a load in the text of the kernel
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from autofuse.codegen.lowering.builder import Val, linear_offset, linear_terms
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index
-from autofuse.codegen.lowering.rules_base import Custom, Rule
+from autofuse.codegen.lowering.rules_base import Custom
 from autofuse.codegen.philox import DROPOUT
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation
 from autofuse.ir.shape import contiguous_strides
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
 
 
 def _infer(cx: Context, op: Operation) -> Sequence[Index | None]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autofuse.codegen.lowering.builder import Builder, Number, Val
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Atom, Index, Indirect, Word, join, resolve
-from autofuse.codegen.lowering.rules_base import Custom, Rule, normal_dim, normal_dims
+from autofuse.codegen.lowering.rules_base import Custom, normal_dim, normal_dims
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim, product
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
 
 
 def reduced_atoms(words: Sequence[Word]) -> tuple[Atom, ...]:

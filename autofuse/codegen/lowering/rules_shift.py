@@ -7,18 +7,15 @@ index moved; a roll reads one of two places, each under a test of where it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from autofuse.codegen.lowering.builder import Val
+from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, Moved, regroup
-from autofuse.codegen.lowering.rules_base import Custom, Rule, normal_dim
+from autofuse.codegen.lowering.rules_base import Custom, normal_dim
 from autofuse.codegen.lowering.rules_memory import fresh_loops, moved_word, only_where, replace_word
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim
-
-if TYPE_CHECKING:
-    from autofuse.codegen.lowering.lower import Context
 
 
 def _like(cx: Context, op: Operation) -> Sequence[Index | None]:

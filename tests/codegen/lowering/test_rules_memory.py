@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autofuse import sessions
 from autofuse.codegen.c.knobs import default_config
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.generator import FusionKernelGenerator
@@ -27,7 +28,6 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.optable import VIEWS, info
-from autofuse.runtime import session as sessions
 from tests.cases import CASES, trace
 from tests.codegen.conftest import Verify
 from tests.codegen.nodes import NodeBuilder

@@ -25,7 +25,7 @@ from autofuse.codegen.c.math import INLINE_MATH
 from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
 from autofuse.codegen.c.register_transpose import TURN
 from autofuse.codegen.knobs import Knob
-from autofuse.codegen.lowering.lower import Context
+from autofuse.codegen.lowering.lower import context_of
 from autofuse.errors import LoweringError
 from autofuse.ir.dims import dim_text
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
@@ -131,7 +131,7 @@ def _spec(form: NodeForm, ref: object) -> TensorSpec:
 
 def _number(form: NodeForm, ref: ValueRef) -> int:
     """Which pointer a value is. Raises LoweringError where it is no input as it lies."""
-    source = Context(form).aliased_input(ref)
+    source = context_of(form).aliased_input(ref)
     if source is None:
         raise LoweringError("operand", f"expected an input, found {ref.name}")
     return [item.name for item in form.inputs].index(source.name)
