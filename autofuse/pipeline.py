@@ -30,7 +30,7 @@ from autofuse.runtime.plan_cache import Planned
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
 from autofuse.runtime.user_graphs import Sizes
-from autofuse.strategies.joint_attention import Half
+from autofuse.strategies.joint_attention import AttentionPass
 from autofuse.wrapper.graph_call import Program
 from autofuse.wrapper.graph_call_builder import build_program
 
@@ -70,7 +70,7 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
 class _Planned:
     graph: FusionGraph
     nodes: list[FusionNode]  # those of groups too
-    halves: list[Half]
+    halves: list[AttentionPass]
     program: Program
 
 
@@ -92,7 +92,7 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Pla
     for device in dict.fromkeys(imported.devices.values()):
         session.use_device(device)
     graph = imported.for_fusion()
-    halves = session.planner.plan_halves(imported, phase)
+    halves = session.planner.plan_joint_attention(imported, phase)
     if halves:
         try:
             return _plan_nodes(imported, graph, halves, session, phase)
@@ -102,7 +102,7 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Pla
 
 
 def _plan_nodes(
-    imported: ImportedGraph, graph: FusionGraph, halves: list[Half], session: Session, phase: str
+    imported: ImportedGraph, graph: FusionGraph, halves: list[AttentionPass], session: Session, phase: str
 ) -> _Planned:
     """Raises ShapeError where no program can be made."""
     nodes = session.planner.plan_nodes(graph, [half.names for half in halves])
@@ -157,7 +157,7 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> C
 
 
 def _watched(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], session: Session) -> Callable[..., Any]:
-    session.backstage.wait_ready(2.0)  # what earlier runs found out is known by then
+    session.store_thread.wait_ready(2.0)  # what earlier runs found out is known by then
     sizes = Sizes(example_inputs)
     watched = session.roots.user_graph(module, example_inputs, sizes)
     original = as_it_is(module)

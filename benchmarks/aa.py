@@ -40,9 +40,9 @@ from autofuse.process.apply import apply_malloc
 from autofuse.runtime.session import Session
 from autofuse.settings.layers import Settings
 from autofuse.tuner.backends import CBackend
-from autofuse.tuner.benchmark_provider import Built, Workshop
+from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built
 from autofuse.tuner.cases import CheckCase
-from autofuse.tuner.node_bench import CpuRig, NodeBench
+from autofuse.tuner.node_bench import CpuRunner, NodeBench
 from autofuse.tuner.timing import RaceResult, RaceRules
 from autofuse.tuner.tune_node import Job, JobLimits
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
@@ -54,7 +54,7 @@ TWINS = (1, 4)  # identical candidates beside the incumbent; 4 are as many as a 
 CASE = Case("add+relu", add_relu, full(2, 1024), tuple, (16, 512))
 
 
-class TwinRig(CpuRig):
+class TwinRig(CpuRunner):
     """Whatever is loaded is the same thing: eager's operations, or one kernel."""
 
     def __init__(self, incumbent: Callable[..., Any] | None, twin: Callable[..., Any] | None) -> None:
@@ -126,7 +126,7 @@ def entry_of(session: Session, node: Node, values: tuple[int, ...], settings: Se
     """The default kernel of a node."""
     worker = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=1.0)  # is never started: nothing is timed here
     threads = torch.get_num_threads()
-    shop = Workshop(CBackend(find_toolchain()), worker)
+    shop = BenchmarkProvider(CBackend(find_toolchain()), worker)
     bench = shop.bench(node.fusion_id, node.form, threads, bucket_of(values))
     (built,) = bench.build([Candidate(bench.variants[0], bench.default(values))], values)
     if isinstance(built, CandidateProblem):

@@ -28,7 +28,7 @@ import torch
 from common import arguments, parse, print_end, ratio, save
 
 from autofuse.daemon import control
-from autofuse.daemon.peers import Neighbours, meeting_folder
+from autofuse.daemon.peers import Peers, peers_folder
 from autofuse.daemon.throttle import cpu_seconds
 from autofuse.db.store import Store
 from autofuse.ir.device import cpu_device
@@ -136,7 +136,7 @@ def main() -> None:
         with Store.open(settings.run.store) as opened:
             opened.add_requests(requests, force=True)
     step = trainer(options.length)
-    neighbours = Neighbours(meeting_folder(stores[0]))
+    peers = Peers(peers_folder(stores[0]))
     daemons = Daemons(stores)
     try:
         time.sleep(3.0 if options.quick else WARM_SECONDS)
@@ -149,7 +149,7 @@ def main() -> None:
         for number in range(2 * pairs):
             name = ("without", "with", "with", "without")[number % 4]
             if name == "with":
-                neighbours.announce(0.0)
+                peers.announce(0.0)
                 daemons.signal(signal.SIGCONT)
             used = daemons.cpu_seconds()
             others, began_at = busy_seconds() - used - time.process_time(), time.perf_counter()
@@ -159,7 +159,7 @@ def main() -> None:
             foreign.append(others / (time.perf_counter() - began_at))
             if name == "with":
                 daemons.signal(signal.SIGSTOP)
-                neighbours.withdraw()
+                peers.withdraw()
     finally:
         for settings, pid in zip(stores, daemons.pids, strict=True):
             with contextlib.suppress(ProcessLookupError):

@@ -314,13 +314,13 @@ def described(model: nn.Module) -> dict[str, Any]:
         return {}
     from dataclasses import asdict
 
-    from autofuse.observer.capture_cost import Traits
+    from autofuse.observer.capture_cost import RootTraits
     from autofuse.runtime import session
 
     current = session._current
     assert current is not None
     root = current.roots.root_of(model)
-    traits = root.traits or Traits(0)
+    traits = root.traits or RootTraits(0)
     return {**asdict(root.record()), "traits": asdict(traits), "factor": root.factor}
 
 

@@ -42,7 +42,7 @@ from common import RESULTS
 from gpu_cases import CASES, QUICK_SIZES, SIZES, SMALL_FIRST, TRAPS, SpeedCase
 from gpu_lm import VARIANTS, run_variant
 from gpu_measure import MODES, QUICK_MODES, ROUNDS, Benchmark, Clock, measure
-from gpu_rig import CpuRig, GpuRig, Rig, copy_bandwidth
+from gpu_rig import CpuRunner, DeviceRunner, GpuRunner, copy_bandwidth
 from gpu_steps import steps
 
 from autofuse.codegen.triton.key import find_triton
@@ -293,7 +293,7 @@ def main() -> int:
             return 2
     wanted, cases = chosen(options.only)
     folder = Path(tempfile.mkdtemp(prefix="autofuse-gpu-"))
-    rig: Rig = GpuRig() if options.device == "cuda" else CpuRig()
+    rig: DeviceRunner = GpuRunner() if options.device == "cuda" else CpuRunner()
     settings = settings_for(folder, options.quick)
     run = Benchmark(
         rig=rig,

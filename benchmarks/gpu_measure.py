@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from common import machine, summary
 from gpu_cases import Size, SpeedCase, input_sets, training
-from gpu_rig import Call, Rig, race
+from gpu_rig import Call, DeviceRunner, race
 
 import autofuse
 from autofuse.db.store import Store
@@ -64,7 +64,7 @@ class Clock:
 class Benchmark:
     """One run: its options and what it has found so far."""
 
-    rig: Rig
+    rig: DeviceRunner
     modes: tuple[str, ...]
     sizes: tuple[Size, ...]
     cases: tuple[SpeedCase, ...]

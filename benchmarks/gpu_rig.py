@@ -33,7 +33,7 @@ class Samples:
     host_us: list[float] = field(default_factory=list)
 
 
-class Rig(Protocol):
+class DeviceRunner(Protocol):
     device: torch.device
     rotated_bytes: int  # inputs take turns until they take this much
 
@@ -45,7 +45,7 @@ class Rig(Protocol):
         """One round: each call once, in this order; with each, the host time it is known to take in us."""
 
 
-class GpuRig:
+class GpuRunner:
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         found = torch.cuda.get_device_properties(index)
@@ -81,7 +81,7 @@ class GpuRig:
             samples.device_us.append(start.elapsed_time(stop) * 1e3)
 
 
-class CpuRig:
+class CpuRunner:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.rotated_bytes = 8 << 20
@@ -102,7 +102,7 @@ class CpuRig:
             samples.device_us.append(samples.host_us[-1])
 
 
-def race(rig: Rig, calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, Samples]:
+def race(rig: DeviceRunner, calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, Samples]:
     """All calls take turns, in an order that rotates; ends after ``rounds``, or after three once time is up."""
     names = list(calls)
     host_us = {}
@@ -130,7 +130,7 @@ def race(rig: Rig, calls: Mapping[str, Call], rounds: int, seconds: float) -> di
     return found
 
 
-def copy_bandwidth(rig: Rig, nbytes: int, rounds: int) -> float:
+def copy_bandwidth(rig: DeviceRunner, nbytes: int, rounds: int) -> float:
     """Bytes a second, read and written, of copying a tensor onto another."""
     source = torch.ones(nbytes // 4, device=rig.device)
     target = torch.empty_like(source)

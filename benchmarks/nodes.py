@@ -27,7 +27,7 @@ from autofuse.runtime.catalogue import DecisionTable
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import Settings, load
-from autofuse.tuner.benchmark_provider import Built, NodeWorkshop
+from autofuse.tuner.benchmark_provider import Built, NodeBenchmarks
 from autofuse.tuner.timing import RaceResult, RaceRules
 
 CALLS = 1000  # of the shape, in the request: one that a script has used for a while, so that sizes may be built in
@@ -130,20 +130,20 @@ class Measured:
 @contextlib.contextmanager
 def counted() -> Iterator[Measured]:
     """Counts the races that are asked of the worker meanwhile."""
-    measured, race = Measured(), NodeWorkshop.race
+    measured, race = Measured(), NodeBenchmarks.race
 
-    def counting(self: NodeWorkshop, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
+    def counting(self: NodeBenchmarks, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
         result = race(self, built, values, rules)
         measured.add(built, result)
         return result
 
-    NodeWorkshop.race = counting  # type: ignore[method-assign]
+    NodeBenchmarks.race = counting  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         yield measured
     finally:
         measured.seconds = time.monotonic() - began
-        NodeWorkshop.race = race  # type: ignore[method-assign]
+        NodeBenchmarks.race = race  # type: ignore[method-assign]
 
 
 class Tuner:

@@ -49,7 +49,7 @@ from autofuse.ir.buckets import bucket_of, exact_bucket
 from autofuse.ir.records import EAGER, Bucket, Candidate, make_config
 from autofuse.settings.layers import Settings
 from autofuse.tuner.backends import CBackend
-from autofuse.tuner.benchmark_provider import Built, NodeWorkshop, Workshop, is_specialised
+from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built, NodeBenchmarks, is_specialised
 from autofuse.tuner.cases import CheckCase, first_cases, full_cases
 from autofuse.tuner.comparison import compare
 from autofuse.tuner.timing import RaceRules
@@ -105,7 +105,7 @@ CASES: tuple[Case, ...] = (
 # ---- what the oracle finds ------------------------------------------------------------------------------------
 
 
-def whole_space(bench: NodeWorkshop, values: Sequence[int]) -> list[Candidate]:
+def whole_space(bench: NodeBenchmarks, values: Sequence[int]) -> list[Candidate]:
     """Every configuration, with sizes as arguments and with sizes built in."""
     knobs = bench.knobs(values)
     choices = itertools.product(*(knob.choices for knob in knobs))
@@ -132,7 +132,7 @@ class Oracle:
     measured: Measured
 
 
-def consult(bench: NodeWorkshop, bucket: Bucket, values: tuple[int, ...]) -> Oracle:
+def consult(bench: NodeBenchmarks, bucket: Bucket, values: tuple[int, ...]) -> Oracle:
     """Narrow all configurations down, in interleaved rounds with eager."""
     candidates = whole_space(bench, values)
     smallest = [case.values for case in first_cases(bench.form, bucket, values)]
@@ -162,7 +162,7 @@ def consult(bench: NodeWorkshop, bucket: Bucket, values: tuple[int, ...]) -> Ora
     return Oracle(best, len(candidates), binaries, wrong, leaders, screened, measured)
 
 
-def _is_right(bench: NodeWorkshop, bucket: Bucket, built: Built, values: tuple[int, ...], wrong: list[str]) -> bool:
+def _is_right(bench: NodeBenchmarks, bucket: Bucket, built: Built, values: tuple[int, ...], wrong: list[str]) -> bool:
     """Whether it gives right results, on sizes that it is made for."""
     own = exact_bucket(values) if is_specialised(built.candidate) else bucket
     cases: list[CheckCase] = [*first_cases(bench.form, own, values), *full_cases(bench.form, own, (), values)[:1]]
@@ -177,7 +177,7 @@ def _is_right(bench: NodeWorkshop, bucket: Bucket, built: Built, values: tuple[i
 # ---- a bucket -------------------------------------------------------------------------------------------------
 
 
-def measure(tuner: Tuner, shop: Workshop, case: Case, node: Node, label: str, rows: int) -> dict[str, Any]:
+def measure(tuner: Tuner, shop: BenchmarkProvider, case: Case, node: Node, label: str, rows: int) -> dict[str, Any]:
     values = node.values[rows]
     bucket = bucket_of(values)
     decision, kernel, measured = tuner.decide(node, values)
@@ -318,7 +318,7 @@ def main() -> int:
     print("us of eager, chosen, best; regret; configurations and samples of the tuner, of all")
     with tuning_session("regret") as (session, tuner):
         worker = WorkerProcess(memory_bytes=8 << 30, timeout_seconds=120.0)
-        shop = Workshop(CBackend(find_toolchain()), worker, compilers=lambda: 2)
+        shop = BenchmarkProvider(CBackend(find_toolchain()), worker, compilers=lambda: 2)
         try:
             for case in (case for case in CASES if case.name in asked):
                 try:

@@ -26,7 +26,7 @@ from autofuse.ir.operation import NodeForm
 from autofuse.optim.c_printer import print_step
 from autofuse.optim.form import DTYPES, StepForm
 from autofuse.optim.triton_printer import print_triton_step
-from autofuse.strategies.enumeration import ways_of
+from autofuse.strategies.enumeration import strategies_of
 from autofuse.wrapper.graph_call_builder import build_program
 from autofuse.wrapper.node_call import make_launcher, make_unfused
 from autofuse.wrapper.strategy_call import render
@@ -156,10 +156,10 @@ def _of_graphs(every: int) -> Iterator[Text]:
             for node in planned.nodes:
                 yield from _kernels(node.form, f"{where} {node.fusion_id}")
             for group in planned.groups:
-                for way in ways_of(group.node.form):
-                    at = f"{where} {group.node.fusion_id} {way.name}"
-                    yield "python", at, render(way)[0]
-                    for number, part in enumerate(way.kernels):
+                for strategy in strategies_of(group.node.form):
+                    at = f"{where} {group.node.fusion_id} {strategy.name}"
+                    yield "python", at, render(strategy)[0]
+                    for number, part in enumerate(strategy.kernels):
                         yield from _kernels(part.node.form, f"{at} {number} {part.node.fusion_id}")
 
 

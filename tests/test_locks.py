@@ -17,7 +17,7 @@ from autofuse.runtime import session
 from autofuse.runtime.catalogue import KernelShelf
 from autofuse.runtime.plan_limit import PlanLimit
 from autofuse.runtime.router import GraphRouter
-from autofuse.runtime.store_thread import Backstage
+from autofuse.runtime.store_thread import StoreThread
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -45,7 +45,7 @@ def test_a_lock_of_another_thread_is_free_in_a_child(make):
 
 
 def test_the_locks_of_a_session_are_such():
-    stage = Backstage(print, True, None, collect=print, absorb=print, report=print)
+    stage = StoreThread(print, True, None, collect=print, absorb=print, report=print)
     router = GraphRouter(types.SimpleNamespace(slots=()), None, "inference", print)
     found = [stage._lock, stage._wake, stage._flushed]
     found += [KernelShelf(print)._lock, PlanLimit([])._lock, session._lock, graph_cache._one_at_a_time]
@@ -71,7 +71,7 @@ def test_captures_of_two_threads_leave_torch_as_it_was(tmp_path):
 
     def keeping():
         folder = types.SimpleNamespace(prune=lambda: None)
-        found = graph_cache.Keeping.__new__(graph_cache.Keeping)
+        found = graph_cache.GraphCache.__new__(graph_cache.GraphCache)
         found.folder = folder
         return found
 

@@ -39,13 +39,13 @@ from autofuse.capture.traced import Keeper, being_traced
 from autofuse.preserve_rng import untouched
 
 if TYPE_CHECKING:
-    from autofuse.capture.graph_cache import Keeping
+    from autofuse.capture.graph_cache import GraphCache
 
 log = logging.getLogger(__name__)
 
 Call = Callable[[list[Any]], Any]
 CompileGraph = Callable[[fx.GraphModule, str, int], Call]
-CompilePhase = Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]  # see `graph_cache.Keeping`
+CompilePhase = Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]  # see `graph_cache.GraphCache`
 
 
 def compile_with(
@@ -154,17 +154,17 @@ def _compile_whole(
     return writes.around(unseen(whole, statistics), lambda: as_it_is(module))
 
 
-def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> Keeping | None:
+def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> GraphCache | None:
     """Where graphs are kept and with which they may be; needs much of torch that other versions may not have."""
     if keeper is None:
         return None
     try:
         with untouched():
-            from autofuse.capture.graph_cache import IS_SUPPORTED, Keeping
+            from autofuse.capture.graph_cache import IS_SUPPORTED, GraphCache
     except ImportError as error:
         log.debug("graphs are not kept with this torch: %s", error)
         return None
-    return Keeping(compile_phase, keeper.folder, keeper.report) if IS_SUPPORTED else None
+    return GraphCache(compile_phase, keeper.folder, keeper.report) if IS_SUPPORTED else None
 
 
 def as_it_is(module: fx.GraphModule) -> Callable[..., Any]:

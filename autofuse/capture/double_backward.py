@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture import anomaly
 from autofuse.capture.training_call import lean_passes, plain_apply
-from autofuse.capture.undefined_gradients import Reach, filled, is_watched, reach_of, tangent_places
+from autofuse.capture.undefined_gradients import UndefinedGradients, filled, is_watched, reach_of, tangent_places
 from autofuse.dynamo_skip import mark_all_below
 
 _FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
@@ -47,30 +47,30 @@ class LostOutputs(RuntimeError):
     """Zeros for outputs that a loss does not use would change gradients, and there is no second run without them."""
 
 
-class KeptReplay(NamedTuple):
+class CachedReplay(NamedTuple):
     """A `Replay` as it is written; Dynamo's graph is only read where it is to run."""
 
     graph: bytes
     is_random: bool
     has_functions: bool
     reads: list[tuple[bool, bool]]
-    reach: Reach
+    reach: UndefinedGradients
 
 
 class Replay:
     """How to run a graph once more, for one compilation."""
 
-    def __init__(self, module: fx.GraphModule | KeptReplay) -> None:
+    def __init__(self, module: fx.GraphModule | CachedReplay) -> None:
         self._module = module
         self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
         self.is_random = False
         self._reads: list[tuple[bool, bool]] = []  # of each input: for more than statistics, than counters
-        self.reach = Reach()  # once the backward graph is known
+        self.reach = UndefinedGradients()  # once the backward graph is known
         self.apply: Callable[..., Any] | None = None  # the graph past AOTAutograd's wrapper, see `plain_apply`
         self.inputs = 0  # of the graph, as AOTAutograd has them
         self.metadata: Any = None  # AOTAutograd's, once the graph is compiled for training
         self.has_subclasses = False  # which AOTAutograd takes apart
-        if isinstance(module, KeptReplay):
+        if isinstance(module, CachedReplay):
             _, self.is_random, self._has_functions, self._reads, self.reach = module
             return
         targets = [getattr(n.target, "_name", "") for n in module.graph.nodes]
@@ -79,14 +79,14 @@ class Replay:
     @property
     def module(self) -> fx.GraphModule:
         """Dynamo's graph."""
-        if isinstance(self._module, KeptReplay):
+        if isinstance(self._module, CachedReplay):
             module = GraphPickler.loads(self._module.graph, FakeTensorMode(shape_env=ShapeEnv()))
             assert isinstance(module, fx.GraphModule)
             module.recompile()
             self._module = module
         return self._module
 
-    def kept(self) -> KeptReplay:
+    def kept(self) -> CachedReplay:
         """As it can be written. Raises what says that it cannot."""
         graph = self.module
         meta, graph.meta = graph.meta, {}
@@ -94,7 +94,7 @@ class Replay:
             data = GraphPickler.dumps(graph, Options(ops_filter=None, node_metadata_key_filter=lambda key: False))
         finally:
             graph.meta = meta
-        return KeptReplay(data, self.is_random, self._has_functions, self._reads, self.reach)
+        return CachedReplay(data, self.is_random, self._has_functions, self._reads, self.reach)
 
     def note_graph(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's forward graph."""
@@ -215,7 +215,7 @@ _compiling = threading.local()
 
 
 @contextlib.contextmanager
-def replayed(module: fx.GraphModule | KeptReplay) -> Iterator[Replay | None]:
+def replayed(module: fx.GraphModule | CachedReplay) -> Iterator[Replay | None]:
     """While AOTAutograd compiles ``module``: its autograd function learns to run it again."""
     if _FACTORY is None or not hasattr(_FACTORY, "build"):
         yield None

@@ -33,7 +33,7 @@ from autofuse.preserve_rng import untouched
 from autofuse.startup import gc_pause
 
 if TYPE_CHECKING:
-    from autofuse.capture.trace_cache import Plans, TraceKeeper
+    from autofuse.capture.trace_cache import Plans, TraceCache
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class CapturedRoot(NamedTuple):
     trace: Callable[..., Any]  # traces what is new
     settled: Callable[..., Any]  # runs what is traced, else the module as it is
     direct: DirectCalls  # what is traced, past Dynamo
-    traces: TraceKeeper | None  # those of earlier runs, None where none are kept
+    traces: TraceCache | None  # those of earlier runs, None where none are kept
 
 
 def compile_root(
@@ -158,16 +158,16 @@ def note_trace(module: torch.fx.GraphModule) -> None:
     _modes.update(mode for mode in found if mode is not None)
 
 
-def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceKeeper | None:
+def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceCache | None:
     """As `_keeping`, and with much of Dynamo too."""
     try:
         with untouched():
             from autofuse.capture.graph_cache import IS_SUPPORTED
-            from autofuse.capture.trace_cache import TraceKeeper
+            from autofuse.capture.trace_cache import TraceCache
     except ImportError as error:
         log.debug("traces are not kept with this torch: %s", error)
         return None
-    return TraceKeeper(key, function, keeper.folder, keeper.report, plans) if IS_SUPPORTED else None
+    return TraceCache(key, function, keeper.folder, keeper.report, plans) if IS_SUPPORTED else None
 
 
 class _NotOfOurTraces(logging.Filter):

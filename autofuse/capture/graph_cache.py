@@ -57,7 +57,7 @@ _OPTIONS = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in 
 
 
 @dataclass
-class Keeping:
+class GraphCache:
     """One call of AOTAutograd: what its graphs become, and what they were where they are kept.
 
     ``compile_graph(graph, phase, is_plain)``: whether AOTAutograd's wrapper has nothing to do for an inference graph
@@ -74,7 +74,7 @@ class Keeping:
         is_apart = self._is_guarded_apart() or (phase != "backward" and written_inputs(graph))
         data = None if is_apart else _written(graph, phase)
         call, is_plain = self.compile_graph(graph, phase, None)
-        call.__wrapped__ = KeptGraph(phase, data, is_plain)  # type: ignore[attr-defined]  # where torch looks for it
+        call.__wrapped__ = CachedGraph(phase, data, is_plain)  # type: ignore[attr-defined]  # where torch looks for it
         return call
 
     @staticmethod
@@ -91,7 +91,7 @@ class Keeping:
 
         return SerializableAOTDispatchCompiler(OutputCode, compiler)
 
-    def compile_kept(self, kept: KeptGraph) -> Call:
+    def compile_kept(self, kept: CachedGraph) -> Call:
         """A graph of an earlier run. Raises what reading it raises."""
         if kept.phase == "backward":
             graph = self.backward
@@ -154,7 +154,7 @@ class Keeping:
             traced.graphs = name
 
 
-class KeptGraph(OutputCode):  # type: ignore[misc]
+class CachedGraph(OutputCode):  # type: ignore[misc]
     """A graph as torch's cache stores it: bytes in the file, a callable once it was read."""
 
     def __init__(self, phase: str, data: bytes | None, is_plain: bool) -> None:
@@ -183,13 +183,13 @@ class KeptGraph(OutputCode):  # type: ignore[misc]
 
 @dataclass
 class _Reading:
-    """In the place of a `Keeping` where no graph is compiled."""
+    """In the place of a `GraphCache` where no graph is compiled."""
 
-    compile_kept: Callable[[KeptGraph], Call]
+    compile_kept: Callable[[CachedGraph], Call]
 
 
 @contextlib.contextmanager
-def reading_with(compile_kept: Callable[[KeptGraph], Call]) -> Iterator[None]:
+def reading_with(compile_kept: Callable[[CachedGraph], Call]) -> Iterator[None]:
     """While torch puts a kept entry together: what its graphs become."""
     before = getattr(_active, "keeping", None)
     _active.keeping = _Reading(compile_kept)

@@ -26,7 +26,7 @@ from torch import fx
 MIN_SHARE = 0.5  # of the graph's nodes, that would be captured again
 _CANDIDATES = 6  # lengths of a block that are tried
 
-# Their folded weights are kept for one module (see ways.vendor).
+# Their folded weights are kept for one module (see strategies.vendor).
 _CONVOLUTIONS = {
     "conv1d",
     "conv2d",

@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.aliased_inputs import unseen
-from autofuse.capture.double_backward import KeptReplay, replayed
+from autofuse.capture.double_backward import CachedReplay, replayed
 from autofuse.capture.fingerprints import Place, Reference, Unknown, classes_text, find_places, refer_to
-from autofuse.capture.graph_cache import Call, KeptGraph, reading_with, replaced, switches
+from autofuse.capture.graph_cache import CachedGraph, Call, reading_with, replaced, switches
 from autofuse.capture.guard_record import Ambient, Built, GuardRecord, Listening, build_guards, note_guards
 from autofuse.capture.guarded_call import (
     UTILITIES,
@@ -54,7 +54,7 @@ _SUFFIX = ".trace"
 
 
 @dataclass(frozen=True)
-class KeptTrace:
+class CachedTrace:
     """One trace as it is written."""
 
     dims: tuple[tuple[str, int], ...]  # marked as varying while it was traced
@@ -70,7 +70,7 @@ class KeptTrace:
     others: tuple[tuple[str, Reference], ...]  # what else it reads, by the names it has for them
     graphs: str  # the file of AOTAutograd's graphs
     plans: bytes  # of these, as the planner wrote them
-    replay: KeptReplay  # Dynamo's graph, for gradients of gradients
+    replay: CachedReplay  # Dynamo's graph, for gradients of gradients
     statistics: tuple[int, ...]  # of norms, among its inputs, that it writes to
 
 
@@ -105,7 +105,7 @@ class _OtherState(Exception):
     """A trace for calls in another state, as of evaluation."""
 
 
-class TraceKeeper:
+class TraceCache:
     """The kept traces of one root.
 
     ``report(kind, message)`` says a line.
@@ -125,7 +125,7 @@ class TraceKeeper:
         self._plans = plans
         self._prefix = trace_prefix(root)
         self._files: list[str] | None = None  # newest first; looked for when first asked for
-        self._kept: dict[str, KeptTrace] = {}  # those read, by file
+        self._kept: dict[str, CachedTrace] = {}  # those read, by file
         self._refused: dict[str, str] = {}  # why, by file
         self.used = 0
 
@@ -185,7 +185,7 @@ class TraceKeeper:
         text = "\n".join(traced.built.lines)
         if " at 0x" in text:
             raise Unknown("guards on a text with an address")
-        kept = KeptTrace(
+        kept = CachedTrace(
             dims,
             traced.places,
             traced.classes,
@@ -254,7 +254,7 @@ class TraceKeeper:
         log.info("kept trace %s: %s", name, why)
         self._report("kept_trace_refused", f"a trace of an earlier run is made anew: {why}")
 
-    def _read(self, name: str) -> KeptTrace:
+    def _read(self, name: str) -> CachedTrace:
         found = self._kept.get(name)
         if found is None:
             written, found = pickle.loads(self._folder.read(name))
@@ -274,7 +274,7 @@ class TraceKeeper:
             self._kept[name] = found
         return found
 
-    def _fit(self, kept: KeptTrace, scope: dict[str, Any], tensors: Mapping[str, Any]) -> Built | str:
+    def _fit(self, kept: CachedTrace, scope: dict[str, Any], tensors: Mapping[str, Any]) -> Built | str:
         """The guards for this call, or why there are none; "" where another call may yet fit."""
         with _marked(tensors, kept.dims):
             try:
@@ -296,14 +296,14 @@ class TraceKeeper:
             return ""
         return built
 
-    def _install(self, kept: KeptTrace, built: Built) -> DirectCall:
+    def _install(self, kept: CachedTrace, built: Built) -> DirectCall:
         """The code as a function under its guards. Raises what reading graphs raises."""
         entry = pickle.loads(self._folder.read(kept.graphs))
         entry.guards_expr = None  # Dynamo's guards hold them
         plain: list[Call] = []
         route = self._plans.from_bytes(kept.plans)
 
-        def compile_kept(graph: KeptGraph) -> Call:
+        def compile_kept(graph: CachedGraph) -> Call:
             call = route(graph.phase)
             if graph.is_plain:
                 plain.append(call)

@@ -27,7 +27,7 @@ _UNBOUNDED = {
 }
 
 
-class Reach(NamedTuple):
+class UndefinedGradients(NamedTuple):
     """What of a backward graph is made of which tangents, by their numbers."""
 
     tangents: int = 0
@@ -58,7 +58,7 @@ class Reach(NamedTuple):
         )
 
 
-def reach_of(backward: fx.GraphModule) -> Reach:
+def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
     """The data flow of a backward graph is the reach of autograd: what is made of a tangent, the output leads to."""
     found: dict[fx.Node, frozenset[int]] = {}
     tangents, risks = 0, set()
@@ -71,7 +71,7 @@ def reach_of(backward: fx.GraphModule) -> Reach:
         if found[node] and _may_meet_infinity(node, found):
             risks.add(found[node])
     (results,) = backward.graph.find_nodes(op="output")[0].args
-    return Reach(
+    return UndefinedGradients(
         tangents,
         tuple(tuple(sorted(found[r])) if isinstance(r, fx.Node) else () for r in results),
         tuple(sorted(tuple(sorted(risk)) for risk in risks)),

@@ -33,7 +33,7 @@ def launch(job: RunJob) -> int:
     with gc_pause.paused():
         session = _begin(job.settings, job.target.command) if job.settings else None
         if session is not None:
-            gc_pause.leave_out_what_is_there()
+            gc_pause.freeze()
     try:
         ending = run_target(job.target)
     except UsageError as error:

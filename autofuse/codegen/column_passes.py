@@ -17,7 +17,7 @@ _WORTH_KEEPING = 8  # cost of a value, in arithmetic operations, from which a ro
 
 
 @dataclass(frozen=True)
-class Phase:
+class ColumnPass:
     """One pass over the columns of a row."""
 
     stage: int
@@ -35,7 +35,7 @@ class Phase:
 class Plan:
     """All that happens for a row, and what happens outside of rows."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[ColumnPass, ...]
     entry_values: tuple[int, ...]  # depend on sizes and 0-d inputs only
     last_row_values: tuple[int, ...]  # row values after the last pass
     row_sinks: tuple[int, ...]  # reductions over rows of a value without columns
@@ -85,7 +85,7 @@ def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:
     cost = cone_cost(kernel, found)
     wanted = {stage: _closure(kernel, roots, in_columns, set()) for stage, roots in roots_of.items()}
     available: set[int] = set()
-    phases: list[Phase] = []
+    phases: list[ColumnPass] = []
     row_done: set[int] = set()
     for stage, roots in roots_of.items():
         reach = _closure(kernel, roots, in_columns, available)
@@ -110,7 +110,7 @@ def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:
         row_values = [n for n in row_values if kernel.values[n].op != "row_reduce"]
         row_done.update(row_values)
         phases.append(
-            Phase(
+            ColumnPass(
                 stage=stage,
                 widened=tuple(fresh),
                 row_values=tuple(row_values),
@@ -160,7 +160,7 @@ def _narrow_loads(kernel: LoopKernel, numbers: list[int]) -> list[int]:
     return found
 
 
-def _without_unread(phase: Phase, read_later: set[int]) -> Phase:
+def _without_unread(phase: ColumnPass, read_later: set[int]) -> ColumnPass:
     writes = tuple(n for n in phase.buffer_writes if n in read_later)
     return dataclasses.replace(phase, buffer_writes=writes)
 

@@ -17,7 +17,7 @@ from autofuse.codegen.c.knobs import default_config
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.c.templates.attention import attention_refusal, default_attention_config, print_attention
 from autofuse.codegen.c.templates.convolution import convolution_refusal, default_convolution_config, print_convolution
-from autofuse.codegen.c.templates.matmul import default_product_config, print_product, product_refusal
+from autofuse.codegen.c.templates.matmul import c_matmul_refusal, default_c_matmul_config, print_c_matmul
 from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.operation import NodeForm, bind_shapes, form_of
 from autofuse.ir.records import CompileKey, Config
@@ -94,9 +94,9 @@ class FusionKernelGenerator:
         return all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for shape in shapes for dim in shape)
 
     def _build(self, form: NodeForm, config: Config | None, constants: Mapping[str, int]) -> CompiledKernel:
-        if product_refusal(form) is None:  # a product by itself, which no nest of loops is made for
-            config = config or default_product_config(form)
-            source = print_product(form, config, constants)
+        if c_matmul_refusal(form) is None:  # a product by itself, which no nest of loops is made for
+            config = config or default_c_matmul_config(form)
+            source = print_c_matmul(form, config, constants)
         elif attention_refusal(form) is None:
             config = config or default_attention_config(form)
             source = print_attention(form, config, constants)

@@ -20,13 +20,13 @@ from typing import IO, NamedTuple
 import psutil
 
 from autofuse.codegen.c.build import find_toolchain
-from autofuse.codegen.c.templates.matmul import product_flops
+from autofuse.codegen.c.templates.matmul import c_matmul_flops
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.version import versions
 from autofuse.daemon.files import DaemonFiles
-from autofuse.daemon.peers import Neighbours, Script, meeting_folder
+from autofuse.daemon.peers import Peers, Script, peers_folder
 from autofuse.daemon.process_id import this_machine
-from autofuse.daemon.scheduler import Yielding
+from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.visible_devices import as_seen_by
 from autofuse.db.rows import DaemonState, RunRow
 from autofuse.db.store import Store
@@ -48,15 +48,23 @@ from autofuse.ir.records import (
 )
 from autofuse.ir.shape import Dim, evaluate
 from autofuse.optim.form import OPTIMIZER
-from autofuse.optim.tune_step import StepJob
+from autofuse.optim.tune_step import StepTuning
 from autofuse.settings.layers import Settings
-from autofuse.strategies.enumeration import GENERATED, LEAST_FLOPS, PARTS, WHOLE, cuts_of, is_group, ways_of
-from autofuse.strategies.strategy import LOOP, MATMUL, Way, kernel_id
+from autofuse.strategies.enumeration import (
+    GENERATED,
+    LEAST_FLOPS,
+    PARTS,
+    WHOLE,
+    cut_strategies,
+    is_group,
+    strategies_of,
+)
+from autofuse.strategies.strategy import LOOP, MATMUL, Strategy, kernel_id
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
-from autofuse.tuner.benchmark_provider import LETHAL, Workshop
+from autofuse.tuner.benchmark_provider import LETHAL, BenchmarkProvider
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
 from autofuse.tuner.ipc import Interrupted
-from autofuse.tuner.strategy_provider import WAY, WayWorkshop
+from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.tune_node import Job, JobLimits, Outcome
 from autofuse.tuner.worker_process import NotReady, WorkerProcess
@@ -106,12 +114,12 @@ class TuningLoop:
         self._cpu = cpu_device().key
         self._devices = (self._cpu, *OTHER_DEVICES)
         self._worker_log = worker_log
-        self._workshops: dict[str, Workshop] = {}  # by device
+        self._workshops: dict[str, BenchmarkProvider] = {}  # by device
         self._compiler: TritonCompiler | None = None
         self._versions = versions()
         self._started_at = time.time()
-        self._neighbours = Neighbours(meeting_folder(settings))
-        self._yielding = Yielding(
+        self._neighbours = Peers(peers_folder(settings))
+        self._yielding = Scheduler(
             settings.tuner,
             self._neighbours,
             is_urgent=is_urgent,
@@ -283,18 +291,20 @@ class TuningLoop:
             self._rest(WORKER_START_SECONDS)
         worker.start()  # imports torch while the first kernels compile
         if OPTIMIZER in request.node:
-            workshop = self._workshop(request.key.device)
-            limits, compilers = self._limits(request), workshop.compilers()
-            return StepJob(request, workshop.backend, workshop.worker, limits, self._rest, compilers).run()
+            provider = self._workshop(request.key.device)
+            limits, compilers = self._limits(request), provider.compilers()
+            return StepTuning(request, provider.backend, provider.worker, limits, self._rest, compilers).run()
         form = NodeForm.from_json(dict(request.node))
         if is_group(form):
-            ways = ways_of(form, request.key.device != self._cpu)
-            return self._tune_ways(request, form, [way for way in ways if _is_large(way, request, form)])
+            strategies = strategies_of(form, request.key.device != self._cpu)
+            return self._tune_ways(
+                request, form, [strategy for strategy in strategies if _is_large(strategy, request, form)]
+            )
         outcome = self._tune_kernel(request, form)
         if self._may_cut(outcome.decisions):
-            ways = cuts_of(form)
-            if ways:
-                outcome = _with_cuts(outcome, self._tune_ways(request, form, ways, outcome))
+            strategies = cut_strategies(form)
+            if strategies:
+                outcome = _with_cuts(outcome, self._tune_ways(request, form, strategies, outcome))
         return outcome
 
     @staticmethod
@@ -304,22 +314,24 @@ class TuningLoop:
         return bool(known) and known[0].speedup < CUT_BELOW
 
     def _tune_ways(
-        self, request: TuneRequest, form: NodeForm, ways: Sequence[Way], whole: Outcome | None = None
+        self, request: TuneRequest, form: NodeForm, strategies: Sequence[Strategy], whole: Outcome | None = None
     ) -> Outcome:
         """Race programs of several kernels. ``whole``: what is known of the node as one kernel."""
-        workshop = self._workshop(request.key.device)
+        provider = self._workshop(request.key.device)
 
         def tune_part(part: NodeForm, printer: str, sizes: Sequence[Dim]) -> KernelRecord | None:
             if whole is not None and part.text() == form.text():
                 return next((k for k in whole.kernels), None)
             return self._part_winner(request, form, part, printer, sizes)
 
-        bench = WayWorkshop(workshop, request.key.fusion_id, form, request.key.threads, request.bucket, ways, tune_part)
+        bench = StrategyBenchmarks(
+            provider, request.key.fusion_id, form, request.key.threads, request.bucket, strategies, tune_part
+        )
         # Few, and built already: all are tried, in one wave. What comes after the first wave has to promise to pay,
         # and beside four rewrites to a vendor's kernels a generated product would hardly ever be seen.
-        limits = replace(self._limits(request), trials=len(ways), wave=len(ways))
+        limits = replace(self._limits(request), trials=len(strategies), wave=len(strategies))
         outcome = Job(request, bench, limits, (), self._clock).run()
-        outcome.decisions = [replace(d, detail=_ways_detail(d, outcome, ways)) for d in outcome.decisions]
+        outcome.decisions = [replace(d, detail=_ways_detail(d, outcome, strategies)) for d in outcome.decisions]
         if whole is None and _parts_lost(outcome):
             stays = Candidate(EAGER, IN_ONE)
             outcome.decisions = [
@@ -367,9 +379,9 @@ class TuningLoop:
 
     def _tune_kernel(self, request: TuneRequest, form: NodeForm, printer: str = LOOP) -> Outcome:
         """One node as one kernel."""
-        workshop = self._workshop(request.key.device)
+        provider = self._workshop(request.key.device)
         winners = self._known_winners(request)
-        bench = workshop.bench(request.key.fusion_id, form, request.key.threads, request.bucket, printer)
+        bench = provider.bench(request.key.fusion_id, form, request.key.threads, request.bucket, printer)
         nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
         seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
         return Job(request, bench, self._limits(request), seeds, self._clock).run()
@@ -421,12 +433,12 @@ class TuningLoop:
         return f"{request.key.fusion_id}/{request.key.threads}/{request.key.device}"
 
     def _note_winner(self, winners: dict[Bucket, Config], decision: Decision) -> None:
-        if decision.reason == "won" and decision.candidate.variant != WAY:
+        if decision.reason == "won" and decision.candidate.variant != STRATEGY:
             winners[decision.bucket] = decision.candidate.config
 
     # ---- devices --------------------------------------------------------------------------------
 
-    def _workshop(self, device: str) -> Workshop:
+    def _workshop(self, device: str) -> BenchmarkProvider:
         """The workshop for a device, with a worker of its own. Raises CompilerError for one without a compiler."""
         if device not in self._workshops:
             backend = self._backend(device)
@@ -443,7 +455,7 @@ class TuningLoop:
             )
             # One compilation of Triton at a time: its process has one conversation.
             cores = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
-            self._workshops[device] = Workshop(
+            self._workshops[device] = BenchmarkProvider(
                 backend,
                 worker,
                 compilers=lambda: cores if self._is_urgent() else 1,
@@ -528,37 +540,37 @@ class TuningLoop:
         )
 
 
-def _is_large(way: Way, request: TuneRequest, form: NodeForm) -> bool:
-    """Whether sizes of the request are worth a way: more than one block of rows, or a product that takes its time."""
+def _is_large(strategy: Strategy, request: TuneRequest, form: NodeForm) -> bool:
+    """Whether the request's sizes are worth a strategy: several blocks of rows, or a matmul that takes its time."""
     largest = dict(zip(form.symbols, (high for _, high in request.bucket.ranges), strict=True))
-    if way.name == GENERATED:
-        products = [k for part, k in zip(way.parts, way.kernels, strict=True) if part.printer == MATMUL]
+    if strategy.name == GENERATED:
+        products = [k for part, k in zip(strategy.parts, strategy.kernels, strict=True) if part.printer == MATMUL]
         sizes = [[evaluate(size, largest) for size in kernel.sizes] for kernel in products]
-        flops = [product_flops(k.node.form, values) for k, values in zip(products, sizes, strict=True)]
+        flops = [c_matmul_flops(k.node.form, values) for k, values in zip(products, sizes, strict=True)]
         return max(flops) >= LEAST_FLOPS
-    return way.rows is None or evaluate(way.rows.total, largest) > way.rows.count
+    return strategy.rows is None or evaluate(strategy.rows.total, largest) > strategy.rows.count
 
 
 def _parts_lost(outcome: Outcome) -> bool:
     """Whether the members' kernels, with the products between them, are slower than eager's operations for certain."""
-    parts = [m for m in outcome.measurements if dict(m.candidate.config).get(WAY) == PARTS]
+    parts = [m for m in outcome.measurements if dict(m.candidate.config).get(STRATEGY) == PARTS]
     return any(m.speedup_high is not None and m.speedup_high < 1.0 for m in parts)
 
 
-def _ways_detail(decision: Decision, outcome: Outcome, ways: Sequence[Way]) -> str:
-    """The reason for a choice among ways: what each of them gained."""
-    gains = {str(dict(m.candidate.config)[WAY]): m.speedup for m in outcome.measurements if m.speedup is not None}
+def _ways_detail(decision: Decision, outcome: Outcome, strategies: Sequence[Strategy]) -> str:
+    """The reason for a choice among strategies: what each of them gained."""
+    gains = {str(dict(m.candidate.config)[STRATEGY]): m.speedup for m in outcome.measurements if m.speedup is not None}
     seen = ", ".join(f"{name} {gain:.2f}x" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
-    chosen = dict(decision.candidate.config).get(WAY)
-    words = next((way.detail for way in ways if way.name == chosen), "")
+    chosen = dict(decision.candidate.config).get(STRATEGY)
+    words = next((strategy.detail for strategy in strategies if strategy.name == chosen), "")
     return "; ".join(part for part in (words, f"measured: {seen}" if seen else "", decision.detail) if part)
 
 
 def _with_cuts(whole: Outcome, cut: Outcome) -> Outcome:
-    """One kernel stays unless a way has won; what was measured of the ways is kept, and the reason."""
+    """One kernel stays unless a strategy has won; what was measured of the strategies is kept, and the reason."""
     merged = Outcome(list(whole.decisions), [*whole.measurements, *cut.measurements], list(whole.kernels))
     first = cut.decisions[0]
-    chosen = dict(first.candidate.config).get(WAY)
+    chosen = dict(first.candidate.config).get(STRATEGY)
     if first.reason == "won" and chosen != WHOLE:
         merged.kernels += cut.kernels
         merged.decisions = [first]

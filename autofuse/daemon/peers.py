@@ -33,7 +33,7 @@ class Script:
     spent: float  # CPU seconds that daemons had taken when it began
 
 
-def meeting_folder(settings: Settings) -> Path:
+def peers_folder(settings: Settings) -> Path:
     """The folder that all scripts and daemons of this user share; one beside the store where there is none to trust.
 
     Raises OSError.
@@ -60,7 +60,7 @@ def _make_private(folder: Path) -> None:
         raise PermissionError(f"expected a folder that is only ours, found {folder}")
 
 
-class Neighbours:
+class Peers:
     """One process's view of the folder."""
 
     def __init__(self, folder: Path) -> None:

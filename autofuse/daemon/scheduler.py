@@ -16,21 +16,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from autofuse.daemon.peers import Neighbours, Script
-from autofuse.daemon.throttle import CpuShare, OtherWork, allowed_percent, cpu_seconds, room_beside
+from autofuse.daemon.peers import Peers, Script
+from autofuse.daemon.throttle import CpuThrottle, MachineLoad, allowed_percent, cpu_seconds, room_beside
 from autofuse.settings.groups import TunerSettings
 
 SCRIPTS_SECONDS = 1.0  # how long it is believed that a script runs, or none
 SAVED_SECONDS = 30.0  # how long what our kernels have saved is believed
 
 
-class Yielding:
+class Scheduler:
     """The manners of one daemon."""
 
     def __init__(
         self,
         settings: TunerSettings,
-        neighbours: Neighbours,
+        peers: Peers,
         *,
         is_urgent: Callable[[], bool],
         is_stopping: Callable[[], bool],
@@ -38,17 +38,17 @@ class Yielding:
     ) -> None:
         """``saved``: seconds that kernels decided beside a script have saved it, by its process."""
         self._settings = settings
-        self._neighbours = neighbours
+        self._neighbours = peers
         self._is_urgent = is_urgent
         self._is_stopping = is_stopping
         self._find_saved = saved
         self._scripts: list[Script] = []
         self._scripts_at = self._saved_at = 0.0
         self._saved: Mapping[int, float] = {}
-        self._others = OtherWork(cpu_seconds)
+        self._others = MachineLoad(cpu_seconds)
         # What our imports took, if it was beside a script, we owe.
         self._owed = cpu_seconds() if self.scripts() else 0.0
-        self._share = CpuShare(self._percent, cpu_seconds, account=self)
+        self._share = CpuThrottle(self._percent, cpu_seconds, account=self)
 
     @property
     def rested_seconds(self) -> float:

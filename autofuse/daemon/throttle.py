@@ -58,7 +58,7 @@ class _Free:
         return float("inf")
 
 
-class CpuShare:
+class CpuThrottle:
     """Rests so that CPU time stays within a share of the wall clock (a token bucket) and within an account."""
 
     def __init__(
@@ -183,7 +183,7 @@ def _children(process: Path) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-class OtherWork:
+class MachineLoad:
     """Whether processes that are not ours keep the machine busy, and whether a core is left."""
 
     def __init__(

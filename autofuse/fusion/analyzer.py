@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
-from autofuse.fusion.iteration_space import Extent, extent_of, with_parts
+from autofuse.fusion.iteration_space import IterationSpace, iteration_space_of, with_parts
 from autofuse.fusion.node import FusionNode, join_extents
 from autofuse.ir.operation import NodeForm, Operation, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
@@ -35,7 +35,7 @@ class _Cluster:
     """Operations on their way to becoming a node; ``extents`` runs beside ``operations``."""
 
     operations: list[Operation]
-    extents: list[Extent]
+    extents: list[IterationSpace]
     seeded: bool = False  # began as a custom pattern, which may pass the size limit
 
 
@@ -120,7 +120,7 @@ class FusionCandidateAnalyzer:
         self._join_moves(graph, home, clusters)
         return clusters
 
-    def _extent(self, graph: FusionGraph, op: Operation) -> Extent | None:
+    def _extent(self, graph: FusionGraph, op: Operation) -> IterationSpace | None:
         """The extent of an operation that may be fused, None for the rest."""
         kind = info(op.target).kind
         if kind not in FUSIBLE or not self.config.allows(kind):
@@ -131,7 +131,7 @@ class FusionCandidateAnalyzer:
         if any(spec.dtype not in _DTYPES for spec in specs):
             self._refuse("dtype", [op], f"no kernel computes with {sorted({s.dtype for s in specs} - _DTYPES)}")
             return None
-        return with_parts(extent_of(op, graph.spec), op, graph.by_name, graph.spec)
+        return with_parts(iteration_space_of(op, graph.spec), op, graph.by_name, graph.spec)
 
     def _join(
         self,

@@ -1,6 +1,6 @@
 """The extent of an operation: which loop nest it needs, and what becomes of its outputs there.
 
-In: an operation and the specs of its inputs. Out: an `Extent`: how many elements it iterates over, how
+In: an operation and the specs of its inputs. Out: an `IterationSpace`: how many elements it iterates over, how
 that splits into rows (kept) and columns (reduced), and per output whether it is a full tensor, one
 value a row, or only complete when all rows are done.
 Guarantee: two operations with compatible extents can share one loop nest; the lowering has the last word.
@@ -20,7 +20,7 @@ Level = Literal["full", "row", "terminal"]
 
 
 @dataclass(frozen=True)
-class Extent:
+class IterationSpace:
     """Iteration space of one operation."""
 
     numel: Dim  # elements iterated over
@@ -30,7 +30,7 @@ class Extent:
     parts: tuple[Dim, ...] = ()  # elements of operands that are read at other places: a piece, or a whole that is cut
 
 
-def extent_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Extent | None:
+def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace | None:
     """The extent of a fusible operation, None for one that has none (opaque, random)."""
     kind = info(op.target).kind
     rule = _RULES.get(op.short_name)
@@ -38,22 +38,22 @@ def extent_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Extent |
         return rule(op, [spec(ref) for ref in op.inputs])
     if kind in (OpKind.POINTWISE, OpKind.POOLING, OpKind.CREATION):
         levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
-        return Extent(op.outputs[0].numel, None, levels)
+        return IterationSpace(op.outputs[0].numel, None, levels)
     if kind is OpKind.MEMORY:
         numel = op.outputs[0].numel
         pieces = dict.fromkeys(spec(ref).numel for ref in op.inputs)
-        return Extent(numel, None, ("full",), parts=tuple(piece for piece in pieces if piece != numel))
+        return IterationSpace(numel, None, ("full",), parts=tuple(piece for piece in pieces if piece != numel))
     if kind is OpKind.REDUCTION:
         return _reduction(op, spec(op.inputs[0]))
     return None
 
 
 def with_parts(
-    extent: Extent | None,
+    extent: IterationSpace | None,
     op: Operation,
     operations: Mapping[str, Operation],
     spec: Callable[[ValueRef], TensorSpec],
-) -> Extent | None:
+) -> IterationSpace | None:
     """The extent with what the operation reads through slices of values of other operations."""
     found: dict[Dim, None] = {}
     for ref in op.inputs:
@@ -96,69 +96,69 @@ def _split(shape: Sequence[Dim], dims: Sequence[int]) -> tuple[Dim | None, Level
     return product(shape[i] for i in kept), "row", ("dims", tuple(dims), tuple(map(str, shape)))
 
 
-def _reduction(op: Operation, source: TensorSpec) -> Extent:
+def _reduction(op: Operation, source: TensorSpec) -> IterationSpace:
     rows, level, general = _split(source.shape.dims, reduced_dims(op, len(source.shape)))
     levels: tuple[Level, ...] = tuple([level] * len(op.outputs))
-    return Extent(source.numel, rows, levels, general)
+    return IterationSpace(source.numel, rows, levels, general)
 
 
-def _softmax(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _softmax(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape
     rows, level, general = _split(shape.dims, reduced_dims(op, len(shape)))
     if level == "terminal":  # softmax over a leading dim: its rows lie across memory
         general = ("softmax", tuple(reduced_dims(op, len(shape))), tuple(map(str, shape.dims)))
         rows = product(d for i, d in enumerate(shape.dims) if i not in reduced_dims(op, len(shape)))
-    return Extent(shape.numel, rows, ("full",), general)
+    return IterationSpace(shape.numel, rows, ("full",), general)
 
 
-def _layer_norm(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _layer_norm(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape.dims
     rows = product(shape[: len(shape) - len(op.args[1])])
-    return Extent(product(shape), rows, ("full", "row", "row"))
+    return IterationSpace(product(shape), rows, ("full", "row", "row"))
 
 
-def _layer_norm_backward(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _layer_norm_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape.dims
     rows = product(shape[: len(shape) - len(op.args[2])])
-    return Extent(product(shape), rows, ("full", "terminal", "terminal"))
+    return IterationSpace(product(shape), rows, ("full", "terminal", "terminal"))
 
 
-def _rms_norm(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _rms_norm(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape.dims
     rows = product(shape[: len(shape) - len(op.args[1])])
-    return Extent(product(shape), rows, ("full", "row"))
+    return IterationSpace(product(shape), rows, ("full", "row"))
 
 
-def _rms_norm_backward(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _rms_norm_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape.dims
     rows = product(shape[: len(shape) - len(op.args[3])])
-    return Extent(product(shape), rows, ("full", "terminal"))
+    return IterationSpace(product(shape), rows, ("full", "terminal"))
 
 
-def _nll_forward(op: Operation, inputs: list[TensorSpec]) -> Extent | None:
+def _nll_forward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace | None:
     shape = inputs[0].shape.dims
     if len(shape) != 2:
         return None
     level: Level = "row" if op.arg(3) == 0 else "terminal"
-    return Extent(product(shape), shape[0], (level, "terminal"))
+    return IterationSpace(product(shape), shape[0], (level, "terminal"))
 
 
-def _nll_backward(op: Operation, inputs: list[TensorSpec]) -> Extent | None:
+def _nll_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace | None:
     shape = inputs[1].shape.dims
-    return Extent(product(shape), None, ("full",)) if len(shape) == 2 else None
+    return IterationSpace(product(shape), None, ("full",)) if len(shape) == 2 else None
 
 
-def _mse(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _mse(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     level: Level = "full" if op.arg(2, 1) == 0 else "terminal"
-    return Extent(inputs[0].numel, None, (level,))
+    return IterationSpace(inputs[0].numel, None, (level,))
 
 
-def _bce_of_logits(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _bce_of_logits(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     level: Level = "full" if op.arg(4, 1) == 0 else "terminal"
-    return Extent(inputs[0].numel, None, (level,))
+    return IterationSpace(inputs[0].numel, None, (level,))
 
 
-def _channels(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _channels(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     """Batch norm: everything but dim 1 is reduced.
 
     It shares loops with what works element by element, and among norms only with those of the same shape.
@@ -166,15 +166,15 @@ def _channels(op: Operation, inputs: list[TensorSpec]) -> Extent:
     shape = inputs[0].shape.dims
     key = ("channels", tuple(map(str, shape)))
     statistics: list[Level] = ["row"] * (len(op.outputs) - 1)
-    return Extent(product(shape), shape[1], ("full", *statistics), key)
+    return IterationSpace(product(shape), shape[1], ("full", *statistics), key)
 
 
-def _group_norm(op: Operation, inputs: list[TensorSpec]) -> Extent:
+def _group_norm(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape.dims
-    return Extent(product(shape), None, ("full", "row", "row"), ("group_norm", tuple(map(str, shape))))
+    return IterationSpace(product(shape), None, ("full", "row", "row"), ("group_norm", tuple(map(str, shape))))
 
 
-_RULES: dict[str, Callable[[Operation, list[TensorSpec]], Extent | None]] = {
+_RULES: dict[str, Callable[[Operation, list[TensorSpec]], IterationSpace | None]] = {
     "_softmax": _softmax,
     "_log_softmax": _softmax,
     "_safe_softmax": _softmax,
@@ -192,7 +192,9 @@ _RULES: dict[str, Callable[[Operation, list[TensorSpec]], Extent | None]] = {
     "binary_cross_entropy_with_logits": _bce_of_logits,
     "_native_batch_norm_legit": _channels,
     "_native_batch_norm_legit_functional": _channels,
-    "_native_batch_norm_legit_no_training": lambda op, i: Extent(i[0].numel, None, ("full", "terminal", "terminal")),
+    "_native_batch_norm_legit_no_training": lambda op, i: IterationSpace(
+        i[0].numel, None, ("full", "terminal", "terminal")
+    ),
     "native_batch_norm_backward": _channels,
     "native_group_norm": _group_norm,
 }

@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 
 from autofuse.errors import FusionError
-from autofuse.fusion.iteration_space import Extent, Level, extent_of, with_parts
+from autofuse.fusion.iteration_space import IterationSpace, Level, iteration_space_of, with_parts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
@@ -86,13 +86,13 @@ class FusionNode:
         except KeyError:
             raise FusionError(f"expected an input or an earlier operation called {ref.name!r}, found none") from None
 
-    def _extent(self, op: Operation) -> Extent | None:
+    def _extent(self, op: Operation) -> IterationSpace | None:
         try:
-            return with_parts(extent_of(op, self.spec), op, {o.name: o for o in self.operations}, self.spec)
+            return with_parts(iteration_space_of(op, self.spec), op, {o.name: o for o in self.operations}, self.spec)
         except FusionError:
             return None
 
-    def _extents(self) -> list[Extent]:
+    def _extents(self) -> list[IterationSpace]:
         kernels = [op for op in self.operations if info(op.target).kind not in VIEWS]
         return [e for e in map(self._extent, kernels) if e is not None]
 
@@ -257,7 +257,7 @@ class FusionNode:
         return f"FusionNode({self.operation_names})"
 
 
-def join_extents(extents: Sequence[Extent]) -> Extent | None:
+def join_extents(extents: Sequence[IterationSpace]) -> IterationSpace | None:
     """The loop nest that all extents share, None where there is none."""
     parts = {part for extent in extents for part in extent.parts}
     whole = [extent for extent in extents if extent.numel not in parts]
@@ -281,7 +281,7 @@ def join_extents(extents: Sequence[Extent]) -> Extent | None:
         # A smaller operation may live between two passes, once a row.
         if rows is None or extent.numel != rows or extent.rows is not None:
             return None
-    return Extent(full, rows, tuple(levels), general, tuple(dict.fromkeys(p for e in extents for p in e.parts)))
+    return IterationSpace(full, rows, tuple(levels), general, tuple(dict.fromkeys(p for e in extents for p in e.parts)))
 
 
 def _guessed(numel: Dim) -> int:
@@ -289,7 +289,7 @@ def _guessed(numel: Dim) -> int:
     return evaluate(numel, dict.fromkeys(free_symbols(numel), 64))
 
 
-def _largest(extents: Sequence[Extent]) -> Dim:
+def _largest(extents: Sequence[IterationSpace]) -> Dim:
     """The space of most elements; with symbols, the one that has a row split or comes first."""
     numbers = [e.numel for e in extents if isinstance(e.numel, int)]
     symbolic = [e for e in extents if not isinstance(e.numel, int)]

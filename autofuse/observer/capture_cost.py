@@ -29,7 +29,7 @@ _FACTOR_LIMITS = 0.25, 4.0
 
 
 @dataclass(frozen=True)
-class Traits:
+class RootTraits:
     """What is known of a root before it is captured."""
 
     forward_operations: int  # aten calls
@@ -39,7 +39,7 @@ class Traits:
     once: float = 1.0  # share of the operations that is left if equal blocks count once
 
 
-def model_seconds(traits: Traits, seconds_per_op: float, is_first: bool) -> float:
+def model_seconds(traits: RootTraits, seconds_per_op: float, is_first: bool) -> float:
     """Expected loss on a machine of the coefficients. ``is_first``: of the process."""
     fixed = FIXED_SECONDS + (IMPORT_SECONDS if is_first else 0.0)
     operations = traits.forward_operations + traits.backward_operations

@@ -32,7 +32,7 @@ def magnitude(elements: int) -> int:
     return (max(1, elements).bit_length() - 1) // 2
 
 
-class Verdicts:
+class ReleasePolicy:
     """Those of one root."""
 
     def __init__(self) -> None:

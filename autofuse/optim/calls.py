@@ -215,7 +215,7 @@ def _launch(loaded: LoadedArtifact, values: Mapping[str, int]) -> Callable[[Tens
 # ---- torch's own ------------------------------------------------------------------------------------------
 
 
-class VendorCall:
+class ExternCall:
     """Another variant of torch's own.
 
     Torch's fused kernels of a GPU want the counters on the device. Where the script has them on the host they get

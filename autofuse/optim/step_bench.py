@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from autofuse.ir.records import EAGER
-from autofuse.optim.calls import StepCall, VendorCall, make_call
+from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.form import StepForm
 from autofuse.optim.tensors import copied, make_arguments, torch_function, with_variant, written
-from autofuse.tuner.node_bench import Rig, torch_threads
+from autofuse.tuner.node_bench import DeviceRunner, torch_threads
 from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.verify import Wrong, answer, output_error
 
@@ -26,7 +26,7 @@ LEAST_STEPS = (0, 1000)  # done before: the corrections of Adam are largest at t
 
 
 def prepared(
-    form: StepForm, candidate: Mapping[str, Any], arguments: dict[str, Any], threads: int, rig: Rig
+    form: StepForm, candidate: Mapping[str, Any], arguments: dict[str, Any], threads: int, rig: DeviceRunner
 ) -> Callable[[], None]:
     """A candidate as a call on these arguments. Raises ValueError where it may not have them."""
     function = torch_function(form.algorithm)
@@ -38,7 +38,7 @@ def prepared(
         binary = base64.b64decode(candidate["binary"])
         call = make_call(form, rig.load(candidate["digest"], candidate["name"], binary), rig.device)
     else:
-        call = VendorCall(form, function, candidate["variant"], rig.device)
+        call = ExternCall(form, function, candidate["variant"], rig.device)
 
     def run() -> None:
         problem = call.pack(arguments, threads)
@@ -49,13 +49,13 @@ def prepared(
     return run
 
 
-def check(form: StepForm, candidate: Mapping[str, Any], threads: int, rig: Rig) -> float:
+def check(form: StepForm, candidate: Mapping[str, Any], threads: int, rig: DeviceRunner) -> float:
     """The worst error over eager's own. Raises `Wrong`."""
     with torch_threads(rig.usable_threads(threads)), torch.no_grad():  # a kernel itself uses all of its threads
         return max(_check_kind(form, candidate, threads, rig, number) for number in range(len(KINDS)))
 
 
-def _check_kind(form: StepForm, candidate: Mapping[str, Any], threads: int, rig: Rig, number: int) -> float:
+def _check_kind(form: StepForm, candidate: Mapping[str, Any], threads: int, rig: DeviceRunner, number: int) -> float:
     kind, worst = KINDS[number], 0.0
     start = make_arguments(form, number, kind, LEAST_STEPS[number % 2], rig.device)
     eager, exact, found = copied(start), copied(start, torch.float64), copied(start)
@@ -75,7 +75,7 @@ def _check_kind(form: StepForm, candidate: Mapping[str, Any], threads: int, rig:
 
 
 def race_steps(
-    form: StepForm, candidates: Sequence[Mapping[str, Any]], threads: int, rules: RaceRules, rig: Rig
+    form: StepForm, candidates: Sequence[Mapping[str, Any]], threads: int, rules: RaceRules, rig: DeviceRunner
 ) -> RaceResult:
     """Seconds a step: of what the script asked for, then of each candidate; on one thread beside a busy script."""
     usable = rig.usable_threads(threads)

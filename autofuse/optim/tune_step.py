@@ -36,7 +36,7 @@ CHECKED_ELEMENTS = 1 << 18  # of all tensors together: each is a run of the same
 LONGEST_CHECKED = 3 * 65536  # of the largest tensor: some of the largest chunks that a thread takes
 
 
-class StepJob:
+class StepTuning:
     """Tunes one step."""
 
     def __init__(

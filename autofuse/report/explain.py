@@ -190,7 +190,11 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         yield f"{wording.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
         if bucket.kernel is not None and bucket.kernel.resources:
             yield resource_line(bucket.kernel.resources)
-        steps = way_steps(bucket.kernel.source) if is_way(decision.candidate) and bucket.kernel is not None else []
+        steps = (
+            strategy_steps(bucket.kernel.source)
+            if is_strategy(decision.candidate) and bucket.kernel is not None
+            else []
+        )
         if steps:
             yield f"It runs {'; then '.join(steps)}."
     if decision.detail:
@@ -248,24 +252,24 @@ def _rank(row: StoredMeasurement) -> tuple[bool, float]:
     return item.status != "ok", -(item.speedup or 0.0)
 
 
-def is_way(candidate: Candidate) -> bool:
-    """Whether it is a program of several kernels or of a vendor's, called ``way`` with a name or ``way:name``."""
+def is_strategy(candidate: Candidate) -> bool:
+    """Whether it is a strategy, with several kernels or a library's: ``way`` with a name, or ``way:name``."""
     return candidate.variant.partition(":")[0] == "way"
 
 
 def candidate_text(candidate: Candidate) -> tuple[str, str]:
-    """A variant and its configuration: ``("C, fixed size", "threads=2")``, ``("another way", "sdpa: ...")``."""
+    """A variant and its configuration: ``("C, fixed size", "threads=2")``, ``("another strategy", "sdpa: ...")``."""
     kind, _, name = candidate.variant.partition(":")
-    if not is_way(candidate):
+    if not is_strategy(candidate):
         return wording.in_words(candidate.variant, wording.VARIANTS), config_text(candidate.config)
     config = dict(candidate.config)
     name = name or str(config.pop("way", ""))
     rest = config_text(tuple(config.items()))
-    return wording.in_words(kind, wording.VARIANTS), "; ".join(filter(None, (wording.way(name), rest)))
+    return wording.in_words(kind, wording.VARIANTS), "; ".join(filter(None, (wording.strategy(name), rest)))
 
 
-def way_steps(source: str) -> list[str]:
-    """What a way runs, in order: the indented ones of the comments that head its source."""
+def strategy_steps(source: str) -> list[str]:
+    """What a strategy runs, in order: the indented ones of the comments that head its source."""
     head = itertools.takewhile(lambda line: line.startswith("//"), source.splitlines())
     return [line.removeprefix("//").strip() for line in head if line.startswith("//   ")]
 

@@ -117,11 +117,11 @@ VARIANTS = {
     "c_specialised": "C, fixed size",
     "triton_generic": "Triton, any size",
     "triton_specialised": "Triton, fixed size",
-    "way": "another way",
+    "way": "another strategy",
 }
 
-# Programs of several kernels, or with a vendor's: names from `autofuse/ways`.
-WAYS = {
+# Programs of several kernels, or with a vendor's: names from `autofuse/strategies`.
+STRATEGIES = {
     "parts": "products by aten, the rest in kernels",
     "one_kernel": "all of it in one kernel",
     "onednn_linear": "oneDNN's product with what follows inside",
@@ -160,10 +160,10 @@ def in_words(code: str, words: dict[str, str]) -> str:
     return words.get(code, code.replace("_", " "))
 
 
-def way(name: str) -> str:
+def strategy(name: str) -> str:
     """``sdpa: scaled_dot_product_attention``; ``cut_3_exp: two kernels, cut before exp``; else the name alone."""
     cut = _CUT.fullmatch(name)
-    meaning = f"two kernels, cut before {cut[2]}" if cut else WAYS.get(name)
+    meaning = f"two kernels, cut before {cut[2]}" if cut else STRATEGIES.get(name)
     return f"{name}: {meaning}" if meaning else name
 
 

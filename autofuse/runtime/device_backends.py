@@ -153,7 +153,7 @@ class Backends:
         return backend.problem
 
     def load(self, record: KernelRecord, device: torch.device) -> Entry:
-        """A kernel of the store, or a way with all of its kernels, as this process can launch it."""
+        """A kernel of the store, or a strategy with all of its kernels, as this process can launch it."""
         backend = self._by_type[device.type]
         if device.type == "cpu" and not is_for_this_cpu(record.key.target):
             raise CompilerError(f"expected a kernel for {cpu_device().isa}, found one for {record.key.target}")

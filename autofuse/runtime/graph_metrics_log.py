@@ -32,7 +32,7 @@ class Described:
     metrics: dict[str, Any] | None
 
 
-class GraphNotes:
+class GraphMetricsLog:
     """The graphs of a session, in the order in which they were captured."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """A captured graph against the original: which calls run the original, what both take, and for which sizes it loses.
 
-In: calls of a root or of a graph, their shapes, and the clock. Out: what a call is for (`Trial.choose`), step samples,
-and a verdict on each magnitude of sizes (`Verdicts`), told to ``on_loss``.
-A step is the time from one call to the next, since a backward pass is nowhere else; where the call is all there is of
-it, its caller says what it took (`Trial.call_took`). Guarantee: nothing is said of steps in which anything changed.
+In: calls of a root or of a graph, their shapes, and the clock. Out: what a call is for (`GraphTrial.choose`), step
+samples, and a verdict on each magnitude of sizes (`ReleasePolicy`), told to ``on_loss``. A step is the time from one
+call to the next, since a backward pass is nowhere else; where the call is all there is of it, its caller says what it
+took (`GraphTrial.call_took`). Guarantee: nothing is said of steps in which anything changed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autofuse.observer.capture_policy import Held, HeldOutCalls, is_unsure
 from autofuse.observer.device_timer import LateTimes, Stretch
-from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, Verdicts, magnitude
+from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, magnitude
 from autofuse.observer.signatures import count_elements, without_sizes
 from autofuse.runtime.root_steps import OpenStep, Shape, Sizes
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
     from autofuse.runtime.peak_memory import RootPeaks
-    from autofuse.runtime.root_registry import Roots
+    from autofuse.runtime.root_registry import RootRegistry
 
 PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at least
 # With more signatures than that each is seldom: all calls are timed.
@@ -46,10 +46,10 @@ class Costs(NamedTuple):
     timed: float
 
 
-class Trial:
+class GraphTrial:
     """Of one root or graph."""
 
-    def __init__(self, roots: Roots, key: str, costs: Costs, peaks: RootPeaks | None, on_loss: OnLoss) -> None:
+    def __init__(self, roots: RootRegistry, key: str, costs: Costs, peaks: RootPeaks | None, on_loss: OnLoss) -> None:
         self.roots = roots
         self.session = roots.session
         self.key = key
@@ -59,8 +59,8 @@ class Trial:
         self.total_us = 0.0
         self.opened: OpenStep | None = None
         self.shapes: dict[Any, Shape] = {}  # by signature
-        self.verdicts = Verdicts()
-        self.gain = 0.0  # of the present kernels, see `Verdicts.gain`; 0 while it is not known
+        self.verdicts = ReleasePolicy()
+        self.gain = 0.0  # of the present kernels, see `ReleasePolicy.gain`; 0 while it is not known
         self.late = LateTimes(roots.timer)  # what the device has not told yet
         self._costs = costs
         self._peaks = peaks
@@ -233,7 +233,7 @@ class Trial:
         _, shape, held, number, _, _, _ = opened
         assert shape is not None
         held_out = held is not Held.NO
-        if self.session.backstage.usable:  # else nobody takes them
+        if self.session.store_thread.usable:  # else nobody takes them
             self.session.steps.append(
                 (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
             )

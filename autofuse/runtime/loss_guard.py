@@ -24,7 +24,7 @@ def refuses(form: NodeForm) -> tuple[int, ...]:
     return tuple(number for number, ref in enumerate(form.outputs) if ref.name in inside)
 
 
-def asking_eager(form: NodeForm, fused: Callable[..., Any], unfused: Callable[..., Any]) -> Callable[..., Any]:
+def fall_back_to_eager(form: NodeForm, fused: Callable[..., Any], unfused: Callable[..., Any]) -> Callable[..., Any]:
     losses, is_one = refuses(form), len(form.outputs) == 1
 
     def call(*inputs: Any) -> Any:

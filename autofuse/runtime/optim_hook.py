@@ -93,7 +93,7 @@ class OptimizerHook:
     def _pays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it is time for the router; on a GPU at once, for there the host's time says nothing of a step's."""
         session = self._session
-        if self._failed or not session.backstage.usable:  # a forked child could read no decision
+        if self._failed or not session.store_thread.usable:  # a forked child could read no decision
             return False
         if session.is_loaded or session.mode == "wait" or self._spent >= RENT * IMPORT_SECONDS:
             return True

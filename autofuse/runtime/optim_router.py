@@ -19,7 +19,7 @@ import torch
 from autofuse.gpu.capturing import is_capturing
 from autofuse.gpu.devices import CPU
 from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, Event, NodeUse, ObservedShape, TuneRequest
-from autofuse.optim.calls import StepCall, VendorCall, make_call
+from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.form import DTYPES, StepForm, flags_of
 from autofuse.optim.tensors import NOT_MADE, written
 
@@ -126,13 +126,13 @@ class OptimizerRouter:
                 if problem != NOT_MADE:
                     self._leave(group, problem)
                 return False
-            if not isinstance(call, VendorCall):
+            if not isinstance(call, ExternCall):
                 call.run()  # what it raises, it raises before it has written anything
         except Exception as error:
             group.is_broken = True
             self._session.report_fallback("optimizer_failed", f"{group.form.label} stays torch's own", error)
             return False
-        if isinstance(call, VendorCall):
+        if isinstance(call, ExternCall):
             call.run()  # what torch's own function raises, and what it has written by then, is torch's as ever
         # torch's own fused kernels on a CPU move no version counters either (2.13).
         torch.autograd.graph.increment_version(written(group.form, arguments))
@@ -143,7 +143,7 @@ class OptimizerRouter:
         """To torch, for good: no trouble, such a step is torch's to begin with."""
         group.is_broken = True
         event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
-        self._session.backstage.post_event(event)
+        self._session.store_thread.post_event(event)
 
     def _look_up(self, group: Group, original: Callable[..., None]) -> None:
         session, form = self._session, group.form
@@ -163,7 +163,7 @@ class OptimizerRouter:
                 return  # not read yet
             group.call = make_call(form, entry, group.device)
         elif variant != EAGER:
-            group.call = VendorCall(form, original, variant, group.device)
+            group.call = ExternCall(form, original, variant, group.device)
         group.decision = decision
 
     def _wait(self, group: Group) -> None:
@@ -196,7 +196,7 @@ class OptimizerRouter:
                 calls=group.steps,
                 unfused_us=20.0 * len(form.sizes),
                 estimated_speedup=2.0,
-                run_id=session.backstage.run_id,
+                run_id=session.store_thread.run_id,
             )
         return list(found.values())
 

@@ -53,7 +53,7 @@ class _Written:
 _MOST_NUMBERS = 4096
 
 
-class KeptPlans:
+class PlanCache:
     """As `capture.trace_cache` asks for it."""
 
     def __init__(self, session: Session) -> None:

@@ -27,9 +27,9 @@ from autofuse.ir.records import Refusal
 from autofuse.runtime.graph_metrics_log import Described, measure_graph
 from autofuse.runtime.router import GraphRouter
 from autofuse.stderr import say
-from autofuse.strategies.find_joint_attention import find_halves, halves_of
+from autofuse.strategies.find_joint_attention import attention_passes_of, find_joint_attention
 from autofuse.strategies.groups import Group, find_groups
-from autofuse.strategies.joint_attention import Half
+from autofuse.strategies.joint_attention import AttentionPass
 
 if TYPE_CHECKING:
     from autofuse.runtime.session import Session
@@ -66,7 +66,7 @@ class Planner:
         self._refuse(self.engine.refusals[before:])
         return nodes
 
-    def plan_halves(self, imported: ImportedGraph, phase: str) -> list[Half]:
+    def plan_joint_attention(self, imported: ImportedGraph, phase: str) -> list[AttentionPass]:
         """Attentions of training in a graph (`find_joint_attention`), found with the forward graph for both.
 
         None where each call is checked against eager: half of one has no counterpart there.
@@ -74,11 +74,11 @@ class Planner:
         if not self.engine.enabled or not self.engine.config.enable_attention or self._settings.run.check:
             return []
         if phase == "backward":
-            return halves_of(imported.module)
+            return attention_passes_of(imported.module)
         counterpart = backward_of(imported.module)
         if phase != "forward" or counterpart is None:
             return []
-        found = find_halves(imported, counterpart)
+        found = find_joint_attention(imported, counterpart)
         self._refuse(found.refusals)
         return found.forward
 
@@ -86,7 +86,7 @@ class Planner:
         self,
         graph: FusionGraph,
         nodes: Sequence[FusionNode],
-        halves: Sequence[Half] = (),
+        halves: Sequence[AttentionPass] = (),
     ) -> list[Group]:
         """Groups of a graph: products and convolutions with the nodes around them (`find_groups`)."""
         if not self.engine.enabled:
@@ -107,7 +107,7 @@ class Planner:
         return groups
 
     def add_router(
-        self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode], halves: Sequence[Half] = ()
+        self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode], halves: Sequence[AttentionPass] = ()
     ) -> Described:
         """A graph is planned and routed from now on."""
         notes = self._session.notes

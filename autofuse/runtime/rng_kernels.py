@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
 
-class Draws:
+class RngKernels:
     """Of one session."""
 
     def __init__(self, session: Session) -> None:
@@ -52,5 +52,5 @@ class Draws:
                 self._session.report_fallback("random_unknown", f"dropout on {device} stays eager's own kernel", error)
             if not self._draws[key]:
                 message = f"eager draws other numbers than expected on {device} in {dtype}"
-                self._session.backstage.post_event(Event("random_differs", message))
+                self._session.store_thread.post_event(Event("random_differs", message))
         return self._draws[key]

@@ -1,7 +1,7 @@
 """The life of a root: observed in eager, captured when that pays, released when it does not.
 
 In: calls of an outermost module. Out: the same results, from the original module or from its captured
-graph; a root record. What its steps take, and what that says, is a `Trial`'s. Guarantee: whatever autofuse
+graph; a root record. What its steps take, and what that says, is a `GraphTrial`'s. Guarantee: whatever autofuse
 does wrong, the original module answers; what the user's own code raises, the user gets.
 """
 
@@ -29,19 +29,19 @@ from autofuse.observer.release_policy import Loss
 from autofuse.observer.root_tracker import RootTracker, Target, has_plain_call
 from autofuse.observer.signatures import call_signature, count_elements, has_plain_sizes, tensors_by_path
 from autofuse.preserve_rng import keep_generators, untouched
-from autofuse.runtime.graph_trial import Costs, Trial
+from autofuse.runtime.graph_trial import Costs, GraphTrial
 from autofuse.runtime.patched_classes import Classes, must_be_eager, replaced_operator
 from autofuse.runtime.root_bypass import Bypass
 from autofuse.runtime.root_policy import BY_SIZE, RootPolicy
 from autofuse.runtime.root_steps import Brief, Shape
-from autofuse.runtime.root_unwatched import Unwatched
+from autofuse.runtime.root_unwatched import CountedCalls
 from autofuse.runtime.step_clock import Account
 from autofuse.startup import gc_pause
 
 if TYPE_CHECKING:
     from autofuse.capture.dynamo import CapturedRoot
     from autofuse.capture.guarded_call import DirectCall, DirectCalls
-    from autofuse.runtime.root_registry import Roots
+    from autofuse.runtime.root_registry import RootRegistry
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +55,17 @@ MAX_FORGOTTEN = 8  # times that code is replaced and traced anew; a script that 
 class Root:
     """All modules of one class and one set of parameter shapes."""
 
-    def __init__(self, roots: Roots, key: str, name: str) -> None:
+    def __init__(self, roots: RootRegistry, key: str, name: str) -> None:
         self.roots = roots
         self.session = roots.session
         self.key = key
         self.name = name
-        self.trial = Trial(roots, key, COSTS, roots.peaks(key, name), self._lose)
+        self.trial = GraphTrial(roots, key, COSTS, roots.peaks(key, name), self._lose)
         self._seen = 0  # calls, but those that are only counted
         self.account = account = Account(self.session, roots.backwards)
         self.policy = RootPolicy(roots, key, account, self.trial.verdicts)
         self._bypass = Bypass(roots.tracker, self.trial)
-        self._unwatched = Unwatched(roots, key, self.policy, account, self.trial)
+        self._unwatched = CountedCalls(roots, key, self.policy, account, self.trial)
         self.state = "observing"
         self.reason, self.detail = "not_yet", ""
         self.kept_graphs = 0
@@ -557,7 +557,7 @@ class Root:
     def capture(self) -> None:
         """From the next call on, run the captured graph."""
         began = time.perf_counter()
-        self.session.backstage.wait_ready(2.0)  # dims that varied in earlier runs are known by then
+        self.session.store_thread.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
         with gc_pause.paused(), untouched():
             from autofuse.capture import dynamo
@@ -572,9 +572,9 @@ class Root:
     def _compile(self) -> CapturedRoot:
         assert self._dynamo is not None
         with untouched():
-            from autofuse.runtime.plan_cache import KeptPlans
+            from autofuse.runtime.plan_cache import PlanCache
 
-        plans = KeptPlans(self.session)
+        plans = PlanCache(self.session)
         captured: CapturedRoot = self._dynamo.compile_root(
             self.name, self.session.root_backend, self.key, self.session.keeper, plans
         )

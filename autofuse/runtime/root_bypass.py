@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autofuse.observer.root_tracker import QuietCalls, RootTracker, Target
-from autofuse.runtime.graph_trial import Trial
+from autofuse.runtime.graph_trial import GraphTrial
 
 _SHAPE = operator.attrgetter("shape")
 
@@ -23,7 +23,7 @@ QUIET_AFTER = 64  # calls one after the other whose sizes stay in eager: then th
 class Bypass:
     """Past the handler, for one root."""
 
-    def __init__(self, tracker: RootTracker, trial: Trial) -> None:
+    def __init__(self, tracker: RootTracker, trial: GraphTrial) -> None:
         self.is_small = False  # counting the root's calls costs what can be seen
         self._tracker = tracker
         self._trial = trial

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, Traits, kept_trace_seconds, model_seconds
+from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, RootTraits, kept_trace_seconds, model_seconds
 from autofuse.observer.capture_policy import UNTUNED, CaptureAdvice, advise_capture
-from autofuse.observer.release_policy import Verdicts
+from autofuse.observer.release_policy import ReleasePolicy
 from autofuse.observer.root_tracker import Target
 from autofuse.runtime.root_traits import traits_of
 from autofuse.runtime.step_clock import Account
 
 if TYPE_CHECKING:
-    from autofuse.runtime.root_registry import Roots
+    from autofuse.runtime.root_registry import RootRegistry
 
 # After so many calls of one and the same shape, a waiting run takes it for the only one.
 CALLS_OF_ONE_SHAPE = 3
@@ -37,8 +37,8 @@ KNOWN_REACH = 16  # so many times as large a call is taken for one that an earli
 class RootPolicy:
     """What is known of a root before it is captured."""
 
-    def __init__(self, roots: Roots, key: str, account: Account, verdicts: Verdicts) -> None:
-        self._traits: Traits | None = None
+    def __init__(self, roots: RootRegistry, key: str, account: Account, verdicts: ReleasePolicy) -> None:
+        self._traits: RootTraits | None = None
         self.model_seconds = 0.0  # what its capture is expected to take on a machine of the usual speed
         self.predicted_seconds = 0.0
         self._factor = 1.0  # how slow captures were thought to be when the last one was weighed
@@ -105,7 +105,7 @@ class RootPolicy:
     def advise(self, module: Target, failures: int) -> CaptureAdvice:
         session, capture = self._session, self._session.settings.capture
         observer, ledger = self._roots.observer, self._account.ledger
-        if not self._has_looked_back and (self.is_asked or session.backstage.is_ready):
+        if not self._has_looked_back and (self.is_asked or session.store_thread.is_ready):
             self._look_back(module)
         if not self._has_looked_back:
             return CaptureAdvice(False, "not_yet", "what earlier runs have left is still being read")
@@ -147,7 +147,7 @@ class RootPolicy:
         """Find out what earlier runs have left. It is read while the script imports; until then calls are observed."""
         self._has_looked_back = True
         session, began = self._session, time.perf_counter()
-        session.backstage.wait_ready(2.0)
+        session.store_thread.wait_ready(2.0)
         self.trace_bytes = session.trace_bytes(self._key) if isinstance(module, torch.nn.Module) else 0
         self._account.ledger.lose("imports", time.perf_counter() - began)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
 
-class Roots:
+class RootRegistry:
     """All roots of a session, and the observer that watches them."""
 
     def __init__(self, session: Session) -> None:
@@ -79,7 +79,7 @@ class Roots:
         with untouched():
             from autofuse.runtime.peak_memory import RootPeaks
 
-        return RootPeaks(self.allocations, key, name, self.session.backstage.post_event)
+        return RootPeaks(self.allocations, key, name, self.session.store_thread.post_event)
 
     def install(self) -> None:
         self.tracker.install()

@@ -1,7 +1,7 @@
 """What can be told of a root's capture before anything is traced: how many operations, modules, equal blocks, sizes.
 
-In: a module, or a function with nothing known inside, and what the observer has seen of its calls. Out: `Traits`, None
-before a step was observed.
+In: a module, or a function with nothing known inside, and what the observer has seen of its calls. Out: `RootTraits`,
+None before a step was observed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from autofuse.observer.capture_cost import Traits
+from autofuse.observer.capture_cost import RootTraits
 from autofuse.observer.observer import Observer
 from autofuse.observer.root_tracker import Target
 
 
-def traits_of(module: Target, observer: Observer, key: str, min_blocks: int) -> Traits | None:
+def traits_of(module: Target, observer: Observer, key: str, min_blocks: int) -> RootTraits | None:
     operations = observer.ops_in_forward(key)
     if operations is None:
         return None
@@ -25,7 +25,7 @@ def traits_of(module: Target, observer: Observer, key: str, min_blocks: int) -> 
         modules = sum(1 for _ in module.modules())
         once = _share_once(module, modules, min_blocks)
     backward = observer.ops_in_backward(key) if torch.is_grad_enabled() else 0
-    return Traits(operations, backward, modules, observer.varying_sizes(key), once)
+    return RootTraits(operations, backward, modules, observer.varying_sizes(key), once)
 
 
 def _share_once(module: torch.nn.Module, modules: int, min_blocks: int) -> float:

@@ -17,12 +17,12 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from autofuse.runtime.graph_trial import Trial
+from autofuse.runtime.graph_trial import GraphTrial
 from autofuse.runtime.root_policy import RootPolicy
 from autofuse.runtime.step_clock import Account
 
 if TYPE_CHECKING:
-    from autofuse.runtime.root_registry import Roots
+    from autofuse.runtime.root_registry import RootRegistry
 
 WATCHED_AT_FIRST = 64
 SHORT_SECONDS = 2e-3  # of calls that take less,
@@ -34,10 +34,10 @@ SAMPLING_SHARE, WATCHING_SHARE, SHORT_SHARE = 0.6, 0.3, 0.1
 _KEPT = 16
 
 
-class Unwatched:
+class CountedCalls:
     """Of one root."""
 
-    def __init__(self, roots: Roots, key: str, policy: RootPolicy, account: Account, trial: Trial) -> None:
+    def __init__(self, roots: RootRegistry, key: str, policy: RootPolicy, account: Account, trial: GraphTrial) -> None:
         self.taken = 0  # calls that were only counted
         self._left = 0  # that are to be
         self._observer = roots.observer

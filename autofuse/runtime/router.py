@@ -17,7 +17,7 @@ import torch
 from autofuse.errors import DeviceError, ShapeError
 from autofuse.gpu import capturing
 from autofuse.locks import make_lock
-from autofuse.runtime.loss_guard import asking_eager, refuses
+from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, Timer, Untimed, cover
 from autofuse.runtime.usage import Usage
 from autofuse.strategies.joint_attention import forward_call
@@ -129,13 +129,13 @@ class GraphRouter:
         """Of the graph, so far."""
         return self.past.calls + sum(plan.count for plan in self.all_plans())
 
-    def add_usage(self, usage: Usage, breathe: Callable[[], None] = lambda: None) -> None:
+    def add_usage(self, usage: Usage, yield_gil: Callable[[], None] = lambda: None) -> None:
         """Count all plans, those that were let go too; ``breathe`` is called between them."""
         with self._lock:
             usage.merge(self.past)
             plans = list(self.all_plans())
         for plan in plans:
-            breathe()
+            yield_gil()
             usage.add(plan)
 
     def let_go(self, plans: Sequence[Plan]) -> None:
@@ -298,7 +298,7 @@ class GraphRouter:
             kept=self._kept.setdefault((place, choice.tag), {}),
         )
         if is_odd:
-            fused = asking_eager(node.form, fused, unfused)
+            fused = fall_back_to_eager(node.form, fused, unfused)
         self._fused[key] = fused
         return fused
 
@@ -361,8 +361,8 @@ def _text_of(error: Exception) -> str:
 
 def _usable(node: NodeState, choice: Choice) -> Choice:
     """Half of an attention runs only as torch's own: other programs for both passes are no programs for one."""
-    way = getattr(choice.entry, "way", None)
-    if node.slot.half is None or not choice.known or (way is not None and way.name == SDPA_TRAINING):
+    strategy = getattr(choice.entry, "strategy", None)
+    if node.slot.half is None or not choice.known or (strategy is not None and strategy.name == SDPA_TRAINING):
         return choice
     return Choice(known=True)
 

@@ -36,10 +36,10 @@ from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import root_registry
-from autofuse.runtime.graph_metrics_log import GraphNotes
+from autofuse.runtime.graph_metrics_log import GraphMetricsLog
 from autofuse.runtime.optim_hook import OptimizerHook
 from autofuse.runtime.plan_limit import PlanLimit
-from autofuse.runtime.store_thread import BUSY_SECONDS, Backstage, Pace, breathe
+from autofuse.runtime.store_thread import BUSY_SECONDS, DutyCycle, StoreThread, yield_gil
 from autofuse.runtime.tuning_client import TuningClient
 from autofuse.runtime.usage import Usage, node_uses, usage_of
 from autofuse.settings.layers import Settings, load
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from autofuse.runtime.device_backends import Place
     from autofuse.runtime.planner import Planner
     from autofuse.runtime.plans import NodeState, Plan
-    from autofuse.runtime.rng_kernels import Draws
+    from autofuse.runtime.rng_kernels import RngKernels
     from autofuse.runtime.router import Choice, GraphRouter
     from autofuse.wrapper.node_call import NodeCall
 
@@ -109,13 +109,13 @@ class Session:
         self._loading = make_rlock()
         self._catalogue: Catalogue | None = None
         self._planner: Planner | None = None
-        self._draws: Draws | None = None
-        self.notes = GraphNotes()
+        self._draws: RngKernels | None = None
+        self.notes = GraphMetricsLog()
         changed = {name: str(value) for name, value in settings.changed().items()}
         start = RunStart(command, self.device, self.versions, settings.run.tune, self._pid, changed, this_machine())
         self._written_calls: dict[tuple[str, Bucket], int] = {}
-        self._pace = Pace()
-        self.backstage = Backstage(
+        self._pace = DutyCycle()
+        self.store_thread = StoreThread(
             store.as_store if store is not None else _opener(settings.run.store),
             not (store.was_there if store is not None else os.path.exists(settings.run.store)),
             start,
@@ -125,11 +125,11 @@ class Session:
         )
         self.tuning = TuningClient(self)
         self._plan_limit = PlanLimit(self.routers, before=self.tuning.note_leaving)
-        self.roots = root_registry.Roots(self)
+        self.roots = root_registry.RootRegistry(self)
         self.optimizers = OptimizerHook(self)
 
     def start(self) -> None:
-        self.backstage.start()
+        self.store_thread.start()
         if self.settings.observe.enabled:
             self.roots.install()
         if self.settings.fusion.enabled and self.settings.fusion.enable_optimizer:
@@ -153,7 +153,7 @@ class Session:
         return self._planner or self._bring_planner()
 
     @property
-    def draws(self) -> Draws:
+    def draws(self) -> RngKernels:
         """Which kernels may draw random numbers; brought by the first who asks."""
         return self._draws or self._bring_draws()
 
@@ -175,12 +175,12 @@ class Session:
                 self._planner = Planner(self)
             return self._planner
 
-    def _bring_draws(self) -> Draws:
+    def _bring_draws(self) -> RngKernels:
         with self._loading, untouched():
             if self._draws is None:
-                from autofuse.runtime.rng_kernels import Draws
+                from autofuse.runtime.rng_kernels import RngKernels
 
-                self._draws = Draws(self)
+                self._draws = RngKernels(self)
             return self._draws
 
     # ---- telling the person -----------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Session:
     def say_once(self, kind: str, message: str) -> None:
         """One line on stderr for each kind of trouble, and an event in the store."""
         self._said[kind] += 1
-        self.backstage.post_event(Event(kind, message))
+        self.store_thread.post_event(Event(kind, message))
         if self._said[kind] == 1 and not self.settings.run.quiet:
             say(message)
 
@@ -215,7 +215,7 @@ class Session:
     def graphs_folder(self) -> Path | None:
         """Where traced graphs are kept, None where none are."""
         settings = self.settings
-        if not settings.capture.keep_graphs or not self.backstage.usable:
+        if not settings.capture.keep_graphs or not self.store_thread.usable:
             return None
         return settings.run.store.with_name(settings.run.store.name + ".graphs")
 
@@ -253,7 +253,7 @@ class Session:
             self.report_fallback("device_unknown", f"{device} runs on eager's kernels", error)
             return
         if is_new:
-            self.backstage.absorb_again(ABSORB_SECONDS)
+            self.store_thread.absorb_again(ABSORB_SECONDS)
 
     def make_timer(self, device: torch.device) -> NodeTimer:
         """For one node of a GPU."""
@@ -334,7 +334,7 @@ class Session:
             for plan in router.all_plans() if concerned else ():
                 if router.refresh(plan, concerned):
                     self.disturbances += 1
-                breathe()
+                yield_gil()
 
     def _collect(self, store: Store, run_id: int, final: bool) -> None:
         """Write what was counted since the last time. On the background thread."""
@@ -394,7 +394,7 @@ class Session:
     @property
     def is_stored(self) -> bool:
         """Whether this run's results are in the store."""
-        return self.backstage.usable and self.backstage.run_id is not None
+        return self.store_thread.usable and self.store_thread.run_id is not None
 
     # ---- the end ---------------------------------------------------------------------------------------
 
@@ -411,9 +411,9 @@ class Session:
         with untouched():
             self.roots.uninstall()
             self.optimizers.uninstall()
-            self.notes.post(self.backstage.post_event)
+            self.notes.post(self.store_thread.post_event)
             self.tuning.hand_over()
-            self.backstage.stop()
+            self.store_thread.stop()
             self.tuning.withdraw()
             self.tuning.leave_to_daemon()
         with _lock:

@@ -35,12 +35,12 @@ AT_ONCE = 16  # requests written in one piece while the script runs
 MOST_SHARE = 0.02  # of the time, for what is counted again and again
 
 
-def breathe() -> None:
+def yield_gil() -> None:
     """Between two pieces of work in the background."""
     time.sleep(BREATH_SECONDS)
 
 
-class Pace:
+class DutyCycle:
     """When to do again what takes long if a run has seen many shapes: seldom enough for it to take a small share."""
 
     def __init__(self, share: float = MOST_SHARE, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +62,7 @@ class Pace:
             self._next = now + (now - began) / self._share
 
 
-class Backstage:
+class StoreThread:
     """Owns the store's connection and the thread that uses it."""
 
     def __init__(
@@ -235,7 +235,7 @@ class Backstage:
             piece, requests = requests[:AT_ONCE], requests[AT_ONCE:]
             store.add_requests(piece)
             if requests:
-                breathe()
+                yield_gil()
             else:
                 self._open_work = self._count_open(store)
         for event in events:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from autofuse.daemon import control
-from autofuse.daemon.peers import Neighbours, Script, meeting_folder
-from autofuse.daemon.throttle import OtherWork, room_beside
+from autofuse.daemon.peers import Peers, Script, peers_folder
+from autofuse.daemon.throttle import MachineLoad, room_beside
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.preserve_rng import untouched
 from autofuse.report.progress import TuningProgress
-from autofuse.runtime.store_thread import breathe
+from autofuse.runtime.store_thread import yield_gil
 from autofuse.runtime.usage import usage_of
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class TuningClient:
         self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
         self._lacks_daemon = False  # work was handed in that no daemon was started for
         self._script: Script | None = None  # as daemons see us
-        self._neighbours: Neighbours | None = None  # from the moment on at which the store is open
-        self._machine: OtherWork | None = None  # from the script's first step on: what it imports fills one core only
+        self._neighbours: Peers | None = None  # from the moment on at which the store is open
+        self._machine: MachineLoad | None = None  # from the script's first step on: what it imports fills one core only
         self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
 
@@ -55,7 +55,7 @@ class TuningClient:
     def enabled(self) -> bool:
         """Whether asking makes sense at all."""
         session = self._session
-        return session.mode != "off" and session.backstage.usable
+        return session.mode != "off" and session.store_thread.usable
 
     # ---- called on the script's path ---------------------------------------------------------------
 
@@ -87,8 +87,8 @@ class TuningClient:
             with untouched():
                 requests = [*requests, *self._requests(self._hot_plans("wait"))]
                 if requests:
-                    ticket = session.backstage.post_requests(requests)
-                    session.backstage.wait_written(ticket, 10.0)
+                    ticket = session.store_thread.post_requests(requests)
+                    session.store_thread.wait_written(ticket, 10.0)
                     self._wait_for_daemon(len(requests), began + budget_seconds)
         except (AutofuseError, OSError) as error:
             session.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
@@ -102,8 +102,8 @@ class TuningClient:
         self._ensure_daemon()
         checked = time.perf_counter()
         with TuningProgress(total, quiet=session.settings.run.quiet) as progress:
-            while session.backstage.usable:
-                left = session.backstage.open_work()
+            while session.store_thread.usable:
+                left = session.store_thread.open_work()
                 progress.update(total - left if left is not None else 0)
                 self._touch()
                 if left == 0:
@@ -163,11 +163,11 @@ class TuningClient:
         requests += session.optimizers.requests()
         if requests:
             self.news_at = time.perf_counter()
-            session.backstage.post_requests(requests)
+            session.store_thread.post_requests(requests)
             self._lacks_daemon = True
         age = time.perf_counter() - session.started
         # What an earlier run has asked for and nobody has worked on: its daemon ended with it, as in a container.
-        is_late = session.backstage.has_leftovers or age >= session.settings.tuner.start_after_seconds
+        is_late = session.store_thread.has_leftovers or age >= session.settings.tuner.start_after_seconds
         if self._lacks_daemon and is_late and self._can_afford_daemon():
             self._lacks_daemon = False
             self._ensure_daemon()
@@ -181,7 +181,7 @@ class TuningClient:
             session = self._session
             if not (session.roots.groups or session.roots.graphs or session.routers):
                 return False
-            self._machine = OtherWork(lambda: 0.0, look_seconds=LOOK_SECONDS)
+            self._machine = MachineLoad(lambda: 0.0, look_seconds=LOOK_SECONDS)
         is_full = self._machine.is_full()
         if not self._machine.has_looked:
             return False
@@ -193,10 +193,10 @@ class TuningClient:
     def announce(self, store: Store) -> None:
         """Let the daemons of this user know that a script runs, and for how long it is expected to."""
         with contextlib.suppress(OSError):
-            neighbours = self._neighbours = Neighbours(meeting_folder(self._session.settings))
+            peers = self._neighbours = Peers(peers_folder(self._session.settings))
             expected = store.last_seconds(self._session.command)
             age = time.perf_counter() - self._session.started
-            self._script = neighbours.announce(expected, time.time() - age)
+            self._script = peers.announce(expected, time.time() - age)
 
     def withdraw(self) -> None:
         """The script has ended."""
@@ -216,7 +216,7 @@ class TuningClient:
         requests = self._leaving + self._requests(self._hot_plans("after"))
         requests += session.optimizers.requests()
         if requests:
-            session.backstage.wait_written(session.backstage.post_requests(requests), 10.0)
+            session.store_thread.wait_written(session.store_thread.post_requests(requests), 10.0)
             self._ensure_daemon()
 
     def note_leaving(self, plans: Sequence[Plan]) -> None:
@@ -282,7 +282,7 @@ class TuningClient:
         for plan in plans:
             if plan.is_asked:
                 continue
-            breathe()
+            yield_gil()
             for index, node, place in self._open_nodes(plan):
                 known = (node.fusion_id, node.bucket, place.key, place.threads)
                 if known in self._posted:
@@ -295,7 +295,7 @@ class TuningClient:
                     calls=plan.count,
                     unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
                     estimated_speedup=session.notes.estimates.get(node.fusion_id, 1.0),
-                    run_id=session.backstage.run_id,
+                    run_id=session.store_thread.run_id,
                 )
                 found[known] = _merge(found.get(known), request)
             plan.is_asked = True

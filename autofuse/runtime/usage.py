@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autofuse.ir.records import Bucket, NodeUse, ObservedShape
-from autofuse.runtime.store_thread import breathe
+from autofuse.runtime.store_thread import yield_gil
 
 if TYPE_CHECKING:
     from autofuse.runtime.plans import NodeState, Plan
@@ -47,7 +47,7 @@ class Usage:
         for index, node in enumerate(plan.nodes):
             total = self._sum_of(node)
             calls = fused = plan.fused_calls(node)
-            if not node.slot.is_group:  # until a way of it runs, its nodes are counted, each by itself
+            if not node.slot.is_group:  # until a strategy of it runs, its nodes are counted, each by itself
                 calls = plan.calls_of(node)
             total.calls += calls
             total.fused_calls += fused
@@ -85,7 +85,7 @@ def usage_of(session: Session, in_haste: bool = False) -> Usage:
     """Of the whole session so far; in haste where nobody computes meanwhile."""
     usage = Usage()
     for router in list(session.routers):
-        router.add_usage(usage, (lambda: None) if in_haste else breathe)
+        router.add_usage(usage, (lambda: None) if in_haste else yield_gil)
     return usage
 
 

@@ -25,11 +25,11 @@ from autofuse.gpu import capturing
 from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_policy import Held
 from autofuse.observer.release_policy import Loss
-from autofuse.runtime.graph_trial import Costs, Trial
+from autofuse.runtime.graph_trial import Costs, GraphTrial
 from autofuse.runtime.root_steps import Shape
 
 if TYPE_CHECKING:
-    from autofuse.runtime.root_registry import Roots
+    from autofuse.runtime.root_registry import RootRegistry
 
 Call = Callable[..., Any]
 COSTS = Costs(brief=0.0, timed=0.0)  # what a call costs more if its graph is not released: nothing
@@ -43,14 +43,14 @@ _PLACE = re.compile(r'File "[^"]+", line \d+, in (\w+)')
 class UserGraph:
     """All graphs of one code and kinds of inputs."""
 
-    def __init__(self, roots: Roots, key: str, name: str, is_static: bool) -> None:
+    def __init__(self, roots: RootRegistry, key: str, name: str, is_static: bool) -> None:
         self.roots = roots
         self.session = roots.session
         self.key = key
         self.name = name
         self.capture_seconds = 0.0
         self.state, self.reason, self.detail = "captured", "asked_for", "by torch.compile"
-        self.trial = Trial(roots, key, COSTS, None, self._lose)
+        self.trial = GraphTrial(roots, key, COSTS, None, self._lose)
         self.trial.is_on = True
         self._is_static = is_static
         self._calls = 0  # that were looked at, and those before them

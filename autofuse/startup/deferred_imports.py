@@ -39,7 +39,7 @@ def shadowed(folder: str) -> list[str]:
     return [name for name, spec in found if spec is not None and spec.loader is not None]
 
 
-def import_for(folder: str) -> None:
+def import_now_for(folder: str) -> None:
     """Import all of it now if ``folder`` has such a name, and leave the name to the script."""
     names = shadowed(folder)
     if not names:

@@ -23,7 +23,7 @@ def paused() -> Iterator[None]:
             gc.enable()
 
 
-def leave_out_what_is_there() -> None:
+def freeze() -> None:
     """Let no collection look at objects that exist by now; those that the script makes are collected as ever.
 
     ``gc.get_objects`` and ``gc.get_referrers`` do not list them from then on; ``gc.unfreeze()`` undoes it.

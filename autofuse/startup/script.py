@@ -186,7 +186,7 @@ def _prepare_module(name: str) -> _Prepared:
 def _set_path(folder: str, *, always: bool = False) -> None:
     """Give the script its own ``sys.path[0]`` in place of ours; neither exists in safe-path mode."""
     if "autofuse.runtime.session" in sys.modules:
-        deferred_imports.import_for(folder)
+        deferred_imports.import_now_for(folder)
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif always:  # python puts a folder or zip file that it runs on the path even then

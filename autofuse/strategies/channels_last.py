@@ -2,7 +2,7 @@
 
 In: a form with several convolutions. Out: the form with every image that a convolution or a pooling reads or gives laid
 out as [N, H, W, C]; inputs and outputs stay as they were, with a copy where they enter and where they leave.
-Guarantee: the same operations on the same elements; whether the copies pay is measured, as for every way.
+Guarantee: the same operations on the same elements; whether the copies pay is measured, as for every strategy.
 
 Vendors' convolutions of images that lie row by row bring them into another order first and back afterwards, each of
 them by itself (oneDNN's, for a module of Inception, twice as slow). To choose the order for one convolution alone gains
@@ -24,7 +24,7 @@ from autofuse.strategies.chains import is_contiguous, live
 from autofuse.strategies.rewrites import Rewrite, rewrites
 from autofuse.strategies.strategy import graph_of
 
-LAST = "channels_last"  # the way, and with what the names of others begin
+LAST = "channels_last"  # the strategy, and with what the names of others begin
 CONVOLUTIONS = ("convolution",)
 POOLINGS = ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")
 ATEN = "vendor.aten.default"  # an operation of aten whose results are brought to the strides that are promised

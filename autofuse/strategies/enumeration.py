@@ -1,6 +1,6 @@
-"""The ways of a node: every rewrite, each with what is left of it cut into kernels; and the cuts of one kernel.
+"""The strategies of a node: every rewrite, each with what is left of it cut into kernels; and the cuts of one kernel.
 
-In: a form. Out: `Way`s. The first is what runs without any group: each product by aten, the rest in kernels.
+In: a form. Out: `Strategy`s. The first is what runs without any group: each product by aten, the rest in kernels.
 Guarantee: torch-free and deterministic, so that the daemon and a script mean the same by a name.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autofuse.codegen.c.templates.attention import attention_refusal as c_attention_refusal
 from autofuse.codegen.c.templates.convolution import convolution_refusal
-from autofuse.codegen.c.templates.matmul import product_refusal
+from autofuse.codegen.c.templates.matmul import c_matmul_refusal
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.matmul_operands import ANCHORS
 from autofuse.codegen.triton.templates.attention_plan import attention_refusal
@@ -26,7 +26,7 @@ from autofuse.strategies.channels_last import ATEN, CONVOLUTIONS, LAST, LEAST_NE
 from autofuse.strategies.rewrites import BIAS_APART, rewrites
 from autofuse.strategies.row_blocks import block_of
 from autofuse.strategies.sdpa_training_match import passes_of
-from autofuse.strategies.strategy import ATTENTION, CONVOLUTION, MATMUL, Part, Way, graph_of
+from autofuse.strategies.strategy import ATTENTION, CONVOLUTION, MATMUL, Part, Strategy, graph_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
@@ -37,74 +37,84 @@ MOST_CUTS = 2  # of one kernel that are measured: those with the least memory be
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 
 
-def ways_of(form: NodeForm, has_tiles: bool = False) -> list[Way]:
-    """The ways of a group; ``has_tiles``: on a device whose products may be generated as well."""
-    found = [Way(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
-    found += [Way(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
-    found += layouts_of(form)
-    found += [] if has_tiles else generated_of(form)
+def strategies_of(form: NodeForm, has_tiles: bool = False) -> list[Strategy]:
+    """The strategies of a group; ``has_tiles``: on a device whose products may be generated as well."""
+    found = [Strategy(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
+    found += [Strategy(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
+    found += layout_strategies(form)
+    found += [] if has_tiles else generated_strategies(form)
     printer = tiles_of(form) if has_tiles else None
     if printer is not None:
-        found.append(Way(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside"))
+        found.append(
+            Strategy(TILED, form, (Part(_kernels(form), printer),), f"a generated {printer} with the rest inside")
+        )
     return found
 
 
-def generated_of(form: NodeForm) -> list[Way]:
-    """The ways of a CPU that need no vendor, or call it block by block."""
-    return [*blocks_of(form), *products_of(form), *attentions_of(form), *convolutions_of(form)]
+def generated_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategies of a CPU that need no vendor, or call it block by block."""
+    return [
+        *row_block_strategies(form),
+        *matmul_strategies(form),
+        *sdpa_strategies(form),
+        *convolution_strategies(form),
+    ]
 
 
 _generated_names: dict[str, tuple[str, ...]] = {}  # by a form's text
 
 
 def generated_names(form: NodeForm) -> tuple[str, ...]:
-    """Names of `generated_of`, for the search for groups: without parts, and once for equal forms, as layers have.
+    """Names of `generated_strategies`, for the search for groups: without parts, and once for equal forms.
 
     That search took 0.6 of the planning of a GPT-2 of 4 layers, most of it for parts that nobody read.
     """
     text = form.text()
     if text not in _generated_names:
-        names = [way.name for way in (*blocks_of(form), *attentions_of(form), *convolutions_of(form))]
+        names = [
+            strategy.name
+            for strategy in (*row_block_strategies(form), *sdpa_strategies(form), *convolution_strategies(form))
+        ]
         _generated_names[text] = (*names, *([GENERATED] if _printed_products(form) else []))
     return _generated_names[text]
 
 
-def blocks_of(form: NodeForm) -> list[Way]:
-    """The way in blocks of rows; none where rows need each other, or what follows the product is no one kernel."""
+def row_block_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategy in blocks of rows; none where rows need each other, or what follows the product is no one kernel."""
     found = block_of(next((r.form for r in rewrites(form) if r.name == BIAS_APART), form))
     parts = _parts(found[0]) if found is not None else ()
     # What leaves has to come from the kernel that writes into the node's outputs.
     if found is None or len(parts) != 1 or {ref.name for ref in found[0].outputs} - set(parts[0].operations):
         return []
     block, rows = found
-    return [Way(BLOCKS, block, parts, f"blocks of {rows.count} rows, each read back from the caches", rows)]
+    return [Strategy(BLOCKS, block, parts, f"blocks of {rows.count} rows, each read back from the caches", rows)]
 
 
-def products_of(form: NodeForm) -> list[Way]:
-    """The way with products that are printed in C in place of the vendor's; none where there are no such products."""
+def matmul_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategy with matmuls in C in place of the library's; none where there are no such matmuls."""
     printed = _printed_products(form)
     if not printed:
         return []
     parts = (*(Part((op.name,), MATMUL) for op in printed), *_parts(form))
-    return [Way(GENERATED, form, parts, "a generated product, the rest in kernels of their own")]
+    return [Strategy(GENERATED, form, parts, "a generated product, the rest in kernels of their own")]
 
 
 def _printed_products(form: NodeForm) -> list[Operation]:
     products = [op for op in form.operations if op.target in ANCHORS]
     graph = graph_of(form) if products else None
-    return [op for op in products if graph and product_refusal(build_node(graph, [op]).form) is None]
+    return [op for op in products if graph and c_matmul_refusal(build_node(graph, [op]).form) is None]
 
 
-def attentions_of(form: NodeForm) -> list[Way]:
-    """The way with an attention that is printed in C in place of torch's; none where it is no such attention."""
+def sdpa_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategy with an attention that is printed in C in place of torch's; none where it is no such attention."""
     if c_attention_refusal(form) is not None:
         return []
     part = Part((form.operations[0].name,), ATTENTION)
-    return [Way(GENERATED_ATTENTION, form, (part,), "a generated attention")]
+    return [Strategy(GENERATED_ATTENTION, form, (part,), "a generated attention")]
 
 
-def convolutions_of(form: NodeForm) -> list[Way]:
-    """The way with convolutions that are printed in C, its images channels last; none for one that is not by itself."""
+def convolution_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategy with convolutions in C, its images channels last; none for one that is not by itself."""
     if not any(op.short_name in CONVOLUTIONS for op in form.operations):
         return []
     last = channels_last(form)
@@ -117,7 +127,7 @@ def convolutions_of(form: NodeForm) -> list[Way]:
     parts = (*(Part((op.name,), CONVOLUTION) for op in printed), *_parts(made))
     name = GENERATED_CONVOLUTION if last is None else LAST_GENERATED
     lying = "" if last is None else "images channels last from one to the next, "
-    return [Way(name, made, parts, f"generated convolutions, {lying}the rest in kernels of their own")]
+    return [Strategy(name, made, parts, f"generated convolutions, {lying}the rest in kernels of their own")]
 
 
 def _plain(op: Operation) -> Operation:
@@ -127,9 +137,9 @@ def _plain(op: Operation) -> Operation:
     return op
 
 
-def layouts_of(form: NodeForm) -> list[Way]:
-    """The ways with images channels last between several convolutions; none where they are so already."""
-    return [Way(r.name, r.form, _parts(r.form), r.detail) for r in layouts(form)]
+def layout_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategies with images channels last between several convolutions; none where they are so already."""
+    return [Strategy(r.name, r.form, _parts(r.form), r.detail) for r in layouts(form)]
 
 
 def tiles_of(form: NodeForm) -> str | None:
@@ -142,7 +152,7 @@ def _kernels(form: NodeForm) -> tuple[str, ...]:
     return tuple(op.name for op in form.operations if info(op.target).kind is not OpKind.VIEW)
 
 
-def cuts_of(form: NodeForm) -> list[Way]:
+def cut_strategies(form: NodeForm) -> list[Strategy]:
     """One kernel and the cheapest cuts of it into two; empty where there is nothing to cut."""
     graph = graph_of(form)
     kernels = [graph.by_name[name] for name in _kernels(form)]
@@ -151,17 +161,17 @@ def cuts_of(form: NodeForm) -> list[Way]:
         sides = kernels[:at], kernels[at:]
         if all(_lowers(graph, side) for side in sides):
             cuts.append((_crossing_bytes(graph, *sides), at))
-    ways = [Way(WHOLE, form, (Part(tuple(op.name for op in kernels)),), "all of it in one kernel")]
+    strategies = [Strategy(WHOLE, form, (Part(tuple(op.name for op in kernels)),), "all of it in one kernel")]
     for nbytes, at in sorted(cuts)[:MOST_CUTS]:
         parts = tuple(Part(tuple(op.name for op in side)) for side in (kernels[:at], kernels[at:]))
         name = kernels[at].short_name.strip("_")
         detail = f"two kernels, cut before {name}, {nbytes / 1e6:.2f} MB between them at the planner's sizes"
-        ways.append(Way(f"cut_{at}_{name}", form, parts, detail))
-    return ways if len(ways) > 1 else []
+        strategies.append(Strategy(f"cut_{at}_{name}", form, parts, detail))
+    return strategies if len(strategies) > 1 else []
 
 
 def is_group(form: NodeForm) -> bool:
-    """Whether a form holds operations that no nest of loops is made of, so that it has ways instead of a kernel."""
+    """Whether a form has operations that no nest of loops is made of, so that it has strategies instead of a kernel."""
     return any(info(op.target).kind in (OpKind.OPAQUE, OpKind.RANDOM) for op in form.operations)
 
 

@@ -1,7 +1,7 @@
 """Finds attentions of training in the two graphs of a capture (`joint_attention`).
 
-In: the forward and the backward graph. Out: for each attention a `Half` in either graph, which both refer to one
-`Pair`; for each that was left alone, why.
+In: the forward and the backward graph. Out: for each attention a `AttentionPass` in either graph, which both refer to
+one `Pair`; for each that was left alone, why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autofuse.errors import FusionError
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import free_symbols
 from autofuse.strategies.chains import is_contiguous
-from autofuse.strategies.joint_attention import Half, Pair
+from autofuse.strategies.joint_attention import AttentionPass, Pair
 from autofuse.strategies.sdpa_training_match import (
     DEVICES,
     SOFTMAX_BACKWARD,
@@ -31,13 +31,13 @@ _NOTE = "autofuse_halves"
 class Halves:
     """The halves of a forward graph, those of its backward graph, and why attentions were left alone."""
 
-    forward: list[Half] = field(default_factory=list)
-    backward: list[Half] = field(default_factory=list)
+    forward: list[AttentionPass] = field(default_factory=list)
+    backward: list[AttentionPass] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
 
 
-def find_halves(imported: ImportedGraph, counterpart: Counterpart) -> Halves:
-    """The attentions of a forward graph; those of the backward graph are noted there, see `halves_of`."""
+def find_joint_attention(imported: ImportedGraph, counterpart: Counterpart) -> Halves:
+    """The attentions of a forward graph; those of the backward graph are noted there, see `attention_passes_of`."""
     found = Halves()
     softmaxes = [op for op in imported.operations if op.short_name == "_softmax"]
     backward_nodes = counterpart.backward.graph.nodes
@@ -65,13 +65,15 @@ def find_halves(imported: ImportedGraph, counterpart: Counterpart) -> Halves:
     return found
 
 
-def halves_of(backward_graph: torch.fx.GraphModule) -> list[Half]:
+def attention_passes_of(backward_graph: torch.fx.GraphModule) -> list[AttentionPass]:
     """The halves that were found when the forward graph was planned."""
-    found: list[Half] = backward_graph.meta.get(_NOTE, [])
+    found: list[AttentionPass] = backward_graph.meta.get(_NOTE, [])
     return found
 
 
-def _halves(both: BothPasses, attention: TrainingAttention, derived: set[str]) -> tuple[Half, Half] | str:
+def _halves(
+    both: BothPasses, attention: TrainingAttention, derived: set[str]
+) -> tuple[AttentionPass, AttentionPass] | str:
     graph, scores = both.graph, attention.scores
     node = attention.node(graph)
     devices = {spec.device for spec in node.inputs.values()}
@@ -91,13 +93,13 @@ def _halves(both: BothPasses, attention: TrainingAttention, derived: set[str]) -
     masked = [scores.masked] if scores.masked is not None else []
     operands = [scores.query, scores.key, attention.value]
     bias = [scores.bias] if scores.bias is not None else []
-    first = Half(
+    first = AttentionPass(
         pair,
         frozenset(op.name for op in attention.forward),
         tuple(both.names[ref] for ref in (*operands, *bias, *masked)),
         (both.names[attention.results[0]], *kept),
     )
-    second = Half(
+    second = AttentionPass(
         pair,
         frozenset(op.name for op in attention.backward),
         (*kept, *(both.names[ref] for ref in (attention.gradient, *operands, *masked))),

@@ -2,7 +2,7 @@
 
 In: a graph and its nodes. Out: `Group`s, each the operations of some nodes and the products between them.
 Guarantee: groups do not overlap and contracting each to a point leaves the graph acyclic. A group is an alternative:
-until a way of it has won, its nodes and products run on their own, as if there were no group.
+until a strategy of it has won, its nodes and products run on their own, as if there were no group.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _Finder:
             names_of_ways.append(TILED)
         alone = {*LONE, GENERATED, GENERATED_CONVOLUTION}
         if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= alone):
-            return  # the product by itself has the same ways, and its node all of its own
+            return  # the product by itself has the same strategies, and its node all of its own
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
         self.groups.append(Group(node, members, kind))
         self.unit.update(dict.fromkeys(names, frozenset(names)))

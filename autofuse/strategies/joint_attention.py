@@ -1,7 +1,7 @@
 """Attention in training as two halves: each graph has one, and either both run torch's own attention or neither does.
 
-In: for each attention a `Half` in either graph, as `find_joint_attention` has found them, which both refer to one
-`Pair`. Out: callables of the halves.
+In: for each attention a `AttentionPass` in either graph, as `find_joint_attention` has found them, which both refer to
+one `Pair`. Out: callables of the halves.
 Guarantee: the forward half decides, call by call, and what it keeps in place of the probabilities tells the backward
 half. It does so only once the backward graph is known to understand it (`Pair.is_ready`). Where it declines or fails,
 its graph's own operations run as if there were no half.
@@ -59,7 +59,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Half:
+class AttentionPass:
     """One pass of an attention, by the names that its FX graph has."""
 
     pair: Pair

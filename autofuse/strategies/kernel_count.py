@@ -1,4 +1,4 @@
-"""The kernels of a planned graph, where of each group the way with the fewest kernels wins.
+"""The kernels of a planned graph, where of each group the strategy with the fewest kernels wins.
 
 In: nodes, groups among them. Out: for each kernel the names of its operations, as `measure_graph` takes them.
 Guarantee: an operation that a vendor's kernel does not take in keeps its own node's kernel. What wins is measured

@@ -19,7 +19,7 @@ from autofuse.strategies.chains import is_free, keep_order, number
 from autofuse.strategies.sdpa_match import DROPOUT_INSIDE, Scores, find_scores
 from autofuse.strategies.strategy import graph_of
 
-SDPA_TRAINING = "sdpa_training"  # the way
+SDPA_TRAINING = "sdpa_training"  # the strategy
 TRAINING = "vendor.attention_training.default"
 DEVICES = ("cpu", "cuda")  # that torch's attention has a forward and a backward kernel for
 SOFTMAX_BACKWARD = "_softmax_backward_data"

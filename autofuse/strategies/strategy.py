@@ -1,4 +1,4 @@
-"""A way: one of several programs that give what a node's operations give.
+"""A strategy: one of several programs that give what a node's operations give.
 
 In: a form with the node's inputs and outputs, some operations replaced by a vendor's fused ones, and the parts of it
 that run as one generated kernel each. Out: the steps in order, and the form of each part.
@@ -39,7 +39,7 @@ class Kernel:
     """A part as a node whose inputs are called as in the way's form."""
 
     node: FusionNode
-    sizes: tuple[Dim, ...]  # the node's symbols in those of the way's form
+    sizes: tuple[Dim, ...]  # the node's symbols in those of the strategy's form
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """One program for a node."""
 
-    name: str  # "parts", "vendor_linear", ...: unique among the ways of a node
+    name: str  # "parts", "vendor_linear", ...: unique among the strategies of a node
     form: NodeForm  # the node's, or that of a block of its rows
     parts: tuple[Part, ...]
     detail: str = ""  # for people: what it does
@@ -72,8 +72,8 @@ class Way:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Way:
-        """Raises FusionError and ShapeError for what is no way."""
+    def from_json(cls, data: Mapping[str, Any]) -> Strategy:
+        """Raises FusionError and ShapeError for what is no strategy."""
         form = NodeForm.from_json(data["form"])
         made = {op.name: op for op in form.operations}
         parts = tuple(
@@ -88,12 +88,12 @@ class Way:
             rows = Rows(stored_name(rows[0]), stored_number(rows[1]), as_dim(rows[2]), tuple(map(bool, rows[3])))
         return cls(one_line(data["name"]), form, parts, one_line(data["detail"]), rows)
 
-    def without(self, index: int) -> Way:
+    def without(self, index: int) -> Strategy:
         """The same program with part ``index`` run through aten."""
         return replace(self, parts=(*self.parts[:index], *self.parts[index + 1 :]))
 
     @property
-    def has_vendor(self) -> bool:
+    def has_extern(self) -> bool:
         """Whether a vendor's fused kernel runs in it."""
         return any(op.target.startswith("vendor.") for op in self.form.operations)
 
@@ -132,7 +132,7 @@ class Way:
         while len(done) < len(waits):
             ready = [unit for unit in waits if unit not in done and waits[unit] <= done]
             if not ready:
-                raise FusionError(f"expected parts without a circle in the way {self.name}, found one")
+                raise FusionError(f"expected parts without a circle in the strategy {self.name}, found one")
             done.add(ready[0])
             ordered.append(ready[0] if isinstance(ready[0], int) else self.graph.by_name[ready[0]])
         return self._live(ordered)

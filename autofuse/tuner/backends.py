@@ -20,7 +20,7 @@ from autofuse.codegen.c.templates.attention import attention_knobs as c_attentio
 from autofuse.codegen.c.templates.attention import default_attention_config as default_c_attention_config
 from autofuse.codegen.c.templates.attention import print_attention as print_c_attention
 from autofuse.codegen.c.templates.convolution import convolution_knobs, default_convolution_config, print_convolution
-from autofuse.codegen.c.templates.matmul import default_product_config, print_product, product_knobs
+from autofuse.codegen.c.templates.matmul import c_matmul_knobs, default_c_matmul_config, print_c_matmul
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.triton.artifact import Artifact
@@ -89,7 +89,7 @@ class _CPrinter:
 
 
 _C_PRINTERS = {
-    MATMUL: _CPrinter(product_knobs, default_product_config, print_product),
+    MATMUL: _CPrinter(c_matmul_knobs, default_c_matmul_config, print_c_matmul),
     ATTENTION: _CPrinter(c_attention_knobs, default_c_attention_config, print_c_attention),
     CONVOLUTION: _CPrinter(convolution_knobs, default_convolution_config, print_convolution),
 }

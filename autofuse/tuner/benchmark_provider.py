@@ -76,7 +76,7 @@ class Bench(Protocol):
         """Eager first, then the candidates in order. Raises CandidateProblem."""
 
 
-class Workshop:
+class BenchmarkProvider:
     """Compilers, the worker and what is known of kernels; shared by all jobs of a daemon."""
 
     def __init__(
@@ -104,9 +104,11 @@ class Workshop:
         self._opened: str | None = None
         self._generation = 0
 
-    def bench(self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP) -> NodeWorkshop:
+    def bench(
+        self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP
+    ) -> NodeBenchmarks:
         """``printer``: of the node's kernels: `strategies.strategy.LOOP`, `MATMUL`, `ATTENTION` or `CONVOLUTION`."""
-        return NodeWorkshop(self, fusion_id, form, threads, bucket, printer)
+        return NodeBenchmarks(self, fusion_id, form, threads, bucket, printer)
 
     # ---- compilers ------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class Workshop:
 
     # ---- the worker -----------------------------------------------------------------------------
 
-    def ask(self, node: NodeWorkshop, do: str, needed: Sequence[Built], **arguments: Any) -> dict[str, Any]:
+    def ask(self, node: NodeBenchmarks, do: str, needed: Sequence[Built], **arguments: Any) -> dict[str, Any]:
         """A request about a node, once the worker has the node and the kernels ``needed``."""
         self.rest()
         if self.worker.generation != self._generation or self.worker.pid is None:
@@ -194,18 +196,24 @@ class Workshop:
         return self.worker.ask(do, **arguments)
 
 
-class NodeWorkshop:
+class NodeBenchmarks:
     """The workshop as one job sees it (`Bench`)."""
 
     def __init__(
-        self, workshop: Workshop, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP
+        self,
+        provider: BenchmarkProvider,
+        fusion_id: str,
+        form: NodeForm,
+        threads: int,
+        bucket: Bucket,
+        printer: str = LOOP,
     ) -> None:
         self.form = form
         self.threads = threads
         self.key = f"{fusion_id}/{threads}"
         self._fusion_id = fusion_id
         self._printer = printer
-        self._workshop = workshop
+        self._workshop = provider
         self._high = self._named([high for _, high in bucket.ranges])
 
     def _loop(self) -> Printable:
@@ -280,8 +288,8 @@ class NodeWorkshop:
 class _Blame:
     """Notes a kernel as lethal when the worker is lost over it alone."""
 
-    def __init__(self, workshop: Workshop, digests: list[str]) -> None:
-        self._workshop = workshop
+    def __init__(self, provider: BenchmarkProvider, digests: list[str]) -> None:
+        self._workshop = provider
         self._digests = digests
 
     def __enter__(self) -> None:

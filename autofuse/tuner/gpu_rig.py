@@ -1,6 +1,6 @@
 """The bench's side of a GPU: kernels launched as the router launches them, timed by events.
 
-In: a model of GPU and the memory that may be used there. Out: a `Rig`.
+In: a model of GPU and the memory that may be used there. Out: a `DeviceRunner`.
 Guarantee: the first visible device of that very model, or RuntimeError; torch's allocator keeps within the memory; an
 error that leaves the context unusable is fatal, so that the next request finds a new process with a new context.
 """
@@ -34,7 +34,7 @@ FATAL = (
 )  # fmt: skip
 
 
-class GpuRig:
+class GpuRunner:
     """Triton kernels on one device."""
 
     def __init__(self, device_key: str, memory_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """One node on the worker's bench: inputs, eager, candidates; verified, then timed.
 
 In: a `NodeForm`, symbol values, kernels as bytes. Out: numbers.
-What differs between types of devices is a `Rig`: this module has the CPU's, the others are in `gpu_rig` and
+What differs between types of devices is a `DeviceRunner`: this module has the CPU's, the others are in `gpu_rig` and
 `interpreter`.
 On a machine that is too busy for parallel regions (see ``Cores``) eager and kernels are timed on one thread, by its own
 time.
@@ -86,7 +86,7 @@ class Cores:
 CORES = Cores()
 
 
-class Rig(Protocol):
+class DeviceRunner(Protocol):
     """What a bench does differently on each type of device."""
 
     device: torch.device
@@ -111,7 +111,7 @@ class Rig(Protocol):
         """Whether the process is of no use after this error."""
 
 
-class CpuRig:
+class CpuRunner:
     """C kernels."""
 
     device = torch.device("cpu")
@@ -141,7 +141,7 @@ class CpuRig:
 class NodeBench:
     """Everything of one node in one worker process."""
 
-    def __init__(self, form: NodeForm, threads: int, rig: Rig) -> None:
+    def __init__(self, form: NodeForm, threads: int, rig: DeviceRunner) -> None:
         self.form = form
         self.threads = threads
         self._rig = rig
@@ -154,8 +154,10 @@ class NodeBench:
     def load(self, digest: str, name: str, binary: bytes) -> None:
         """Map a kernel into the process, once."""
         if digest not in self._loaded:
-            is_way = is_bundle(binary)
-            self._loaded[digest] = unpack(binary, self._rig.load) if is_way else self._rig.load(digest, name, binary)
+            is_strategy = is_bundle(binary)
+            self._loaded[digest] = (
+                unpack(binary, self._rig.load) if is_strategy else self._rig.load(digest, name, binary)
+            )
 
     def check(self, digest: str, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         """The worst error ratio over the cases. Raises `verify.Wrong`."""

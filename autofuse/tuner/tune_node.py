@@ -458,7 +458,7 @@ class Job:
         if values is None or calls < SPECIALISE_CALLS or not self.form.symbols or self._seconds_left() <= 0:
             return
         if len(set(self._bench.variants)) == 1:
-            return  # ways have no other form
+            return  # strategies have no other form
         bucket = exact_bucket(values)
         request = replace(
             self.request,

@@ -18,7 +18,7 @@ import torch
 from autofuse.dynamo_skip import define
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.shape import Dim
-from autofuse.strategies.joint_attention import Half, Pair, backward_call
+from autofuse.strategies.joint_attention import AttentionPass, Pair, backward_call
 from autofuse.wrapper.below_autograd import NAMES
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class NodeSlot:
     device: torch.device  # where all of its tensors live
     members: tuple[int, ...] = ()  # of a group: the slots that run where it has no callable of its own
     is_group: bool = False
-    half: Half | None = None  # of an attention in training, whose node holds both passes
+    half: AttentionPass | None = None  # of an attention in training, whose node holds both passes
     half_number: int = 0
 
 

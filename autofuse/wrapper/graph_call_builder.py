@@ -27,7 +27,7 @@ from autofuse.ir.operation import ValueRef
 from autofuse.ir.optable import OpKind
 from autofuse.ir.shape import free_symbols, symbol
 from autofuse.strategies.groups import Group
-from autofuse.strategies.joint_attention import Half
+from autofuse.strategies.joint_attention import AttentionPass
 from autofuse.wrapper.aten_call import render_call
 from autofuse.wrapper.below_autograd import BELOW, kept_books
 from autofuse.wrapper.graph_call import NodeSlot, Program, link
@@ -51,7 +51,7 @@ def build_program(
     imported: ImportedGraph,
     nodes: Sequence[FusionNode],
     groups: Sequence[Group] = (),
-    halves: Sequence[Half] = (),
+    halves: Sequence[AttentionPass] = (),
     is_backward: bool = False,
     reuses: bool = True,
 ) -> Program:
@@ -69,7 +69,7 @@ class _Builder:
         imported: ImportedGraph,
         nodes: Sequence[FusionNode],
         groups: Sequence[Group],
-        halves: Sequence[Half],
+        halves: Sequence[AttentionPass],
         is_backward: bool,
         reuses: bool,
     ) -> None:
@@ -113,7 +113,7 @@ class _Builder:
         refs += [ValueRef(op.name, i) for op in node.operations for i in range(len(op.outputs))]
         return self._only_device(node, refs)
 
-    def _half_device(self, half: Half) -> torch.device:
+    def _half_device(self, half: AttentionPass) -> torch.device:
         return self._only_device(half.pair.node, [ValueRef(name) for name in half.names])
 
     def _only_device(self, node: FusionNode, refs: Iterable[ValueRef]) -> torch.device:
@@ -123,7 +123,7 @@ class _Builder:
         return found.pop()
 
     @staticmethod
-    def _members(half: Half, slots: Sequence[NodeSlot]) -> tuple[int, ...]:
+    def _members(half: AttentionPass, slots: Sequence[NodeSlot]) -> tuple[int, ...]:
         """The slots inside of a half. Raises ShapeError where one is only partly inside."""
         found = []
         for index, slot in enumerate(slots):
@@ -212,7 +212,7 @@ class _Builder:
             units = self._halved(units, half, Unit([], place, half=number))
         return units
 
-    def _halved(self, units: list[Unit], half: Half, whole: Unit) -> list[Unit]:
+    def _halved(self, units: list[Unit], half: AttentionPass, whole: Unit) -> list[Unit]:
         """The units with those of a half as one. Views of what comes from outside stay there as well."""
         inner = [u for u in units if any(self._operation_of(n) in half.names for n in u.nodes)]
         made = {n for u in inner for n in u.nodes}

@@ -1,6 +1,6 @@
 """A strategy out of the bytes that the store keeps of it.
 
-In: bytes as `strategies.bundle.pack` makes them, and how one kernel is loaded. Out: a `LoadedWay`.
+In: bytes as `strategies.bundle.pack` makes them, and how one kernel is loaded. Out: a `LoadedStrategy`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from autofuse.strategies.bundle import MARK, is_bundle
-from autofuse.strategies.strategy import Way
+from autofuse.strategies.strategy import Strategy
 from autofuse.wrapper.node_call import Entry
-from autofuse.wrapper.strategy_call import LoadedWay
+from autofuse.wrapper.strategy_call import LoadedStrategy
 
 
-def unpack(binary: bytes, load: Callable[[str, str, bytes], Entry]) -> LoadedWay:
-    """The way, ready to be called; ``load(digest, name, binary)`` gives the entry of one kernel.
+def unpack(binary: bytes, load: Callable[[str, str, bytes], Entry]) -> LoadedStrategy:
+    """The strategy, ready to be called; ``load(digest, name, binary)`` gives the entry of one kernel.
 
-    A part may be a way itself: a node of two kernels.
+    A part may be a strategy itself: a node of two kernels.
     """
 
     def load_part(digest: str, name: str, binary: bytes) -> Entry:
@@ -27,4 +27,4 @@ def unpack(binary: bytes, load: Callable[[str, str, bytes], Entry]) -> LoadedWay
 
     data: dict[str, Any] = json.loads(binary[len(MARK) :])
     entries = tuple(load_part(digest, name, base64.b64decode(text)) for digest, name, text in data["kernels"])
-    return LoadedWay(Way.from_json(data["way"]), entries)
+    return LoadedStrategy(Strategy.from_json(data["way"]), entries)

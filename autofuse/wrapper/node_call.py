@@ -51,7 +51,7 @@ Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tenso
 
 
 class Composed(ABC):
-    """Several kernels and vendor's calls that together run a group (`wrapper.strategy_call.LoadedWay`).
+    """Several kernels and vendor's calls that together run a group (`wrapper.strategy_call.LoadedStrategy`).
 
     No protocol: asking whether an entry follows one takes 50 us.
     """
@@ -74,7 +74,7 @@ class Composed(ABC):
         return False
 
 
-# What runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a way.
+# What runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a strategy.
 Entry = Callable[..., None] | LoadedArtifact | Composed
 
 
@@ -106,7 +106,7 @@ def make_launcher(
     ``allocate(shape, strides, dtype)`` replaces the allocation of outputs in tests; ``reuse``: outputs of a C kernel
     that are written to an input instead, which nobody reads afterwards. ``failed(error, *inputs)`` answers
     in place of a launch that raised; without it the error goes to the caller. ``threads`` are those of a C kernel.
-    ``kept``: what a way keeps for its place of use, shared by the callables for all sizes there; its own if None.
+    ``kept``: what a strategy keeps for its place of use, shared by the callables for all sizes there; its own if None.
     Raises ShapeError where the kernels of a GPU are not made for these sizes.
     """
     if isinstance(entry, LoadedArtifact):

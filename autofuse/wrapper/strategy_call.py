@@ -1,6 +1,7 @@
-"""A way as a callable: straight-line Python of aten calls, vendor's calls and generated kernels.
+"""A strategy as a callable: straight-line Python of aten calls, vendor's calls and generated kernels.
 
-In: a way, the loaded kernel of each part, the values of the node's symbols. Out: a flat function of the node's inputs.
+In: a strategy, the loaded kernel of each part, the values of the node's symbols. Out: a flat function of the node's
+inputs.
 Guarantee: outputs have exactly the sizes and strides that the form promises; intermediates die at their last use.
 """
 
@@ -21,7 +22,7 @@ from autofuse.ir.optable import VIEWS, info
 from autofuse.ir.shape import evaluate
 from autofuse.strategies.chains import is_contiguous
 from autofuse.strategies.extern_kernels import KEEPING, VENDORS, all_promised, as_promised
-from autofuse.strategies.strategy import LOOP, Rows, Way, flat_ref
+from autofuse.strategies.strategy import LOOP, Rows, Strategy, flat_ref
 from autofuse.wrapper.node_call import (
     Composed,
     Entry,
@@ -38,10 +39,10 @@ from autofuse.wrapper.node_call import (
 
 
 @dataclass(frozen=True)
-class LoadedWay(Composed):
-    """A way with its kernels in this process."""
+class LoadedStrategy(Composed):
+    """A strategy with its kernels in this process."""
 
-    way: Way
+    strategy: Strategy
     entries: tuple[Entry, ...]  # of the parts, in order
 
     def make_call(
@@ -55,13 +56,13 @@ class LoadedWay(Composed):
     ) -> NodeCall:
         """The callable for one shape; ``failed(error, *inputs)`` answers in place of a call that raised."""
         values = dict(zip(form.symbols, symbol_values, strict=True))
-        if self.way.rows is None:
+        if self.strategy.rows is None:
             return self._program(values, threads, allocate, failed or _raise, {} if kept is None else kept)
-        return self._in_blocks(self.way.rows, form, values, threads, allocate or empty_like_spec, failed or _raise)
+        return self._in_blocks(self.strategy.rows, form, values, threads, allocate or empty_like_spec, failed or _raise)
 
     @functools.cached_property
     def keeps(self) -> bool:
-        return any(isinstance(step, Operation) and step.target in KEEPING for step in self.way.steps)
+        return any(isinstance(step, Operation) and step.target in KEEPING for step in self.strategy.steps)
 
     def _program(
         self,
@@ -72,32 +73,34 @@ class LoadedWay(Composed):
         kept: dict[str, Any],
     ) -> NodeCall:
         kernels = []
-        for kernel, entry, reuse in zip(self.way.kernels, self.entries, self._reuse, strict=True):
+        for kernel, entry, reuse in zip(self.strategy.kernels, self.entries, self._reuse, strict=True):
             own = [evaluate(size, values) for size in kernel.sizes]
             answer = failed if self._is_one_kernel else None
             kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate, answer, reuse))
         if self._is_one_kernel:
             return kernels[0]
-        device = torch.device(device_type(self.way.form))
-        symbols = [values[name] for name in self.way.form.symbols]
+        device = torch.device(device_type(self.strategy.form))
+        symbols = [values[name] for name in self.strategy.form.symbols]
         call: NodeCall = self._make(*symbols, device, kernels, failed, kept)
         return call
 
     @functools.cached_property
     def _is_one_kernel(self) -> bool:
-        """Whether a part takes and gives just what the way does, so that no program around it is needed."""
-        form, steps = self.way.form, self.way.steps
+        """Whether a part takes and gives just what the strategy does, so that no program around it is needed."""
+        form, steps = self.strategy.form, self.strategy.steps
         if len(steps) != 1 or not isinstance(steps[0], int):
             return False
-        node = self.way.kernels[0].node
+        node = self.strategy.kernels[0].node
         return node.input_names == tuple(item.name for item in form.inputs) and tuple(node.outputs) == form.outputs
 
     @functools.cached_property
     def _reuse(self) -> tuple[Pairs, ...]:
         """Of each part: its outputs that are written where an input lies that dies there."""
-        found: list[Pairs] = [()] * len(self.way.parts)
-        steps = [_memory_step(self.way, step) for step in self.way.steps]
-        for step, pairs in zip(self.way.steps, find_reuse(steps, {r.name for r in self.way.form.outputs}), strict=True):
+        found: list[Pairs] = [()] * len(self.strategy.parts)
+        steps = [_memory_step(self.strategy, step) for step in self.strategy.steps]
+        for step, pairs in zip(
+            self.strategy.steps, find_reuse(steps, {r.name for r in self.strategy.form.outputs}), strict=True
+        ):
             if isinstance(step, int):
                 found[step] = pairs
         return tuple(found)
@@ -105,8 +108,8 @@ class LoadedWay(Composed):
     @functools.cached_property
     def _make(self) -> Callable[..., NodeCall]:
         """The program for any sizes: its text is the same for all."""
-        source, namespace = render(self.way)
-        define(source, f"way {self.way.name}", namespace)
+        source, namespace = render(self.strategy)
+        define(source, f"strategy {self.strategy.name}", namespace)
         make: Callable[..., NodeCall] = namespace["make"]
         return make
 
@@ -132,8 +135,8 @@ class LoadedWay(Composed):
             for count in {end - start for start, end in zip(starts, ends, strict=True)}
         }
         blocks = [(slice(start, end), programs[end - start]) for start, end in zip(starts, ends, strict=True)]
-        kernel = self.way.kernels[0].node
-        order = [self.way.form.outputs.index(ref) for ref in kernel.outputs]
+        kernel = self.strategy.kernels[0].node
+        order = [self.strategy.form.outputs.index(ref) for ref in kernel.outputs]
         specs = expected_outputs(form, [values[name] for name in form.symbols])
 
         def run(*inputs: torch.Tensor) -> Any:
@@ -153,15 +156,15 @@ class LoadedWay(Composed):
         return run
 
 
-def _memory_step(way: Way, step: Operation | int) -> Step:
+def _memory_step(strategy: Strategy, step: Operation | int) -> Step:
     """A step as `find_reuse` sees it. Results of operations with several are one value, whose memory is not reused."""
     if isinstance(step, Operation):
         is_fresh = len(step.outputs) == 1 and (step.target.startswith("vendor.") or step.short_name in FRESH)
         return Step([ref.name for ref in step.inputs], [step.name], is_fresh)
-    node = way.kernels[step].node
+    node = strategy.kernels[step].node
     inputs = [flat_ref(name).name for name in node.input_names]
-    on_cpu = way.parts[step].printer == LOOP and device_type(way.form) == "cpu"
-    is_fresh = all(len(way.graph.by_name[ref.name].outputs) == 1 for ref in node.outputs)
+    on_cpu = strategy.parts[step].printer == LOOP and device_type(strategy.form) == "cpu"
+    is_fresh = all(len(strategy.graph.by_name[ref.name].outputs) == 1 for ref in node.outputs)
     return Step(inputs, [ref.name for ref in node.outputs], is_fresh, node.form if on_cpu else None)
 
 
@@ -176,9 +179,9 @@ def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
     raise error
 
 
-def render(way: Way) -> tuple[str, dict[str, Any]]:
-    """The Python text of a way, and what it needs besides."""
-    form = way.form
+def render(strategy: Strategy) -> tuple[str, dict[str, Any]]:
+    """The Python text of a strategy, and what it needs besides."""
+    form = strategy.form
     namespace: dict[str, Any] = {
         "torch": torch,
         "as_promised": as_promised,
@@ -188,10 +191,10 @@ def render(way: Way) -> tuple[str, dict[str, Any]]:
     head = [f"def make({', '.join([*form.symbols, 'device', 'kernels', 'failed', 'kept'])}):"]
     body: list[str] = []
     uses: list[set[str]] = []
-    for step in way.steps:
+    for step in strategy.steps:
         if isinstance(step, int):
             head.append(f"    k{step} = kernels[{step}]")
-            line, read = _part_line(way, step)
+            line, read = _part_line(strategy, step)
         elif step.target.startswith("vendor."):
             vendor = f"vendor_{step.name}()"
             if step.target in KEEPING:  # one for all sizes
@@ -212,17 +215,17 @@ def render(way: Way) -> tuple[str, dict[str, Any]]:
     return "\n".join(lines), namespace
 
 
-def _part_line(way: Way, index: int) -> tuple[str, set[str]]:
-    node = way.kernels[index].node
+def _part_line(strategy: Strategy, index: int) -> tuple[str, set[str]]:
+    node = strategy.kernels[index].node
     refs = [flat_ref(name) for name in node.input_names]
-    arguments = ", ".join(value_name(ref, way.form) for ref in refs)
+    arguments = ", ".join(value_name(ref, strategy.form) for ref in refs)
     by_operation: dict[str, list[ValueRef]] = {}
     for ref in node.outputs:
         by_operation.setdefault(ref.name, []).append(ref)
     targets = [f"{ref.name}_{ref.index}" for ref in node.outputs]
     line = f"{', '.join(targets)} = k{index}({arguments})"
     for name, outputs in by_operation.items():
-        op = way.graph.by_name[name]
+        op = strategy.graph.by_name[name]
         if len(op.outputs) == 1:
             line += f"; {name} = {name}_0; del {name}_0"
         else:  # operations with several results are tuples everywhere

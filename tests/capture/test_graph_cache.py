@@ -18,7 +18,7 @@ from autofuse.capture.backend import compile_with
 from autofuse.capture.traced import Keeper
 from autofuse.pipeline import route_graph
 from autofuse.private_files import PrivateFolder
-from autofuse.runtime.plan_cache import KeptPlans
+from autofuse.runtime.plan_cache import PlanCache
 from autofuse.sessions import make_session, start_session
 from autofuse.settings.layers import load
 
@@ -445,16 +445,16 @@ def test_a_kept_graph_that_does_not_run_leaves_the_script_alone(tmp_path, monkey
     users_own[0].write_text("a user's own")
     users_own[1].mkdir()
     (users_own[1] / "x").touch()
-    whole = graph_cache.Keeping.compile_kept
+    whole = graph_cache.GraphCache.compile_kept
 
     def broken(args):
         raise ValueError("not enough values to unpack")
 
     with monkeypatch.context() as patched:
         if what == "trace":
-            patched.setattr(KeptPlans, "from_bytes", lambda self, data: lambda phase: broken)
+            patched.setattr(PlanCache, "from_bytes", lambda self, data: lambda phase: broken)
         else:
-            patched.setattr(graph_cache.Keeping, "compile_kept", lambda self, kept: (whole(self, kept), broken)[1])
+            patched.setattr(graph_cache.GraphCache, "compile_kept", lambda self, kept: (whole(self, kept), broken)[1])
             for path in folder.glob("*.trace"):
                 path.unlink()
         assert run() == ("eager", "kept_graph_failed")

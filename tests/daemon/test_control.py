@@ -28,14 +28,14 @@ from autofuse.daemon import files as daemon_files
 from autofuse.daemon import loop as daemon_loop
 from autofuse.daemon.files import DaemonFiles
 from autofuse.daemon.loop import TuningLoop
-from autofuse.daemon.peers import Neighbours, meeting_folder
+from autofuse.daemon.peers import Peers, peers_folder
 from autofuse.daemon.process_id import process_id, this_machine
 from autofuse.daemon.throttle import (
     BURST_SECONDS,
     FULL_PERCENT,
     SETTLED_SECONDS,
-    CpuShare,
-    OtherWork,
+    CpuThrottle,
+    MachineLoad,
     allowed_percent,
     young_share,
 )
@@ -421,7 +421,7 @@ def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> Non
 
 def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings) -> None:
     """Two machines with one store: a run's process number means another process, or none, on the other one."""
-    loop, neighbours = make_loop(settings), Neighbours(meeting_folder(settings))
+    loop, peers = make_loop(settings), Peers(peers_folder(settings))
     start = RunStart("x.py", cpu_device(), versions(), "background", os.getpid(), machine="another boot of another")
     with Store.open(settings.run.store) as store:
         there, here = (store.start_run(replace(start, machine=m)) for m in (start.machine, this_machine()))
@@ -432,7 +432,7 @@ def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings)
         store.put_node_uses(there, [fused])
         loop._run_id = here
         assert loop._asking_pid() is None, "it is not announced"
-        script = neighbours.announce(10.0)
+        script = peers.announce(10.0)
         assert loop._asking_pid() == os.getpid()
         loop._run_id = there
         assert loop._asking_pid() is None, "it runs there, and ours has its number by chance"
@@ -440,7 +440,7 @@ def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings)
         assert loop._saved([script]) == {os.getpid(): 0.0}
         store.put_node_uses(here, [fused])
         assert loop._saved([script]) == {os.getpid(): 10.0}
-    neighbours.withdraw()
+    peers.withdraw()
     loop.close()
 
 
@@ -542,7 +542,7 @@ class Clock:
 
 def test_the_share_of_a_core_is_kept() -> None:
     clock = Clock()
-    share = CpuShare(lambda: 25.0, lambda: clock.used, lambda: clock.now, clock.sleep)
+    share = CpuThrottle(lambda: 25.0, lambda: clock.used, lambda: clock.now, clock.sleep)
     for _ in range(40):
         share.rest(lambda: True)
         clock.work(0.1)
@@ -552,7 +552,7 @@ def test_the_share_of_a_core_is_kept() -> None:
 
 def test_little_is_taken_beside_a_script_that_has_only_begun() -> None:
     clock = Clock()
-    share = CpuShare(lambda: 50.0 * young_share(clock.now), lambda: clock.used, lambda: clock.now, clock.sleep)
+    share = CpuThrottle(lambda: 50.0 * young_share(clock.now), lambda: clock.used, lambda: clock.now, clock.sleep)
     used = {}
     while clock.now < 4 * SETTLED_SECONDS:
         share.rest(lambda: True)
@@ -575,7 +575,7 @@ def test_a_script_that_fills_all_cores_loses_a_tenth_of_one_at_most() -> None:
 
 def test_nobody_rests_while_somebody_waits_and_nothing_is_owed_for_it() -> None:
     clock = Clock()
-    share = CpuShare(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep)
+    share = CpuThrottle(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep)
     clock.work(100.0)
     share.rest(lambda: False)
     assert share.rested_seconds == 0.0
@@ -587,8 +587,8 @@ def test_other_work_is_told_from_our_own() -> None:
     clock = Clock()
     spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        others = OtherWork(lambda: 0.0, lambda: clock.now)
-        own = OtherWork(lambda: psutil.Process(spinner.pid).cpu_times().user + 1e6 * clock.now, lambda: clock.now)
+        others = MachineLoad(lambda: 0.0, lambda: clock.now)
+        own = MachineLoad(lambda: psutil.Process(spinner.pid).cpu_times().user + 1e6 * clock.now, lambda: clock.now)
         assert not others.is_busy()
         wait_until(lambda: psutil.Process(spinner.pid).cpu_times().user > 0.5)
         clock.now = 1.0

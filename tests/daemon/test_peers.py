@@ -17,13 +17,13 @@ import pytest
 
 from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.daemon import control
-from autofuse.daemon.peers import Neighbours, Script, meeting_folder
-from autofuse.daemon.scheduler import Yielding, _halted
+from autofuse.daemon.peers import Peers, Script, peers_folder
+from autofuse.daemon.scheduler import Scheduler, _halted
 from autofuse.daemon.throttle import (
     LONGEST_EXPECTED_SECONDS,
     SAVED_SHARE,
     SLICE_SECONDS,
-    CpuShare,
+    CpuThrottle,
     cpu_seconds,
     room_beside,
 )
@@ -61,20 +61,20 @@ def test_a_folder_that_others_could_write_to_is_not_used(tmp_path: Path) -> None
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     link.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "file").touch()
-    assert meeting_folder(settings_with(tmp_path, private)) == private
+    assert peers_folder(settings_with(tmp_path, private)) == private
     assert private.stat().st_mode & 0o777 == 0o700
     beside = tmp_path / "store.sqlite3.neighbours"
     for refused in (open_to_all, link, tmp_path / "file", tmp_path / "missing" / "deeper"):
-        assert meeting_folder(settings_with(tmp_path, refused)) == beside
+        assert peers_folder(settings_with(tmp_path, refused)) == beside
     assert not list((tmp_path / "elsewhere").iterdir())
     beside.rmdir()
     beside.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="only ours"):
-        meeting_folder(settings_with(tmp_path, link))
+        peers_folder(settings_with(tmp_path, link))
 
 
 def test_scripts_are_seen_while_they_run(tmp_path: Path) -> None:
-    mine, other = Neighbours(tmp_path), Neighbours(tmp_path)
+    mine, other = Peers(tmp_path), Peers(tmp_path)
     assert other.take_turn()
     other.add_spent(2.0)
     script = mine.announce(600.0)
@@ -101,7 +101,7 @@ neighbours = Neighbours(Path({str(tmp_path)!r}))
 print(neighbours.take_turn(), flush=True)
 time.sleep(600)
 """
-    mine, second = Neighbours(tmp_path), Neighbours(tmp_path)
+    mine, second = Peers(tmp_path), Peers(tmp_path)
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "True\n"
@@ -117,7 +117,7 @@ time.sleep(600)
 
 
 def test_what_was_spent_adds_up_over_daemons(tmp_path: Path) -> None:
-    first, second = Neighbours(tmp_path), Neighbours(tmp_path)
+    first, second = Peers(tmp_path), Peers(tmp_path)
     assert first.spent() == 0.0
     first.add_spent(0.5)
     second.add_spent(0.25)
@@ -205,7 +205,7 @@ class Clock:
 @pytest.mark.parametrize("piece", [0.02, 0.3])
 def test_over_a_run_the_share_is_kept_however_long_it_was_expected_to_be(expected: float, piece: float) -> None:
     clock = Clock(script(expected=expected))
-    share = CpuShare(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep, clock)
+    share = CpuThrottle(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep, clock)
     while clock.now < 1200.0:
         share.rest(lambda: True)
         clock.work(piece)
@@ -216,7 +216,7 @@ def test_over_a_run_the_share_is_kept_however_long_it_was_expected_to_be(expecte
 
 def test_a_piece_that_takes_much_waits_until_it_is_paid_for() -> None:
     clock = Clock(script())
-    share = CpuShare(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep, clock)
+    share = CpuThrottle(lambda: 10.0, lambda: clock.used, lambda: clock.now, clock.sleep, clock)
     halts = []
 
     @contextlib.contextmanager
@@ -308,18 +308,18 @@ def pair(tmp_path: Path) -> Iterator[tuple[Settings, Settings]]:
 
 
 def test_daemons_of_two_stores_take_turns_beside_a_script(pair: tuple[Settings, Settings]) -> None:
-    neighbours = Neighbours(meeting_folder(pair[0]))
-    neighbours.announce(1e6)  # this test: a script of a third store, which can pay for all of it
+    peers = Peers(peers_folder(pair[0]))
+    peers.announce(1e6)  # this test: a script of a third store, which can pay for all of it
     for settings in pair:
         with Store.open(settings.run.store) as store:
             store.add_requests(request(chain_form(), (size,)) for size in (6, 24))
-    assert neighbours.take_turn()
+    assert peers.take_turn()
     pids = [control.ensure_running(settings) for settings in pair]
     with Store.open(pair[0].run.store) as first, Store.open(pair[1].run.store) as second:
         time.sleep(1.5)
         assert [store.queue_length().queued for store in (first, second)] == [2, 2], "neither has the turn"
         assert not any(psutil.Process(pid).children() for pid in pids)
-        neighbours.give_turn()
+        peers.give_turn()
         both = 0
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (done := [store.queue_length().done for store in (first, second)]) != [2, 2]:
@@ -327,7 +327,7 @@ def test_daemons_of_two_stores_take_turns_beside_a_script(pair: tuple[Settings, 
             assert time.monotonic() < deadline, f"waited in vain: {done}"
             time.sleep(0.02)  # a request takes seconds
         assert not both, "one at a time"
-    neighbours.withdraw()
+    peers.withdraw()
 
 
 def test_a_daemon_that_may_take_nothing_does_nothing_until_the_script_has_ended(
@@ -335,9 +335,9 @@ def test_a_daemon_that_may_take_nothing_does_nothing_until_the_script_has_ended(
 ) -> None:
     """On a machine that is full; a loop in this process, so that it can be told so."""
     settings = pair[0].with_values({"tuner.busy_percent": 0.0}, "test")
-    neighbours, script = Neighbours(meeting_folder(settings)), Neighbours(meeting_folder(settings))
+    peers, script = Peers(peers_folder(settings)), Peers(peers_folder(settings))
     script.announce(1e6)
-    yielding = Yielding(settings.tuner, neighbours, is_urgent=lambda: False, is_stopping=lambda: False)
+    yielding = Scheduler(settings.tuner, peers, is_urgent=lambda: False, is_stopping=lambda: False)
     monkeypatch.setattr(yielding._others, "is_full", lambda: True)
     naps: list[float] = []
 
@@ -351,4 +351,4 @@ def test_a_daemon_that_may_take_nothing_does_nothing_until_the_script_has_ended(
     yielding.rest()
     assert len(naps) >= 5
     yielding.end()
-    assert Neighbours(meeting_folder(settings)).take_turn(), "it has given the turn back"
+    assert Peers(peers_folder(settings)).take_turn(), "it has given the turn back"

@@ -14,7 +14,7 @@ from autofuse.errors import FusionError, ShapeError
 from autofuse.ir.operation import NodeForm, TensorSpec
 from autofuse.ir.shape import as_dim, evaluate, parse_dim, symbol
 from autofuse.optim.form import StepForm
-from autofuse.strategies.strategy import Way
+from autofuse.strategies.strategy import Strategy
 from tests.cases import CASES
 
 RUNS = "__import__('os').system('touch {}')"
@@ -128,11 +128,11 @@ def test_steps_ways_and_triton_sources_are_checked_too(node):
         with pytest.raises(FusionError):
             StepForm.from_json({**step, name: value})
     form = NodeForm.from_json(node)
-    way = {"name": "w", "form": node, "parts": [[[form.operations[0].name], "loop"]], "detail": "", "rows": None}
-    assert Way.from_json(way).form == form
+    strategy = {"name": "w", "form": node, "parts": [[[form.operations[0].name], "loop"]], "detail": "", "rows": None}
+    assert Strategy.from_json(strategy).form == form
     for name, value in [("parts", [[["v9"], "loop"]]), ("parts", [[["v0"], "x"]]), ("rows", ["b 0", 1, "s0", [True]])]:
         with pytest.raises(FusionError):
-            Way.from_json({**way, name: value})
+            Strategy.from_json({**strategy, name: value})
     source = TritonSource("af_x", "", (), (), ("s0",), 1, 1).to_json()
     assert TritonSource.from_json(source).to_json() == source
     with pytest.raises(FusionError):

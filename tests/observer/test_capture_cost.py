@@ -11,24 +11,24 @@ from torch import nn
 
 from autofuse.capture.python_speed import slowness
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_cost import Traits, learn_factor, model_seconds
+from autofuse.observer.capture_cost import RootTraits, learn_factor, model_seconds
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.observer import Observer
 from autofuse.runtime.root_traits import traits_of
 
-USUAL = Traits(100, 150, 20, symbols=1)
+USUAL = RootTraits(100, 150, 20, symbols=1)
 
 
-def expected(traits: Traits = USUAL, per_op: float = 0.003, is_first: bool = False) -> float:
+def expected(traits: RootTraits = USUAL, per_op: float = 0.003, is_first: bool = False) -> float:
     return model_seconds(traits, per_op, is_first)
 
 
 def test_what_makes_a_capture_longer() -> None:
     assert expected(is_first=True) > expected() + 0.2
-    assert expected(Traits(200, 300, 20, 1)) > 1.5 * expected()
-    assert expected(Traits(100, 0, 20, 1)) < expected()
-    assert expected(Traits(100, 150, 20, 0)) < expected() < expected(Traits(100, 150, 20, 2))
-    assert expected(Traits(100, 150, 20, 1, once=0.2)) < expected() < expected(Traits(100, 150, 90, 1))
+    assert expected(RootTraits(200, 300, 20, 1)) > 1.5 * expected()
+    assert expected(RootTraits(100, 0, 20, 1)) < expected()
+    assert expected(RootTraits(100, 150, 20, 0)) < expected() < expected(RootTraits(100, 150, 20, 2))
+    assert expected(RootTraits(100, 150, 20, 1, once=0.2)) < expected() < expected(RootTraits(100, 150, 90, 1))
     assert slowness() > 0.0 and slowness() == slowness(), "measured once"
 
 

@@ -80,14 +80,16 @@ WAYS = [compiled_module, compiled_in_place, compiled_function]
 MODELS = [MLP, Blocks, Breaks, hooked, lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), MLP())]
 
 
-def run_all(way: Callable[..., Any], make: Callable[[], nn.Module], call_before: bool) -> tuple[int, int, int, Any]:
+def run_all(
+    strategy: Callable[..., Any], make: Callable[[], nn.Module], call_before: bool
+) -> tuple[int, int, int, Any]:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     model, backend = make(), Counted()
     if call_before:
         model(X)
-    call = way(model, backend)
+    call = strategy(model, backend)
     for _ in range(4):
         out = call(X)
     return backend.graphs, backend.runs, sum(counters["graph_break"].values()), out
@@ -96,10 +98,10 @@ def run_all(way: Callable[..., Any], make: Callable[[], nn.Module], call_before:
 @pytest.mark.parametrize("call_before", [False, True])
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("way", WAYS)
-def test_same_graphs_and_runs(way: Callable[..., Any], make: Callable[[], nn.Module], call_before: bool) -> None:
-    expected = run_all(way, make, call_before)
+def test_same_graphs_and_runs(strategy: Callable[..., Any], make: Callable[[], nn.Module], call_before: bool) -> None:
+    expected = run_all(strategy, make, call_before)
     with watching() as watch:
-        found = run_all(way, make, call_before)
+        found = run_all(strategy, make, call_before)
         model_calls = len(watch.calls)
     assert found[:3] == expected[:3]
     assert expected[0] > 0

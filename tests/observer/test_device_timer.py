@@ -18,7 +18,7 @@ from autofuse.observer.mode import ObserverMode, attach, detach
 from autofuse.observer.observer import Observer
 from autofuse.observer.profile import aggregate
 from autofuse.runtime import root, root_registry
-from autofuse.runtime.root_registry import Roots
+from autofuse.runtime.root_registry import RootRegistry
 from autofuse.runtime.session import Session
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
@@ -214,7 +214,7 @@ def test_without_a_gpu_in_use_no_event_is_made() -> None:
 
 
 @pytest.fixture
-def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeGpu, Roots]]:
+def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeGpu, RootRegistry]]:
     gpu = FakeGpu()
     monkeypatch.setattr(root_registry, "event_timer", lambda: EventTimer(gpu.calls()))
     monkeypatch.setattr(root, "_device_of", lambda module, *rest: torch.device("cuda", 0))
@@ -226,11 +226,11 @@ def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     of.uninstall()
 
 
-def call(of: Roots, model: nn.Module) -> None:
+def call(of: RootRegistry, model: nn.Module) -> None:
     of.root_of(model).call(model, (torch.randn(4, 8),), {})
 
 
-def test_time_spent_in_eager_is_the_larger_of_host_and_device(on_fake_gpu: tuple[FakeGpu, Roots]) -> None:
+def test_time_spent_in_eager_is_the_larger_of_host_and_device(on_fake_gpu: tuple[FakeGpu, RootRegistry]) -> None:
     gpu, of = on_fake_gpu
     gpu.milliseconds = 10_000.0  # longer than any call takes the host
     model = MLP()
@@ -244,7 +244,7 @@ def test_time_spent_in_eager_is_the_larger_of_host_and_device(on_fake_gpu: tuple
     assert of.observer.typical_seconds(root.key) == 10.0
 
 
-def test_steps_of_a_captured_root_are_times_of_its_stream(on_fake_gpu: tuple[FakeGpu, Roots]) -> None:
+def test_steps_of_a_captured_root_are_times_of_its_stream(on_fake_gpu: tuple[FakeGpu, RootRegistry]) -> None:
     gpu, of = on_fake_gpu
     model = MLP()
     root = of.root_of(model)

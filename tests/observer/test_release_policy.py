@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, Verdicts, magnitude
+from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, magnitude
 
 MANY = PAIRS_BEFORE_RELEASE
 
 
-def judge(found: Verdicts, elements: int, is_short: bool, release_factor: float) -> Loss | None:
+def judge(found: ReleasePolicy, elements: int, is_short: bool, release_factor: float) -> Loss | None:
     loss = found.find_loss(elements, is_short, release_factor)
     if loss is not None:
         found.lose(loss)
     return loss
 
 
-def verdicts(**ratios: tuple[int, float, int]) -> Verdicts:
+def verdicts(**ratios: tuple[int, float, int]) -> ReleasePolicy:
     """Of (elements, ratio, pairs)."""
-    found = Verdicts()
+    found = ReleasePolicy()
     for elements, ratio, pairs in ratios.values():
         for _ in range(pairs):
             found.add(elements, ratio)
@@ -83,7 +83,7 @@ def test_nothing_is_judged_by_few_pairs_nor_by_those_of_other_kernels() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0.1, 10.0)), max_size=80), st.integers(1, 1 << 40))
 def test_what_is_too_small_is_so_with_all_that_is_smaller(pairs: list[tuple[int, float]], limit: int) -> None:
-    found = Verdicts()
+    found = ReleasePolicy()
     found.lose_up_to(limit)
     for elements, ratio in pairs:
         found.add(elements, ratio)

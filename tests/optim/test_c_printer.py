@@ -15,7 +15,7 @@ from autofuse.optim.c_printer import print_step
 from autofuse.optim.form import DTYPES, StepForm
 from autofuse.optim.step_bench import check
 from autofuse.optim.tune_step import CHECKED_ELEMENTS, LONGEST_CHECKED, checked_form
-from autofuse.tuner.node_bench import CpuRig
+from autofuse.tuner.node_bench import CpuRunner
 from autofuse.tuner.verify import Wrong
 
 SIZES = (1, 7, 0, 64, 4097, 20011)
@@ -47,20 +47,20 @@ WRONG_VENDORS = {("sgd", "foreach", ("momentum", "nesterov"))}
 @pytest.mark.parametrize(("algorithm", "flags"), CASES, ids=[f"{a}-{'-'.join(f) or 'plain'}" for a, f in CASES])
 def test_a_step_is_torchs_step(algorithm: str, flags: tuple[str, ...]) -> None:
     form = StepForm(algorithm, flags, "float32", SIZES)
-    assert check(form, built(form), 2, CpuRig()) < 4.0
+    assert check(form, built(form), 2, CpuRunner()) < 4.0
     for vendor in form.rule.vendors:
         candidate = {"variant": vendor, "binary": "", "name": ""}
         if (algorithm, vendor, flags) in WRONG_VENDORS:
             with pytest.raises(Wrong):
-                check(form, candidate, 2, CpuRig())
+                check(form, candidate, 2, CpuRunner())
         elif ("amsgrad" not in flags) or vendor != "fused":
-            check(form, candidate, 2, CpuRig())
+            check(form, candidate, 2, CpuRunner())
 
 
 @pytest.mark.parametrize(("algorithm", "dtype"), list(itertools.product(FLAGS, DTYPES)))
 def test_a_step_in_any_dtype(algorithm: str, dtype: str) -> None:
     form = StepForm(algorithm, FLAGS[algorithm][-1], dtype, SIZES)
-    assert check(form, built(form, chunk=4096), 2, CpuRig()) < 16.0
+    assert check(form, built(form, chunk=4096), 2, CpuRunner()) < 16.0
 
 
 @given(st.lists(st.integers(0, 3_000_000), min_size=1, max_size=40))

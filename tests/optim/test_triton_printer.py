@@ -19,10 +19,10 @@ from torch import Tensor
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.source import Assumptions
 from autofuse.codegen.triton.targets import limits_of, prune_reason
-from autofuse.daemon.workers.interpreter import Interpreted, InterpreterRig
+from autofuse.daemon.workers.interpreter import Interpreted, InterpreterRunner
 from autofuse.gpu.modules import load_artifact
 from autofuse.optim import calls
-from autofuse.optim.calls import TritonCall, VendorCall, make_call
+from autofuse.optim.calls import ExternCall, TritonCall, make_call
 from autofuse.optim.form import DTYPES, StepForm
 from autofuse.optim.step_bench import check
 from autofuse.optim.tensors import CPU, copied, make_arguments, torch_function, with_variant, written
@@ -58,20 +58,20 @@ def stepped(form: StepForm, arguments: dict[str, Any], **config: int) -> list[Te
 @pytest.mark.parametrize(("algorithm", "flags"), CASES, ids=[f"{a}-{'-'.join(f) or 'plain'}" for a, f in CASES])
 def test_a_step_is_torchs_step(algorithm: str, flags: tuple[str, ...]) -> None:
     form = StepForm(algorithm, flags, "float32", SIZES)
-    assert check(form, candidate(form, block=512), 1, InterpreterRig()) < 4.0
+    assert check(form, candidate(form, block=512), 1, InterpreterRunner()) < 4.0
 
 
 @pytest.mark.parametrize(("algorithm", "dtype"), list(itertools.product(FLAGS, DTYPES)))
 def test_a_step_in_any_dtype(algorithm: str, dtype: str) -> None:
     form = StepForm(algorithm, FLAGS[algorithm][-1], dtype, SIZES)
-    assert check(form, candidate(form), 1, InterpreterRig()) < 16.0
+    assert check(form, candidate(form), 1, InterpreterRunner()) < 16.0
 
 
 @pytest.mark.parametrize("algorithm", COUNTING)
 def test_counters_on_the_device_are_read_and_counted_there(algorithm: str) -> None:
     form = StepForm(algorithm, FLAGS[algorithm][-1], "float32", (3, 0, 1300), "fused", counters="device")
     assert len(print_triton_step(form, ()).passes) == 2 and form.vendors == ()
-    assert check(form, candidate(form), 1, InterpreterRig()) < 4.0
+    assert check(form, candidate(form), 1, InterpreterRunner()) < 4.0
 
 
 def test_more_tensors_than_one_program_of_the_first_pass_takes() -> None:
@@ -140,7 +140,7 @@ def test_what_is_wrong_is_found() -> None:
     assert "s1 * push" in text
     broken["binary"] = base64.b64encode(text.replace("s1 * push", "s1").encode()).decode()
     with pytest.raises(Wrong):
-        check(form, broken, 1, InterpreterRig())
+        check(form, broken, 1, InterpreterRunner())
 
 
 # ---- compiled ---------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_the_fused_variant_counts_on_the_host() -> None:
         given.append(arguments["state_steps"])
         torch_function("adam")(**arguments)
 
-    call = VendorCall(form, fused, "fused", CPU)
+    call = ExternCall(form, fused, "fused", CPU)
     for _ in range(2):
         assert call.pack(ours, 1) is None
         call.run()

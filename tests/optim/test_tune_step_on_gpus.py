@@ -17,7 +17,7 @@ from autofuse.db.store import Store
 from autofuse.ir.records import Bucket, DecisionKey, DeviceInfo, ObservedShape, TuneRequest
 from autofuse.optim import tune_step as job_module
 from autofuse.optim.form import StepForm
-from autofuse.optim.tune_step import TRITON_MULTI, StepJob
+from autofuse.optim.tune_step import TRITON_MULTI, StepTuning
 from autofuse.settings.layers import load
 from autofuse.tuner.backends import InterpreterBackend, TritonBackend
 from autofuse.tuner.triton_compiler import TritonCompiler
@@ -46,7 +46,7 @@ def request(form: StepForm, device: str) -> TuneRequest:
     return TuneRequest(key, form.node(), bucket, (ObservedShape((), 9),), 9, 50.0, 2.0, None)
 
 
-class Timed(StepJob):
+class Timed(StepTuning):
     """Checks are real; times are those of torch, then of every kernel: what decides, and the device's alone."""
 
     seconds = (9e-6, 3e-6)

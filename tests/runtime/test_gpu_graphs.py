@@ -413,9 +413,9 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
             key = DecisionKey("n", bucket.label, info.key, 0, session.versions)
             candidate = Candidate("triton_generic" if compile_key else "eager")
             store.put_decision(Decision(key, bucket, candidate, compile_key, 2.0, 1.0, 2.0, 1.9, 2.1, "won"))
-    session.backstage.start()
+    session.store_thread.start()
     try:
-        assert session.backstage.wait_ready(10.0) and not len(session.catalogue.table)
+        assert session.store_thread.wait_ready(10.0) and not len(session.catalogue.table)
         session.use_device(GPU)
         choice = session.choose("n", (), GPU)
         assert isinstance(choice.entry, LoadedArtifact) and choice.entry.device_index == 0
@@ -424,6 +424,6 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
         assert session.choose("n", (), SECOND) == Choice(known=True)
         assert launcher._compiled
     finally:
-        session.backstage.stop()
+        session.store_thread.stop()
     with Store.open(session.settings.run.store) as store:
         assert store.get_kernel(launcher.launcher_key(session.catalogue.toolchain).digest).name == "af_launch"

@@ -10,7 +10,7 @@ import torch
 from autofuse.daemon.loop import _parts_lost
 from autofuse.ir.records import EAGER, IN_ONE, Candidate, Measurement, Status, make_config
 from autofuse.runtime.router import UNKNOWN, Choice
-from autofuse.tuner.strategy_provider import WAY
+from autofuse.tuner.strategy_provider import STRATEGY
 from autofuse.tuner.tune_node import Outcome
 from tests.codegen.test_in_place import Captured, W
 
@@ -56,7 +56,7 @@ def test_members_rest_while_their_group_runs_in_one(tmp_path: Any) -> None:
 @pytest.mark.parametrize(("high", "lost"), [(0.97, True), (1.01, False), (None, False)])
 def test_parts_lost_only_for_certain(high: float | None, lost: bool) -> None:
     ok: Status = "ok"
-    row = Measurement(Candidate("way", make_config({WAY: "parts"})), ok, (8,), speedup=0.9, speedup_high=high)
-    other = Measurement(Candidate("way", make_config({WAY: "sdpa"})), ok, (8,), speedup=0.5, speedup_high=0.6)
+    row = Measurement(Candidate("way", make_config({STRATEGY: "parts"})), ok, (8,), speedup=0.9, speedup_high=high)
+    other = Measurement(Candidate("way", make_config({STRATEGY: "sdpa"})), ok, (8,), speedup=0.5, speedup_high=0.6)
     assert _parts_lost(Outcome(measurements=[other, row])) is lost
     assert Candidate(EAGER, IN_ONE) != Candidate(EAGER)

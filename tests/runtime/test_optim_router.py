@@ -38,7 +38,7 @@ class Calls:
         self.used: list[torch.device] = []
         self.said: list[str] = []
         self.events: list[str] = []
-        self.backstage = SimpleNamespace(post_event=lambda event: self.events.append(event.message), usable=True)
+        self.store_thread = SimpleNamespace(post_event=lambda event: self.events.append(event.message), usable=True)
         self.mode, self.threads, self.capture_seconds = "background", 2, 0.0
         self.is_loaded = True
         candidate = SimpleNamespace(variant=variant)
@@ -278,7 +278,7 @@ def on_gpu(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     calls.tunable = calls.catalogue.backends.place  # type: ignore[attr-defined]
     calls.catalogue.table = SimpleNamespace(find=lambda *_: None)
     calls.versions = "torch 2.13"  # type: ignore[attr-defined]
-    calls.backstage = SimpleNamespace(post_event=lambda event: calls.events.append(event.message), run_id=1)
+    calls.store_thread = SimpleNamespace(post_event=lambda event: calls.events.append(event.message), run_id=1)
     return recording
 
 
@@ -338,13 +338,13 @@ def test_a_script_pays_for_the_router_once_it_has_spent_much_more(
 
 
 @pytest.mark.parametrize("way", ["loaded", "wait"])
-def test_the_router_comes_at_once_where_it_costs_no_more(calls: Calls, way: str) -> None:
+def test_the_router_comes_at_once_where_it_costs_no_more(calls: Calls, strategy: str) -> None:
     calls.hook.router = None
-    calls.is_loaded, calls.mode = way == "loaded", "wait" if way == "wait" else "background"
-    calls.backstage.usable = False  # as in a forked child
+    calls.is_loaded, calls.mode = strategy == "loaded", "wait" if strategy == "wait" else "background"
+    calls.store_thread.usable = False  # as in a forked child
     trained("SGD", parameters(8), 1)
     assert calls.hook.router is None
-    calls.backstage.usable = True
+    calls.store_thread.usable = True
     trained("SGD", parameters(8), 1)
     assert calls.hook.router is not None
 

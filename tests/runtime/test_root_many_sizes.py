@@ -276,7 +276,7 @@ def test_no_root_is_decided_before_earlier_runs_are_known(
 ) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
     ready = [False]
-    monkeypatch.setattr(type(bench.roots.session.backstage), "is_ready", property(lambda self: ready[0]))
+    monkeypatch.setattr(type(bench.roots.session.store_thread), "is_ready", property(lambda self: ready[0]))
     bench.call([50] * 40)
     assert bench.root.state == "observing", "too small, but who knows"
     ready[0] = True
@@ -312,7 +312,7 @@ def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) 
     bench.root.state = "captured"
     bench.call(range(20_000, 20_100))
     assert len(session.steps) == 99
-    session.backstage._fail("garbage.")
+    session.store_thread._fail("garbage.")
     bench.call(range(20_100, 20_200))
     assert session.steps == []
 

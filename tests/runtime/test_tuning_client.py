@@ -8,7 +8,7 @@ from torch import nn
 
 from autofuse.capture.backend import compile_with
 from autofuse.daemon import throttle
-from autofuse.daemon.peers import Neighbours
+from autofuse.daemon.peers import Peers
 from autofuse.pipeline import route_graph
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
@@ -30,8 +30,8 @@ def asked(tmp_path, monkeypatch):
         session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
         posted = []
         assert session.tuning.enabled
-        monkeypatch.setattr(session.backstage, "post_requests", lambda requests: posted.extend(requests) or 0)
-        monkeypatch.setattr(session.backstage, "wait_written", lambda ticket, seconds: True)
+        monkeypatch.setattr(session.store_thread, "post_requests", lambda requests: posted.extend(requests) or 0)
+        monkeypatch.setattr(session.store_thread, "wait_written", lambda ticket, seconds: True)
 
         def backend(graph, inputs):
             return compile_with(graph, inputs, lambda module, phase, times: route_graph(module, phase, session, times))
@@ -63,7 +63,7 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     def session_with_work():
         values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
         session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
-        monkeypatch.setattr(session.backstage, "post_requests", lambda requests: 0)
+        monkeypatch.setattr(session.store_thread, "post_requests", lambda requests: 0)
         monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()] if not began else [])
         return session
 
@@ -87,7 +87,7 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     assert began == ["launch"]
     began.clear()
     session = session_with_work()
-    session.backstage.has_leftovers = True
+    session.store_thread.has_leftovers = True
     session.tuning.post_new_work()
     assert began == ["ensure_running"], "of a run whose daemon ended with it"
 
@@ -102,17 +102,17 @@ def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_
     monkeypatch.setattr(throttle, "busy_seconds", lambda: busy[0])
 
     def machine(own, look_seconds):
-        return throttle.OtherWork(own, lambda: now[0], look_seconds)
+        return throttle.MachineLoad(own, lambda: now[0], look_seconds)
 
     monkeypatch.setattr("autofuse.runtime.tuning_client.OtherWork", machine)
     values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
     session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
     monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()])
-    monkeypatch.setattr(session.backstage, "post_requests", lambda requests: 0)
-    session.backstage.has_leftovers = True
-    session.tuning._neighbours = neighbours = Neighbours(tmp_path / "met")
+    monkeypatch.setattr(session.store_thread, "post_requests", lambda requests: 0)
+    session.store_thread.has_leftovers = True
+    session.tuning._neighbours = peers = Peers(tmp_path / "met")
     (tmp_path / "met").mkdir(mode=0o700)
-    session.tuning._script = neighbours.announce(0.0)
+    session.tuning._script = peers.announce(0.0)
     now[0] += 60.0
     session.tuning.post_new_work()
     assert not began, "one core was busy with imports"

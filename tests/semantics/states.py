@@ -40,9 +40,9 @@ from autofuse.runtime.router import Choice
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
-from autofuse.strategies.enumeration import PARTS, ways_of
+from autofuse.strategies.enumeration import PARTS, strategies_of
 from autofuse.strategies.strategy import LOOP, kernel_id
-from autofuse.wrapper.strategy_call import LoadedWay
+from autofuse.wrapper.strategy_call import LoadedStrategy
 from tests.semantics.conftest import AT_ONCE
 from tests.semantics.seen import seen
 
@@ -233,18 +233,18 @@ def _kernel(form: NodeForm) -> Any:
 
 
 @cache
-def _another_way(form: NodeForm) -> LoadedWay | None:
+def _another_way(form: NodeForm) -> LoadedStrategy | None:
     """A way of a group other than one by one, None where there is no other."""
-    ways = [way for way in ways_of(form) if way.name != PARTS]
-    if not ways:
+    strategies = [strategy for strategy in strategies_of(form) if strategy.name != PARTS]
+    if not strategies:
         return None
-    way = ways[int(kernel_id(form, LOOP), 16) % len(ways)]
-    entries = [_kernel(part.node.form) for part in way.kernels]
+    strategy = strategies[int(kernel_id(form, LOOP), 16) % len(strategies)]
+    entries = [_kernel(part.node.form) for part in strategy.kernels]
     for index in reversed(range(len(entries))):
         if entries[index] is None:
-            way = way.without(index)
+            strategy = strategy.without(index)
             del entries[index]
-    return LoadedWay(way, tuple(entries))
+    return LoadedStrategy(strategy, tuple(entries))
 
 
 def _given_up(call: Callable[..., Any], reached: Reached) -> Callable[..., Any]:

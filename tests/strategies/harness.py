@@ -19,11 +19,11 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Refusal
 from autofuse.strategies.groups import Group, find_groups
-from autofuse.strategies.strategy import Way
+from autofuse.strategies.strategy import Strategy
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.verify import GuardedAllocator, Verifier
 from autofuse.wrapper.node_call import make_launcher
-from autofuse.wrapper.strategy_call import LoadedWay
+from autofuse.wrapper.strategy_call import LoadedStrategy
 
 
 class Planned:
@@ -77,14 +77,16 @@ def _entry(form: NodeForm) -> Any:
     return GENERATOR.generate_generic_kernel(form).load().entry
 
 
-def load(way: Way) -> LoadedWay:
+def load(strategy: Strategy) -> LoadedStrategy:
     """A way with its parts compiled at their default settings."""
-    return LoadedWay(way, tuple(_entry(kernel.node.form) for kernel in way.kernels))
+    return LoadedStrategy(strategy, tuple(_entry(kernel.node.form) for kernel in strategy.kernels))
 
 
-def check(form: NodeForm, way: Way, values: Sequence[Sequence[int]], kinds: Sequence[Any] = ("normal",)) -> float:
+def check(
+    form: NodeForm, strategy: Strategy, values: Sequence[Sequence[int]], kinds: Sequence[Any] = ("normal",)
+) -> float:
     """The largest error over eager's own; raises `Wrong`."""
-    loaded = load(way)
+    loaded = load(strategy)
 
     def make_call(allocator: GuardedAllocator, sizes: Sequence[int]) -> Callable[..., Any]:
         return make_launcher(form, loaded, sizes, torch.get_num_threads(), allocator)

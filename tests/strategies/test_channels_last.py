@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from autofuse.strategies.channels_last import DEEPEST_NET, LARGEST_NET
-from autofuse.strategies.enumeration import GENERATED_CONVOLUTION, LAST_GENERATED, ways_of
+from autofuse.strategies.enumeration import GENERATED_CONVOLUTION, LAST_GENERATED, strategies_of
 from autofuse.strategies.groups import Group
-from autofuse.strategies.strategy import CONVOLUTION, Way
+from autofuse.strategies.strategy import CONVOLUTION, Strategy
 from tests.strategies.harness import check, load, plan
 
 T = torch.Tensor
@@ -133,8 +133,8 @@ def groups_of(module: nn.Module, x: T, dims: Sequence[tuple[int, int]] = ((0, 0)
         return [g for planned in plan(module.eval(), [x], dims) for g in planned.groups]
 
 
-def last_ways(group: Group) -> list[Way]:
-    return [way for way in ways_of(group.node.form) if way.name.startswith(LAST)]
+def last_ways(group: Group) -> list[Strategy]:
+    return [strategy for strategy in strategies_of(group.node.form) if strategy.name.startswith(LAST)]
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -145,21 +145,21 @@ def test_every_way_is_eager_in_another_order(name: str) -> None:
         assert not nets
         return
     (group,) = nets
-    form, ways = group.node.form, last_ways(group)
-    assert LAST in [way.name for way in ways]
+    form, strategies = group.node.form, last_ways(group)
+    assert LAST in [strategy.name for strategy in strategies]
     sizes = [(2, 10, 14), (3, 7, 5), (1, 4, 4)]
     if name == "pooled":
         sizes[2] = (1, 6, 4)
-    for way in ways:
-        check(form, way, [values[: len(form.symbols)] for values in sizes])
-        check(form, way, [sizes[0][: len(form.symbols)]], ("special", "large", "zeros"))
+    for strategy in strategies:
+        check(form, strategy, [values[: len(form.symbols)] for values in sizes])
+        check(form, strategy, [sizes[0][: len(form.symbols)]], ("special", "large", "zeros"))
 
 
 def test_convolutions_are_generated_between_images_that_lie_channels_last() -> None:
     (group,) = groups_of(NETS["branches"](), torch.randn(2, 8, 10, 14))
-    (way,) = (way for way in last_ways(group) if way.name == LAST_GENERATED)
-    assert sum(part.printer == CONVOLUTION for part in way.parts) == 3
-    assert not way.has_vendor, "none is left to aten"
+    (strategy,) = (strategy for strategy in last_ways(group) if strategy.name == LAST_GENERATED)
+    assert sum(part.printer == CONVOLUTION for part in strategy.parts) == 3
+    assert not strategy.has_extern, "none is left to aten"
 
 
 def test_convolutions_of_channels_last_images_are_generated_one_by_one() -> None:
@@ -170,40 +170,42 @@ def test_convolutions_of_channels_last_images_are_generated_one_by_one() -> None
     found = [group for group in forward.groups if group.kind == "conv"]
     assert [[op.short_name for op in group.node.kernels] for group in found] == [["convolution"]] * 2
     for group in found:
-        (way,) = (way for way in ways_of(group.node.form) if way.name == GENERATED_CONVOLUTION)
-        check(group.node.form, way, [(2, 10, 14), (3, 7, 5)], ("normal", "special", "zeros"))
+        (strategy,) = (
+            strategy for strategy in strategies_of(group.node.form) if strategy.name == GENERATED_CONVOLUTION
+        )
+        check(group.node.form, strategy, [(2, 10, 14), (3, 7, 5)], ("normal", "special", "zeros"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     (group,) = groups_of(NETS["branches"]().to(dtype), torch.randn(2, 8, 10, 14, dtype=dtype))
-    for way in last_ways(group):
-        check(group.node.form, way, [(2, 10, 14), (1, 3, 5)])
+    for strategy in last_ways(group):
+        check(group.node.form, strategy, [(2, 10, 14), (1, 3, 5)])
 
 
 def test_between_its_convolutions_nothing_is_turned() -> None:
     (group,) = groups_of(NETS["branches"](), torch.randn(2, 8, 10, 14))
-    (way,) = (way for way in last_ways(group) if way.name == f"{LAST}_onednn_conv")
-    steps = [way.kernels[s].node.operation_names if isinstance(s, int) else s.short_name for s in way.steps]
+    (strategy,) = (strategy for strategy in last_ways(group) if strategy.name == f"{LAST}_onednn_conv")
+    steps = [strategy.kernels[s].node.operation_names if isinstance(s, int) else s.short_name for s in strategy.steps]
     assert sorted(steps) == sorted(["clone", *["convolution"] * 3, "max_pool2d_with_indices", "cat + clone"])
 
 
 def test_a_pooling_that_gives_indices_is_done_before_other_branches_hold_memory() -> None:
     (group,) = groups_of(NETS["branches"](), torch.randn(2, 8, 10, 14))
-    for way in last_ways(group):
-        (at,) = (n for n, op in enumerate(way.form.operations) if "max_pool2d" in op.target)
+    for strategy in last_ways(group):
+        (at,) = (n for n, op in enumerate(strategy.form.operations) if "max_pool2d" in op.target)
         assert at == 1, "after the copy of the image that it reads"
 
 
 def test_results_lie_as_eagers_where_its_parts_run_as_eager_too() -> None:
     module, x = NETS["both"](), torch.randn(2, 8, 10, 14)
     (group,) = groups_of(module, x, ())
-    for way in last_ways(group):
-        for index in reversed(range(len(way.parts))):
-            way = way.without(index)
-        loaded = load(way)
+    for strategy in last_ways(group):
+        for index in reversed(range(len(strategy.parts))):
+            strategy = strategy.without(index)
+        loaded = load(strategy)
         assert not loaded.entries
-        check(group.node.form, way, [()])
+        check(group.node.form, strategy, [()])
 
 
 def test_nan_is_where_eager_has_it() -> None:
@@ -221,8 +223,8 @@ def test_nan_is_where_eager_has_it() -> None:
         inputs = [next(named) if tensor is None else tensor for tensor in order]
         expected = module(x)
         assert expected.isnan().any() and not expected.isnan().all()
-        for way in last_ways(group):
-            found = load(way).make_call(group.node.form, (), 2)(*inputs)
+        for strategy in last_ways(group):
+            found = load(strategy).make_call(group.node.form, (), 2)(*inputs)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
             assert found.stride() == expected.stride()
 

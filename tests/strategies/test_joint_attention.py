@@ -24,11 +24,11 @@ from autofuse.runtime.router import UNKNOWN, Choice
 from autofuse.runtime.session import Session
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
-from autofuse.strategies.enumeration import ways_of
+from autofuse.strategies.enumeration import strategies_of
 from autofuse.strategies.sdpa_kernels import KERNELS
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING, passes_of
 from autofuse.tuner.verify import answer, output_error
-from autofuse.wrapper.strategy_call import LoadedWay
+from autofuse.wrapper.strategy_call import LoadedStrategy
 
 T = torch.Tensor
 
@@ -48,8 +48,10 @@ def chosen(session: Session, fusion_id: str, values: Sequence[int], device: torc
     for router in session.routers:
         for slot in router.program.slots:
             if slot.half is not None and slot.node.fusion_id == fusion_id:
-                way = next(way for way in ways_of(slot.node.form) if way.name == SDPA_TRAINING)
-                return Choice(True, LoadedWay(way, ()), "sdpa")
+                strategy = next(
+                    strategy for strategy in strategies_of(slot.node.form) if strategy.name == SDPA_TRAINING
+                )
+                return Choice(True, LoadedStrategy(strategy, ()), "sdpa")
     return UNKNOWN
 
 
@@ -319,8 +321,8 @@ def test_what_only_looks_like_attention(session: Session, function: Callable[...
     assert not any(map(sum, captured.wholes.values()))
     graphs = [router.program for router in session.routers]
     forms = [slot.node.form for graph in graphs for slot in graph.slots]
-    ways = {way.name for form in forms for way in ways_of(form)}
-    assert not ways & {SDPA_TRAINING, *(() if function is wider else ("sdpa",))}
+    strategies = {strategy.name for form in forms for strategy in strategies_of(form)}
+    assert not strategies & {SDPA_TRAINING, *(() if function is wider else ("sdpa",))}
 
 
 class Bent(torch.autograd.Function):
@@ -546,7 +548,7 @@ def test_no_kernel_of_the_parts_holds_operations_of_both_passes(session: Session
     (slot,) = (slot for slot in session.routers[0].program.slots if slot.half is not None)
     passes = passes_of(slot.node.form)
     assert passes is not None and all(passes)
-    parts = next(way for way in ways_of(slot.node.form) if way.name == "parts")
+    parts = next(strategy for strategy in strategies_of(slot.node.form) if strategy.name == "parts")
     assert len(parts.parts) >= 2
     for part in parts.parts:
         assert len({name in passes[0] for name in part.operations}) == 1

@@ -12,7 +12,7 @@ import torch
 
 from autofuse.runtime.session import Session
 from autofuse.strategies import sdpa_kernels
-from autofuse.strategies.enumeration import ways_of
+from autofuse.strategies.enumeration import strategies_of
 from autofuse.strategies.sdpa_kernels import KERNELS, Kernels, Operands
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
 from tests.strategies.test_joint_attention import (
@@ -164,6 +164,6 @@ def test_both_passes_on_a_gpu_may_run_as_torchs_own(session: Session) -> None:
         operations = tuple(
             replace(op, outputs=tuple(replace(spec, device=device) for spec in op.outputs)) for op in form.operations
         )
-        return {way.name for way in ways_of(replace(form, inputs=inputs, operations=operations))}
+        return {strategy.name for strategy in strategies_of(replace(form, inputs=inputs, operations=operations))}
 
     assert SDPA_TRAINING in way_names("cuda") and SDPA_TRAINING not in way_names("xpu")

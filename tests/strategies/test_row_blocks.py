@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from autofuse.strategies import row_blocks
 from autofuse.strategies.bundle import pack
-from autofuse.strategies.enumeration import BLOCKS, ways_of
-from autofuse.strategies.strategy import Way
+from autofuse.strategies.enumeration import BLOCKS, strategies_of
+from autofuse.strategies.strategy import Strategy
 from autofuse.wrapper.load_strategy import unpack
 from tests.strategies.harness import GENERATOR, check, plan
 
@@ -26,12 +26,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 16 * FORM)
 
 
-def block_way(function: Callable[..., T], inputs: list[T], dynamic: list[tuple[int, int]]) -> tuple[object, Way | None]:
+def block_way(
+    function: Callable[..., T], inputs: list[T], dynamic: list[tuple[int, int]]
+) -> tuple[object, Strategy | None]:
     with torch.no_grad():
         (planned,) = plan(function, inputs, dynamic)
     (group,) = planned.groups
     form = group.node.form
-    return form, next((way for way in ways_of(form) if way.name == BLOCKS), None)
+    return form, next((strategy for strategy in strategies_of(form) if strategy.name == BLOCKS), None)
 
 
 def product_bias_relu(x: T, w: T, b: T) -> T:
@@ -45,49 +47,49 @@ def linear_residual(x: T, w: T, b: T, r: T) -> T:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_blocks_of_a_product(dtype: torch.dtype) -> None:
     inputs = [torch.randn(40, 5, dtype=dtype), torch.randn(5, 8, dtype=dtype), torch.randn(8, dtype=dtype)]
-    form, way = block_way(product_bias_relu, inputs, [(0, 0)])
-    assert way is not None and way.rows is not None and way.rows.is_cut == (True, False, False)
-    assert len(way.kernels) == 1
-    rows = way.rows.count
+    form, strategy = block_way(product_bias_relu, inputs, [(0, 0)])
+    assert strategy is not None and strategy.rows is not None and strategy.rows.is_cut == (True, False, False)
+    assert len(strategy.kernels) == 1
+    rows = strategy.rows.count
     kinds = ("normal", "special") if dtype is torch.float32 else ("normal",)
-    check(form, way, [(n,) for n in (0, 1, 2, rows - 1, rows, rows + 1, 3 * rows, 3 * rows + 7)], kinds)
+    check(form, strategy, [(n,) for n in (0, 1, 2, rows - 1, rows, rows + 1, 3 * rows, 3 * rows + 7)], kinds)
 
 
 @pytest.mark.parametrize("shape", [(40, 5), (4, 10, 5), (2, 4, 5, 5)])
 def test_leading_dims_are_rows_together(shape: tuple[int, ...]) -> None:
     inputs = [torch.randn(shape), torch.randn(8, 5), torch.randn(8), torch.randn(*shape[:-1], 8)]
-    form, way = block_way(linear_residual, inputs, [])
-    assert way is not None and way.rows is not None and way.rows.is_cut.count(True) == 2
-    check(form, way, [()])
+    form, strategy = block_way(linear_residual, inputs, [])
+    assert strategy is not None and strategy.rows is not None and strategy.rows.is_cut.count(True) == 2
+    check(form, strategy, [()])
 
 
 def test_rows_that_vary_in_two_dims() -> None:
     inputs = [torch.randn(4, 10, 5), torch.randn(8, 5), torch.randn(8), torch.randn(4, 10, 8)]
-    form, way = block_way(linear_residual, inputs, [(0, 0), (0, 1), (3, 0), (3, 1)])
-    assert way is not None
-    check(form, way, [(1, 1), (3, 7), (5, 16), (2, 0)])
+    form, strategy = block_way(linear_residual, inputs, [(0, 0), (0, 1), (3, 0), (3, 1)])
+    assert strategy is not None
+    check(form, strategy, [(1, 1), (3, 7), (5, 16), (2, 0)])
 
 
 def test_a_way_in_blocks_survives_the_store() -> None:
     inputs = [torch.randn(40, 5), torch.randn(5, 8), torch.randn(8)]
-    _, way = block_way(product_bias_relu, inputs, [(0, 0)])
-    assert way is not None and Way.from_json(way.to_json()) == way
-    kernel = GENERATOR.generate_generic_kernel(way.kernels[0].node.form)
+    _, strategy = block_way(product_bias_relu, inputs, [(0, 0)])
+    assert strategy is not None and Strategy.from_json(strategy.to_json()) == strategy
+    kernel = GENERATOR.generate_generic_kernel(strategy.kernels[0].node.form)
     from autofuse.ir.records import KernelRecord
 
-    record = pack(way, [KernelRecord(kernel.key, kernel.name, kernel.source, kernel.binary)], "cpu")
+    record = pack(strategy, [KernelRecord(kernel.key, kernel.name, kernel.source, kernel.binary)], "cpu")
     loaded = unpack(record.binary, lambda digest, name, binary: kernel.load().entry)
-    assert loaded.way == way and "blocks of 16 rows" in record.source
+    assert loaded.strategy == strategy and "blocks of 16 rows" in record.source
 
 
 def test_threads_that_share_a_call_do_not_share_a_block() -> None:
     inputs = [torch.randn(40, 5), torch.randn(5, 8), torch.randn(8)]
-    form, way = block_way(product_bias_relu, inputs, [(0, 0)])
-    assert way is not None
+    form, strategy = block_way(product_bias_relu, inputs, [(0, 0)])
+    assert strategy is not None
     from autofuse.wrapper.node_call import make_launcher
     from tests.strategies.harness import load
 
-    call = make_launcher(form, load(way), [2000], 1)
+    call = make_launcher(form, load(strategy), [2000], 1)
     x = [torch.randn(2000, 5) for _ in range(4)]
     wanted = [product_bias_relu(t, *inputs[1:]) for t in x]
     wrong: list[int] = []
@@ -118,7 +120,7 @@ def test_rows_that_need_each_other_have_no_blocks(function: Callable[..., T]) ->
     inputs = [torch.randn(48, 8), torch.randn(8, 8), torch.randn(8)]
     with torch.no_grad():
         planned = plan(function, inputs)
-    names = [way.name for p in planned for g in p.groups for way in ways_of(g.node.form)]
+    names = [strategy.name for p in planned for g in p.groups for strategy in strategies_of(g.node.form)]
     assert BLOCKS not in names
 
 

@@ -19,16 +19,16 @@ from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import KernelRecord
 from autofuse.strategies import enumeration
 from autofuse.strategies.bundle import is_bundle, pack
-from autofuse.strategies.enumeration import BLOCKS, cuts_of, ways_of
+from autofuse.strategies.enumeration import BLOCKS, cut_strategies, strategies_of
 from autofuse.strategies.extern_kernels import MAX_PACKED, Folded
 from autofuse.strategies.groups import Group
 from autofuse.strategies.rewrites import BIAS_APART
-from autofuse.strategies.strategy import Part, Way
+from autofuse.strategies.strategy import Part, Strategy
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.verify import GuardedAllocator, Verifier
 from autofuse.wrapper.load_strategy import unpack
 from autofuse.wrapper.node_call import make_launcher
-from autofuse.wrapper.strategy_call import LoadedWay
+from autofuse.wrapper.strategy_call import LoadedStrategy
 from tests.strategies.harness import GENERATOR, Planned, check, load, plan
 
 T = torch.Tensor
@@ -43,8 +43,8 @@ def one_group(planned: list[Planned]) -> Group:
     return group
 
 
-def way(group: Group, name: str) -> Way:
-    return next(w for w in ways_of(group.node.form) if w.name == name)
+def strategy(group: Group, name: str) -> Strategy:
+    return next(w for w in strategies_of(group.node.form) if w.name == name)
 
 
 ACTIVATIONS: dict[str, Callable[[T], T]] = {
@@ -65,9 +65,9 @@ def test_a_product_takes_its_activation_inside(name: str, dtype: torch.dtype) ->
         (planned,) = plan(linear(ACTIVATIONS[name]), inputs, [(0, 0)])
     group = one_group([planned])
     assert group.kind == "matmul"
-    fused = way(group, "onednn_linear")
+    fused = strategy(group, "onednn_linear")
     assert [op.target for op in fused.form.operations] == ["vendor.linear.default"] and not fused.parts
-    for kind in ways_of(group.node.form):
+    for kind in strategies_of(group.node.form):
         assert check(group.node.form, kind, [(1,), (2,), (7,), (64,)]) >= 0.0
 
 
@@ -79,9 +79,9 @@ def test_a_product_of_any_rank_with_a_residual(shape: tuple[int, ...]) -> None:
     inputs = [torch.randn(shape), torch.randn(6, 5), torch.randn(6), torch.randn(*shape[:-1], 6)]
     with torch.no_grad():
         group = one_group(plan(function, inputs))
-    names = [w.name for w in ways_of(group.node.form)]
+    names = [w.name for w in strategies_of(group.node.form)]
     assert names == ["parts", "onednn_linear", "onednn_product", "bias_apart", "generated_product"]
-    for kind in ways_of(group.node.form):
+    for kind in strategies_of(group.node.form):
         check(group.node.form, kind, [()])
 
 
@@ -111,10 +111,10 @@ def test_a_bias_may_be_added_by_the_kernel_that_follows(dtype: torch.dtype) -> N
     graphs = plan(linear(F.gelu), [inputs[0], *(t.requires_grad_() for t in inputs[1:])], [(0, 1)])
     groups = [group for p in graphs if p.phase == "forward" for group in p.groups]
     if dtype == torch.bfloat16:
-        assert not [w for group in groups for w in ways_of(group.node.form) if w.name == BIAS_APART]
+        assert not [w for group in groups for w in strategies_of(group.node.form) if w.name == BIAS_APART]
         return
     (group,) = groups
-    apart = way(group, BIAS_APART)
+    apart = strategy(group, BIAS_APART)
     assert [op.short_name for op in apart.form.operations if op.short_name != "view"] == ["mm", "add", "gelu"]
     assert len(apart.parts) == 1 and len(apart.form.outputs) == 2
     check(group.node.form, apart, [(1,), (7,), (12,)], ("normal", "special", "zeros"))
@@ -123,7 +123,7 @@ def test_a_bias_may_be_added_by_the_kernel_that_follows(dtype: torch.dtype) -> N
 def test_blocks_of_rows_have_the_bias_in_their_kernel() -> None:
     with torch.no_grad():
         group = one_group(plan(linear(F.gelu), [torch.randn(3000, 8), torch.randn(512, 8), torch.randn(512)]))
-    blocks = way(group, BLOCKS)
+    blocks = strategy(group, BLOCKS)
     assert [op.short_name for op in blocks.form.operations] == ["mm", "add", "gelu"] and len(blocks.parts) == 1
     check(group.node.form, blocks, [()])
 
@@ -133,9 +133,9 @@ def test_a_long_product_by_itself_may_be_onednns() -> None:
     inputs = [torch.randn(160, 96), torch.randn(96, 128), torch.randn(128)]
     with torch.no_grad():
         group = one_group(plan(lambda x, w, b: torch.addmm(b, x, w), inputs, [(0, 0)]))
-    names = [w.name for w in ways_of(group.node.form)]
+    names = [w.name for w in strategies_of(group.node.form)]
     assert group.members == () and names == ["parts", "onednn_product", "generated_product"]
-    fused = way(group, "onednn_product")
+    fused = strategy(group, "onednn_product")
     assert not fused.parts
     check(group.node.form, fused, [(1,), (2,), (7,), (160,)], ("normal", "special", "large", "zeros"))
 
@@ -144,12 +144,12 @@ def test_a_transposed_operand_is_copied_by_a_kernel_first() -> None:
     inputs = [torch.randn(160, 96), torch.randn(160, 128)]
     with torch.no_grad():
         group = one_group(plan(lambda x, g: x.t() @ g, inputs, [(0, 0), (1, 0)]))
-    names = [w.name for w in ways_of(group.node.form)]
+    names = [w.name for w in strategies_of(group.node.form)]
     assert names == ["parts", "onednn_product", "onednn_product_rows", "generated_product"]
-    copied = way(group, "onednn_product_rows")
+    copied = strategy(group, "onednn_product_rows")
     assert [kernel.node.operation_names for kernel in copied.kernels] == ["clone"]
     for name in names[1:]:
-        check(group.node.form, way(group, name), [(1,), (2,), (7,), (160,)], ("normal", "special"))
+        check(group.node.form, strategy(group, name), [(1,), (2,), (7,), (160,)], ("normal", "special"))
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_a_convolution_takes_norm_residual_and_activation(name: str) -> None:
     with torch.no_grad():
         (planned,) = plan(module.eval(), [x], [(0, d) for d in range(2, x.dim())])
     group = one_group([planned])
-    fused = way(group, "onednn_conv")
+    fused = strategy(group, "onednn_conv")
     assert [op.target for op in fused.form.operations] == ["vendor.convolution.default"]
     assert "folded" in fused.detail
     values = [tuple(5 + 2 * n for n in range(len(group.node.form.symbols))), (8,) * len(group.node.form.symbols)]
-    for kind in ways_of(group.node.form):
+    for kind in strategies_of(group.node.form):
         check(group.node.form, kind, values)
         check(group.node.form, kind, values[:1], ("large", "zeros"))
 
@@ -228,7 +228,7 @@ def test_a_bottleneck_of_two_branches_is_one_group_of_two_convolutions() -> None
     with torch.no_grad():
         (planned,) = plan(Two().eval(), [torch.randn(2, 8, 9, 11)])
     group = one_group([planned])
-    fused = way(group, "onednn_conv")
+    fused = strategy(group, "onednn_conv")
     assert [op.short_name for op in fused.form.operations] == ["convolution", "convolution"]
     assert all(op.target.startswith("vendor.") for op in fused.form.operations)
     assert len(group.node.kernels) == 6
@@ -243,7 +243,7 @@ def test_folded_weights_follow_every_change_of_parameters(how: str) -> None:
     with torch.no_grad():
         (planned,) = plan(module, [x])
         group = one_group([planned])
-        loaded = load(way(group, "onednn_conv"))
+        loaded = load(strategy(group, "onednn_conv"))
         form = group.node.form
         call = loaded.make_call(form, (), 2)
         by_name = {
@@ -279,7 +279,7 @@ def _inputs_of(group: Group, module: nn.Module, x: T) -> list[T]:
 def test_training_folds_nothing() -> None:
     graphs = plan(Block().train(), [torch.randn(2, 8, 9, 11)])
     assert all(
-        g.kind != "conv" or "onednn_conv" not in [w.name for w in ways_of(g.node.form)]
+        g.kind != "conv" or "onednn_conv" not in [w.name for w in strategies_of(g.node.form)]
         for p in graphs
         for g in p.groups
     )
@@ -331,12 +331,12 @@ def test_attention_by_hand_has_torchs_own_as_a_way(name: str) -> None:
         (planned,) = plan(function, inputs, dynamic)
     group = one_group([planned])
     assert group.kind == "attention"
-    fused = way(group, "sdpa")
+    fused = strategy(group, "sdpa")
     assert sum(op.target == "vendor.sdpa.default" for op in fused.form.operations) == 1
     assert not any(op.short_name in ("bmm", "_softmax") for op in fused.form.operations)
     symbols = group.node.form.symbols
     values = [(n,) * len(symbols) for n in (2, 5, 33)] if symbols else [()]
-    for kind in ways_of(group.node.form):
+    for kind in strategies_of(group.node.form):
         check(group.node.form, kind, values)
         check(group.node.form, kind, values[-1:], ("special", "large", "zeros"))
 
@@ -348,7 +348,7 @@ def test_a_result_that_is_turned_twice_is_no_merging_of_heads() -> None:
     with torch.no_grad():
         (planned,) = plan(turned, _qkv(2, 3, 16, 16))
     for group in planned.groups:
-        for kind in ways_of(group.node.form):
+        for kind in strategies_of(group.node.form):
             check(group.node.form, kind, [()])
 
 
@@ -358,11 +358,11 @@ def test_a_row_without_any_key_gives_what_softmax_gives() -> None:
     with torch.no_grad():
         (planned,) = plan(heads(masked), inputs)
         group = one_group([planned])
-        call = load(way(group, "sdpa")).make_call(group.node.form, (), 2)
+        call = load(strategy(group, "sdpa")).make_call(group.node.form, (), 2)
         views = {i.name: i.spec for i in group.node.form.inputs}
         expected = heads(masked)(*inputs)
     assert expected.isnan().any() and views
-    check(group.node.form, way(group, "sdpa"), [()])  # random masks of 60 % leave some rows empty
+    check(group.node.form, strategy(group, "sdpa"), [()])  # random masks of 60 % leave some rows empty
     assert call is not None
 
 
@@ -398,7 +398,7 @@ def test_dropouts_outside_of_training_stand_in_no_chains_way() -> None:
         first = one_group(plan(attention, _qkv(2, 3, 10, 16)))
         second = one_group(plan(linear, [torch.randn(4, 6), torch.randn(5, 6), torch.randn(5), torch.randn(4, 5)]))
     for group, name in ((first, "sdpa"), (second, "onednn_linear")):
-        check(group.node.form, way(group, name), [()])
+        check(group.node.form, strategy(group, name), [()])
 
 
 # ---- sums of products ----------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def test_products_that_are_added_up_are_one_product() -> None:
     inputs = [torch.randn(6, 4, 16), torch.randn(6, 16), torch.randn(16, 16, requires_grad=True)]
     graphs = plan(recurrent, inputs, [(0, 0), (1, 0)])
     (group,) = [g for p in graphs if p.phase == "backward" for g in p.groups if len(g.node.kernels) > 4]
-    joined = way(group, "joined_products")
+    joined = strategy(group, "joined_products")
     assert [op.target for op in joined.form.operations] == ["vendor.sum_of_products.default"]
     values = [(n,) * len(group.node.form.symbols) for n in (1, 2, 7, 33)]
     check(group.node.form, joined, values, ("normal", "special", "large", "zeros"))
@@ -432,8 +432,8 @@ def test_what_is_no_product_is_added_as_before(dtype: torch.dtype) -> None:
     shapes = [(9, 5), (5, 7), (9, 1), (1, 7), (9, 13), (13, 7)]  # terms of any length
     with torch.no_grad():
         (planned,) = plan(function, [torch.randn(9, 7, dtype=dtype), *(torch.randn(s, dtype=dtype) for s in shapes)])
-    (group,) = [g for g in planned.groups if any(w.name == "joined_products" for w in ways_of(g.node.form))]
-    joined = way(group, "joined_products")
+    (group,) = [g for g in planned.groups if any(w.name == "joined_products" for w in strategies_of(g.node.form))]
+    joined = strategy(group, "joined_products")
     assert sum(op.short_name == "mm" for op in joined.form.operations) == 0
     check(group.node.form, joined, [()], ("normal", "special", "large", "zeros"))
 
@@ -445,7 +445,7 @@ def test_a_product_that_somebody_else_reads_stays() -> None:
 
     with torch.no_grad():
         (planned,) = plan(function, [torch.randn(8, 8) for _ in range(3)])
-    names = [w.name for g in planned.groups for w in ways_of(g.node.form)]
+    names = [w.name for g in planned.groups for w in strategies_of(g.node.form)]
     assert "joined_products" not in names
 
 
@@ -466,8 +466,8 @@ def test_switches_turn_kinds_off() -> None:
 def test_a_way_survives_the_store() -> None:
     with torch.no_grad():
         group = one_group(plan(heads(by_hand), _qkv(2, 10, 64), [(0, 1), (1, 1), (2, 1)]))
-    for kind in ways_of(group.node.form):
-        again = Way.from_json(kind.to_json())
+    for kind in strategies_of(group.node.form):
+        again = Strategy.from_json(kind.to_json())
         assert again == kind and again.steps == kind.steps
         record = pack(kind, [], "c_generic")
         assert is_bundle(record.binary) and record == pack(again, [], "c_generic")
@@ -483,15 +483,15 @@ def test_a_part_may_be_a_way_itself() -> None:
     with torch.no_grad():
         inputs = [torch.randn(16, 24), torch.randn(32, 24), *(torch.randn(32) for _ in range(3))]
         form = one_group(plan(function, inputs)).node.form
-    outer = ways_of(form)[0]
+    outer = strategies_of(form)[0]
     (part,) = outer.kernels
-    inner = cuts_of(part.node.form)[1]
+    inner = cut_strategies(part.node.form)[1]
     kernels = [GENERATOR.generate_generic_kernel(kernel.node.form) for kernel in inner.kernels]
     records = [KernelRecord(kernel.key, kernel.name, kernel.source, kernel.binary) for kernel in kernels]
     record = pack(outer, [pack(inner, records, "c_generic")], "c_generic")
     loaded = unpack(record.binary, lambda digest, name, binary: load_kernel(binary, name).entry)
     (entry,) = loaded.entries
-    assert isinstance(entry, LoadedWay) and len(entry.entries) == 2
+    assert isinstance(entry, LoadedStrategy) and len(entry.entries) == 2
 
     def make_call(allocator: GuardedAllocator, sizes: Sequence[int]) -> Callable[..., Any]:
         return make_launcher(form, loaded, sizes, 2, allocator)
@@ -503,7 +503,7 @@ def test_a_part_may_be_a_way_itself() -> None:
 @given(rows=st.integers(0, 40), seed=st.integers(0, 3))
 def test_ways_of_one_group_agree_at_any_size(rows: int, seed: int) -> None:
     group = _gated()
-    for kind in ways_of(group.node.form):
+    for kind in strategies_of(group.node.form):
         if rows > 1:
             check(group.node.form, kind, [(rows,)])
 
@@ -523,7 +523,7 @@ def _gated() -> Group:
 def test_a_gate_is_one_group_with_both_products() -> None:
     group = _gated()
     assert sorted(op.short_name for op in group.node.kernels) == ["mm", "mm", "mul", "silu"]
-    fused = way(group, "onednn_linear")
+    fused = strategy(group, "onednn_linear")
     assert sum(op.target.startswith("vendor.") for op in fused.form.operations) >= 1
 
 
@@ -535,7 +535,7 @@ def test_a_kernel_is_cut_where_the_least_memory_lies_between() -> None:
     with torch.no_grad():
         (planned,) = plan(function, [torch.randn(16, 32), torch.randn(32), torch.randn(32)])
     (node,) = planned.nodes
-    whole, *cuts = cuts_of(node.form)
+    whole, *cuts = cut_strategies(node.form)
     assert whole.name == "one_kernel" and len(whole.parts) == 1
     assert cuts and all(len(one.parts) == 2 for one in cuts)
     for kind in (whole, *cuts):
@@ -578,7 +578,7 @@ def test_what_is_folded_is_one_for_all_callables_of_a_place() -> None:
     with torch.no_grad():
         (planned,) = plan(module, [x])
         group = one_group([planned])
-        loaded, kept = load(way(group, "onednn_conv")), dict[str, Any]()
+        loaded, kept = load(strategy(group, "onednn_conv")), dict[str, Any]()
         assert loaded.keeps
         calls = [loaded.make_call(group.node.form, (), 2, kept=kept) for _ in range(2)]
         ((_, folded),) = kept.items()
@@ -598,7 +598,7 @@ def test_attention_of_torch_may_be_generated(causal: bool) -> None:
     inputs = [torch.randn(3, 40, 2, 32).transpose(1, 2) for _ in range(3)]
     with torch.no_grad():
         group = one_group(plan(function, inputs, [(0, 0), (1, 0), (2, 0)]))
-    generated = way(group, "generated_attention")
+    generated = strategy(group, "generated_attention")
     assert group.kind == "attention" and [part.printer for part in generated.parts] == ["attention"]
     check(group.node.form, generated, [(1,), (2,), (7,)], ("normal", "special", "zeros"))
 
@@ -610,7 +610,7 @@ def test_attention_that_is_not_finite_is_eagers_to_the_bit() -> None:
         for n, value in ((0, math.nan), (1, math.inf), (2, -math.inf)):
             odd = [t.clone() for t in inputs]
             odd[n][1, 2, 7, 5] = value
-            generated = load(way(group, "generated_attention"))
+            generated = load(strategy(group, "generated_attention"))
             found = make_launcher(group.node.form, generated, (), 2)(*odd)
             (found, *_) = found if isinstance(found, tuple) else (found,)
             torch.testing.assert_close(found, F.scaled_dot_product_attention(*odd), rtol=0, atol=0, equal_nan=True)
@@ -647,5 +647,5 @@ def test_the_search_for_groups_looks_at_equal_layers_once(monkeypatch: pytest.Mo
         counts.append(len(looked))
         for group in (g for p in planned for g in p.groups):
             names = enumeration.generated_names(group.node.form)
-            assert sorted(names) == sorted(w.name for w in enumeration.generated_of(group.node.form))
+            assert sorted(names) == sorted(w.name for w in enumeration.generated_strategies(group.node.form))
     assert counts[1] <= counts[0] + 1, "the first and the last layer may differ from those between"

@@ -7,10 +7,10 @@ from typing import Any
 
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.daemon.workers.cpu import main
-from autofuse.daemon.workers.interpreter import Interpreted, InterpreterRig
+from autofuse.daemon.workers.interpreter import Interpreted, InterpreterRunner
 
 
-class ArtifactRig(InterpreterRig):
+class ArtifactRig(InterpreterRunner):
     def load(self, digest: str, name: str, binary: bytes) -> Any:
         return Interpreted(Artifact.unpack(binary).source)
 

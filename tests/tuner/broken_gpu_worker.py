@@ -12,8 +12,8 @@ import torch
 from autofuse.daemon.workers.cpu import main
 from autofuse.errors import DeviceError
 from autofuse.ir.operation import NodeForm
-from autofuse.tuner.gpu_rig import GpuRig
-from autofuse.tuner.node_bench import CpuRig, Rig
+from autofuse.tuner.gpu_rig import GpuRunner
+from autofuse.tuner.node_bench import CpuRunner, DeviceRunner
 
 ERRORS: dict[str, Exception] = {
     "sticky": RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -33,17 +33,17 @@ class Sampling:
             raise ERRORS[sys.argv[3]]
 
 
-class Broken(CpuRig):
+class Broken(CpuRunner):
     _sampling = Sampling()
 
     def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
         raise ERRORS[sys.argv[3]]
 
-    is_fatal = GpuRig.is_fatal
-    _answers = GpuRig._answers
+    is_fatal = GpuRunner.is_fatal
+    _answers = GpuRunner._answers
 
 
-def _rig(memory_bytes: int) -> Rig:
+def _rig(memory_bytes: int) -> DeviceRunner:
     if sys.argv[3] == "absent":
         raise RuntimeError("expected a device H200, found none")
     if sys.argv[3] == "dies":

@@ -18,9 +18,9 @@ from autofuse.ir.records import TuneRequest
 from autofuse.settings.layers import Settings, load
 from autofuse.strategies import bundle
 from autofuse.strategies.bundle import is_bundle
-from autofuse.strategies.enumeration import GENERATED, ways_of
+from autofuse.strategies.enumeration import GENERATED, strategies_of
 from autofuse.strategies.strategy import MATMUL, kernel_id
-from autofuse.tuner import strategy_provider as ways
+from autofuse.tuner import strategy_provider as strategies
 from autofuse.wrapper.load_strategy import unpack
 from tests.strategies.harness import plan
 from tests.tuner.nodes import request
@@ -61,7 +61,7 @@ def normalised() -> NodeForm:
 
 def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> None:
     form = linear_gelu()
-    parts, vendor, product, apart, blocks, generated = ways_of(form)
+    parts, vendor, product, apart, blocks, generated = strategies_of(form)
     assert blocks.rows is not None and blocks.rows.count > 64, "not tried at a size that one block holds"
     (kernel,) = parts.kernels
     asked = request(form, (40,), unfused_us=1000.0)
@@ -71,9 +71,9 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
     with Store.open(quick.run.store) as store:
         assert store.queue_length().done == 2
         rows = store.measurements(asked.key.fusion_id)
-        ways = {dict(row.measurement.candidate.config)["way"] for row in rows}
+        strategies = {dict(row.measurement.candidate.config)["way"] for row in rows}
         names = {vendor.name, product.name, apart.name}
-        assert names <= ways <= {parts.name, *names}
+        assert names <= strategies <= {parts.name, *names}
         found = {d.key.fusion_id: d for _, d in store.decisions()}
         assert kernel.node.fusion_id == kernel_id(kernel.node.form, "loop")
         assert kernel.node.fusion_id in found  # tuned as a part; the request of its own asked for nothing more
@@ -85,7 +85,7 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
             record = store.get_kernel(decision.compile_key or "")
             assert record is not None and is_bundle(record.binary)
             loaded = unpack(record.binary, lambda digest, name, binary: lambda *pointers: None)
-            assert loaded.way.name == dict(decision.candidate.config)["way"]
+            assert loaded.strategy.name == dict(decision.candidate.config)["way"]
 
 
 def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> None:
@@ -93,7 +93,7 @@ def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> Non
     with torch.no_grad():
         (planned,) = plan(lambda x, w, b: torch.relu(F.linear(x, w, b)), inputs, [(0, 0)])
     form = planned.groups[0].node.form
-    (generated,) = [way for way in ways_of(form) if way.name == GENERATED]
+    (generated,) = [strategy for strategy in strategies_of(form) if strategy.name == GENERATED]
     (part,) = [k.node.form for k, p in zip(generated.kernels, generated.parts, strict=True) if p.printer == MATMUL]
     asked = request(form, (160,), unfused_us=1000.0)
     drain(quick, asked)
@@ -109,7 +109,7 @@ def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> Non
 def test_a_kernel_that_gains_little_is_also_cut(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "CUT_BELOW", 1e9)
     packed = []
-    monkeypatch.setattr(ways, "pack", lambda *way: packed.append(bundle.pack(*way)) or packed[-1])
+    monkeypatch.setattr(strategies, "pack", lambda *strategy: packed.append(bundle.pack(*strategy)) or packed[-1])
     asked = request(normalised(), (16,))
     drain(quick, asked)
     assert packed and {record.key.target for record in packed} == {find_toolchain(None).target}
@@ -135,7 +135,11 @@ def test_a_generated_tile_is_a_way_where_triton_prints(
     quick: Settings, make: Callable[[], NodeForm], printer: str
 ) -> None:
     form = make()
-    assert [way.name for way in ways_of(form)][-1] != "tiled" == [way.name for way in ways_of(form, has_tiles=True)][-1]
+    assert (
+        [strategy.name for strategy in strategies_of(form)][-1]
+        != "tiled"
+        == [strategy.name for strategy in strategies_of(form, has_tiles=True)][-1]
+    )
     asked = request(form, (10,) * len(form.symbols), threads=0)
     asked = replace(asked, key=replace(asked.key, device="interpreter:test"))
     drain(quick, asked)

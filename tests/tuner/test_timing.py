@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from autofuse.tuner.comparison import bounds, compare, quiet_pairs, verdict, wins
-from autofuse.tuner.node_bench import Cores, CpuRig
+from autofuse.tuner.node_bench import Cores, CpuRunner
 from autofuse.tuner.timing import PROBES, CallSampler, RaceRules, race
 
 MARGIN = 0.03
@@ -84,7 +84,7 @@ def test_on_a_shared_machine_only_the_threads_own_time_counts() -> None:
     medians = {}
     for is_shared in (False, True):
         calls = [lambda: sleep(0.01), lambda: None]
-        samples = race(calls, RaceRules(5, 5, 1e9, MARGIN), sampler=CpuRig().sampler(is_shared)).samples
+        samples = race(calls, RaceRules(5, 5, 1e9, MARGIN), sampler=CpuRunner().sampler(is_shared)).samples
         medians[is_shared] = statistics.median(samples[0])
     assert medians[False] >= 0.01 and medians[True] < 0.005
 

@@ -20,7 +20,7 @@ from autofuse.daemon.workers.cpu import OPEN_NODES
 from autofuse.ir.records import Bucket, Candidate, Decision
 from autofuse.tuner import backends
 from autofuse.tuner.backends import CBackend
-from autofuse.tuner.benchmark_provider import Built, Workshop
+from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.replay import RecordedBench
 from autofuse.tuner.tune_node import Job, JobLimits, Outcome
@@ -33,13 +33,13 @@ SMALL = (24,)  # few enough elements for one thread, so that a busy machine does
 
 
 @pytest.fixture(scope="module")
-def workshop() -> Iterator[Workshop]:
+def provider() -> Iterator[BenchmarkProvider]:
     worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=60.0)
-    yield Workshop(CBackend(find_toolchain()), worker, compilers=lambda: 2)
+    yield BenchmarkProvider(CBackend(find_toolchain()), worker, compilers=lambda: 2)
     worker.kill()
 
 
-def tune(shop: Workshop, values: tuple[int, ...], limits: JobLimits = LIMITS, calls: int = 5) -> Outcome:
+def tune(shop: BenchmarkProvider, values: tuple[int, ...], limits: JobLimits = LIMITS, calls: int = 5) -> Outcome:
     asked = request(FORM, values, calls=calls)
     return Job(asked, shop.bench(asked.key.fusion_id, FORM, asked.key.threads, asked.bucket), limits).run()
 
@@ -49,8 +49,8 @@ def only(outcome: Outcome) -> Decision:
     return outcome.decisions[0]
 
 
-def test_a_job_finds_a_winner_and_keeps_its_kernel(workshop: Workshop) -> None:
-    outcome = tune(workshop, (700,))
+def test_a_job_finds_a_winner_and_keeps_its_kernel(provider: BenchmarkProvider) -> None:
+    outcome = tune(provider, (700,))
     decision = only(outcome)
     assert decision.reason == "won" and decision.candidate.variant == "c_generic"
     assert decision.speedup >= 1.03 and decision.speedup_low > 1.0 and decision.trials >= 1
@@ -58,9 +58,9 @@ def test_a_job_finds_a_winner_and_keeps_its_kernel(workshop: Workshop) -> None:
     assert all(m.status in ("ok", "pruned") and m.error_ratio is not None for m in outcome.measurements)
 
 
-def test_the_next_bucket_compiles_nothing(workshop: Workshop) -> None:
-    tune(workshop, (700,))
-    outcome = tune(workshop, (300,))
+def test_the_next_bucket_compiles_nothing(provider: BenchmarkProvider) -> None:
+    tune(provider, (700,))
+    outcome = tune(provider, (300,))
     only(outcome)  # which one it is depends on what else the machine does
     assert outcome.measurements and all(m.compile_seconds == 0.0 for m in outcome.measurements)
 
@@ -77,9 +77,9 @@ def test_winners_of_other_buckets_make_the_first_wave() -> None:
     assert only(found).candidate.config == known and {*next_one.built} == {known, next_one.default(())}
 
 
-def test_a_dominant_shape_may_get_a_kernel_of_its_own(workshop: Workshop) -> None:
+def test_a_dominant_shape_may_get_a_kernel_of_its_own(provider: BenchmarkProvider) -> None:
     for _ in range(3):  # beside other work the generic kernel may not win, and then nothing is to be beaten
-        outcome = tune(workshop, (700,), calls=500)
+        outcome = tune(provider, (700,), calls=500)
         if any(decision.reason == "won" for decision in outcome.decisions):
             break
     tried = [m for m in outcome.measurements if m.candidate.variant == "c_specialised"]
@@ -92,7 +92,9 @@ def test_a_dominant_shape_may_get_a_kernel_of_its_own(workshop: Workshop) -> Non
 def test_a_node_without_loop_form_is_refused_without_a_worker() -> None:
     idle = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=10.0)
     asked = request(matmul_form(), (8,))
-    bench = Workshop(CBackend(find_toolchain()), idle).bench(asked.key.fusion_id, matmul_form(), 2, asked.bucket)
+    bench = BenchmarkProvider(CBackend(find_toolchain()), idle).bench(
+        asked.key.fusion_id, matmul_form(), 2, asked.bucket
+    )
     decision = only(Job(asked, bench, LIMITS).run())
     assert decision.reason.startswith("refused:") and decision.detail and idle.pid is None
 
@@ -103,15 +105,15 @@ def test_nothing_is_made_for_no_elements_or_for_too_many() -> None:
     assert only(Job(request(FORM, (10**7,)), bench, LIMITS).run()).reason == "out_of_memory"
 
 
-def test_a_node_that_the_worker_forgot_over_many_others_is_opened_again(workshop: Workshop) -> None:
+def test_a_node_that_the_worker_forgot_over_many_others_is_opened_again(provider: BenchmarkProvider) -> None:
     asked = request(FORM, SMALL)
-    bench = workshop.bench("forgotten", FORM, 1, asked.bucket)
+    bench = provider.bench("forgotten", FORM, 1, asked.bucket)
     (built,) = bench.build([Candidate("c_generic", bench.default(SMALL))], SMALL)
     assert isinstance(built, Built)
     case = [CheckCase((3,), "normal")]
     found = bench.check(built, case, 1.0, 1)
     for number in range(OPEN_NODES):
-        workshop.bench(f"other {number}", FORM, 1, asked.bucket).check(built, case, 1.0, 1)
+        provider.bench(f"other {number}", FORM, 1, asked.bucket).check(built, case, 1.0, 1)
     assert bench.check(built, case, 1.0, 1) == found
 
 
@@ -133,7 +135,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_bad_kernels_do_is_recorded_and_eager_stays(
-    name: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    name: str, provider: BenchmarkProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body, reason, status = BAD[name]
 
@@ -150,19 +152,19 @@ def test_what_bad_kernels_do_is_recorded_and_eager_stays(
         return replace(source, text=text.replace(entry, bad + entry))
 
     monkeypatch.setattr(backends, "print_c", print_bad)
-    monkeypatch.setattr(workshop.worker, "_timeout_seconds", 3.0 if reason == "timeout" else 60.0)
-    outcome = tune(workshop, SMALL, replace(LIMITS, trials=1))
+    monkeypatch.setattr(provider.worker, "_timeout_seconds", 3.0 if reason == "timeout" else 60.0)
+    outcome = tune(provider, SMALL, replace(LIMITS, trials=1))
     decision = only(outcome)
     assert (decision.reason, decision.candidate.variant, decision.compile_key) == (reason, "eager", None)
     failures = [m for m in outcome.measurements if m.status != "ok"]
     assert [m.status for m in failures] == [status] and failures[0].message and not outcome.kernels
     if reason in ("crashed", "timeout"):  # it is not run a second time
-        generation = workshop.worker.generation
-        assert only(tune(workshop, SMALL, replace(LIMITS, trials=1))).reason == "crashed"
-        assert workshop.worker.generation == generation
+        generation = provider.worker.generation
+        assert only(tune(provider, SMALL, replace(LIMITS, trials=1))).reason == "crashed"
+        assert provider.worker.generation == generation
     monkeypatch.undo()
     # A good one is none the worse for it; whether it wins depends on what else the machine does.
-    assert only(tune(workshop, SMALL)).reason in ("won", "below_margin", "no_gain")
+    assert only(tune(provider, SMALL)).reason in ("won", "below_margin", "no_gain")
 
 
 def test_equal_binaries_are_raced_once() -> None:
@@ -189,8 +191,8 @@ def test_equal_binaries_are_raced_once() -> None:
 # ---- the worker process ---------------------------------------------------------------------------------
 
 
-def test_the_worker_survives_errors_and_is_replaced_when_killed(workshop: Workshop) -> None:
-    worker = workshop.worker
+def test_the_worker_survives_errors_and_is_replaced_when_killed(provider: BenchmarkProvider) -> None:
+    worker = provider.worker
     with pytest.raises(Refused) as refused:
         worker.ask("load", digest="d", name="n", binary="")
     assert refused.value.status == "refused"
@@ -204,15 +206,15 @@ def test_the_worker_survives_errors_and_is_replaced_when_killed(workshop: Worksh
     assert worker.pid not in (None, pid) and worker.generation == generation + 1
 
 
-def test_a_silent_worker_is_killed(workshop: Workshop) -> None:
+def test_a_silent_worker_is_killed(provider: BenchmarkProvider) -> None:
     with pytest.raises(Refused):
-        workshop.worker.ask("close")
-    pid = workshop.worker.pid
+        provider.worker.ask("close")
+    pid = provider.worker.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(Lost) as lost:
-        workshop.worker.ask("close", timeout_seconds=0.3)
-    assert lost.value.status == "timeout" and workshop.worker.pid is None and not psutil.pid_exists(pid)
+        provider.worker.ask("close", timeout_seconds=0.3)
+    assert lost.value.status == "timeout" and provider.worker.pid is None and not psutil.pid_exists(pid)
 
 
 def test_the_worker_has_its_starters_priority_and_is_bounded() -> None:

@@ -27,7 +27,7 @@ from autofuse.ir.records import Decision, DeviceInfo, TuneRequest
 from autofuse.settings.layers import load
 from autofuse.tuner import gpu_rig
 from autofuse.tuner.backends import InterpreterBackend, TritonBackend, isa_of
-from autofuse.tuner.benchmark_provider import Bench, Built, NodeWorkshop, Workshop
+from autofuse.tuner.benchmark_provider import Bench, BenchmarkProvider, Built, NodeBenchmarks
 from autofuse.tuner.gpu_sampler import DeviceCalls, GpuSampler
 from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.triton_compiler import TritonCompiler
@@ -41,10 +41,10 @@ H200 = DeviceInfo("cuda", "NVIDIA H200", 132, "sm_90", 140 << 30).key
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Workshop]:
+def interpreter() -> Iterator[BenchmarkProvider]:
     backend = InterpreterBackend()
     worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module=backend.worker_module)
-    yield Workshop(backend, worker)
+    yield BenchmarkProvider(backend, worker)
     worker.kill()
 
 
@@ -56,7 +56,7 @@ def asked_for(form: NodeForm, values: tuple[int, ...], device: str) -> TuneReque
 class Timed:
     """A bench whose checks are real and whose times are given: eager's, then a candidate's."""
 
-    def __init__(self, bench: NodeWorkshop, device: tuple[float, float], host: tuple[float, float]) -> None:
+    def __init__(self, bench: NodeBenchmarks, device: tuple[float, float], host: tuple[float, float]) -> None:
         self._bench = bench
         self._times = device, host
 
@@ -75,7 +75,11 @@ class Timed:
 
 
 def tune(
-    shop: Workshop, form: NodeForm, values: tuple[int, ...], device: Any = (9e-6, 3e-6), host: Any = (5e-6, 2e-6)
+    shop: BenchmarkProvider,
+    form: NodeForm,
+    values: tuple[int, ...],
+    device: Any = (9e-6, 3e-6),
+    host: Any = (5e-6, 2e-6),
 ) -> Outcome:
     asked = asked_for(form, values, "interpreter:test")
     bench: Bench = Timed(shop.bench(asked.key.fusion_id, form, 0, asked.bucket), device, host)  # type: ignore[assignment]
@@ -92,7 +96,7 @@ def first(outcome: Outcome) -> Decision:
 @pytest.mark.parametrize(
     "name", ["add_bias_gelu", "softmax", "layer_norm_backward", "cross_entropy", "bias_gradient", "moves_of_sizes"]
 )
-def test_a_job_checks_triton_kernels_and_keeps_the_winner(interpreter: Workshop, name: str) -> None:
+def test_a_job_checks_triton_kernels_and_keeps_the_winner(interpreter: BenchmarkProvider, name: str) -> None:
     form = CASES[name].form()
     outcome = tune(interpreter, form, tuple(5 + n for n in range(len(form.symbols))))
     assert first(outcome).reason == "won" and first(outcome).candidate.variant == "triton_generic", first(
@@ -105,7 +109,7 @@ def test_a_job_checks_triton_kernels_and_keeps_the_winner(interpreter: Workshop,
     load_interpreted(source)  # what was kept runs in any process
 
 
-def test_the_interpreter_is_slower_than_eager_and_eager_stays(interpreter: Workshop) -> None:
+def test_the_interpreter_is_slower_than_eager_and_eager_stays(interpreter: BenchmarkProvider) -> None:
     form = chain_form(3, 8)
     asked = asked_for(form, (4,), "interpreter:test")
     outcome = Job(asked, interpreter.bench(asked.key.fusion_id, form, 0, asked.bucket), LIMITS).run()
@@ -137,7 +141,7 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
         TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,
     ):
         worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module="tests.tuner.artifact_worker")
-        shop = Workshop(TritonBackend(H200, compiler.compile), worker, stored=store.get_kernel)
+        shop = BenchmarkProvider(TritonBackend(H200, compiler.compile), worker, stored=store.get_kernel)
         try:
             asked = asked_for(form, values, H200)
             bench = Timed(shop.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
@@ -172,7 +176,9 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
         ((5e-6, 4e-6), (40e-6, 40e-6), "below_margin"),
     ],
 )
-def test_host_and_device_time_decide_together(interpreter: Workshop, device: Any, host: Any, reason: str) -> None:
+def test_host_and_device_time_decide_together(
+    interpreter: BenchmarkProvider, device: Any, host: Any, reason: str
+) -> None:
     assert first(tune(interpreter, chain_form(3, 8), (4,), device, host)).reason == reason
 
 
@@ -193,7 +199,7 @@ class Unequal(Timed):
         return RaceResult(cost, [False] * len(cost), 0, device, host)
 
 
-def test_among_kernels_that_are_launched_alike_the_devices_time_decides(interpreter: Workshop) -> None:
+def test_among_kernels_that_are_launched_alike_the_devices_time_decides(interpreter: BenchmarkProvider) -> None:
     form = CASES["add_bias_gelu"].form()
     asked = asked_for(form, (5, 6), "interpreter:test")
     bench = Unequal(interpreter.bench(asked.key.fusion_id, form, 0, asked.bucket), (0, 0), (0, 0))
@@ -212,7 +218,7 @@ class Crowded(Timed):
         return super().race(built, values, rules)
 
 
-def test_candidates_that_do_not_fit_into_memory_together_race_one_by_one(interpreter: Workshop) -> None:
+def test_candidates_that_do_not_fit_into_memory_together_race_one_by_one(interpreter: BenchmarkProvider) -> None:
     form = CASES["add_bias_gelu"].form()
     asked = asked_for(form, (5, 6), "interpreter:test")
     bench = Crowded(interpreter.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
@@ -326,7 +332,7 @@ def test_a_broken_context_ends_the_process_and_the_next_request_finds_a_new_one(
 @pytest.mark.parametrize(("how", "words"), [("absent", "expected a device H200"), ("dies", "exit code 3")])
 def test_a_worker_that_cannot_begin_is_no_fault_of_a_kernel(how: str, words: str) -> None:
     worker = broken(how)
-    shop = Workshop(InterpreterBackend(), worker)
+    shop = BenchmarkProvider(InterpreterBackend(), worker)
     form = chain_form(3, 8)
     asked = asked_for(form, (4,), "interpreter:test")
     with pytest.raises(NotReady, match=words):
@@ -387,7 +393,7 @@ def test_the_first_visible_device_of_the_model_is_used(monkeypatch: pytest.Monke
 
 
 def test_a_device_without_bfloat16_refuses_kernels_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = object.__new__(gpu_rig.GpuRig)
+    old = object.__new__(gpu_rig.GpuRunner)
     old.device, old._has_bf16 = torch.device("cuda", 0), False
     monkeypatch.setattr(gpu_rig, "load_artifact", lambda artifact, index, digest: (index, digest))
     for dtype, is_fine in ((torch.float32, True), (torch.bfloat16, False)):
@@ -436,7 +442,7 @@ def test_what_spills_is_never_timed() -> None:
     form = CASES["softmax"].form()
     idle = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=10.0)
     asked = asked_for(form, (4, 5, 6), H200)
-    shop = Workshop(TritonBackend(H200, compiled(8, [])), idle)
+    shop = BenchmarkProvider(TritonBackend(H200, compiled(8, [])), idle)
     outcome = Job(asked, shop.bench(asked.key.fusion_id, form, 0, asked.bucket), LIMITS).run()
     assert first(outcome).reason == "does_not_fit" and "spill" in first(outcome).detail
     assert {m.status for m in outcome.measurements} == {"pruned"} and idle.pid is None

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from autofuse.codegen.c.knobs import can_stream, is_streamable
 from autofuse.codegen.c.scalar import memory_type, store_text
 from autofuse.codegen.c.values import ValuePrinter
-from autofuse.codegen.column_passes import Phase, Plan
+from autofuse.codegen.column_passes import ColumnPass, Plan
 from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
 from autofuse.codegen.loops import COST, Access, LoopKernel, Store
 from autofuse.ir.dims import dim_text
@@ -165,7 +165,7 @@ class Body(ValuePrinter):
 
     # ---- a pass over the columns
 
-    def _phase(self, phase: Phase) -> list[str]:
+    def _phase(self, phase: ColumnPass) -> list[str]:
         lines = self._declare_all(phase.row_values, "    ")
         for n in phase.reductions:
             reducer = self._reducer(n)
@@ -204,7 +204,7 @@ class Body(ValuePrinter):
             lines.append(f"    const {VALUE_TYPE[value.dtype]} x{n} = {self._reducer(n).finish(f't{n}')};")
         return lines
 
-    def _innermost(self, phase: Phase) -> list[str]:
+    def _innermost(self, phase: ColumnPass) -> list[str]:
         start, stop = ("c_begin", "c_end") if self.splits_columns else ("0", f"n{self.last}")
         scalars = [*phase.reductions, *(n for n in phase.sinks if self.kernel.values[n].op == "full_reduce")]
         blocked = [n for n in scalars if self._reducer(n).widens]
@@ -227,7 +227,7 @@ class Body(ValuePrinter):
         lines += ["  }", *(f"  t{n} += p{n};" for n in blocked), "}"]
         return lines
 
-    def _next_row(self, phase: Phase) -> list[str]:
+    def _next_row(self, phase: ColumnPass) -> list[str]:
         """Ask for the next row while a block's arithmetic goes on: else memory waits for it, and it for memory.
 
         For tensors that are larger than the caches. The pass that first reads a row needs no such help.
@@ -246,10 +246,10 @@ class Body(ValuePrinter):
                 lines.append(f"  for (int64_t c = b; c < b_end; c += {step}) __builtin_prefetch({place});")
         return list(dict.fromkeys(lines))
 
-    def _is_costly(self, phase: Phase) -> bool:
+    def _is_costly(self, phase: ColumnPass) -> bool:
         return any(COST.get(self.kernel.values[n].op, 1) >= 12 for n in phase.values)
 
-    def _tiled(self, phase: Phase, start: str, stop: str, ahead: list[str]) -> list[str]:
+    def _tiled(self, phase: ColumnPass, start: str, stop: str, ahead: list[str]) -> list[str]:
         """Columns in tiles that stay in the first cache, then are converted to half, or go to memory past the caches.
 
         No compiler vectorises conversions to half with the CPU's own instructions, which need half of the time.
@@ -277,7 +277,7 @@ class Body(ValuePrinter):
         lines += [f"    {line}" for line in self._columns(values)] + stores + ["  }"]
         return [*lines, *after, "}"]
 
-    def _columns(self, phase: Phase) -> list[str]:
+    def _columns(self, phase: ColumnPass) -> list[str]:
         """Statements for one column."""
         place = self._place
         lines = []
@@ -300,7 +300,7 @@ class Body(ValuePrinter):
                 lines.append(reducer.update_flag(f"nan{n}", argument))
         return [*lines, *(self.store(dataclasses.replace(s, value=self._unrounded(s, phase))) for s in phase.stores)]
 
-    def _unrounded(self, store: Store, phase: Phase) -> int:
+    def _unrounded(self, store: Store, phase: ColumnPass) -> int:
         """The value to store: storing rounds by itself, and a cast to 16 bits would else convert three times."""
         value = self.kernel.values[store.value]
         repeats = value.op == "round_to" and value.attr == self._memory(store.access)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from autofuse.codegen.c.math import INLINE_CALLS
 from autofuse.codegen.c.target import march, vector_bits
-from autofuse.codegen.column_passes import Phase, plan
+from autofuse.codegen.column_passes import ColumnPass, plan
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import COST, Access, LoopKernel, regions
@@ -51,7 +51,7 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
         knobs.append(
             Knob("math", ("inline", "library"), "inline", "own exp and erf, or the library's vector functions")
         )
-    if can_turn(kernel):
+    if can_transpose(kernel):
         knobs.append(Knob("blocks", (True, False), True, "visit rows and columns in blocks that stay in the caches"))
     has_lanes = uses_lanes(kernel)
     if has_lanes:
@@ -73,14 +73,14 @@ def can_stream(kernel: LoopKernel) -> bool:
     return any(is_streamable(kernel, phase) for phase in plan(kernel, keep=True).phases)
 
 
-def is_streamable(kernel: LoopKernel, phase: Phase) -> bool:
+def is_streamable(kernel: LoopKernel, phase: ColumnPass) -> bool:
     """Whether the stores of a pass can be written past the caches."""
     dense = all(dict(s.access.strides).get(kernel.cols[-1]) == 1 for s in phase.stores)
     reduces = bool(phase.reductions or phase.sinks)
     return bool(phase.stores) and dense and not reduces
 
 
-def can_turn(kernel: LoopKernel) -> bool:
+def can_transpose(kernel: LoopKernel) -> bool:
     """Whether some tensors are dense along the last row dim and some along the columns, and elements are all there is.
 
     Row by row, each element of the former is in a cache line of its own, which is gone before the next row reads from

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from autofuse.codegen.c.body import Body
 from autofuse.codegen.c.knobs import LANES
 from autofuse.codegen.c.scalar import memory_type
-from autofuse.codegen.column_passes import Phase, Plan
+from autofuse.codegen.column_passes import ColumnPass, Plan
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.loops import Access, LoopKernel
 
@@ -164,7 +164,7 @@ class LaneBody(Body):
 
     # ---- a pass over the columns
 
-    def _phase(self, phase: Phase) -> list[str]:
+    def _phase(self, phase: ColumnPass) -> list[str]:
         lines = []
         for n in phase.reductions:
             r, ctype = self._reducer(n), VALUE_TYPE[self.kernel.values[n].dtype]
@@ -195,7 +195,7 @@ class LaneBody(Body):
             lines += self._over_lanes("    ", [f"lane{n}[l] = {self._reducer(n).finish(f't{n}[l]')};"])
         return lines
 
-    def _share(self, phase: Phase) -> list[str]:
+    def _share(self, phase: ColumnPass) -> list[str]:
         """The totals of all threads, added up by each of them in the same order."""
         lines = ["    if (is_shared) {"]
         for n in phase.reductions:
@@ -214,7 +214,7 @@ class LaneBody(Body):
             lines.append("      }")
         return [*lines, "    }"]
 
-    def _innermost(self, phase: Phase) -> list[str]:
+    def _innermost(self, phase: ColumnPass) -> list[str]:
         blocked = [n for n in phase.reductions if self._reducer(n).widens]
         body = [
             *self._at_column(phase.values, [s.access for s in phase.stores]),
@@ -234,7 +234,7 @@ class LaneBody(Body):
             "}",
         ]
 
-    def _columns(self, phase: Phase) -> list[str]:
+    def _columns(self, phase: ColumnPass) -> list[str]:
         """Statements for one element."""
         made = [n for n in phase.values if self.kernel.values[n].op != "const"]
         ends = [self.kernel.values[n].args[0] for n in phase.reductions] + [s.value for s in phase.stores]

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.body import SHARES, Body
-from autofuse.codegen.c.knobs import can_turn, uses_lanes
+from autofuse.codegen.c.knobs import can_transpose, uses_lanes
 from autofuse.codegen.c.lanes import LaneBody
 from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
-from autofuse.codegen.c.transposed_blocks import TurnedBody
+from autofuse.codegen.c.transposed_blocks import TransposedBody
 from autofuse.codegen.column_passes import plan
 from autofuse.codegen.loops import LoopKernel
 from autofuse.errors import LoweringError
@@ -63,7 +63,11 @@ def _body(kernel: LoopKernel, knobs: Mapping[str, object]) -> Body:
     if uses_lanes(kernel):
         return LaneBody(kernel, plan(kernel, keep=False, widen=False), knobs)
     made = plan(kernel, keep=knobs.get("staging", "buffer") == "buffer")
-    return TurnedBody(kernel, made, knobs) if knobs.get("blocks") and can_turn(kernel) else Body(kernel, made, knobs)
+    return (
+        TransposedBody(kernel, made, knobs)
+        if knobs.get("blocks") and can_transpose(kernel)
+        else Body(kernel, made, knobs)
+    )
 
 
 def _header(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None) -> str:

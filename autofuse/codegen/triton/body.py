@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autofuse.codegen.column_passes import Phase, plan, store_region
+from autofuse.codegen.column_passes import ColumnPass, plan, store_region
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Store, regions
 from autofuse.codegen.triton.scalar import (
     POINTERS,
@@ -310,7 +310,7 @@ class Body:
         lines += [indent + t for t in self._values(n for n in self.plan.last_row_values if n not in hoisted)]
         return lines
 
-    def _pass_over_columns(self, phase: Phase, indent: str) -> list[str]:
+    def _pass_over_columns(self, phase: ColumnPass, indent: str) -> list[str]:
         reducers = {n: self._reducer(n) for n in phase.reductions}
         lines = [f"a{n} = {r.start(self._accumulator_shape(n))}" for n, r in reducers.items()]
         lines.append(f"for start in tl.range(0, ncols, BLOCK_COLS, num_stages={self.stages}):")

@@ -16,7 +16,7 @@ from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.knobs import default_triton_config
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
-from autofuse.codegen.triton.templates.registry import TiledKernel, tiled_kernel
+from autofuse.codegen.triton.templates.registry import Template, tiled_kernel
 from autofuse.ir.operation import NodeForm, bind_shapes, form_of
 from autofuse.ir.records import Config
 
@@ -75,7 +75,7 @@ class TritonKernelGenerator:
         self, form: NodeForm, config: Config | None, constants: Mapping[str, int], sizes: Mapping[str, int]
     ) -> TritonKernel:
         tiled = tiled_kernel(form)
-        if isinstance(tiled, TiledKernel):
+        if isinstance(tiled, Template):
             chosen = config or tiled.default(form, sizes, sizes)
             source = tiled.print(form, chosen, constants)
         else:

@@ -28,7 +28,7 @@ from autofuse.optim.form import StepForm
 from autofuse.process.apply import apply_malloc
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.ipc import Pipe, PipeClosed
-from autofuse.tuner.node_bench import CpuRig, NodeBench, Rig
+from autofuse.tuner.node_bench import CpuRunner, DeviceRunner, NodeBench
 from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.verify import Wrong
 
@@ -44,7 +44,7 @@ class Fatal(Exception):
 class Benches:
     """The nodes that were opened, least recently used first."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: DeviceRunner) -> None:
         self._rig = rig
         self._benches: OrderedDict[str, NodeBench] = OrderedDict()
         self._current: NodeBench | None = None
@@ -121,7 +121,7 @@ def _problem(status: str, error: Exception) -> dict[str, Any]:
     return {"ok": False, "status": status, "message": text[:500]}
 
 
-def serve(pipe: Pipe, rig: Rig) -> None:
+def serve(pipe: Pipe, rig: DeviceRunner) -> None:
     """Answer requests until the other side closes, or until something has broken the process."""
     benches = Benches(rig)
     with contextlib.suppress(PipeClosed):
@@ -141,7 +141,7 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, resource.RLIM_INFINITY))
 
 
-def main(make_rig: Callable[[int], Rig], memory_bytes: int, parent: int) -> None:
+def main(make_rig: Callable[[int], DeviceRunner], memory_bytes: int, parent: int) -> None:
     """Be the worker of the process ``parent``; requests come on stdin, replies go to stdout.
 
     ``make_rig`` is given the memory that the worker may use, in bytes, and sees to it.
@@ -163,9 +163,9 @@ def main(make_rig: Callable[[int], Rig], memory_bytes: int, parent: int) -> None
     serve(pipe, rig)
 
 
-def _cpu_rig(memory_bytes: int) -> Rig:
+def _cpu_rig(memory_bytes: int) -> DeviceRunner:
     limit_memory(memory_bytes)
-    return CpuRig()
+    return CpuRunner()
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 
 from autofuse.daemon.workers.cpu import main
-from autofuse.tuner.node_bench import Rig
+from autofuse.tuner.node_bench import DeviceRunner
 
 
-def _rig(memory_bytes: int) -> Rig:
-    from autofuse.tuner.gpu_rig import GpuRig
+def _rig(memory_bytes: int) -> DeviceRunner:
+    from autofuse.tuner.gpu_rig import GpuRunner
 
-    return GpuRig(sys.argv[3], memory_bytes)
+    return GpuRunner(sys.argv[3], memory_bytes)
 
 
 if __name__ == "__main__":

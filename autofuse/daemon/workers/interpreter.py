@@ -20,7 +20,7 @@ from autofuse.codegen.triton.interpret import load_interpreted  # noqa: E402
 from autofuse.codegen.triton.source import TritonSource  # noqa: E402
 from autofuse.daemon.workers.cpu import main  # noqa: E402
 from autofuse.ir.operation import NodeForm  # noqa: E402
-from autofuse.tuner.node_bench import Rig  # noqa: E402
+from autofuse.tuner.node_bench import DeviceRunner  # noqa: E402
 from autofuse.tuner.timing import CallSampler, Sampler  # noqa: E402
 from autofuse.tuner.verify import GuardedAllocator  # noqa: E402
 from autofuse.wrapper.node_call import Composed, empty_like_spec, expected_outputs, make_launcher, make_unfused  # noqa: E402
@@ -60,7 +60,7 @@ class Interpreted(Composed):
         return launch
 
 
-class InterpreterRig:
+class InterpreterRunner:
     """Interpreted kernels."""
 
     device = torch.device("cpu")
@@ -86,8 +86,8 @@ class InterpreterRig:
         return False
 
 
-def _rig(memory_bytes: int) -> Rig:
-    return InterpreterRig()
+def _rig(memory_bytes: int) -> DeviceRunner:
+    return InterpreterRunner()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 In: a `NodeForm` that is one float32 product (mm, addmm, bmm, baddbmm) of its inputs, seen through views; and a
 configuration.
-Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `product_refusal` gives
-as data.
+Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `c_matmul_refusal`
+gives as data.
 Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of
 threads: about as far from the exact value as a vendor's product. No element outside of the operands is read.
 
@@ -42,7 +42,7 @@ TILES: dict[int, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulPlan:
     """One product as a node: where its operands lie, and its sizes."""
 
     left: Operand
@@ -54,17 +54,17 @@ class Product:
     depth: Dim
 
 
-def product_refusal(form: NodeForm) -> tuple[str, str] | None:
+def c_matmul_refusal(form: NodeForm) -> tuple[str, str] | None:
     """Why a node is no product that is printed here, as a code and in words; None where it is one."""
     try:
-        plan_product(form)
+        plan_c_matmul(form)
     except LoweringError as error:
         return error.code, str(error)
     return None
 
 
 @functools.lru_cache(maxsize=256)
-def plan_product(form: NodeForm) -> Product:
+def plan_c_matmul(form: NodeForm) -> MatmulPlan:
     """The product that a node is. Raises LoweringError where it is none, or more."""
     found = [op for op in form.operations if op.target in ANCHORS]
     if len(found) != 1 or form.outputs != (ValueRef(found[0].name),):
@@ -80,7 +80,7 @@ def plan_product(form: NodeForm) -> Product:
         raise LoweringError("dtype", f"expected a product of float32 inputs, found {', '.join(sorted(dtypes))}")
     if tuple(spec.strides) != tuple(contiguous_strides(spec.shape.dims)):
         raise LoweringError("strides", "expected a product that is written row by row")
-    return Product(
+    return MatmulPlan(
         read_operand(form, op.args[left]),
         read_operand(form, op.args[right]),
         None if bias is None else _bias(form, op, op.args[bias]),
@@ -91,9 +91,9 @@ def plan_product(form: NodeForm) -> Product:
     )
 
 
-def product_flops(form: NodeForm, values: Sequence[int]) -> int:
+def c_matmul_flops(form: NodeForm, values: Sequence[int]) -> int:
     """Additions and multiplications at these values of the node's symbols."""
-    made, named = plan_product(form), dict(zip(form.symbols, values, strict=True))
+    made, named = plan_c_matmul(form), dict(zip(form.symbols, values, strict=True))
     return 2 * math.prod(evaluate(dim, named) for dim in (made.batch, made.rows, made.cols, made.depth))
 
 
@@ -109,17 +109,17 @@ def _bias(form: NodeForm, op: Operation, ref: ValueRef) -> str:
 # ---- knobs ------------------------------------------------------------------------------------------
 
 
-def product_knobs(form: NodeForm) -> tuple[Knob, ...]:
+def c_matmul_knobs(form: NodeForm) -> tuple[Knob, ...]:
     """What may vary: the tile, and whether the right operand is copied into panels where it need not be."""
     tiles = TILES[cpu_vector_bits()[-1]]
     knobs = [Knob("tile", tiles, tiles[0], "rows, vectors and bits of the sums that stay in registers")]
-    if _is_dense(plan_product(form).right):
+    if _is_dense(plan_c_matmul(form).right):
         knobs.append(Knob("panels", (False, True), False, "copy the right operand into panels before it is read"))
     return tuple(knobs)
 
 
-def default_product_config(form: NodeForm) -> Config:
-    return make_config({knob.name: knob.default for knob in product_knobs(form)})
+def default_c_matmul_config(form: NodeForm) -> Config:
+    return make_config({knob.name: knob.default for knob in c_matmul_knobs(form)})
 
 
 def _is_dense(right: Operand) -> bool:
@@ -129,10 +129,10 @@ def _is_dense(right: Operand) -> bool:
 # ---- text -------------------------------------------------------------------------------------------
 
 
-def print_product(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
+def print_c_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a product. Raises LoweringError where a size has no exact C form."""
-    made, known = plan_product(form), constants or {}
-    knobs = {**dict(default_product_config(form)), **dict(config)}
+    made, known = plan_c_matmul(form), constants or {}
+    knobs = {**dict(default_c_matmul_config(form)), **dict(config)}
     tile_rows, vectors, bits = (int(part) for part in str(knobs["tile"]).split("x"))
     names = [item.name for item in form.inputs]
     digest = hashlib.sha256(form.text().encode()).hexdigest()[:10]
@@ -167,7 +167,7 @@ def print_product(form: NodeForm, config: Config, constants: Mapping[str, int] |
     return CSource(name, whole)
 
 
-def _sizes(form: NodeForm, made: Product, known: Mapping[str, int]) -> list[str]:
+def _sizes(form: NodeForm, made: MatmulPlan, known: Mapping[str, int]) -> list[str]:
     """Sizes and strides as macros: what does not vary is a constant wherever it is used."""
     dims: dict[str, Dim] = {
         "M": made.rows, "N": made.cols, "K": made.depth,
@@ -187,7 +187,7 @@ def _sizes(form: NodeForm, made: Product, known: Mapping[str, int]) -> list[str]
     return lines
 
 
-def _places(made: Product) -> list[Dim]:
+def _places(made: MatmulPlan) -> list[Dim]:
     """The dims that say where the matrices of a batch begin."""
     found: list[Dim] = [made.batch]
     for operand in (made.left, made.right):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from autofuse.codegen.loops import Access
 from autofuse.codegen.matmul_operands import ANCHORS, Operand, live, read_operand
 from autofuse.codegen.triton.body import extents
-from autofuse.codegen.triton.templates.epilogue import Following, follow, kernel_name
+from autofuse.codegen.triton.templates.epilogue import Epilogue, follow, kernel_name
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import Dim
@@ -27,8 +27,8 @@ SAME_PLACE = frozenset(["view", "_unsafe_view", "reshape", "expand", "alias", "c
 class Attention:
     """Attention, and what is done to its scores and to its result."""
 
-    scores: Following  # what follows the first product; its only output is what the softmax reads
-    result: Following  # what follows the second product
+    scores: Epilogue  # what follows the first product; its only output is what the softmax reads
+    result: Epilogue  # what follows the second product
     query: Operand  # [rows, depth]
     key: Operand  # [depth, keys]
     value: Operand  # [keys, width]
@@ -133,7 +133,7 @@ def _chain(form: NodeForm, by_name: dict[str, Operation]) -> tuple[Operation, Op
     return softmax, first[0], second[0]
 
 
-def _check_place(form: NodeForm, scores: Following, ref: ValueRef, first: Operation) -> None:
+def _check_place(form: NodeForm, scores: Epilogue, ref: ValueRef, first: Operation) -> None:
     """The softmax must see the scores in the order in which the product makes them."""
     shape, made = form.spec(ref).shape.dims, first.outputs[0].shape.dims
     loads = [v.attr for v in scores.kernel.values if isinstance(v.attr, Access) and v.attr.param == scores.product]

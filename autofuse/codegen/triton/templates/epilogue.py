@@ -23,7 +23,7 @@ _VIEWS = frozenset(["view", "t", "transpose", "permute", "expand", "unsqueeze", 
 
 
 @dataclass(frozen=True)
-class Following:
+class Epilogue:
     """What follows a product."""
 
     kernel: LoopKernel  # for each element
@@ -31,7 +31,7 @@ class Following:
     dims: tuple[tuple[int, ...], ...]  # of the kernel: batch, rows, columns of the product
 
 
-def follow(form: NodeForm, anchor: Operation, name: str) -> Following:
+def follow(form: NodeForm, anchor: Operation, name: str) -> Epilogue:
     """All between a product and the node's outputs. Raises LoweringError where an element needs another one."""
     _, _, bias = ANCHORS[anchor.target]
     scaling = _scaling(anchor, None if bias is None else anchor.args[bias])
@@ -48,7 +48,7 @@ def follow(form: NodeForm, anchor: Operation, name: str) -> Following:
     rest = NodeForm(tuple(inputs), tuple(kept), form.outputs, form.symbols)
     kernel, dims = lower_tile(rest, product, name)
     number = next(n for n, p in enumerate(kernel.params) if p.name == product.name)
-    return Following(replace(kernel, comments=tuple(describe(op) for op in form.operations)), number, dims)
+    return Epilogue(replace(kernel, comments=tuple(describe(op) for op in form.operations)), number, dims)
 
 
 def kernel_name(kind: str, form: NodeForm) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autofuse.codegen.matmul_operands import ANCHORS, Operand, read_operand
 from autofuse.codegen.triton.body import extents
-from autofuse.codegen.triton.templates.epilogue import DTYPES, Following, follow, kernel_name
+from autofuse.codegen.triton.templates.epilogue import DTYPES, Epilogue, follow, kernel_name
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.shape import Dim
@@ -21,7 +21,7 @@ from autofuse.ir.shape import Dim
 class Matmul:
     """A product and what follows it."""
 
-    rest: Following
+    rest: Epilogue
     left: Operand
     right: Operand
     batch: Dim

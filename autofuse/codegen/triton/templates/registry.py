@@ -1,6 +1,6 @@
 """The kernels with products of matrices inside, as a table: which there are, and which one a node is.
 
-In: a `NodeForm`. Out: `TiledKernel`, whose functions are asked in this order: refusal, knobs or default, text.
+In: a `NodeForm`. Out: `Template`, whose functions are asked in this order: refusal, knobs or default, text.
 Guarantee: a node is at most one of them; one that is none has a reason.
 """
 
@@ -23,7 +23,7 @@ from autofuse.ir.records import Config
 
 
 @dataclass(frozen=True)
-class TiledKernel:
+class Template:
     """One kind of kernel."""
 
     name: str
@@ -34,12 +34,12 @@ class TiledKernel:
 
 
 TILED = (
-    TiledKernel("matmul", matmul_refusal, matmul_knobs, default_matmul_config, print_matmul),
-    TiledKernel("attention", attention_refusal, attention_knobs, default_attention_config, print_attention),
+    Template("matmul", matmul_refusal, matmul_knobs, default_matmul_config, print_matmul),
+    Template("attention", attention_refusal, attention_knobs, default_attention_config, print_attention),
 )
 
 
-def tiled_kernel(form: NodeForm) -> TiledKernel | tuple[str, str]:
+def tiled_kernel(form: NodeForm) -> Template | tuple[str, str]:
     """The kind of kernel that a node is, or why it is none, as a code and in words."""
     products = sum(op.target in ANCHORS for op in form.operations)
     kind = TILED[0] if products < 2 else TILED[1]

@@ -1,6 +1,6 @@
 """A tile of a product, and what follows the product at each place of it.
 
-In: what follows (`epilogue.Following`), and the sides of the tile. Out: lines of text for a kernel that has the
+In: what follows (`epilogue.Epilogue`), and the sides of the tile. Out: lines of text for a kernel that has the
 product in a register block named ``acc``.
 Guarantee: the lines need ``r``, ``c`` and ``b`` (positions), ``row_mask``, ``col_mask``, ``nrows``, ``ncols``,
 ``row_tile`` and ``col_tile``, and nothing else of the kernel around them.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from autofuse.codegen.loops import Access, Store
 from autofuse.codegen.matmul_operands import Operand
 from autofuse.codegen.triton.body import Body
-from autofuse.codegen.triton.templates.epilogue import Following
+from autofuse.codegen.triton.templates.epilogue import Epilogue
 from autofuse.ir.records import make_config
 from autofuse.ir.shape import Dim, SymbolicShape, free_symbols, product
 
@@ -24,7 +24,7 @@ class Tile(Body):
 
     def __init__(
         self,
-        following: Following,
+        following: Epilogue,
         block: tuple[int, int],
         knobs: Mapping[str, int | str | bool],
         constants: Mapping[str, int],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
-from autofuse.codegen.c.templates.matmul import TILES, plan_product, print_product, product_knobs, product_refusal
+from autofuse.codegen.c.templates.matmul import TILES, c_matmul_knobs, c_matmul_refusal, plan_c_matmul, print_c_matmul
 from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
@@ -76,7 +76,7 @@ def eager(inputs: list[torch.Tensor]) -> torch.Tensor:
 
 @functools.cache
 def compiled(form: NodeForm, knobs: tuple[tuple[str, Any], ...]) -> CompiledKernel:
-    default = {knob.name: knob.default for knob in product_knobs(form)}
+    default = {knob.name: knob.default for knob in c_matmul_knobs(form)}
     return GENERATOR.generate_generic_kernel(form, make_config({**default, **dict(knobs)}))
 
 
@@ -130,7 +130,7 @@ def test_a_batch_of_matrices(turned: tuple[bool, bool]) -> None:
 
 def test_sizes_that_do_not_vary_are_built_in() -> None:
     form = product(M, 1024, 256, (False, True), bias=True)
-    text = print_product(form, make_config({k.name: k.default for k in product_knobs(form)})).text
+    text = print_c_matmul(form, make_config({k.name: k.default for k in c_matmul_knobs(form)})).text
     assert "#define AF_N ((int64_t)(1024))" in text and "#define AF_M ((int64_t)(s0))" in text
     for rows in (1, 13, 400, 700):
         check(form, operands(form, {"s0": rows}))
@@ -236,7 +236,7 @@ def added_to_a_batch() -> NodeForm:
     ids=["matrices", "two", "factor", "bf16", "f64", "converted"],
 )
 def test_what_is_refused_says_why(form: NodeForm, code: str) -> None:
-    found = product_refusal(form)
+    found = c_matmul_refusal(form)
     assert found is not None and found[0] == code and found[1].startswith("expected ")
     with pytest.raises(LoweringError):
-        plan_product(form)
+        plan_c_matmul(form)
