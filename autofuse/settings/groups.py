@@ -123,7 +123,7 @@ class FusionSettings(Group):
         1.0, "Estimated speedup below which a fusion is not tried.", unit="x", low=0.01, high=100.0
     )
     min_tensor_size: int = declare(0, "Fusions whose largest tensor is smaller are not made.", unit="elements", low=0)
-    patterns: Path | None = declare(None, "A TOML file of custom patterns; CONTRIBUTING.md shows one.")
+    patterns: Path | None = declare(None, "A TOML file of custom patterns; docs/guides/add-a-pattern.md shows one.")
     cpu_fusion: bool = declare(True, "Fuse what runs on the CPU.")
     cuda_fusion: bool = declare(True, "Fuse what runs on a GPU.")
     enabled_patterns: tuple[str, ...] | None = declare(
@@ -154,8 +154,8 @@ class TunerSettings(Group):
     )
     start_after_seconds: float = declare(
         30.0,
-        "A daemon is started beside a script that has run for so long; for a shorter one, or one whose time does not "
-        "pay for it, when it ends.",
+        "A daemon is started beside a script that has run for this long and whose time pays for it; otherwise when the "
+        "script ends.",
         unit="s",
         low=0.0,
     )
@@ -176,7 +176,7 @@ class TunerSettings(Group):
     )
     nice: int = declare(
         10,
-        "Scheduling priority of daemon and worker; 19 yields to everything, also to threads that wait.",
+        "Scheduling priority of daemon and worker, as for nice(1): 19 is the lowest.",
         low=0,
         high=19,
     )

@@ -198,9 +198,10 @@ def _spec(name: str, info: FieldInfo) -> SettingSpec:
 
 
 def profile_names() -> list[str]:
-    """The effort profiles that come with autofuse, least effort first."""
+    """The effort profiles that come with autofuse, least effort first; the annotated list beside them is none."""
     order = {"quick": 0, "default": 1, "thorough": 2}
-    return sorted((p.stem for p in PROFILE_FOLDER.glob("*.toml")), key=lambda name: (order.get(name, 9), name))
+    names = (path.stem for path in PROFILE_FOLDER.glob("*.toml") if path.name != PROJECT_FILE)
+    return sorted(names, key=lambda name: (order.get(name, 9), name))
 
 
 SPECS: dict[str, SettingSpec] = {name: _spec(name, info) for name, info in _FIELDS.items()}
