@@ -49,12 +49,17 @@ def settings_page() -> str:
         "",
         f"Written by `{COMMAND}` from `autofuse/settings/groups.py`.",
         "",
-        "The first of these that names a setting decides: the command line (`--set tuner.trials=40`), the variable",
-        "(`AUTOFUSE_TUNER_TRIALS=40`), the project's `autofuse.toml` or `[tool.autofuse]` in `pyproject.toml`, your own",
-        "`autofuse.toml` (in `~/.config/autofuse`), the effort profile (`--profile`: "
-        f"{', '.join(profile_names())}), the default.",
-        "Settings of the group `run` have a short variable as well (`AUTOFUSE_TUNE`). `autofuse config` shows each value",
-        "and where it came from. `configs/autofuse.toml` lists all of them as a file to copy from.",
+        "The first of these that names a setting decides:",
+        "",
+        "1. the command line: `--set tuner.trials=40`;",
+        "2. a variable: `AUTOFUSE_TUNER_TRIALS=40`; settings of the group `run` have a short one too, `AUTOFUSE_TUNE`;",
+        "3. the project's `autofuse.toml`, or `[tool.autofuse]` in its `pyproject.toml`;",
+        "4. your own `autofuse.toml` in `~/.config/autofuse`;",
+        f"5. the effort profile, `--profile` {', '.join(profile_names())};",
+        "6. the default.",
+        "",
+        "`autofuse config` shows each value and where it came from. `configs/autofuse.toml` is a file to copy from: it",
+        "lists all settings, commented out.",
     ]
     for group, specs in _by_group():
         lines += [
@@ -133,8 +138,8 @@ def reasons_page() -> str:
         "",
         f"Written by `{COMMAND}` from `autofuse/report/wording.py`.",
         "",
-        "Every decision and every refusal is stored as a code. `autofuse report` and `autofuse explain` print its words;",
-        "`autofuse report --json` prints the code.",
+        "Every decision and every refusal is stored as a code. `autofuse report` and `autofuse explain` print the",
+        "words beside it here; `autofuse report --json` prints the code.",
     ]
     for name, (title, about) in TABLES.items():
         lines += ["", f"## {title}", "", about, "", "| code | meaning |", "|---|---|"]

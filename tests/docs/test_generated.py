@@ -1,4 +1,4 @@
-"""The documents that are made from code say what the code says, and the annotated file of settings is one that works."""
+"""Documents made from code say what the code says, and the annotated file of settings is one that works."""
 
 from __future__ import annotations
 
