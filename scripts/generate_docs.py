@@ -113,6 +113,7 @@ TABLES = {
     "ROOT_REASONS": ("Roots", "Why a module was captured, was released, or stays in eager."),
     "REFUSALS": ("Refused fusions", "Why operators were fused, or were not."),
     "SETTING_REASONS": ("Trials of process settings", "What `autofuse tune --process-settings` decided."),
+    "NOTICES": ("Notices", "What a run says once on stderr and keeps as a note."),
     "STATUSES": ("Candidates", "What became of one configuration in a search."),
     "VARIANTS": ("Variants", "What a node may run."),
     "STRATEGIES": ("Strategies", "Programs of several kernels, or with a library's kernel, that a group may run."),
@@ -136,7 +137,7 @@ def reasons_page() -> str:
     lines = [
         "# Reason codes",
         "",
-        f"Written by `{COMMAND}` from `autofuse/report/wording.py`.",
+        f"Written by `{COMMAND}` from `autofuse/ir/reasons.py` and `autofuse/report/wording.py`.",
         "",
         "Every decision and every refusal is stored as a code. `autofuse report` and `autofuse explain` print the",
         "words beside it here; `autofuse report --json` prints the code.",

@@ -35,6 +35,7 @@ from autofuse.errors import CompilerNotReady, StoreError
 from autofuse.ir.buckets import distance
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
+from autofuse.ir.reasons import decision_words
 from autofuse.ir.records import (
     EAGER,
     IN_ONE,
@@ -275,7 +276,8 @@ class TuningLoop:
         self._keep(request, outcome)
         self.done += 1
         for decision in outcome.decisions:
-            text = f"{decision.candidate.variant} {decision.speedup:.2f}x {decision.reason} {decision.detail}"
+            why = f"{decision_words(decision.reason)}: {decision.detail}"
+            text = f"{decision.candidate.variant} {decision.speedup:.2f}x, {why}"
             log.info("%s %s (%.2f s)", self._job, text, seconds)
 
     def _check_ready(self, device: str) -> None:

@@ -18,6 +18,7 @@ from math import sqrt
 from statistics import median
 
 from autofuse.errors import SettingsError
+from autofuse.ir.reasons import RootReason, in_words, words_of
 from autofuse.ir.records import RootRecord
 
 # A capture takes up to so many times what is expected (`capture_cost`); where this very root's is known, less.
@@ -127,7 +128,8 @@ def advise_capture(
         reason, budget = "kept_trace", replace(budget, max_slowdown=min(budget.max_slowdown, KEPT_SLOWDOWN))
     predicted = (known_seconds if is_known else predicted_seconds) or 0.0
     if known is not None and known.state == "eager" and known.reason in _FINAL_IN_EARLIER_RUNS:
-        detail = f"an earlier run left it eager ({known.reason}): {known.detail}".rstrip(": ")
+        why = in_words(known.reason, words_of(RootReason))
+        detail = f"an earlier run left it eager ({why}): {known.detail}".rstrip(": ")
         return CaptureAdvice(False, known.reason, detail, predicted, final=True)
     if was_captured:
         if not calls:

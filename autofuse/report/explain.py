@@ -17,6 +17,7 @@ from rich.text import Text
 
 from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
+from autofuse.ir.reasons import decision_words, in_words
 from autofuse.ir.records import EAGER, Candidate, Config, Decision
 from autofuse.report import wording
 from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
@@ -74,7 +75,7 @@ def _render_list(store: Store, console: Console) -> None:
         table.add_column("state", no_wrap=True)
         table.add_column("why", ratio=1, overflow="fold")
         for root in roots:
-            table.add_row(root.name, root.state, wording.in_words(root.reason, wording.ROOT_REASONS))
+            table.add_row(root.name, root.state, in_words(root.reason, wording.ROOT_REASONS))
         console.print(table)
     console.print()
     say(console, "Next: autofuse explain NODE")
@@ -177,7 +178,7 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         return
     row = bucket.decisions[-1]
     decision = row.decision
-    reason = wording.in_words(decision.reason, wording.DECISION_REASONS)
+    reason = decision_words(decision.reason)
     span = wording.interval(decision.speedup_low, decision.speedup_high)
     unfused, fused = wording.microseconds(decision.unfused_us), wording.microseconds(decision.fused_us)
     if decision.candidate.variant == EAGER:
@@ -235,7 +236,7 @@ def _candidates(bucket: BucketStory) -> Table:
         span = wording.interval(item.speedup_low, item.speedup_high)
         if span:
             speedup.append("\n" + span.replace(" to ", "–"), "dim")
-        status = Text(wording.in_words(item.status, wording.STATUSES), "green" if item.status == "ok" else "yellow")
+        status = Text(in_words(item.status, wording.STATUSES), "green" if item.status == "ok" else "yellow")
         if item.message:
             status.append(f"\n{wording.shorten(item.message, 160)}", "dim")
         table.add_row(
@@ -261,11 +262,11 @@ def candidate_text(candidate: Candidate) -> tuple[str, str]:
     """A variant and its configuration: ``("C, fixed size", "threads=2")``, ``("another strategy", "sdpa: ...")``."""
     kind, _, name = candidate.variant.partition(":")
     if not is_strategy(candidate):
-        return wording.in_words(candidate.variant, wording.VARIANTS), config_text(candidate.config)
+        return in_words(candidate.variant, wording.VARIANTS), config_text(candidate.config)
     config = dict(candidate.config)
     name = name or str(config.pop("way", ""))
     rest = config_text(tuple(config.items()))
-    return wording.in_words(kind, wording.VARIANTS), "; ".join(filter(None, (wording.strategy(name), rest)))
+    return in_words(kind, wording.VARIANTS), "; ".join(filter(None, (wording.strategy(name), rest)))
 
 
 def strategy_steps(source: str) -> list[str]:
@@ -292,7 +293,7 @@ def render_graphs(report: Report, console: Console, command: str, exit_code: int
     console.print(graph_table(report.graphs))
     left = [root for root in report.roots if root.state != "captured"]
     for root in left:
-        why = wording.in_words(root.reason, wording.ROOT_REASONS)
+        why = in_words(root.reason, wording.ROOT_REASONS)
         say(console, f"Not captured: {root.name}: {why}. {root.detail}".rstrip())
     refused = [line for line in report.refusals if not line.accepted][:MAX_REASONS]
     if refused:
@@ -300,7 +301,7 @@ def render_graphs(report: Report, console: Console, command: str, exit_code: int
         say(console, "Why there are not fewer:", "bold")
     for line in refused:
         operations = wording.shorten(line.example.operations, 60)
-        say(console, f"{line.count:,} × {wording.in_words(line.code, wording.REFUSALS)}, for example {operations}")
+        say(console, f"{line.count:,} × {in_words(line.code, wording.REFUSALS)}, for example {operations}")
     console.print()
     say(console, f"Next: autofuse run --tune wait {command}")
 
@@ -309,7 +310,7 @@ def _why_nothing(report: Report) -> str:
     if report.run is None:
         return "no run was recorded. 'autofuse doctor' looks for the cause."
     for root in report.roots:
-        return f"{root.name}: {wording.in_words(root.reason, wording.ROOT_REASONS)}. {root.detail}".rstrip()
+        return f"{root.name}: {in_words(root.reason, wording.ROOT_REASONS)}. {root.detail}".rstrip()
     for row in report.events:
         return row.event.message
     return "it called no nn.Module."
@@ -323,7 +324,7 @@ def _render_root(story: RootStory, console: Console) -> None:
     console.print(Text(root.name, "bold cyan"))
     console.print(Text(root.root, "dim"), soft_wrap=True)
     console.print()
-    reason = wording.in_words(root.reason, wording.ROOT_REASONS)
+    reason = in_words(root.reason, wording.ROOT_REASONS)
     say(console, f"State: {root.state}. {wording.sentence(reason)}")
     if root.detail:
         say(console, root.detail)
@@ -355,5 +356,5 @@ def _render_root(story: RootStory, console: Console) -> None:
         console.print()
         console.print(Text("History", "bold"))
         for change in story.changes[-12:]:
-            why = wording.in_words(change.reason, wording.ROOT_REASONS)
+            why = in_words(change.reason, wording.ROOT_REASONS)
             say(console, f"{wording.moment(change.at)}  run {change.run_id}: {change.state} ({why})")

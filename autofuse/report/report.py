@@ -68,7 +68,7 @@ class NodeLine:
     speedup_high: float | None
     variant: str | None  # what runs: "eager", "c_generic", ...; None while undecided
     decision: str  # "fused", "eager", or the state of its request: "queued", "running", "failed", "none"
-    reason: str  # code, see words.DECISION_REASONS
+    reason: str  # code, see `DecisionReason`
     detail: str
 
 

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autofuse.ir.reasons import decision_words, in_words
 from autofuse.ir.steps import PAIR_WINDOW, held_out_one_in
 from autofuse.report import wording
 from autofuse.report.find import cut
@@ -159,7 +160,7 @@ def _why_nothing_fused(report: Report) -> str:
         return "The captured graphs hold no operators that can be fused."
     if report.roots:
         root = report.roots[0]
-        return f"No module was captured; {root.name}: {wording.in_words(root.reason, wording.ROOT_REASONS)}."
+        return f"No module was captured; {root.name}: {in_words(root.reason, wording.ROOT_REASONS)}."
     return "No call of an nn.Module was seen."
 
 
@@ -255,13 +256,13 @@ def decision_in_words(line: NodeLine) -> Text:
     """What was decided for a node, and why, on lines of their own."""
     style = {"fused": "green", "failed": "red", "queued": "yellow", "running": "yellow"}.get(line.decision, "")
     if line.decision == "fused":
-        text = Text(f"fused ({wording.in_words(line.variant or '', wording.VARIANTS)})", style)
+        text = Text(f"fused ({in_words(line.variant or '', wording.VARIANTS)})", style)
     elif line.decision == "eager":
         text = Text("stays eager")
     else:
         text = Text({"queued": "queued", "running": "in work", "failed": "failed"}.get(line.decision, "open"), style)
     if line.reason != "won":
-        text.append("\n" + wording.in_words(line.reason, wording.DECISION_REASONS), "dim")
+        text.append("\n" + decision_words(line.reason), "dim")
     return text
 
 
@@ -309,7 +310,7 @@ def _roots(report: Report) -> Table:
     table.add_column("why", ratio=1, overflow="fold")
     styles = {"captured": "green", "observing": "yellow"}
     for root in report.roots:
-        why = Text(wording.in_words(root.reason, wording.ROOT_REASONS))
+        why = Text(in_words(root.reason, wording.ROOT_REASONS))
         if root.detail:
             why.append(f"\n{wording.shorten(root.detail, 200)}", "dim")
         if root.dynamic_dims:
@@ -335,7 +336,7 @@ def _settings(report: Report) -> Table:
         speedup = Text(wording.times(trial.ratio), "green" if trial.decision == "on" else "")
         speedup.append("\n" + wording.interval(trial.low, trial.high).replace(" to ", "–"), "dim")
         decision = Text(trial.decision, "green" if trial.decision == "on" else "")
-        decision.append("\n" + wording.in_words(trial.reason, wording.SETTING_REASONS), "dim")
+        decision.append("\n" + in_words(trial.reason, wording.SETTING_REASONS), "dim")
         table.add_row(
             name, wording.microseconds(trial.baseline_us), wording.microseconds(trial.with_us), speedup, decision
         )
@@ -352,7 +353,7 @@ def _refusals(report: Report) -> Table:
         shown = wording.shorten(example.operations, 60) + (
             f"\n{wording.shorten(example.source, 100)}" if example.source else ""
         )
-        table.add_row(f"{line.count:,}", wording.in_words(line.code, wording.REFUSALS), shown)
+        table.add_row(f"{line.count:,}", in_words(line.code, wording.REFUSALS), shown)
     return table
 
 
@@ -364,7 +365,7 @@ def _events(report: Report) -> Group:
     for (kind, message), count in list(counts.items())[:MAX_EVENTS]:
         repeats = f" ({count} times)" if count > 1 else ""
         text = Text("• ")
-        text.append(kind.replace("_", " "), "yellow")
+        text.append(in_words(kind, wording.NOTICES), "yellow")
         text.append(f"{repeats}: {wording.shorten(message, 400)}")
         lines.append(text)
     if len(counts) > MAX_EVENTS:

@@ -1,7 +1,7 @@
 """Reason codes, states and numbers in the words of a person.
 
-In: the codes that stages leave in the store. Out: short texts. Guarantee: a code that is not listed comes out readable,
-its underscores replaced; no function here fails on odd input.
+In: the codes that stages leave in the store, whose words are in `ir.reasons`. Out: short texts. Guarantee: no function
+here fails on odd input.
 """
 
 from __future__ import annotations
@@ -10,106 +10,22 @@ import re
 import time
 from collections.abc import Iterable
 
+from autofuse.ir.reasons import (
+    DecisionReason,
+    LoweringReason,
+    NoticeKind,
+    RefusalReason,
+    RootReason,
+    SettingReason,
+    words_of,
+)
 from autofuse.ir.records import EAGER
 
-DECISION_REASONS = {
-    "won": "faster than eager, checked against float64",
-    "below_margin": "no candidate beat eager by the margin",
-    "out_of_memory": "the candidates ran out of memory",
-    "no_gain": "no candidate was faster than eager",
-    "all_wrong": "no candidate was accurate enough",
-    "compile_failed": "no candidate compiled",
-    "does_not_fit": "no candidate fits the device without spilling registers",
-    "device_slower": "fewer launches, but more work for the device",
-    "crashed": "every candidate crashed",
-    "timeout": "every candidate ran out of time",
-    "budget": "the tuning budget was spent",
-    "no_candidates": "no kernel can be generated for it",
-    "no_compiler": "there is no C compiler",
-    "too_small": "too small to gain",
-    "demoted": "real calls were slower than eager",
-    "waiting": "waits in the queue for tuning",
-    "tuning": "is being tuned now",
-    "failed": "tuning failed",
-    "not_asked": "nobody asked for it to be tuned yet",
-}
-
-SETTING_REASONS = {
-    "won": "faster by more than noise",
-    "below_margin": "not faster by the margin",
-    "no_gain": "not faster",
-    "failed": "the trial failed",
-    "slower": "slower",
-}
-
-ROOT_REASONS = {
-    "not_yet": "still observed: capture has not paid for itself yet",
-    "not_observed": "no step was observed in full yet",
-    "paid_off": "the time spent in eager reached the cost of capture",
-    "at_once": "captured at once, because the run waits for tuning",
-    "first_call": "captured at its first call, as asked for",
-    "known_to_pay": "captured at once: an earlier run found that it pays",
-    "kept_trace": "captured at once, from the trace of an earlier run",
-    "too_small": "too fast per call for capture to gain",
-    "too_expensive": "capture would take longer than allowed",
-    "nothing_to_run": "no kernel is stored for its device, and none can be made",
-    "capture_failed": "could not be captured",
-    "bookkeeping_failed": "autofuse failed to watch it",
-    "code_replaced": "its code was replaced after it was captured",
-    "kept_graph_failed": "the graph that an earlier run kept did not run; the next run traces it anew",
-    "slower_than_eager": "released: captured steps were slower than eager",
-    "slower_untuned": "released for this run: captured steps were slower than eager, not all kernels are tuned yet",
-    "no_gain": "released: captured steps were no faster than eager",
-    "asked": "captured because the script asked for it",
-}
-
-REFUSALS = {
-    "fused": "fused",
-    "size_limit": "more operations than one kernel may have",
-    "random_op": "random operators keep eager's stream",
-    "cycle": "fusing would make a cycle",
-    "no_rule": "no rule fuses these operators",
-    "loops_differ": "the operations share no loop nest",
-    "several_nests": "the operations have loops of their own, which share a kernel only where all are copies",
-    "needs_whole_reduction": "a value is needed before it is complete",
-    "part_leaves": "a part of the result is also needed by itself",
-    "pattern_loops_differ": "the pattern's operations share no loop nest",
-    "pattern_has_no_kernel": "the pattern has no kernel",
-    "grouped": "has several ways to run, to be measured",
-    "groups_in_a_circle": "groups that would wait for each other",
-    "kept_apart": "one side is part of an attention, which may run as a whole",
-    "attention": "attention that no fused kernel computes",
-    "matmul_precision": "products that torch was asked to compute with fewer bits",
-    "mixed_devices": "tensors on several devices",
-    "dtype": "a dtype that kernels do not compute with",
-    "no_work": "nothing to compute",
-    "single_op": "one cheap operation gains nothing",
-    "small_tensors": "tensors too small to gain",
-    "low_benefit": "estimated gain too low",
-    "fuel": "AUTOFUSE_FUEL is spent",
-    "batch_norm": "a form of batch norm without a kernel",
-    "constant": "a constant that kernels do not know",
-    "dim": "a dim that kernels do not reduce",
-    "disjoint": "parts that share no data",
-    "division": "a rounding mode without a kernel",
-    "empty": "nothing to compute",
-    "layout": "tensors in an order of dims that no kernel is made for",
-    "indirect": "an index computed in the kernel itself",
-    "overlap": "an input that overlaps itself",
-    "pooled_value": "a pooling of a value made in the same kernel, which would be made once for each window",
-    "pooling": "a pooling without a kernel",
-    "pow": "a power without a kernel",
-    "reduction": "a reduction without a kernel",
-    "reductions": "reductions over different dims",
-    "sink_reused": "an output that is read again",
-    "sizes": "sizes that do not fit one loop nest",
-    "view": "a view that kernels cannot follow",
-    "window": "a slice, which is a view of something else",
-    "slice": "a slice whose bounds are not known",
-    "slice_step": "a slice whose step does not divide the size",
-    "roll": "a shift that may be larger than the size",
-    "views": "only views",
-}
+DECISION_REASONS = words_of(DecisionReason)
+ROOT_REASONS = words_of(RootReason)
+REFUSALS = words_of(RefusalReason, LoweringReason)
+SETTING_REASONS = words_of(SettingReason)
+NOTICES = words_of(NoticeKind)
 
 VARIANTS = {
     EAGER: "eager",
@@ -154,10 +70,6 @@ STATUSES = {
     "pruned": "given up early",
     "refused": "not applicable",
 }
-
-
-def in_words(code: str, words: dict[str, str]) -> str:
-    return words.get(code, code.replace("_", " "))
 
 
 def strategy(name: str) -> str:

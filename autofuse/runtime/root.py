@@ -124,7 +124,9 @@ class Root:
             self._brief = None
             if self.roots.tracker.is_installed:
                 self.roots.tracker.release(module).is_final = True
-            self.session.report_fallback(self.reason, f"{self.name} stays eager: autofuse failed to watch it", error)
+            self.session.report_fallback(
+                "bookkeeping_failed", f"{self.name} stays eager: autofuse failed to watch it", error
+            )
             self.roots.observer.decide(self.key)
 
     def _forget(self, detail: str) -> None:
@@ -154,7 +156,7 @@ class Root:
     def _release(self, detail: str) -> None:
         """Its modules run in eager from now on."""
         self.state, self.reason, self.detail = "eager", "code_replaced", detail
-        self.session.say_once(self.reason, f"{self.name} goes on in eager: {detail}")
+        self.session.say_once("code_replaced", f"{self.name} goes on in eager: {detail}")
 
     def _call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         brief = self._brief

@@ -17,6 +17,7 @@ from statistics import median
 from autofuse.errors import LoweringError
 from autofuse.ir.buckets import dominant_shape, exact_bucket
 from autofuse.ir.operation import NodeForm
+from autofuse.ir.reasons import REFUSED
 from autofuse.ir.records import (
     EAGER,
     Candidate,
@@ -145,7 +146,7 @@ class Job:
         try:
             self._bench.knobs(values)
         except LoweringError as error:
-            return self._give_up(f"refused:{error.code}", str(error))
+            return self._give_up(f"{REFUSED}{error.code}", str(error))
         entrants = self._explore(values)
         if not entrants:
             return self._give_up(*self._why_nothing_ran())

@@ -97,7 +97,7 @@ def run_all(
 
 @pytest.mark.parametrize("call_before", [False, True])
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_same_graphs_and_runs(strategy: Callable[..., Any], make: Callable[[], nn.Module], call_before: bool) -> None:
     expected = run_all(strategy, make, call_before)
     with watching() as watch:

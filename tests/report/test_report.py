@@ -325,7 +325,6 @@ def test_numbers_in_words() -> None:
         "–", "0.8 s", "59.9 s", "1 min 00 s", "2 min 05 s", "1 h 12 min",
     ]  # fmt: skip
     assert wording.plural(1, "step") == "1 step" and wording.plural(2000, "step") == "2,000 steps"
-    assert wording.in_words("some_new_code", wording.DECISION_REASONS) == "some new code"
 
 
 def test_signatures_in_words() -> None:
