@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from autofuse.locks import make_rlock
 
 
 def is_on() -> bool:
@@ -45,4 +46,4 @@ def _compile_lock() -> Any:
     return getattr(dynamo, "compile_lock", None) or _OURS
 
 
-_OURS = threading.RLock()
+_OURS = make_rlock()
