@@ -67,9 +67,8 @@ WITHOUT_TORCH = (
 KNOWN_CIRCLE = frozenset(
     f"runtime/{name}.py"
     for name in (
-        *("catalogue", "checking", "graph_metrics_log", "graph_trial", "optim_hook", "optim_router", "plan_cache"),
-        *("plan_limit", "planner", "plans", "rng_kernels", "root", "root_bypass", "root_policy", "root_registry"),
-        *("root_unwatched", "router", "session", "step_clock", "tuning_client", "usage", "user_graphs"),
+        *("graph_trial", "optim_hook", "optim_router", "plan_cache", "planner", "rng_kernels", "root", "root_bypass"),
+        *("root_policy", "root_registry", "root_unwatched", "session", "step_clock", "tuning_client", "user_graphs"),
     )
 )
 

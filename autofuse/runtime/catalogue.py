@@ -19,8 +19,8 @@ from autofuse.gpu import capturing, launcher
 from autofuse.ir.records import EAGER, IN_ONE, Decision, DeviceInfo, KernelRecord
 from autofuse.locks import make_lock
 from autofuse.private_files import PrivateFolder
+from autofuse.runtime.choice import UNKNOWN, Choice
 from autofuse.runtime.device_backends import Backends, Place
-from autofuse.runtime.router import UNKNOWN, Choice
 from autofuse.settings.groups import RunSettings
 from autofuse.wrapper.node_call import Entry
 

@@ -47,20 +47,20 @@ class PlanLimit:
     def _let_go(self) -> None:
         routers = list(self._routers)
         left = sum(_size(plan) for router in routers for plan in router.all_plans())
-        plans = [plan for router in routers for plan in list(router.plans.values()) if plan.count]
+        plans = [(plan, router) for router in routers for plan in list(router.plans.values()) if plan.count]
         # Those first that were used least since the last time, of these the oldest.
-        plans.sort(key=lambda plan: (plan.count - plan.count_before, plan.number))
+        plans.sort(key=lambda item: (item[0].count - item[0].count_before, item[0].number))
         number = 0
         while number < len(plans) and left > KEPT_SHARE * self._most:
-            left -= _size(plans[number])
+            left -= _size(plans[number][0])
             number += 1
-        self._before(plans[:number])
+        self._before([plan for plan, _ in plans[:number]])
         gone: dict[GraphRouter, list[Plan]] = {}
-        for plan in plans[:number]:
-            gone.setdefault(plan.router, []).append(plan)
+        for plan, router in plans[:number]:
+            gone.setdefault(router, []).append(plan)
         for router, its in gone.items():
             router.let_go(its)
-        for plan in plans[number:]:
+        for plan, _ in plans[number:]:
             plan.count_before = plan.count
         self._nodes = left
 

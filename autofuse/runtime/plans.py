@@ -9,20 +9,18 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket
-from autofuse.wrapper.graph_call import NodeSlot
+from autofuse.ir.shape import Dim
+from autofuse.wrapper.graph_call import NodeSlot, Program
 from autofuse.wrapper.node_call import NodeCall, make_unfused, node_symbol_values
-
-if TYPE_CHECKING:
-    from autofuse.runtime.router import GraphRouter
 
 # Live times of this many sampled calls are kept for each node of a plan.
 KEPT_SAMPLES = 32
@@ -95,24 +93,37 @@ class NodeState:
         return call
 
 
+@dataclass(frozen=True, slots=True)
+class PlanScope:
+    """What all plans of one graph share."""
+
+    program: Program
+    symbols: Sequence[tuple[Dim, ...]]  # of its slots, each once
+    alike: tuple[int, ...]  # for each slot, the first one that runs the same code
+    on_gpu: bool
+    make_timer: Callable[[torch.device], Timer]
+    # Eager's operations, by such a slot and values.
+    unfused: dict[tuple[int, tuple[int, ...]], NodeCall] = field(default_factory=dict)
+
+
 class Plan:
     """All nodes of one graph resolved for one shape signature."""
 
-    def __init__(self, router: GraphRouter, key: tuple[int, ...]) -> None:
-        self.router = router
+    def __init__(self, scope: PlanScope, key: tuple[int, ...]) -> None:
+        self._scope = scope
         self.key = key
         self.number = next(_numbers)  # of all plans, in the order they were made
         self.count = 0  # calls; the generated code counts
         self.count_before = 0  # of calls when plans were last let go
         self.fused_nodes = 0
-        self.skipped = [0] * len(router.program.skips)  # calls in which half of an attention ran as a whole
+        self.skipped = [0] * len(scope.program.skips)  # calls in which half of an attention ran as a whole
         self.is_resolved = False  # the catalogue has been asked about its nodes
-        program = router.program
+        program = scope.program
         graph_values = dict(zip(program.symbols, key, strict=True))
-        values = {symbols: node_symbol_values(symbols, graph_values) for symbols in router.symbols}
+        values = {symbols: node_symbol_values(symbols, graph_values) for symbols in scope.symbols}
         self.nodes = [
-            NodeState(slot, slot.node.form, slot.node.fusion_id, values[slot.symbols], alike, router.unfused)
-            for slot, alike in zip(program.slots, router.alike, strict=True)
+            NodeState(slot, slot.node.form, slot.node.fusion_id, values[slot.symbols], alike, scope.unfused)
+            for slot, alike in zip(program.slots, scope.alike, strict=True)
         ]
         for number, members in enumerate(program.skips):
             for index in members:
@@ -151,7 +162,7 @@ class Plan:
         for index, node in enumerate(self.nodes):
             if node.slot.device.type != "cpu":
                 if index not in self.timers:
-                    self.timers[index] = self.router.make_timer(node.slot.device)
+                    self.timers[index] = self._scope.make_timer(node.slot.device)
                 self._times_of(index).extend(self.timers[index].poll())
 
     def add_sample(self, seconds: float, times: list[float]) -> None:
@@ -159,7 +170,7 @@ class Plan:
         for index, node in enumerate(self.nodes):
             if node.slot.device.type == "cpu":
                 self._times_of(index).append(times[index])
-        if not self.router.on_gpu:
+        if not self._scope.on_gpu:
             self._graph_times.append(seconds)
 
     def _times_of(self, index: int) -> deque[float]:

@@ -1,6 +1,6 @@
 """The router: which callable each node of a graph runs, per shape signature.
 
-In: a `Program`, and a `Catalogue` that answers what is decided and loaded. Out: a callable graph.
+In: a `Program`, and a `RouterHost` that answers what is decided and loaded. Out: a callable graph.
 Guarantee: one dict look-up a call finds the plan of all nodes; plans change between calls by replacing
 one tuple, without a lock on the path; anything unknown or failed runs eager's kernels. While the script records a CUDA
 graph everything stands still: what is loaded is launched, a new plan runs eager's kernels and is settled later.
@@ -9,60 +9,27 @@ graph everything stands still: what is loaded is launched, a new plan runs eager
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from autofuse.errors import DeviceError, ShapeError
 from autofuse.gpu import capturing
 from autofuse.locks import make_lock
+from autofuse.runtime.choice import Choice, RouterHost
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
-from autofuse.runtime.plans import NodeState, Plan, Timer, Untimed, cover
+from autofuse.runtime.plans import NodeState, Plan, PlanScope, Timer, Untimed, cover
 from autofuse.runtime.usage import Usage
 from autofuse.strategies.joint_attention import forward_call
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
 from autofuse.wrapper.graph_call import Program
-from autofuse.wrapper.node_call import Composed, Entry, NodeCall, make_checked, make_launcher
+from autofuse.wrapper.node_call import Composed, NodeCall, make_checked, make_launcher
 
 # First calls of a node, each in another plan, whose inputs were checked; sizes and strides of all come from one graph.
 TRUSTED_AFTER = 4
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What the catalogue says about a node in one shape."""
-
-    known: bool  # a decision exists, for or against fusing
-    entry: Entry | None = None  # the loaded kernel of the winner, None for eager
-    tag: str = ""  # tells one kernel from another
-    in_one: bool = False  # eager, and a group as a whole: its parts lost against eager's operations in their order
-
-
-UNKNOWN = Choice(known=False)
-
-
 SharedKey = tuple[int, tuple[int, ...], str, int]  # place, values, tag, threads
-
-
-class Catalogue(Protocol):
-    """What the router asks of the session. All of it in memory; none of it may block, but `settle_plan`."""
-
-    @property
-    def threads(self) -> int: ...
-
-    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice: ...
-
-    def node_failed(self, node: NodeState, problem: str) -> None: ...
-
-    def settle_plan(self, plan: Plan) -> bool:
-        """Called before a plan runs that may still change; True once it need not be asked again."""
-
-    def new_plan(self, plan: Plan) -> None: ...
-
-    def sample_due(self) -> bool: ...
-
-    def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall: ...
 
 
 class GraphRouter:
@@ -71,7 +38,7 @@ class GraphRouter:
     def __init__(
         self,
         program: Program,
-        catalogue: Catalogue,
+        host: RouterHost,
         phase: str,
         clock: Callable[[], float],
         make_timer: Callable[[torch.device], Timer] = Untimed,
@@ -80,7 +47,7 @@ class GraphRouter:
         """``make_timer(device)``: of a node that runs on a GPU, where the clock would tell the time to launch it;
         ``times``: calls for one call of what was captured."""
         self.program = program
-        self.catalogue = catalogue
+        self.host = host
         self.phase = phase  # "forward", "backward" or "inference"
         self.times = times
         self.on_gpu = any(slot.device.type != "cpu" for slot in program.slots)
@@ -89,7 +56,6 @@ class GraphRouter:
         self.past = Usage()  # of plans that were let go
         self._lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # where calls find their plan
         self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each who asked for them
-        self.make_timer = make_timer
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
         self._lock = make_lock()  # guards creation and change, never a call
@@ -99,17 +65,16 @@ class GraphRouter:
         for index, slot in enumerate(program.slots):
             self._places.setdefault(slot.node.fusion_id, []).append(index)
         self._groups = frozenset(slot.node.fusion_id for slot in program.slots if slot.is_group)
-        self.symbols = list(dict.fromkeys(slot.symbols for slot in program.slots))
-        self.alike = _alike(program)
-        # Callables by code and sizes: layers that are alike share them, and shapes that differ in other sizes.
-        self.unfused: dict[tuple[int, tuple[int, ...]], NodeCall] = {}
+        symbols = list(dict.fromkeys(slot.symbols for slot in program.slots))
+        self._scope = PlanScope(program, symbols, _alike(program), self.on_gpu, make_timer)
+        # By code and sizes: layers that are alike share callables, and shapes that differ in other sizes.
         self._fused: dict[SharedKey, NodeCall] = {}
         self._failed: set[SharedKey] = set()
         self._kept: dict[tuple[int, str], dict[str, Any]] = {}  # what entries keep for a place of use, by it and tag
         self._checked: dict[int, int] = {}  # first calls of a node whose inputs were as promised, by its place
 
     def __call__(self, args: list[Any]) -> Any:
-        if self.catalogue.sample_due() and not self._stands_still():
+        if self.host.sample_due() and not self._stands_still():
             return self._timed(args)
         return self.program.call(self._lookup, self._miss, args)
 
@@ -146,7 +111,7 @@ class GraphRouter:
                 self.plans.pop(plan.key, None)
                 self.pending.pop(plan.key, None)
             self.past.forget_rare_shapes()
-            self.unfused.clear()  # plans that stay have theirs
+            self._scope.unfused.clear()  # plans that stay have theirs
             self._fused.clear()
 
     def note_plans(self, whose: object) -> None:
@@ -176,10 +141,10 @@ class GraphRouter:
             with self._lock:
                 plan = self.pending.get(key) or self.plans.get(key)
                 if plan is None:
-                    plan = self.pending[key] = Plan(self, key)
+                    plan = self.pending[key] = Plan(self._scope, key)
                     is_new = True
             if is_new:
-                self.catalogue.new_plan(plan)
+                self.host.new_plan(plan)
         self._note(plan)
         if self._stands_still():
             if not plan.calls:
@@ -188,7 +153,7 @@ class GraphRouter:
         if not plan.is_resolved:
             plan.is_resolved = True
             self.refresh(plan)
-        if self.catalogue.settle_plan(plan):
+        if self.host.settle_plan(plan):
             with self._lock:
                 if self.pending.get(key) is plan:
                     self.plans[key] = self.pending.pop(key)
@@ -216,7 +181,7 @@ class GraphRouter:
                     continue
                 key = (node.alike, node.values)
                 if key not in choices:
-                    choices[key] = self.catalogue.choose(node.fusion_id, node.values, node.slot.device)
+                    choices[key] = self.host.choose(node.fusion_id, node.values, node.slot.device)
                 choice = _usable(node, choices[key])
                 if not choice.known:
                     plan.open.add(index)
@@ -230,7 +195,7 @@ class GraphRouter:
                         node.in_one, tag = False, ""
                 except (ShapeError, DeviceError) as error:
                     node.broken, node.in_one = True, False
-                    self.catalogue.node_failed(node, str(error))
+                    self.host.node_failed(node, str(error))
                     calls[index], tag = _plain(node), ""
                 _account(plan, node, tag)
                 changed = True
@@ -251,10 +216,10 @@ class GraphRouter:
                     return  # given up meanwhile, by a node that shares the kernel, or decided anew
                 self._checked[index] = self._checked.get(index, 0) + (problem is None)
                 calls = list(plan.calls)
-                calls[index] = self.catalogue.wrap(node, fused) if problem is None else _given_up(plan, node)
+                calls[index] = self.host.wrap(node, fused) if problem is None else _given_up(plan, node)
                 _put(plan, calls)
             if problem is not None:
-                self.catalogue.node_failed(node, problem)
+                self.host.node_failed(node, problem)
 
         if node.slot.half is not None:
             sizes = {str(s): value for s, value in zip(node.slot.symbols, node.values, strict=True)}
@@ -265,7 +230,7 @@ class GraphRouter:
             return _plain(node)
         node.fused = fused = shared
         if self._checked.get(index, 0) >= TRUSTED_AFTER:
-            return self.catalogue.wrap(node, fused)
+            return self.host.wrap(node, fused)
         return make_checked(node.form, node.values, fused, node.unfused, settle, node.slot.device)
 
     def _shared(self, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
@@ -275,7 +240,7 @@ class GraphRouter:
         """
         assert choice.entry is not None
         place = index if isinstance(choice.entry, Composed) and choice.entry.keeps else node.alike
-        key = (place, node.values, choice.tag, self.catalogue.threads)
+        key = (place, node.values, choice.tag, self.host.threads)
         if key in self._failed:
             return None
         if key in self._fused:
@@ -292,7 +257,7 @@ class GraphRouter:
             node.form,
             choice.entry,
             node.values,
-            self.catalogue.threads,
+            self.host.threads,
             failed=failed,
             reuse=() if is_odd else self.program.reuse.get(index, ()),  # its inputs may be needed once more
             kept=self._kept.setdefault((place, choice.tag), {}),
@@ -315,7 +280,7 @@ class GraphRouter:
                 _put(plan, calls)
         if found:
             plan, index = found[0]
-            self.catalogue.node_failed(plan.nodes[index], problem)
+            self.host.node_failed(plan.nodes[index], problem)
 
 
 def _alike(program: Program) -> tuple[int, ...]:

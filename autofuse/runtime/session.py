@@ -49,11 +49,12 @@ if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
     from autofuse.db.store import Store
     from autofuse.runtime.catalogue import Catalogue
+    from autofuse.runtime.choice import Choice
     from autofuse.runtime.device_backends import Place
     from autofuse.runtime.planner import Planner
     from autofuse.runtime.plans import NodeState, Plan
     from autofuse.runtime.rng_kernels import RngKernels
-    from autofuse.runtime.router import Choice, GraphRouter
+    from autofuse.runtime.router import GraphRouter
     from autofuse.wrapper.node_call import NodeCall
 
 log = logging.getLogger(__name__)
@@ -346,7 +347,7 @@ class Session:
         usage = None
         if final or self._pace.is_due():
             with self._pace.measured():
-                usage = usage_of(self, in_haste=final)
+                usage = usage_of(self.routers, in_haste=final)
                 self._collect_uses(store, run_id, usage, final)
         new = self.refusals[self._written_refusals :]
         if new:
@@ -367,7 +368,7 @@ class Session:
             store.prune(cache.history_days, cache.history_bytes, PIECES_AT_END)
 
     def _collect_uses(self, store: Store, run_id: int, usage: Usage, final: bool) -> None:
-        uses = [*node_uses(self, usage.nodes.values()), *self.optimizers.uses()]
+        uses = [*node_uses(usage.nodes.values(), self.notes.sources, self.roots.step_us_total), *self.optimizers.uses()]
         if not final:  # shares of the run's time change all the time; at its end they are written
             uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]
         self._written_calls |= {(use.fusion_id, use.bucket): use.calls for use in uses}
@@ -378,7 +379,7 @@ class Session:
 
     def totals(self, usage: Usage | None = None) -> RunTotals:
         """So far; ``usage``: of the session, if it is known."""
-        sums = (usage or usage_of(self)).nodes.values()
+        sums = (usage or usage_of(self.routers)).nodes.values()
         fused = sum(total.fused_calls for total in sums)
         return RunTotals(
             steps=self.roots.steps(),

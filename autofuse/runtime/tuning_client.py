@@ -231,7 +231,7 @@ class TuningClient:
             self._ensure_daemon(control.launch)
 
     def _report_misses(self) -> None:
-        sums = usage_of(self._session, in_haste=True).nodes.values()
+        sums = usage_of(self._session.routers, in_haste=True).nodes.values()
         # What a group covers is not called, and is not missed.
         eager = [total.node for total in sums if total.calls > total.fused_calls]
         missed = sum(not self._session.choose(n.fusion_id, n.values, n.slot.device).known for n in eager)

@@ -7,16 +7,15 @@ timed steps of the run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from autofuse.ir.records import Bucket, NodeUse, ObservedShape
 from autofuse.runtime.store_thread import yield_gil
 
 if TYPE_CHECKING:
     from autofuse.runtime.plans import NodeState, Plan
-    from autofuse.runtime.session import Session
 
 MAX_SHAPES = 64  # exact shapes kept for a node and bucket
 
@@ -81,22 +80,27 @@ class Usage:
         return self.nodes[key]
 
 
-def usage_of(session: Session, in_haste: bool = False) -> Usage:
-    """Of the whole session so far; in haste where nobody computes meanwhile."""
+class Counted(Protocol):
+    """A routed graph."""
+
+    def add_usage(self, usage: Usage, yield_gil: Callable[[], None]) -> None: ...
+
+
+def usage_of(routers: Iterable[Counted], in_haste: bool = False) -> Usage:
+    """Of all routed graphs so far; in haste where nobody computes meanwhile."""
     usage = Usage()
-    for router in list(session.routers):
+    for router in list(routers):
         router.add_usage(usage, (lambda: None) if in_haste else yield_gil)
     return usage
 
 
-def node_uses(session: Session, sums: Iterable[NodeSum]) -> list[NodeUse]:
-    """One record for each node and bucket, with the counters so far."""
-    return [_record(session, total) for total in sums]
+def node_uses(sums: Iterable[NodeSum], sources: Mapping[str, str], step_us: float) -> list[NodeUse]:
+    """One record for each node and bucket, with the counters so far; ``step_us``: of all timed steps."""
+    return [_record(total, sources, step_us) for total in sums]
 
 
-def _record(session: Session, total: NodeSum) -> NodeUse:
+def _record(total: NodeSum, sources: Mapping[str, str], step_us: float) -> NodeUse:
     node = total.node.slot.node
-    run_us = max(session.roots.step_us_total, 1e-9)
     # Of shapes that come once none is sampled: they take what the sampled ones of their bucket take.
     live_us = total.total_us / total.sampled if total.sampled else 0.0
     return NodeUse(
@@ -108,7 +112,7 @@ def _record(session: Session, total: NodeSum) -> NodeUse:
         calls=total.calls,
         fused_calls=total.fused_calls,
         live_us=live_us,
-        time_share=min(1.0, live_us * total.calls / run_us) if session.roots.step_us_total else 0.0,
+        time_share=min(1.0, live_us * total.calls / step_us) if step_us else 0.0,
         shapes=tuple(ObservedShape(values, calls) for values, calls in total.shapes.most_common(MAX_SHAPES)),
-        source=session.notes.sources.get(total.node.fusion_id, ""),
+        source=sources.get(total.node.fusion_id, ""),
     )

@@ -26,7 +26,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, bind_shapes
 from autofuse.ir.records import make_config
 from autofuse.runtime import router as router_module
-from autofuse.runtime.router import Choice
+from autofuse.runtime.choice import Choice
 from autofuse.wrapper.node_call import NodeCall, empty_like_spec, expected_outputs
 from tests.cases import trace
 from tests.codegen.compare import problems

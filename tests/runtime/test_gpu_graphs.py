@@ -27,7 +27,8 @@ from autofuse.ir.shape import SymbolicShape
 from autofuse.observer.device_timer import EventCalls, EventTimer
 from autofuse.pipeline import route_graph
 from autofuse.runtime import device_backends
-from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
+from autofuse.runtime.choice import UNKNOWN, Choice
+from autofuse.runtime.router import GraphRouter
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from autofuse.wrapper import node_call

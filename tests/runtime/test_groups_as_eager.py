@@ -9,7 +9,7 @@ import torch
 
 from autofuse.daemon.loop import _parts_lost
 from autofuse.ir.records import EAGER, IN_ONE, Candidate, Measurement, Status, make_config
-from autofuse.runtime.router import UNKNOWN, Choice
+from autofuse.runtime.choice import UNKNOWN, Choice
 from autofuse.tuner.strategy_provider import STRATEGY
 from autofuse.tuner.tune_node import Outcome
 from tests.codegen.test_in_place import Captured, W
@@ -37,8 +37,9 @@ def test_members_rest_while_their_group_runs_in_one(tmp_path: Any) -> None:
 
     def calls() -> tuple[int, list[tuple[bool, int]]]:
         torch.testing.assert_close(captured.call(x), expected)
-        (plan,) = captured.session.routers[0].all_plans()
-        plan.router.refresh(plan)
+        router = captured.session.routers[0]
+        (plan,) = router.all_plans()
+        router.refresh(plan)
         members = [node for node in plan.nodes if not node.slot.is_group]
         return plan.fused_nodes, [(node.covered, plan.fused_calls(node)) for node in members]
 

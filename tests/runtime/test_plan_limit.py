@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from autofuse.runtime.choice import Choice
 from autofuse.runtime.plan_limit import LEAST_SIZE, PlanLimit
 from autofuse.runtime.plans import Plan
-from autofuse.runtime.router import Choice
 from autofuse.runtime.usage import MAX_SHAPES, Usage
 from autofuse.wrapper.node_call import make_unfused
 from tests.runtime.test_routed_graphs import Undecided, routed
@@ -176,7 +176,7 @@ def test_a_kernel_that_fails_is_given_up_by_all_that_share_it() -> None:
         for _ in range(4):
             assert torch.equal(fast(x), model(x))
     (router,) = catalogue.routers
-    assert set(router.alike) == {0} and len(router.alike) == 2
+    assert set(router._scope.alike) == {0} and len(router._scope.alike) == 2
     assert len(launches) == 2, "once for each that was under way, and never again"
     assert all(node.broken and not node.tag for plan in catalogue.kept() for node in plan.nodes)
     assert len(catalogue.failed) == 1 and "no such kernel" in catalogue.failed[0]

@@ -20,7 +20,8 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine
 from autofuse.ir.optable import OpKind, info
-from autofuse.runtime.router import UNKNOWN, Choice, GraphRouter
+from autofuse.runtime.choice import UNKNOWN, Choice
+from autofuse.runtime.router import GraphRouter
 from autofuse.wrapper.graph_call_builder import build_program
 
 

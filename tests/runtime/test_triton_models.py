@@ -22,7 +22,7 @@ from autofuse.codegen.triton.printer import print_triton
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime import router as router_module
-from autofuse.runtime.router import Choice
+from autofuse.runtime.choice import Choice
 from autofuse.wrapper.node_call import NodeCall, empty_like_spec, expected_outputs
 from tests.runtime.test_routed_graphs import Tiny, Undecided, routed, tokens
 

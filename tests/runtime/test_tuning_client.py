@@ -104,7 +104,7 @@ def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_
     def machine(own, look_seconds):
         return throttle.MachineLoad(own, lambda: now[0], look_seconds)
 
-    monkeypatch.setattr("autofuse.runtime.tuning_client.OtherWork", machine)
+    monkeypatch.setattr("autofuse.runtime.tuning_client.MachineLoad", machine)
     values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
     session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
     monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()])

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from autofuse.capture.backend import compile_with
 from autofuse.ir.records import Event
 from autofuse.pipeline import route_graph
-from autofuse.runtime.router import UNKNOWN, Choice
+from autofuse.runtime.choice import UNKNOWN, Choice
 from autofuse.runtime.session import Session
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
@@ -351,11 +351,12 @@ def test_gradients_of_the_scripts_own_are_left_alone(session: Session) -> None:
 
 def ask_again(captured: Captured) -> None:
     """Forget what was declined."""
-    for plan in captured.session.routers[captured.before].all_plans():
-        plan.router.refresh(plan)
+    router = captured.session.routers[captured.before]
+    for plan in router.all_plans():
+        router.refresh(plan)
         for node in plan.nodes:
             node.tag = "" if node.slot.half is not None else node.tag
-        plan.router.refresh(plan)
+        router.refresh(plan)
 
 
 # ---- declined ------------------------------------------------------------------------------------------------
