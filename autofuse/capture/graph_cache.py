@@ -6,8 +6,8 @@ Guarantee: a graph is the same where its code, the kinds of all its values and e
 where torch's guards on sizes hold for the present ones; what cannot be kept or read is traced as ever.
 A kept graph brings the shape environment that it was traced in, so that what was proved of its sizes still is.
 
-Half of a capture is AOTAutograd's: see `docs/ARCHITECTURE.md`. To read a pickle is to run it: files are sealed, and
-none is read that another user may have written (`private_files`).
+Half of a capture is AOTAutograd's: see `docs/decisions/0018-traced-graphs-are-kept-across-runs.md`. To read a pickle is
+to run it: files are sealed, and none is read that another user may have written (`private_files`).
 """
 
 from __future__ import annotations
