@@ -95,10 +95,10 @@ def test_scripts_are_seen_while_they_run(tmp_path: Path) -> None:
 def test_the_turn_is_one_daemons_and_free_when_it_dies(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from autofuse.daemon.peers import Neighbours
+from autofuse.daemon.peers import Peers
 import time
-neighbours = Neighbours(Path({str(tmp_path)!r}))
-print(neighbours.take_turn(), flush=True)
+peers = Peers(Path({str(tmp_path)!r}))
+print(peers.take_turn(), flush=True)
 time.sleep(600)
 """
     mine, second = Peers(tmp_path), Peers(tmp_path)

@@ -26,10 +26,10 @@ def test_the_list_names_all_that_is_imported_late() -> None:
 import sys
 import autofuse.cli.app, autofuse.cli.run, autofuse.cli.launch, torch, torch.optim
 import autofuse.process.apply, autofuse.runtime.session
-from autofuse import late
+from autofuse.startup import deferred_imports as late
 before = {name.partition(".")[0] for name in sys.modules}
 late.shadowed = lambda folder: ["nothing of that name"]
-late.import_for("")
+late.import_now_for("")
 new = {name.partition(".")[0] for name in sys.modules} - before
 print(*(n for n in sorted(new) if "cython" not in n and n not in late.NAMES))
 print(*(n for n in ("alembic", "sympy", "optuna", "triton") if n in before))
