@@ -45,10 +45,6 @@ class Plan:
     buffered: tuple[int, ...]  # values that have a row buffer
     kept: tuple[int, ...]  # those of them that were calculated, not just widened
 
-    @property
-    def has_columns(self) -> bool:
-        return bool(self.phases)
-
 
 def store_region(kernel: LoopKernel, store: Store, found: list[Region]) -> Region:
     """Where a store happens: the value's region, widened by the dims it is written along."""

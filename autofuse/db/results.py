@@ -148,23 +148,6 @@ class TuneResults(StoreBase):
             rows = connection.execute(query)
             return [StoredDecision(row.id, _decision_of(row), row.run_id, row.at) for row in rows]
 
-    def explain_miss(self, key: DecisionKey) -> str:
-        """Why ``key`` has no decision: the closest one of the same node and the fields in which it differs."""
-        wanted = {name: getattr(key, name) for name in ("bucket", "device", "threads", "versions")}
-        closest: dict[str, tuple[Any, Any]] | None = None
-        for _, decision in self.decisions():
-            if decision.key.fusion_id != key.fusion_id:
-                continue
-            found = {name: getattr(decision.key, name) for name in wanted}
-            differing = {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
-            if closest is None or len(differing) < len(closest):
-                closest = differing
-        if closest is None:
-            return f"no decision for node {key.fusion_id[:12]} in any bucket"
-        if not closest:
-            return "there is a decision for exactly this key"
-        return "; ".join(f"{name}: wanted {want}, stored {found}" for name, (want, found) in closest.items())
-
     # ---- kernels --------------------------------------------------------------------------------
 
     def put_kernel(self, record: KernelRecord) -> None:
@@ -194,11 +177,6 @@ class TuneResults(StoreBase):
         """A kernel for people to read, evicted ones included; ``digest`` may be the beginning of one."""
         with self._read() as connection:
             return kernel_cache.source(connection, digest)
-
-    def kernel_bytes(self) -> int:
-        """Bytes that the binaries and Triton's files take."""
-        with self._read() as connection:
-            return kernel_cache.size_bytes(connection)
 
     # ---- Triton's own cache ---------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ class FusionConfig:
     enable_matmul: bool = True  # products with what follows them
     enable_conv: bool = True  # convolutions with normalisation, residual and activation
     enable_attention: bool = True  # product, softmax, product
-    enable_optimizer: bool = True  # an optimizer's step over all parameters of a group
     max_fusion_size: int = 32  # operations in one node, views not counted
     min_fusion_benefit: float = 1.0  # estimated speedup below which a node is refused
     min_tensor_size: int = 0  # elements; nodes whose largest tensor is smaller are refused

@@ -94,9 +94,6 @@ class FusionGraph:
         names = dict.fromkeys(self.base(ref).name for ref in op.inputs)
         return [self.by_name[name] for name in names if name in self.by_name]
 
-    def topological_order(self) -> list[Operation]:
-        return list(self.operations)
-
     def has_single_consumer(self, op: Operation) -> bool:
         """Whether exactly one operation reads the values of ``op`` and none of them leaves the graph."""
         return len(self.consumers[op.name]) == 1 and all(o.name != op.name for o in self.outputs)

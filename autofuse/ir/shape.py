@@ -159,10 +159,6 @@ class SymbolicShape:
         return tuple(seen)
 
     @property
-    def is_static(self) -> bool:
-        return all(isinstance(d, int) for d in self.dims)
-
-    @property
     def numel(self) -> Dim:
         return product(self.dims)
 
@@ -206,10 +202,6 @@ class SymbolicShape:
         longer, shorter = (self, other) if len(self) >= len(other) else (other, self)
         padded = (1,) * (len(longer) - len(shorter)) + shorter.dims
         return SymbolicShape(_broadcast_dim(a, b, self, other) for a, b in zip(longer.dims, padded, strict=True))
-
-    def is_divisible(self, index: int, by: int) -> bool:
-        """Whether dim ``index`` is divisible by ``by`` for every value of its symbols."""
-        return divide(self.dims[index], by) is not None
 
     def to_json(self) -> list[int | str]:
         return [d if isinstance(d, int) else str(d) for d in self.dims]

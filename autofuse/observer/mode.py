@@ -246,11 +246,6 @@ def detach(mode: ObserverMode) -> bool:
     return True
 
 
-def is_attached(mode: ObserverMode) -> bool:
-    """Is the mode on this thread's stack?"""
-    return any(_get_dispatch_stack_at(index) is mode for index in range(_len_torch_dispatch_stack()))
-
-
 def _detach_all_after_fork() -> None:
     """A forked child (a data-loader worker) is not watched, whatever step its parent was in."""
     for index in reversed(range(_len_torch_dispatch_stack())):

@@ -175,6 +175,8 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
             yield "Not decided: it was measured, but no decision was stored."
         elif request.status == "failed":
             yield f"Tuning failed: {request.message or 'no reason was stored'}. It runs on eager's kernels."
+        if bucket.miss:
+            yield f"The nearest decision of this node is for {bucket.miss}."
         return
     row = bucket.decisions[-1]
     decision = row.decision

@@ -27,6 +27,7 @@ class BucketStory:
     measurements: tuple[StoredMeasurement, ...]
     request: RequestRow | None
     kernel: KernelSource | None = None  # of the decision that stands
+    miss: str = ""  # without a decision: where the nearest one of the node differs
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,27 @@ def node_story(store: Store, node: NodeRow) -> NodeStory:
                 measurements=tuple(row for row in measurements if row.key == key),
                 request=requests.get(key),
                 kernel=_kernel(store, [row.decision for row in decisions if row.decision.key == key]),
+                miss=miss_of(key, [row.decision.key for row in decisions]),
             )
             for key in keys
         ),
     )
+
+
+def miss_of(key: DecisionKey, decided: Iterable[DecisionKey]) -> str:
+    """Where the nearest decision of a node differs from one that is missing; "" where it is there, or none is."""
+    names = ("bucket", "device", "threads", "versions")
+    misses: list[list[str]] = [
+        [
+            f"{name} {getattr(other, name)} in place of {getattr(key, name)}"
+            for name in names
+            if getattr(other, name) != getattr(key, name)
+        ]
+        for other in decided
+        if other.fusion_id == key.fusion_id
+    ]
+    nearest = min(misses, key=len) if misses else []
+    return "; ".join(nearest)
 
 
 def _kernel(store: Store, decisions: Sequence[Decision]) -> KernelSource | None:

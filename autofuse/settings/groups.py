@@ -18,6 +18,10 @@ def declare(default: Any, doc: str, *, unit: str = "", low: float | None = None,
     return Field(default=default, description=doc, ge=low, le=high, json_schema_extra={"unit": unit})
 
 
+# Settings of earlier versions. A file or variable that still names one is warned about, not refused.
+GONE = ("observe.min_samples",)
+
+
 class Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -49,7 +53,6 @@ class ObserveSettings(Group):
 
     enabled: bool = declare(True, "Watch operators and shapes; without it nothing new is learnt.")
     sample_every: int = declare(16, "One of this many calls of a module is observed in full.", unit="calls", low=1)
-    min_samples: int = declare(2, "Observed calls before a module can be captured.", unit="calls", low=1)
     max_overhead_percent: float = declare(
         1.0, "The observer slows down or stops beyond this share of run time.", unit="%", low=0.0, high=100.0
     )

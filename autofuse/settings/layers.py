@@ -7,8 +7,8 @@ home, and names no program and no store.
 Out: a frozen ``Settings`` whose groups are attributes (``settings.tuner.trials``) and which knows where each value
 came from (``settings.origin("tuner.trials")``).
 Guarantee: an unknown key or a value out of range is a ``SettingsError`` that says what was expected, what was found and
-what to type. An unknown ``AUTOFUSE_*`` variable is only a warning, for it may belong to another version; so is whatever
-is wrong with a file of a folder above. Imports no torch.
+what to type. An unknown ``AUTOFUSE_*`` variable is only a warning, for it may belong to another version; so is one
+of an earlier version in a file, and whatever is wrong with a file of a folder above. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 from autofuse.errors import SettingsError
 from autofuse.private_files import Untrusted, check_file
 from autofuse.settings.groups import (
+    GONE,
     CacheSettings,
     CaptureSettings,
     FusionSettings,
@@ -41,6 +42,7 @@ from autofuse.settings.groups import (
 
 PROFILE_FOLDER = Path(__file__).with_name("profiles")
 PROJECT_FILE = "autofuse.toml"
+_IS_GONE = "is a setting of an earlier version and does nothing; remove it"
 OWN_CHOICE = ("run.cc", "run.store")  # what is run and what is trusted is no project's to say
 
 
@@ -118,11 +120,6 @@ class Settings(BaseModel):
     def changed(self) -> dict[str, Any]:
         """Settings that are not at their default: exactly what another process needs as ``cli`` to agree with us."""
         return {spec.name: self.value(spec.name) for spec in SPECS.values() if self.value(spec.name) != spec.default}
-
-    def changed_as_json(self) -> dict[str, Any]:
-        """``changed()`` as plain JSON values, for the store."""
-        nested = self.as_dict()
-        return {name: nested[name.partition(".")[0]][name.partition(".")[2]] for name in self.changed()}
 
     def as_arguments(self) -> list[str]:
         """``--set NAME=VALUE`` arguments that give a child process these settings.
@@ -233,7 +230,7 @@ def load(
         {_known_name(k): _Found(v, "command line", f"--set {k}={{}}", here) for k, v in (cli or {}).items()},
         _read_environment(variables, here),
         _read_project(here, warnings),
-        _read_user(),
+        _read_user(warnings),
     ]
     chosen = _first_of(layers)
     chosen |= {name: found for name, found in _read_profile(chosen).items() if name not in chosen}
@@ -286,7 +283,7 @@ def _read_project(here: Path, warnings: list[str]) -> dict[str, _Found]:
                 tables = read_toml(path)
                 if prefix and "autofuse" not in tables.get("tool", {}):
                     continue
-                found = _flatten(tables["tool"]["autofuse"] if prefix else tables, path, prefix)
+                found = _flatten(tables["tool"]["autofuse"] if prefix else tables, path, warnings, prefix)
             except Untrusted as error:
                 warnings.append(f"settings left out: {error}")
                 continue
@@ -324,9 +321,9 @@ def _user_file() -> Path:
     return platformdirs.user_config_path("autofuse") / PROJECT_FILE
 
 
-def _read_user() -> dict[str, _Found]:
+def _read_user(warnings: list[str]) -> dict[str, _Found]:
     path = _user_file()
-    return _flatten(read_toml(path), path) if path.is_file() else {}
+    return _flatten(read_toml(path), path, warnings) if path.is_file() else {}
 
 
 def _read_profile(chosen: Mapping[str, _Found]) -> dict[str, _Found]:
@@ -338,7 +335,7 @@ def _read_profile(chosen: Mapping[str, _Found]) -> dict[str, _Found]:
     path = PROFILE_FOLDER / f"{name}.toml"
     return {
         key: _Found(found.value, f"profile {name}", found.place, found.base)
-        for key, found in _flatten(read_toml(path), path).items()
+        for key, found in _flatten(read_toml(path), path, []).items()
     }
 
 
@@ -350,13 +347,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: expected a readable TOML file, found: {error}. Mend or remove it.") from error
 
 
-def _flatten(tables: Any, path: Path, prefix: str = "") -> dict[str, _Found]:
-    """``{"tuner": {"trials": 40}}`` as ``{"tuner.trials": 40}``; every key is checked."""
+def _flatten(tables: Any, path: Path, warnings: list[str], prefix: str = "") -> dict[str, _Found]:
+    """``{"tuner": {"trials": 40}}`` as ``{"tuner.trials": 40}``; every key is checked, what is gone left out."""
     found: dict[str, _Found] = {}
     for group, table in tables.items() if isinstance(tables, dict) else []:
         if group not in GROUPS or not isinstance(table, dict):
             raise SettingsError(f"{path}: {_unknown(group)} Settings stand in tables, such as [{prefix}tuner].")
         for key, value in table.items():
+            if f"{group}.{key}" in GONE:
+                warnings.append(f"{path}: {group}.{key} {_IS_GONE}")
+                continue
             if f"{group}.{key}" not in SPECS:
                 raise SettingsError(f"{path}: {_unknown(f'{group}.{key}')}")
             place = f"[{prefix}{group}] {key} = {{}} in {path}"
@@ -421,9 +421,12 @@ def _unknown(name: str) -> str:
 
 def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     known = [variable for spec in SPECS.values() for variable in spec.variables]
+    gone = {variable for name in GONE for variable in _variables(name)}
     lines = []
     for variable in sorted(environ):
-        if variable.startswith("AUTOFUSE_") and variable not in known:
+        if variable in gone:
+            lines.append(f"the variable {variable} {_IS_GONE}")
+        elif variable.startswith("AUTOFUSE_") and variable not in known:
             near = difflib.get_close_matches(variable, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; 'autofuse config' lists all settings."
             lines.append(f"the variable {variable} is not a setting of autofuse and does nothing{hint}")

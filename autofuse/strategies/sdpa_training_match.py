@@ -39,13 +39,6 @@ class TrainingAttention:
     results: tuple[ValueRef, ...]  # attention's, then the gradients of query, key and value
     probabilities: frozenset[str]  # values that are the probabilities, seen in any way
 
-    @property
-    def operands(self) -> tuple[ValueRef, ...]:
-        """What both passes read: query, key, value, and the masks that there are."""
-        masks = (self.scores.bias, self.scores.masked)
-        found = (self.scores.query, self.scores.key, self.value, *(ref for ref in masks if ref is not None))
-        return tuple(dict.fromkeys(found))
-
     def node(self, graph: FusionGraph) -> FusionNode:
         """Both passes as one node."""
         inside = {op.name for op in (*self.forward, *self.backward)}

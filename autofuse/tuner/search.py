@@ -163,11 +163,3 @@ def _next_to(choices: tuple[Choice, ...], value: Choice) -> list[int]:
 
 def _is_ordered(choices: tuple[Choice, ...]) -> bool:
     return all(isinstance(choice, int) and not isinstance(choice, bool) for choice in choices)
-
-
-def search_all(search: ConfigSearch, costs: dict[Config, float], wave: int = 4) -> ConfigSearch:
-    """Run a search on recorded costs, to judge it without hardware; configurations not recorded count as failed."""
-    while configs := search.ask(wave):
-        for config in configs:
-            search.tell(config, costs.get(config))
-    return search

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_records import DEVICE, FORM, VERSIONS, bucket, decision, key, measurement, start, steps, use
+from store_records import DEVICE, FORM, VERSIONS, decision, key, measurement, start, steps, use
 
 from autofuse.db.rows import DaemonState, SettingTrial
 from autofuse.db.store import Store
@@ -181,14 +181,6 @@ def test_decisions_keep_history_and_the_newest_stands(store: Store) -> None:
     assert store.decisions(DEVICE.key, VERSIONS, since_id=third) == []
     assert store.decisions("cpu:other", VERSIONS) == []
     assert [row.id for row in store.decision_history("a" * 64)] == [first, third]
-
-
-def test_a_miss_says_which_field_differs(store: Store) -> None:
-    assert "no decision for node" in store.explain_miss(key())
-    store.put_decision(decision())
-    assert "exactly this key" in store.explain_miss(key())
-    wanted = replace(key(of=bucket(129, 256)), threads=8)
-    assert store.explain_miss(wanted) == ("bucket: wanted s0=129..256, stored s0=65..128; threads: wanted 8, stored 2")
 
 
 def test_daemon_state(store: Store) -> None:

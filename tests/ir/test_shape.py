@@ -62,9 +62,8 @@ def test_equal_expressions_are_equal_shapes():
 
 
 def test_divisibility():
-    shape = SymbolicShape(["8*s0", "s1", 12])
-    assert shape.is_divisible(0, 8) and shape.is_divisible(2, 4)
-    assert not shape.is_divisible(1, 2)
+    assert divide(parse_dim("8*s0"), 8) == symbol("s0") and divide(12, 4) == 3
+    assert divide(symbol("s1"), 2) is None
     assert divide(parse_dim("s0*s1"), symbol("s1")) == symbol("s0")
     assert divide(parse_dim("s0 + 1"), 2) is None
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from autofuse.observer.mode import ObserverMode, attach, detach, is_attached
+from autofuse.observer.mode import ObserverMode, attach, detach
 from autofuse.observer.profile import StepProfile, aggregate
 from tests.observer.harness import MLP, Blocks
 
@@ -364,7 +364,7 @@ def test_modes_of_the_user_come_and_go() -> None:
         ours.recording = True
         torch.ones(2)
         assert (theirs.ops, len(ours.events)) == (1, 1)
-    assert is_attached(ours)  # their exit popped their own mode
+    assert ours in _get_current_dispatch_mode_stack()  # their exit popped their own mode
     with theirs:
         torch.ones(2)
         assert detach(ours)

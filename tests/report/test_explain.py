@@ -9,13 +9,23 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_records import DEVICE, GELU, HOT, LOSS, NORM, ROOT, VERSIONS, decision, fill, key
+from report_records import COLD, DEVICE, GELU, HOT, LOSS, NORM, ROOT, VERSIONS, decision, fill, key
 from rich.console import Console
 
 from autofuse.db.rows import NodeRow
 from autofuse.db.store import Store
 from autofuse.errors import UsageError
-from autofuse.ir.records import Candidate, CompileKey, DimHistogram, KernelRecord, RootRecord, RunStart, make_config
+from autofuse.ir.records import (
+    Candidate,
+    CompileKey,
+    DimHistogram,
+    KernelRecord,
+    ObservedShape,
+    RootRecord,
+    RunStart,
+    TuneRequest,
+    make_config,
+)
 from autofuse.report.explain import candidate_text, operation_lines, render_explain, resource_line
 from autofuse.report.find import NodeStory, RootStory, cut, find
 
@@ -145,6 +155,18 @@ def test_replaced_failed_and_repeated_decisions(store: Store) -> None:
     assert taken is not None and "Is being tuned now" in explain(store, GELU[1])
     store.finish_request(taken.key, "failed", "gcc died")
     assert "Tuning failed: gcc died. It runs on eager's kernels." in explain(store, GELU[1])
+
+
+def test_a_missing_decision_says_where_the_nearest_one_differs(store: Store) -> None:
+    fill(store)
+    text = explain(store, GELU[1])
+    assert text.count("The nearest decision of this node is for") == 1
+    assert f"is for bucket {HOT.label} in place of {COLD.label}." in text
+    elsewhere = replace(key(GELU, HOT), threads=8, versions="torch 9")
+    asked = TuneRequest(elsewhere, GELU[3], HOT, (ObservedShape((8, 256), 900),), 900, 150.0, 2.0, 1)
+    store.add_requests([asked])
+    text = explain(store, GELU[1])
+    assert f"is for threads 2 in place of 8; versions {VERSIONS} in place of torch 9." in text
 
 
 def test_a_node_nobody_asked_for(store: Store) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from autofuse.errors import SettingsError
 from autofuse.fusion.config import FusionConfig
 from autofuse.settings import layers as module
+from autofuse.settings.groups import GONE
 from autofuse.settings.layers import (
     GROUPS,
     SPECS,
@@ -319,11 +319,23 @@ def test_any_settings_reach_a_child_process_unchanged(chosen: dict[str, Any]) ->
 
 
 @given(chosen=choices)
-def test_changed_settings_are_json_and_restore_the_rest(chosen: dict[str, Any]) -> None:
+def test_changed_settings_restore_the_rest(chosen: dict[str, Any]) -> None:
     settings = load(chosen, {}, "/")
-    stored = json.loads(json.dumps(settings.changed_as_json()))
-    assert set(stored) == set(settings.changed())
     assert load({**settings.changed(), "run.profile": settings.run.profile}, {}, "/").as_dict() == settings.as_dict()
+
+
+def test_a_setting_of_an_earlier_version_is_warned_about_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool.autofuse.observe]\nmin_samples = 4\nsample_every = 9\n")
+    settings = load({}, {"AUTOFUSE_OBSERVE_MIN_SAMPLES": "4"}, tmp_path)
+    assert settings.observe.sample_every == 9
+    assert settings.warnings == (
+        "the variable AUTOFUSE_OBSERVE_MIN_SAMPLES is a setting of an earlier version and does nothing; remove it",
+        f"{tmp_path / 'pyproject.toml'}: observe.min_samples is a setting of an earlier version and does nothing; "
+        "remove it",
+    )
+    with pytest.raises(SettingsError, match=r"There is no setting 'observe\.min_samples'"):
+        load({"observe.min_samples": "4"}, {}, tmp_path)
+    assert not set(GONE) & set(SPECS)
 
 
 def test_settings_are_frozen_and_copies_are_checked(tmp_path: Path) -> None:
@@ -340,7 +352,7 @@ def test_settings_are_frozen_and_copies_are_checked(tmp_path: Path) -> None:
 def test_fusion_settings_are_those_of_the_planner(tmp_path: Path) -> None:
     assert FusionConfig.from_mapping(load({}, {}, tmp_path).as_dict()["fusion"]) == FusionConfig()
     assert {name for name in SPECS if name.startswith("fusion.")} == {
-        "fusion.patterns", *(f"fusion.{name}" for name in FusionConfig.__dataclass_fields__)
+        "fusion.patterns", "fusion.enable_optimizer", *(f"fusion.{name}" for name in FusionConfig.__dataclass_fields__)
     }  # fmt: skip
 
 

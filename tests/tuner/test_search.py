@@ -11,11 +11,11 @@ import pytest
 from autofuse.codegen.knobs import Knob
 from autofuse.db.rows import StoredMeasurement
 from autofuse.ir.records import Bucket, Candidate, Config, DecisionKey, Measurement, ObservedShape, make_config
-from autofuse.tuner.replay import RecordedBench, recorded_times
-from autofuse.tuner.search import ConfigSearch, search_all
+from autofuse.tuner.search import ConfigSearch
 from autofuse.tuner.tune_node import WAVE, Job, JobLimits
 from autofuse.tuner.worker_process import CandidateProblem
 from tests.tuner.nodes import chain_form, request
+from tests.tuner.replay import RecordedBench, recorded_times
 
 KNOBS = (Knob("a", (1, 2, 4, 8), 1, ""), Knob("b", ("x", "y"), "x", ""), Knob("c", (False, True), False, ""))
 LARGE = tuple(Knob(f"k{i}", (1, 2, 4, 8), 1, "") for i in range(5))  # 1024 configurations
@@ -30,6 +30,14 @@ def whole_space(knobs: tuple[Knob, ...]) -> list[Config]:
     names = [knob.name for knob in knobs]
     spaces = itertools.product(*(knob.choices for knob in knobs))
     return [make_config(dict(zip(names, values, strict=True))) for values in spaces]
+
+
+def search_all(search: ConfigSearch, costs: dict[Config, float], wave: int = 4) -> ConfigSearch:
+    """Run a search on recorded costs; configurations not recorded count as failed."""
+    while configs := search.ask(wave):
+        for config in configs:
+            search.tell(config, costs.get(config))
+    return search
 
 
 def bowl(seed: int) -> dict[Config, float]:

@@ -11,10 +11,10 @@ import pytest
 from autofuse.codegen.knobs import Knob
 from autofuse.ir.records import Config, make_config
 from autofuse.tuner.benchmark_provider import Built
-from autofuse.tuner.replay import RecordedBench
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, race
 from autofuse.tuner.tune_node import Job, JobLimits, Outcome
 from tests.tuner.nodes import chain_form, request
+from tests.tuner.replay import RecordedBench
 
 TRIES = 250
 LIMITS = JobLimits(trials=24, rounds=15, margin=0.03, job_seconds=1e9)

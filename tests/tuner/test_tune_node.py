@@ -22,10 +22,10 @@ from autofuse.tuner import backends
 from autofuse.tuner.backends import CBackend
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built
 from autofuse.tuner.cases import CheckCase
-from autofuse.tuner.replay import RecordedBench
 from autofuse.tuner.tune_node import Job, JobLimits, Outcome
 from autofuse.tuner.worker_process import Lost, Refused, WorkerProcess
 from tests.tuner.nodes import chain_form, matmul_form, request
+from tests.tuner.replay import RecordedBench
 
 LIMITS = JobLimits(trials=4, rounds=9, margin=0.03, job_seconds=8.0)
 FORM = chain_form()

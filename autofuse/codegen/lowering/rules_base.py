@@ -153,11 +153,7 @@ def normal_dims(dims: Any, rank: int) -> tuple[int, ...]:
     return tuple(normal_dim(int(d), rank) for d in dims)
 
 
-def constant_bool(arg: object, default: bool = False) -> bool:
-    return default if arg is None else bool(arg)
-
-
 __all__ = [
-    "Builder", "Comparison", "Custom", "Pointwise", "View", "common_dtype", "constant_bool",
+    "Builder", "Comparison", "Custom", "Pointwise", "View", "common_dtype",
     "infer_broadcast", "normal_dim", "normal_dims", "operands_at",
 ]  # fmt: skip

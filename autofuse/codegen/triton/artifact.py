@@ -56,11 +56,6 @@ class Artifact:
         found = dict.fromkeys(image.assumptions for image in self.images)
         return tuple(sorted(found, key=lambda a: (-a.is_aligned, -len(a.divisible), a.divisible)))
 
-    def images_for(self, assumptions: Assumptions) -> tuple[Image, ...]:
-        """The images of all passes, in order."""
-        found = sorted((i for i in self.images if i.assumptions == assumptions), key=lambda i: i.number)
-        return tuple(found)
-
     def best(self, is_aligned: bool, values: Mapping[str, int]) -> Assumptions | None:
         """The strongest assumptions among the images that hold for a call."""
         return next((a for a in self.assumptions if a.hold(is_aligned, values)), None)

@@ -43,10 +43,6 @@ class Pass:
     shared: int = 0  # so many leading tiles are shared by at most ``TritonSource.programs`` programs, in a loop
     beside: tuple[tuple[tuple[Dim, int], ...], ...] = ()  # tiles of further nests, whose programs follow in order
 
-    @property
-    def is_shared(self) -> bool:
-        return self.shared > 0
-
 
 @dataclass(frozen=True)
 class Scratch:
