@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.inputs import make_inputs
-from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.templates import LOOP
 from autofuse.db.store import Store
 from autofuse.ir.records import Config, Decision, KernelRecord, make_config
 from autofuse.process.apply import apply_malloc
@@ -220,7 +220,7 @@ def best_kernel(run: Bench, node: Node, values: tuple[int, ...], decision: Decis
         raise ValueError(f"expected a kernel that ran, found: {decision.reason}: {decision.detail}")
     named = dict(zip(node.form.symbols, values, strict=True))
     constants = named if best.candidate.variant == run.backend.specialised else {}
-    recipe = run.backend.recipe(lower(node.form), best.candidate.config, constants, [named], is_final=True)
+    recipe = run.backend.recipe(node.form, LOOP, best.candidate.config, constants, [named], is_final=True)
     return recipe.make(), best.candidate.config
 
 
@@ -334,7 +334,7 @@ def in_cache(run: Bench, node: Node, values: tuple[int, ...], config: Config, th
     if not node.form.symbols or "way" in knobs:
         return 0.0
     small = tuple(max(1, v * SMALL_ELEMENTS // widest(node, values)) for v in values)
-    recipe = run.backend.recipe(lower(node.form), make_config(knobs), {}, [], is_final=True)
+    recipe = run.backend.recipe(node.form, LOOP, make_config(knobs), {}, [], is_final=True)
     record = recipe.make()
     entry = run.session.catalogue.backends.cpu.load(record.key.digest, record.name, record.binary, CPU)
     inputs = make_inputs(node.form, small, 1)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions
 from autofuse.errors import CompilerError, LoweringError, ShapeError
@@ -74,7 +75,7 @@ def build(check: Check, target: str | None) -> Built:
         loops = lower(form)
         sizes = [dict(zip(form.symbols, values, strict=True)) for values in sizes_of(check.case, form)]
         high = {symbol: max(values[symbol] for values in sizes) for symbol in form.symbols}
-        source = print_triton(loops, default_triton_config(loops, high, high))
+        source = print_triton(loops, default_config(triton_knobs(loops, high, high)))
         artifact = compile_source(source, target, (Assumptions(True, ()), NOTHING_ASSUMED))
         return Built(check, artifact.pack(), source.name)
     except LoweringError as error:

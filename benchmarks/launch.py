@@ -29,9 +29,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autofuse.capture.graph_import import import_graph
 from autofuse.codegen.c.build import compile_source as compile_c
 from autofuse.codegen.c.build import find_toolchain
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact, Image, Resources
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.fusion import FusionEngine
@@ -168,7 +169,7 @@ def case(machine: Machine, rows: int, function: Callable[..., Any], rounds: int)
     (slot,) = router.program.slots
     form = slot.node.form
     kernel = lower(form)
-    source = print_triton(kernel, default_triton_config(kernel, {}, {}))
+    source = print_triton(kernel, default_config(triton_knobs(kernel, {}, {})))
     artifact = machine.compile(source, (natural_assumptions(source.symbols, {}), NOTHING_ASSUMED))
     loaded = load_artifact(artifact, 0, driver=machine.driver)
     a, b = (torch.randn(rows, COLUMNS, device=machine.device) for _ in range(2))

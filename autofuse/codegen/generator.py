@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, find_toolchain, flags_for
-from autofuse.codegen.c.knobs import default_config
-from autofuse.codegen.c.printer import print_c
-from autofuse.codegen.c.templates.attention import attention_refusal, default_attention_config, print_attention
-from autofuse.codegen.c.templates.convolution import convolution_refusal, default_convolution_config, print_convolution
-from autofuse.codegen.c.templates.matmul import c_matmul_refusal, default_c_matmul_config, print_c_matmul
-from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.c.build import Tend, Toolchain, compile_key, compile_source, find_toolchain, flags_for
+from autofuse.codegen.c.printer import CSource
+from autofuse.codegen.c.templates.registry import C_TEMPLATES
+from autofuse.codegen.knobs import default_config
+from autofuse.codegen.templates import SourceGenerator
 from autofuse.ir.operation import NodeForm, bind_shapes, form_of
-from autofuse.ir.records import CompileKey, Config
+from autofuse.ir.records import CompileKey, Config, KernelRecord
 from autofuse.preserve_rng import untouched
 
 Variant = Literal["c_generic", "c_specialised"]
@@ -67,12 +65,22 @@ def _loader(key: CompileKey, name: str) -> Callable[[bytes], Any]:
     return load
 
 
-class FusionKernelGenerator:
+class FusionKernelGenerator(SourceGenerator[CSource]):
     """Generates kernels for fusion nodes with the system compiler."""
 
-    def __init__(self, toolchain: Toolchain | None = None, cc: str | None = None, timeout: float = 120.0) -> None:
+    templates = C_TEMPLATES
+
+    def __init__(
+        self,
+        toolchain: Toolchain | None = None,
+        cc: str | None = None,
+        timeout: float = 120.0,
+        tend: Tend | None = None,
+    ) -> None:
+        """``timeout``: seconds of a compiler; ``tend`` waits for it, as `compile_source` says."""
         self.toolchain = toolchain or find_toolchain(cc)
         self.timeout = timeout
+        self._tend = tend
 
     def generate_fused_kernel(
         self, node: Any, concrete_shapes: Sequence[Sequence[int]], config: Config | None = None
@@ -89,30 +97,24 @@ class FusionKernelGenerator:
         """A kernel for every size: symbols are read when it is called."""
         return self._build(form_of(node), config, {})
 
-    def can_generate_specialized(self, shapes: Sequence[Sequence[Any]]) -> bool:
-        """Whether shapes are concrete, so that their sizes can be built in."""
-        return all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for shape in shapes for dim in shape)
+    def key(self, source: CSource, config: Config) -> CompileKey:
+        """Under which the binary of a text is known."""
+        return compile_key(source.text, self.toolchain, flags_for(self.toolchain, config))
+
+    def compile(self, source: CSource, config: Config) -> KernelRecord:
+        """A translation unit with the flags of a configuration. Raises CompilerError."""
+        flags = flags_for(self.toolchain, config)
+        binary = compile_source(source.text, self.toolchain, flags, self.timeout, self._tend)
+        return KernelRecord(self.key(source, config), source.name, source.text, binary)
 
     def _build(self, form: NodeForm, config: Config | None, constants: Mapping[str, int]) -> CompiledKernel:
-        if c_matmul_refusal(form) is None:  # a product by itself, which no nest of loops is made for
-            config = config or default_c_matmul_config(form)
-            source = print_c_matmul(form, config, constants)
-        elif attention_refusal(form) is None:
-            config = config or default_attention_config(form)
-            source = print_attention(form, config, constants)
-        elif convolution_refusal(form) is None:
-            config = config or default_convolution_config(form)
-            source = print_convolution(form, config, constants)
-        else:
-            kernel = lower(form)
-            config = config or default_config(kernel, constants or None)
-            source = print_c(kernel, config, constants)
-        flags = flags_for(self.toolchain, config)
+        config = config or default_config(self.knobs(form, constants or None, constants))
+        record = self.compile(self.source(form, config, constants), config)
         return CompiledKernel(
-            name=source.name,
-            source=source.text,
-            binary=compile_source(source.text, self.toolchain, flags, self.timeout),
-            key=compile_key(source.text, self.toolchain, flags),
+            name=record.name,
+            source=record.source,
+            binary=record.binary,
+            key=record.key,
             variant="c_specialised" if constants else "c_generic",
             config=config,
             form=form,

@@ -1,10 +1,18 @@
-"""A knob: one thing that may vary in the code of a kernel. Each target has its own (`c.knobs`, `triton.knobs`)."""
+"""A knob: one thing that may vary in the code of a kernel, and where to start.
+
+In: what a target (`c.knobs`, `triton.knobs`), one of its templates or an optimizer's step lists.
+Out: `Knob`, and the configuration that takes the default of each.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autofuse.ir.records import Config, make_config
+
 Choice = int | str | bool
+Sizes = Mapping[str, int]  # values of a node's symbols
 
 
 @dataclass(frozen=True)
@@ -13,5 +21,10 @@ class Knob:
 
     name: str
     choices: tuple[Choice, ...]
-    default: Choice
+    default: Choice  # suits the sizes that the knob was made for
     doc: str
+
+
+def default_config(knobs: Iterable[Knob]) -> Config:
+    """A configuration to start from."""
+    return make_config({knob.name: knob.default for knob in knobs})

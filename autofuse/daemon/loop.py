@@ -21,6 +21,7 @@ import psutil
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.c.templates.matmul import c_matmul_flops
+from autofuse.codegen.templates import LOOP, MATMUL
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.version import versions
 from autofuse.daemon.files import DaemonFiles
@@ -60,7 +61,7 @@ from autofuse.strategies.enumeration import (
     is_group,
     strategies_of,
 )
-from autofuse.strategies.strategy import LOOP, MATMUL, Strategy, kernel_id
+from autofuse.strategies.strategy import Strategy, kernel_id
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.benchmark_provider import LETHAL, BenchmarkProvider
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES

@@ -137,7 +137,7 @@ class StepTuning:
     def _compiled(self, config: Config) -> KernelRecord:
         """Raises CompilerError and CandidateProblem."""
         if isinstance(self._backend, CBackend):
-            return self._backend.compile(print_step(self._form, config), config)
+            return self._backend.recipe_of(print_step(self._form, config), config).make()
         assert isinstance(self._backend, TritonBackend | InterpreterBackend)
         return self._backend.recipe_of(print_triton_step(self._form, config), _ALIGNED).make()
 

@@ -12,8 +12,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+from autofuse.codegen.templates import LOOP
 from autofuse.ir.records import CompileKey, KernelRecord
-from autofuse.strategies.strategy import LOOP, Strategy
+from autofuse.strategies.strategy import Strategy
 
 MARK = b"autofuse way\n"
 

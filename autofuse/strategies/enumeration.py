@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autofuse.codegen.c.templates.attention import attention_refusal as c_attention_refusal
-from autofuse.codegen.c.templates.convolution import convolution_refusal
-from autofuse.codegen.c.templates.matmul import c_matmul_refusal
-from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.c.templates.registry import C_TEMPLATES
 from autofuse.codegen.matmul_operands import ANCHORS
-from autofuse.codegen.triton.templates.attention_plan import attention_refusal
-from autofuse.codegen.triton.templates.matmul_plan import matmul_refusal
-from autofuse.errors import LoweringError
+from autofuse.codegen.templates import ATTENTION, CONVOLUTION, LOOP, MATMUL, refusal, template_of
+from autofuse.codegen.triton.templates.registry import TRITON_TEMPLATES
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
@@ -26,7 +22,7 @@ from autofuse.strategies.channels_last import ATEN, CONVOLUTIONS, LAST, LEAST_NE
 from autofuse.strategies.rewrites import BIAS_APART, rewrites
 from autofuse.strategies.row_blocks import block_of
 from autofuse.strategies.sdpa_training_match import passes_of
-from autofuse.strategies.strategy import ATTENTION, CONVOLUTION, MATMUL, Part, Strategy, graph_of
+from autofuse.strategies.strategy import Part, Strategy, graph_of
 
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
@@ -102,12 +98,12 @@ def matmul_strategies(form: NodeForm) -> list[Strategy]:
 def _printed_products(form: NodeForm) -> list[Operation]:
     products = [op for op in form.operations if op.target in ANCHORS]
     graph = graph_of(form) if products else None
-    return [op for op in products if graph and c_matmul_refusal(build_node(graph, [op]).form) is None]
+    return [op for op in products if graph and _is(MATMUL, build_node(graph, [op]).form)]
 
 
 def sdpa_strategies(form: NodeForm) -> list[Strategy]:
     """The strategy with an attention that is printed in C in place of torch's; none where it is no such attention."""
-    if c_attention_refusal(form) is not None:
+    if not _is(ATTENTION, form):
         return []
     part = Part((form.operations[0].name,), ATTENTION)
     return [Strategy(GENERATED_ATTENTION, form, (part,), "a generated attention")]
@@ -121,7 +117,7 @@ def convolution_strategies(form: NodeForm) -> list[Strategy]:
     made = form if last is None else replace(last, operations=tuple(map(_plain, last.operations)))
     graph = graph_of(made)
     convolutions = [op for op in made.operations if op.short_name in CONVOLUTIONS]
-    printed = [op for op in convolutions if convolution_refusal(build_node(graph, [op]).form) is None]
+    printed = [op for op in convolutions if _is(CONVOLUTION, build_node(graph, [op]).form)]
     if not printed or (last is not None and len(convolutions) < LEAST_NET):
         return []
     parts = (*(Part((op.name,), CONVOLUTION) for op in printed), *_parts(made))
@@ -143,9 +139,9 @@ def layout_strategies(form: NodeForm) -> list[Strategy]:
 
 
 def tiles_of(form: NodeForm) -> str | None:
-    """Which printer has one tiled kernel for all of a form, None where none has."""
-    refusals = {MATMUL: matmul_refusal, ATTENTION: attention_refusal}
-    return next((printer for printer, refusal in refusals.items() if refusal(form) is None), None)
+    """Which template has one tiled kernel for all of a form, None where none has."""
+    name = template_of(TRITON_TEMPLATES, form).name
+    return None if name == LOOP else name
 
 
 def _kernels(form: NodeForm) -> tuple[str, ...]:
@@ -182,11 +178,12 @@ def _parts(form: NodeForm) -> tuple[Part, ...]:
 
 
 def _refusal(form: NodeForm) -> tuple[str, str] | None:
-    try:
-        lower(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
+    return refusal(C_TEMPLATES[LOOP], form)
+
+
+def _is(name: str, form: NodeForm) -> bool:
+    """Whether a template of CPUs takes a node."""
+    return refusal(C_TEMPLATES[name], form) is None
 
 
 def _lowers(graph: FusionGraph, side: Sequence[Operation]) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autofuse.codegen.templates import LOOP
 from autofuse.errors import FusionError
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.graph import FusionGraph
@@ -21,17 +22,13 @@ from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim, as_dim, floors, symbol
 from autofuse.ir.validation import one_line, one_of, stored_name, stored_number
 
-# What prints a part: one nest of loops; a product in tiles, on a GPU with what follows it; an attention; a convolution.
-LOOP, MATMUL, ATTENTION, CONVOLUTION = "loop", "matmul", "attention", "convolution"
-PRINTERS = (LOOP, MATMUL, ATTENTION, CONVOLUTION)
-
 
 @dataclass(frozen=True)
 class Part:
     """Operations that run as one generated kernel."""
 
     operations: tuple[str, ...]  # names in the way's form, views between them left out
-    printer: str = LOOP
+    printer: str = LOOP  # the name of the template that prints them
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Strategy:
         parts = tuple(
             Part(
                 tuple(one_of(name, made, "an operation of it") for name in names),
-                one_of(printer, PRINTERS, "a printer"),
+                stored_name(printer),
             )
             for names, printer in data["parts"]
         )

@@ -1,7 +1,7 @@
 """Backends of the tuner: how the kernels of a type of device are searched, printed and built.
 
-In: a loop kernel, a configuration, sizes. Out: a `Recipe`: the key under which a binary is known, and a function that
-makes it. Which worker runs the binary is the backend's business too (`worker_module`).
+In: a node, the template that prints it, a configuration, sizes. Out: a `Recipe`: the key under which a binary is known,
+and a function that makes it. Which worker runs the binary is the backend's business too (`worker_module`).
 Guarantee: torch-free; a recipe is made without compiling anything, so what the store has is never built again.
 """
 
@@ -9,49 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autofuse.codegen.c.build import Tend, Toolchain, compile_key, compile_source, flags_for
-from autofuse.codegen.c.knobs import default_config, knobs_for
-from autofuse.codegen.c.printer import CSource, print_c
-from autofuse.codegen.c.templates.attention import attention_knobs as c_attention_knobs
-from autofuse.codegen.c.templates.attention import default_attention_config as default_c_attention_config
-from autofuse.codegen.c.templates.attention import print_attention as print_c_attention
-from autofuse.codegen.c.templates.convolution import convolution_knobs, default_convolution_config, print_convolution
-from autofuse.codegen.c.templates.matmul import c_matmul_knobs, default_c_matmul_config, print_c_matmul
-from autofuse.codegen.knobs import Knob
-from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.c.build import Tend, Toolchain
+from autofuse.codegen.c.printer import CSource
+from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.knobs import Knob, Sizes
 from autofuse.codegen.triton.artifact import Artifact
+from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.key import compile_key as triton_key
 from autofuse.codegen.triton.key import kernel_record
-from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
-from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import limits_of, prune_reason, target_of
-from autofuse.codegen.triton.templates.attention import print_attention
-from autofuse.codegen.triton.templates.attention_knobs import attention_knobs, default_attention_config
-from autofuse.codegen.triton.templates.matmul import print_matmul
-from autofuse.codegen.triton.templates.matmul_knobs import default_matmul_config, matmul_knobs
 from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, Config, KernelRecord
-from autofuse.strategies.strategy import ATTENTION, CONVOLUTION, MATMUL
 from autofuse.tuner.worker_process import CandidateProblem
-
-Sizes = Mapping[str, int]  # values of a node's symbols
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """A product or an attention with what follows it, to be printed as tiles instead of as a nest of loops."""
-
-    form: NodeForm
-    printer: str  # `strategies.strategy.MATMUL`, `ATTENTION` or `CONVOLUTION`
-
-
-Printable = LoopKernel | Tiled
 
 
 @dataclass(frozen=True)
@@ -70,29 +45,19 @@ class Backend(Protocol):
     worker_module: str
     worker_arguments: tuple[str, ...]
 
-    def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        """What may vary for kernels that are timed on ``values``, in a bucket that ends at ``high``."""
-
-    def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config: ...
+    def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        """What may vary for kernels of a template that are timed on ``values``, in a bucket that ends at ``high``."""
 
     def recipe(
-        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self,
+        form: NodeForm,
+        printer: str,
+        config: Config,
+        constants: Sizes,
+        sizes: Sequence[Sizes],
+        is_final: bool,
     ) -> Recipe:
         """A binary that is good for ``sizes``; for all sizes of the bucket and any alignment with ``is_final``."""
-
-
-@dataclass(frozen=True)
-class _CPrinter:
-    knobs: Callable[[NodeForm], tuple[Knob, ...]]
-    default: Callable[[NodeForm], Config]
-    text: Callable[[NodeForm, Config, Sizes], CSource]
-
-
-_C_PRINTERS = {
-    MATMUL: _CPrinter(c_matmul_knobs, default_c_matmul_config, print_c_matmul),
-    ATTENTION: _CPrinter(c_attention_knobs, default_c_attention_config, print_c_attention),
-    CONVOLUTION: _CPrinter(convolution_knobs, default_convolution_config, print_convolution),
-}
 
 
 class CBackend:
@@ -103,73 +68,38 @@ class CBackend:
     worker_arguments: tuple[str, ...] = ()
 
     def __init__(self, toolchain: Toolchain, timeout_seconds: float = 60.0, tend: Tend | None = None) -> None:
-        self._toolchain = toolchain
-        self._timeout_seconds = timeout_seconds
-        self._tend = tend
+        self._generator = FusionKernelGenerator(toolchain, timeout=timeout_seconds, tend=tend)
 
-    def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        if isinstance(loop, Tiled):
-            return _C_PRINTERS[loop.printer].knobs(loop.form)
-        return knobs_for(loop, values)
-
-    def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
-        if isinstance(loop, Tiled):
-            return _C_PRINTERS[loop.printer].default(loop.form)
-        return default_config(loop, values)
+    def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        return self._generator.knobs(form, values, high, printer)
 
     def recipe(
-        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self,
+        form: NodeForm,
+        printer: str,
+        config: Config,
+        constants: Sizes,
+        sizes: Sequence[Sizes],
+        is_final: bool,
     ) -> Recipe:
-        if isinstance(loop, Tiled):
-            source = _C_PRINTERS[loop.printer].text(loop.form, config, constants)
-        else:
-            source = print_c(loop, config, constants)
-        key = compile_key(source.text, self._toolchain, flags_for(self._toolchain, config))
-        return Recipe(key, lambda: self.compile(source, config))
+        return self.recipe_of(self._generator.source(form, config, constants, printer), config)
 
-    def compile(self, source: CSource, config: Config) -> KernelRecord:
-        """A translation unit with the flags of a configuration. Raises CompilerError."""
-        flags = flags_for(self._toolchain, config)
-        binary = compile_source(source.text, self._toolchain, flags, self._timeout_seconds, self._tend)
-        return KernelRecord(compile_key(source.text, self._toolchain, flags), source.name, source.text, binary)
+    def recipe_of(self, source: CSource, config: Config) -> Recipe:
+        """A text that is printed already."""
+        return Recipe(self._generator.key(source, config), lambda: self._generator.compile(source, config))
 
 
 Compile = Callable[[TritonSource, str, Sequence[Assumptions]], Artifact]
-
-
-@dataclass(frozen=True)
-class _TilePrinter:
-    knobs: Callable[[NodeForm, Sizes, Sizes], tuple[Knob, ...]]
-    default: Callable[[NodeForm, Sizes, Sizes], Config]
-    text: Callable[[NodeForm, Config, Sizes], TritonSource]
-
-
-_TILES = {
-    MATMUL: _TilePrinter(matmul_knobs, default_matmul_config, print_matmul),
-    ATTENTION: _TilePrinter(attention_knobs, default_attention_config, print_attention),
-}
 
 
 class _TritonText:
     """What compiled and interpreted Triton have in common."""
 
     generic, specialised = "triton_generic", "triton_specialised"
+    _generator = TritonKernelGenerator()
 
-    def knobs(self, loop: Printable, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        if isinstance(loop, Tiled):
-            return _TILES[loop.printer].knobs(loop.form, values, high)
-        return triton_knobs(loop, values, high)
-
-    def default(self, loop: Printable, values: Sizes, high: Sizes) -> Config:
-        if isinstance(loop, Tiled):
-            return _TILES[loop.printer].default(loop.form, values, high)
-        return default_triton_config(loop, values, high)
-
-    @staticmethod
-    def text(loop: Printable, config: Config, constants: Sizes) -> TritonSource:
-        if isinstance(loop, Tiled):
-            return _TILES[loop.printer].text(loop.form, config, constants)
-        return print_triton(loop, config, constants)
+    def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+        return self._generator.knobs(form, values, high, printer)
 
 
 class TritonBackend(_TritonText):
@@ -185,9 +115,15 @@ class TritonBackend(_TritonText):
         self._compile = compiler
 
     def recipe(
-        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self,
+        form: NodeForm,
+        printer: str,
+        config: Config,
+        constants: Sizes,
+        sizes: Sequence[Sizes],
+        is_final: bool,
     ) -> Recipe:
-        source = self.text(loop, config, constants)
+        source = self._generator.source(form, config, constants, printer)
         return self.recipe_of(source, _assumptions(source, sizes, is_final))
 
     def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
@@ -218,9 +154,15 @@ class InterpreterBackend(_TritonText):
     worker_arguments: tuple[str, ...] = ()
 
     def recipe(
-        self, loop: Printable, config: Config, constants: Sizes, sizes: Sequence[Sizes], is_final: bool
+        self,
+        form: NodeForm,
+        printer: str,
+        config: Config,
+        constants: Sizes,
+        sizes: Sequence[Sizes],
+        is_final: bool,
     ) -> Recipe:
-        return self.recipe_of(self.text(loop, config, constants), ())
+        return self.recipe_of(self._generator.source(form, config, constants, printer), ())
 
     def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
         """A text that is printed already, which makes no difference of what it may assume."""

@@ -15,13 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from autofuse.codegen.knobs import Knob
-from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.knobs import Knob, Sizes, default_config
+from autofuse.codegen.templates import LOOP
 from autofuse.errors import AutofuseError, CompilerError, CompilerNotReady
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord
-from autofuse.strategies.strategy import LOOP
-from autofuse.tuner.backends import Backend, Printable, Sizes, Tiled
+from autofuse.tuner.backends import Backend
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.timing import RaceResult, RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost, WorkerProcess
@@ -99,7 +98,6 @@ class BenchmarkProvider:
         self._stored = stored
         self._records: dict[str, KernelRecord] = {}
         self._failures: dict[str, Exception] = {}
-        self._loops: dict[str, Printable] = {}
         self._loaded: set[tuple[str, str]] = set()  # (node, digest) in the worker of this generation
         self._opened: str | None = None
         self._generation = 0
@@ -107,25 +105,24 @@ class BenchmarkProvider:
     def bench(
         self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP
     ) -> NodeBenchmarks:
-        """``printer``: of the node's kernels: `strategies.strategy.LOOP`, `MATMUL`, `ATTENTION` or `CONVOLUTION`."""
+        """``printer``: the name of the template of the node's kernels."""
         return NodeBenchmarks(self, fusion_id, form, threads, bucket, printer)
 
     # ---- compilers ------------------------------------------------------------------------------
 
-    def loop(self, fusion_id: str, form: NodeForm, printer: str = LOOP) -> Printable:
-        """What is printed for a node. Raises LoweringError."""
-        if fusion_id not in self._loops:
-            self._loops[fusion_id] = lower(form) if printer == LOOP else Tiled(form, printer)
-        return self._loops[fusion_id]
-
     def build_all(
-        self, loop: Printable, candidates: Sequence[Candidate], constants: Sizes, sizes: Sequence[Sizes]
+        self,
+        form: NodeForm,
+        printer: str,
+        candidates: Sequence[Candidate],
+        constants: Sizes,
+        sizes: Sequence[Sizes],
     ) -> list[Built | CandidateProblem]:
         """Binaries of the candidates, in order."""
 
         def one(candidate: Candidate) -> Built | CandidateProblem:
             try:
-                return self.build(loop, candidate, constants, sizes)
+                return self.build(form, printer, candidate, constants, sizes)
             except CandidateProblem as problem:
                 return problem
             except CompilerNotReady:  # no fault of the candidate
@@ -147,14 +144,15 @@ class BenchmarkProvider:
 
     def build(
         self,
-        loop: Printable,
+        form: NodeForm,
+        printer: str,
         candidate: Candidate,
         constants: Sizes,
         sizes: Sequence[Sizes],
         is_final: bool = False,
     ) -> Built:
         """One binary, unless it is known. Raises CompilerError and CandidateProblem, the same each time."""
-        recipe = self.backend.recipe(loop, candidate.config, constants, sizes, is_final)
+        recipe = self.backend.recipe(form, printer, candidate.config, constants, sizes, is_final)
         digest = recipe.key.digest
         if digest in self._failures:
             raise self._failures[digest]
@@ -211,13 +209,9 @@ class NodeBenchmarks:
         self.form = form
         self.threads = threads
         self.key = f"{fusion_id}/{threads}"
-        self._fusion_id = fusion_id
         self._printer = printer
         self._workshop = provider
         self._high = self._named([high for _, high in bucket.ranges])
-
-    def _loop(self) -> Printable:
-        return self._workshop.loop(self._fusion_id, self.form, self._printer)
 
     def _named(self, values: Sequence[int]) -> dict[str, int]:
         return dict(zip(self.form.symbols, values, strict=True))
@@ -227,10 +221,10 @@ class NodeBenchmarks:
         return self._workshop.backend.generic, self._workshop.backend.specialised
 
     def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
-        return self._workshop.backend.knobs(self._loop(), self._named(values), self._high)
+        return self._workshop.backend.knobs(self.form, self._printer, self._named(values), self._high)
 
     def default(self, values: Sequence[int]) -> Config:
-        return self._workshop.backend.default(self._loop(), self._named(values), self._high)
+        return default_config(self.knobs(values))
 
     def build(
         self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
@@ -238,16 +232,16 @@ class NodeBenchmarks:
         sizes = [self._named(v) for v in (values, *others)]
         generic = [c for c in candidates if not is_specialised(c)]
         special = [c for c in candidates if is_specialised(c)]
-        shop = self._workshop
-        built = dict(zip(generic, shop.build_all(self._loop(), generic, {}, sizes), strict=True))
-        built |= dict(zip(special, shop.build_all(self._loop(), special, sizes[0], sizes[:1]), strict=True))
+        shop, node = self._workshop, (self.form, self._printer)
+        built = dict(zip(generic, shop.build_all(*node, generic, {}, sizes), strict=True))
+        built |= dict(zip(special, shop.build_all(*node, special, sizes[0], sizes[:1]), strict=True))
         return [built[c] for c in candidates]
 
     def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
         sizes = [self._named(v) for v in (values, *others)]
         constants = sizes[0] if is_specialised(built.candidate) else {}
         try:
-            whole = self._workshop.build(self._loop(), built.candidate, constants, sizes, is_final=True)
+            whole = self._workshop.build(self.form, self._printer, built.candidate, constants, sizes, is_final=True)
         except CompilerNotReady:
             raise
         except CompilerError as error:

@@ -17,7 +17,7 @@ import optuna
 from optuna.samplers import TPESampler
 from optuna.trial import Trial, TrialState
 
-from autofuse.codegen.knobs import Choice, Knob
+from autofuse.codegen.knobs import Choice, Knob, default_config
 from autofuse.ir.records import Config, make_config
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -44,7 +44,7 @@ class ConfigSearch:
         self._told: dict[Config, float | None] = {}
         self._best: float | None = None
         self._since_better = 0
-        default = make_config({knob.name: knob.default for knob in knobs})
+        default = default_config(knobs)
         first, *others = [*seeds] or [default]
         self._base = self._moved(default, first)  # where steps start from
         self._base_cost: float | None = None

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autofuse.codegen.knobs import Knob
+from autofuse.codegen.templates import LOOP
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket, Candidate, Config, KernelRecord, make_config
 from autofuse.ir.shape import Dim
 from autofuse.strategies.bundle import pack
-from autofuse.strategies.strategy import LOOP, Strategy
+from autofuse.strategies.strategy import Strategy
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built, NodeBenchmarks
 from autofuse.tuner.worker_process import CandidateProblem
 

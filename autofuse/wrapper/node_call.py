@@ -29,7 +29,7 @@ from autofuse.gpu.philox import draw_of, drawing_launch
 from autofuse.gpu.torch_calls import TorchCalls, torch_calls
 from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
-from autofuse.ir.optable import CONVOLUTION, TORCH_ATTENTIONS, OpKind, info
+from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import evaluate
 from autofuse.wrapper.aten_call import render_call
 
@@ -42,9 +42,6 @@ try:  # 0.4 us against 0.8 us for torch.empty_strided (torch 2.13)
     )
 except ImportError:
     empty_strided_cpu = None
-
-# Operations whose kernels leave odd numbers to eager: they raise FloatingPointError.
-MAY_BE_ODD = frozenset([*TORCH_ATTENTIONS, CONVOLUTION])
 
 NodeCall = Callable[..., Any]
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
@@ -115,9 +112,7 @@ def make_launcher(
         return entry.make_call(form, symbol_values, threads, allocate, failed, kept)
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
-    answer = failed or _raise
-    if any(op.target in MAY_BE_ODD for op in form.operations):
-        answer = _unless_odd(form, symbol_values, answer)
+    answer = _unless_odd(form, symbol_values, failed or _raise)
     call = _launcher_factory(form, () if allocate else reuse)(
         *symbol_values, entry, address, allocate or empty_like_spec, answer
     )
@@ -161,12 +156,19 @@ def make_device_launcher(
 
 
 def _unless_odd(form: NodeForm, symbol_values: Sequence[int], failed: Callable[..., Any]) -> Callable[..., Any]:
-    """What answers in place of a kernel that raised: eager itself where that was for numbers that are not finite."""
-    eager, specs = make_unfused(form, symbol_values), expected_outputs(form, symbol_values)
+    """What answers in place of a kernel that raised: eager itself where that was for numbers that are not finite.
+
+    Eager's callable is made when a kernel first asks for it, which few ever do.
+    """
+
+    @functools.cache
+    def eagers() -> tuple[NodeCall, list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]]:
+        return make_unfused(form, symbol_values), expected_outputs(form, symbol_values)
 
     def answer(error: Exception, *inputs: torch.Tensor) -> Any:
         if not isinstance(error, FloatingPointError):
             return failed(error, *inputs)
+        eager, specs = eagers()
         found = eager(*inputs)
         tensors = found if isinstance(found, tuple) else (found,)
         laid = [t if t.stride() == s[1] else empty_like_spec(*s).copy_(t) for t, s in zip(tensors, specs, strict=True)]

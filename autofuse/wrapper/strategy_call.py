@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
+from autofuse.codegen.templates import LOOP
 from autofuse.dynamo_skip import define
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import VIEWS, info
 from autofuse.ir.shape import evaluate
 from autofuse.strategies.chains import is_contiguous
 from autofuse.strategies.extern_kernels import KEEPING, VENDORS, all_promised, as_promised
-from autofuse.strategies.strategy import LOOP, Rows, Strategy, flat_ref
+from autofuse.strategies.strategy import Rows, Strategy, flat_ref
 from autofuse.wrapper.node_call import (
     Composed,
     Entry,

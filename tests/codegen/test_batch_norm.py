@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from autofuse.codegen.c.knobs import default_config
+from autofuse.codegen.c.knobs import knobs_for
 from autofuse.codegen.call import allocate
 from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused, to_float64, widen
 from autofuse.codegen.triton.interpret import load_interpreted
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, bind_shapes
@@ -59,7 +60,9 @@ def _run(form: NodeForm, inputs: Sequence[torch.Tensor], target: Any) -> Sequenc
         values |= item.spec.shape.unify(tuple(tensor.shape))
     outputs = [allocate(form.spec(ref), values, poison=True) for ref in form.outputs]
     kernel = lower(form)
-    load_interpreted(print_triton(kernel, default_triton_config(kernel, values, values)))(values, [*inputs, *outputs])
+    load_interpreted(print_triton(kernel, default_config(triton_knobs(kernel, values, values))))(
+        values, [*inputs, *outputs]
+    )
     return outputs
 
 
@@ -177,7 +180,7 @@ def test_threads_share_neighbours(shape: tuple[int, ...], block: int, generator:
     """Blocks of rows for each thread, or parts of the columns: the same as one thread makes, but for rounding."""
     x, parameters = _neighbours(*shape), tuple(torch.rand(shape[1]) + 0.5 for _ in range(4))
     form = trace(_train, (x, *parameters), static=(shape[1],))
-    config = dict(default_config(lower(form))) | {"lane_block": block, "threads": "parallel"}
+    config = dict(default_config(knobs_for(lower(form)))) | {"lane_block": block, "threads": "parallel"}
     kernel = generator.generate_generic_kernel(form, make_config(config))
     exact = run_unfused(
         to_float64(form), widen((x, *parameters)), values := bind_shapes(form, [shape, *[(shape[1],)] * 4])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autofuse.codegen.c.knobs import default_config, knobs_for
+from autofuse.codegen.c.knobs import knobs_for
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.inputs import make_inputs
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.records import make_config
@@ -89,7 +90,7 @@ def test_outputs_written_past_the_caches(name: str, dtype: str, verify: Verify) 
     case = CASES[name]
     form = case.form(getattr(torch, dtype))
     kernel = lower(form)
-    config = make_config({**dict(default_config(kernel)), "nontemporal": True})
+    config = make_config({**dict(default_config(knobs_for(kernel))), "nontemporal": True})
     assert "af_stream(" in print_c(kernel, config).text
     sizes = [values[: len(form.symbols)] for values in STREAMED[name]]
     verify(form, sizes, ("normal", "special"), config=config, loose=name in LOOSE_SPECIALS, threads=2)
@@ -102,7 +103,7 @@ def test_only_large_outputs_may_be_streamed(name: str, rows: int, expected: bool
     """From the start where no arithmetic bounds the kernel, else as a choice of the search."""
     kernel = lower(CASES[name].form())
     sizes = dict(zip(kernel.symbols, (rows, 1024), strict=True))
-    assert dict(default_config(kernel, sizes)).get("nontemporal") is expected
+    assert dict(default_config(knobs_for(kernel, sizes))).get("nontemporal") is expected
     assert ("nontemporal" in {knob.name for knob in knobs_for(kernel, sizes)}) is (expected is not None)
 
 

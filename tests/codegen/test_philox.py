@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from autofuse.codegen.c.knobs import default_config
+from autofuse.codegen.c.knobs import knobs_for
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.call import allocate
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.philox import RandomState, eager_threads, eager_vec, offset_advance, random_state
 from autofuse.codegen.triton.interpret import load_interpreted
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, resolve
 from autofuse.errors import LoweringError, ShapeError
@@ -133,7 +134,7 @@ def residual_norm(rows: int, columns: int) -> NodeForm:
 def printed(form: NodeForm, **knobs: object) -> TritonSource:
     kernel = lower(form)
     assert check(kernel) == []
-    return print_triton(kernel, make_config({**dict(default_triton_config(kernel, {}, {})), **knobs}))  # type: ignore[dict-item]
+    return print_triton(kernel, make_config({**dict(default_config(triton_knobs(kernel, {}, {}))), **knobs}))  # type: ignore[dict-item]
 
 
 def run(form: NodeForm, inputs: list[torch.Tensor], state: RandomState, **knobs: object) -> list[torch.Tensor]:
@@ -227,7 +228,7 @@ def test_the_state_is_a_part_of_a_call() -> None:
 def test_a_cpu_does_not_draw_in_the_kernel() -> None:
     kernel = lower(dropout(4, 6))
     with pytest.raises(LoweringError, match="expected a mask drawn beforehand on a CPU") as caught:
-        print_c(kernel, default_config(kernel))
+        print_c(kernel, default_config(knobs_for(kernel)))
     assert caught.value.code == "random"
 
 

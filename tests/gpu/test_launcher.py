@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from autofuse.codegen.c.build import find_toolchain
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import (
     Argument,
@@ -250,7 +251,7 @@ def test_what_the_printer_makes_is_launched_as_it_says(driver, launch_with):
     form = NodeForm(add().inputs, (*add().operations, summed), (ValueRef("v1"),), ("s0",))
     kernel = lower(form)
     values = {"s0": 4096}
-    source = print_triton(kernel, default_triton_config(kernel, values, values))
+    source = print_triton(kernel, default_config(triton_knobs(kernel, values, values)))
     made = artifact_of(source, assumptions=(natural_assumptions(source.symbols, values), Assumptions()))
     loaded = load_artifact(Artifact.unpack(made.pack()), 0, driver=driver.driver)
     call = launcher_of(form, loaded, (4096,), launch_with)
@@ -281,7 +282,7 @@ def test_copies_of_several_sizes_are_one_launch(driver, launch_with):
     inputs = tuple(NodeInput(f"i{k}", wide[k]) for k in (0, 1))
     form = NodeForm(inputs, tuple(casts), (ValueRef("v0"), ValueRef("v1")), ("s0", "s1"))
     kernel, values = lower(form), {"s0": 5000, "s1": 70}
-    source = print_triton(kernel, default_triton_config(kernel, values, values))
+    source = print_triton(kernel, default_config(triton_knobs(kernel, values, values)))
     loaded = load_artifact(Artifact.unpack(artifact_of(source).pack()), 0, driver=driver.driver)
     for sizes, grid in (((5000, 70), 6), ((1, 100_000), 783), ((0, 129), 2), ((2048, 0), 2)):
         a, b = (torch.zeros(n) for n in sizes)

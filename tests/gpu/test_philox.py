@@ -11,10 +11,11 @@ import torch
 from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import philox_dropout, regenerate_dropout
 from autofuse.codegen.inputs import make_inputs
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.philox import DROPOUT, RandomState, eager_threads, offset_advance, random_state
 from autofuse.codegen.reference import run_unfused, to_float64, widen
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import RANDOM
 from autofuse.errors import LoweringError, ShapeError
@@ -201,7 +202,7 @@ def launcher_of(driver: Any, values: tuple[int, ...], in_c: bool = True) -> Any:
     form = dropout_form()
     kernel = lower(form)
     table = dict(zip(form.symbols, values, strict=True))
-    source = print_triton(kernel, default_triton_config(kernel, table, table))
+    source = print_triton(kernel, default_config(triton_knobs(kernel, table, table)))
     loaded = load_artifact(artifact_of(source), 0, driver=driver.driver)
     record = make_record(loaded, table, 3)
     entry = install(compile_launcher(find_toolchain()).binary) if in_c else CtypesLaunch(record)

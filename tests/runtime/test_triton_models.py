@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.interpret import load_interpreted
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
@@ -51,7 +52,7 @@ def launcher(form: NodeForm, entry: Any, values: Sequence[int], threads: int, **
     table = dict(zip(form.symbols, values, strict=True))
     high = {name: max(value, 64) for name, value in table.items()}
     kernel = lower(form)
-    run = load_interpreted(print_triton(kernel, default_triton_config(kernel, table, high)))
+    run = load_interpreted(print_triton(kernel, default_config(triton_knobs(kernel, table, high))))
     layouts = expected_outputs(form, values)
 
     def call(*inputs: torch.Tensor) -> Any:

@@ -31,6 +31,7 @@ from torch.nn.modules import module as all_modules
 import autofuse
 from autofuse.capture import dynamo
 from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.templates import LOOP
 from autofuse.errors import AutofuseError
 from autofuse.ir.operation import NodeForm
 from autofuse.observer.release_policy import Loss
@@ -41,7 +42,7 @@ from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 from autofuse.strategies.enumeration import PARTS, strategies_of
-from autofuse.strategies.strategy import LOOP, kernel_id
+from autofuse.strategies.strategy import kernel_id
 from autofuse.wrapper.strategy_call import LoadedStrategy
 from tests.semantics.conftest import AT_ONCE
 from tests.semantics.seen import seen

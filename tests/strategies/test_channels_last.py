@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autofuse.codegen.templates import CONVOLUTION
 from autofuse.strategies.channels_last import DEEPEST_NET, LARGEST_NET
 from autofuse.strategies.enumeration import GENERATED_CONVOLUTION, LAST_GENERATED, strategies_of
 from autofuse.strategies.groups import Group
-from autofuse.strategies.strategy import CONVOLUTION, Strategy
+from autofuse.strategies.strategy import Strategy
 from tests.strategies.harness import check, load, plan
 
 T = torch.Tensor

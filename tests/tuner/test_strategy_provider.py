@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from autofuse.codegen.c.build import find_toolchain
+from autofuse.codegen.templates import MATMUL
 from autofuse.daemon import control, loop
 from autofuse.db.store import Store
 from autofuse.ir.operation import NodeForm
@@ -19,7 +20,7 @@ from autofuse.settings.layers import Settings, load
 from autofuse.strategies import bundle
 from autofuse.strategies.bundle import is_bundle
 from autofuse.strategies.enumeration import GENERATED, strategies_of
-from autofuse.strategies.strategy import MATMUL, kernel_id
+from autofuse.strategies.strategy import kernel_id
 from autofuse.tuner import strategy_provider as strategies
 from autofuse.wrapper.load_strategy import unpack
 from tests.strategies.harness import plan

@@ -15,10 +15,10 @@ import pytest
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.c.printer import print_c
+from autofuse.codegen.c.templates import loop
 from autofuse.codegen.knobs import Knob
 from autofuse.daemon.workers.cpu import OPEN_NODES
 from autofuse.ir.records import Bucket, Candidate, Decision
-from autofuse.tuner import backends
 from autofuse.tuner.backends import CBackend
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built
 from autofuse.tuner.cases import CheckCase
@@ -151,7 +151,7 @@ def test_what_bad_kernels_do_is_recorded_and_eager_stays(
         assert count == text.count(entry) == 1
         return replace(source, text=text.replace(entry, bad + entry))
 
-    monkeypatch.setattr(backends, "print_c", print_bad)
+    monkeypatch.setattr(loop, "print_c", print_bad)
     monkeypatch.setattr(provider.worker, "_timeout_seconds", 3.0 if reason == "timeout" else 60.0)
     outcome = tune(provider, SMALL, replace(LIMITS, trials=1))
     decision = only(outcome)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.templates import LOOP
 from autofuse.codegen.triton.artifact import Artifact, Image, Resources
 from autofuse.codegen.triton.interpret import load_interpreted
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
 from autofuse.daemon import control, loop
@@ -399,7 +401,7 @@ def test_a_device_without_bfloat16_refuses_kernels_that_use_it(monkeypatch: pyte
     for dtype, is_fine in ((torch.float32, True), (torch.bfloat16, False)):
         kernel = lower(CASES["add_bias_gelu"].form(dtype))
         values = {"s0": 32, "s1": 48}
-        source = print_triton(kernel, default_triton_config(kernel, values, values))
+        source = print_triton(kernel, default_config(triton_knobs(kernel, values, values)))
         binary = compiled(0, [])(source, "cuda:75", (NOTHING_ASSUMED,)).pack()
         if is_fine:
             assert old.load("digest", source.name, binary) == (0, "digest")
@@ -451,11 +453,11 @@ def test_what_spills_is_never_timed() -> None:
 def test_a_candidate_is_built_for_the_sizes_at_hand_and_a_winner_for_all() -> None:
     made: list[tuple[Assumptions, ...]] = []
     backend = TritonBackend(H200, compiled(0, made))
-    kernel = lower(CASES["add_bias_gelu"].form())
+    form = CASES["add_bias_gelu"].form()
     values = {"s0": 32, "s1": 48}
-    config = backend.default(kernel, values, values)
-    first_try = backend.recipe(kernel, config, {}, [values, {"s0": 17, "s1": 48}], is_final=False)
-    final = backend.recipe(kernel, config, {}, [values], is_final=True)
+    config = default_config(backend.knobs(form, LOOP, values, values))
+    first_try = backend.recipe(form, LOOP, config, {}, [values, {"s0": 17, "s1": 48}], is_final=False)
+    final = backend.recipe(form, LOOP, config, {}, [values], is_final=True)
     assert made == [] and first_try.key != final.key  # nothing is compiled to know a key
     assert set(final.make().resources) >= {"registers"}
     first_try.make()

@@ -16,10 +16,10 @@ from autofuse.codegen.column_passes import ColumnPass, plan
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import COST, Access, LoopKernel, regions
-from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, evaluate
 
 STREAM_FROM_BYTES = 8 << 20  # what is written past the caches need not be read before: a third less traffic of a copy
+SERIAL_BELOW = 16384  # elements that one thread is done with before others have begun
 LANES = 1024  # neighbouring rows of a block: wide blocks read memory in its order, narrow ones stay in a cache
 # What to change first: by what won against the default over 35 buckets of 13 nodes.
 _LIKELIEST = ("blocks", "sum_block", "nontemporal", "lane_block", "vector_bits", "math", "threads", "staging")
@@ -37,15 +37,18 @@ def cpu_vector_bits() -> tuple[int, ...]:
 
 
 def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> tuple[Knob, ...]:
-    """The knobs that change this kernel's code, the likeliest to pay first; with symbol values, those that may at all.
+    """The knobs that change this kernel's code, the likeliest to pay first; with symbol values, those that may at all,
+    with defaults for these sizes.
 
     What fits the caches is not written past them: whoever reads it next would wait for the memory, and a race, which
     reads nothing of it, would not notice.
     """
     widths = cpu_vector_bits()
+    is_short = symbol_values is not None and elements(kernel, symbol_values) < SERIAL_BELOW
+    threads = "serial" if is_short else "parallel"
     knobs = [
         Knob("vector_bits", widths, widths[-1], "preferred vector width of the compiler"),
-        Knob("threads", ("parallel", "serial"), "parallel", "use the caller's thread count, or one thread"),
+        Knob("threads", ("parallel", "serial"), threads, "use the caller's thread count, or one thread"),
     ]
     if any((v.op, v.dtype) in INLINE_CALLS for v in kernel.values):
         knobs.append(
@@ -64,7 +67,9 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
         knobs.append(Knob("sum_block", (256, 1024), 256, "columns added in the compute dtype before double takes over"))
     is_small = symbol_values is not None and _written_bytes(kernel, symbol_values) < STREAM_FROM_BYTES
     if not has_lanes and can_stream(kernel) and not is_small:
-        knobs.append(Knob("nontemporal", (False, True), False, "write outputs past the caches; pays from about 8 MB"))
+        # Not where arithmetic bounds the kernel: values on their way to memory take a detour through a tile.
+        streams = symbol_values is not None and not any(COST.get(v.op, 1) >= 12 for v in kernel.values)
+        knobs.append(Knob("nontemporal", (False, True), streams, "write outputs past the caches; pays from about 8 MB"))
     return tuple(sorted(knobs, key=lambda knob: _LIKELIEST.index(knob.name)))
 
 
@@ -114,18 +119,6 @@ def uses_lanes(kernel: LoopKernel) -> bool:
 def stride_along(access: Access, dim: int) -> Dim:
     """Elements from one place to the next along a domain dim."""
     return dict(access.strides).get(dim, 0)
-
-
-def default_config(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> Config:
-    """A configuration to start from; with symbol values, one that suits those sizes."""
-    values = {knob.name: knob.default for knob in knobs_for(kernel, symbol_values)}
-    if symbol_values is not None:
-        if elements(kernel, symbol_values) < 16384:
-            values["threads"] = "serial"
-        if "nontemporal" in values:
-            # Not where arithmetic bounds the kernel: values on their way to memory take a detour through a tile.
-            values["nontemporal"] = not any(COST.get(v.op, 1) >= 12 for v in kernel.values)
-    return make_config(values)
 
 
 def _written_bytes(kernel: LoopKernel, symbol_values: Mapping[str, int]) -> int:

@@ -11,6 +11,7 @@ Guarantee: torch-free, deterministic, and refuses rather than guesses.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,17 @@ def lower(form: NodeForm) -> LoopKernel:
         if len(parts) < 2:
             raise
     return _side_by_side(form, parts)
+
+
+def lowered(form: NodeForm) -> LoopKernel:
+    """As `lower`, whose last results are kept: one node's kernel is printed with many configurations."""
+    return _lowered(form, tuple(op.source for op in form.operations))
+
+
+@functools.lru_cache(maxsize=16)
+def _lowered(form: NodeForm, sources: tuple[str | None, ...]) -> LoopKernel:
+    """Equal forms differ in the lines of the script, which stand in the text."""
+    return lower(form)
 
 
 def _independent(form: NodeForm) -> list[NodeForm]:

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.knobs import default_config
+from autofuse.codegen.templates import SourceGenerator
 from autofuse.codegen.triton.artifact import Artifact
-from autofuse.codegen.triton.knobs import default_triton_config
-from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
-from autofuse.codegen.triton.templates.registry import Template, tiled_kernel
+from autofuse.codegen.triton.templates.registry import TRITON_TEMPLATES
 from autofuse.ir.operation import NodeForm, bind_shapes, form_of
 from autofuse.ir.records import Config
 
@@ -49,8 +48,10 @@ class TritonKernel:
         return compile_source(self.source, target, assumptions)
 
 
-class TritonKernelGenerator:
+class TritonKernelGenerator(SourceGenerator[TritonSource]):
     """Generates Triton kernels for fusion nodes."""
+
+    templates = TRITON_TEMPLATES
 
     def generate_fused_kernel(
         self, node: Any, concrete_shapes: Sequence[Sequence[int]], config: Config | None = None
@@ -67,19 +68,9 @@ class TritonKernelGenerator:
         form = form_of(node)
         return self._generate(form, config, {}, dict.fromkeys(form.symbols, USUAL_SIZE))
 
-    def can_generate_specialized(self, shapes: Sequence[Sequence[Any]]) -> bool:
-        """Whether shapes are concrete, so that their sizes can be built in."""
-        return all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for shape in shapes for dim in shape)
-
     def _generate(
         self, form: NodeForm, config: Config | None, constants: Mapping[str, int], sizes: Mapping[str, int]
     ) -> TritonKernel:
-        tiled = tiled_kernel(form)
-        if isinstance(tiled, Template):
-            chosen = config or tiled.default(form, sizes, sizes)
-            source = tiled.print(form, chosen, constants)
-        else:
-            kernel = lower(form)
-            chosen = config or default_triton_config(kernel, sizes, sizes)
-            source = print_triton(kernel, chosen, constants)
+        chosen = config or default_config(self.knobs(form, sizes, sizes))
+        source = self.source(form, chosen, constants)
         return TritonKernel(source, chosen, form, tuple(sorted(constants.items())))

@@ -9,16 +9,11 @@ hand-written kernels and Inductor's heuristics have them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from autofuse.codegen.knobs import Knob
+from autofuse.codegen.knobs import Knob, Sizes
 from autofuse.codegen.loops import Access, LoopKernel
 from autofuse.codegen.triton.body import INDEX_BOUND, extents
 from autofuse.codegen.triton.scalar import FAST
-from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, evaluate, product
-
-Sizes = Mapping[str, int]
 
 MAX_ROW = 65536  # columns of a row that may live in registers: 64 floats a thread at 32 warps; what spills is pruned
 USUAL_ROW = 16384  # up to here a row is tried in registers first
@@ -31,11 +26,6 @@ WARPS = (1, 2, 4, 8, 16)
 def triton_knobs(kernel: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
     """The knobs of a kernel."""
     return _Space(kernel, values, high).knobs()
-
-
-def default_triton_config(kernel: LoopKernel, values: Sizes, high: Sizes) -> Config:
-    """A configuration to start from for these sizes."""
-    return make_config({knob.name: knob.default for knob in triton_knobs(kernel, values, high)})
 
 
 class _Space:

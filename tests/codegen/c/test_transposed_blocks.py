@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from autofuse.codegen.c.build import compile_source, find_toolchain, flags_for
-from autofuse.codegen.c.knobs import default_config, knobs_for
+from autofuse.codegen.c.knobs import knobs_for
 from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.c.transposed_blocks import BLOCK_COLUMNS, BLOCK_ROWS
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import make_config
@@ -34,7 +35,7 @@ def matrix() -> NodeForm:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_at_the_edges_of_blocks(verify: Verify, blocks: bool, threads: int) -> None:
     form = matrix()
-    config = make_config({**dict(default_config(lower(form))), "blocks": blocks})
+    config = make_config({**dict(default_config(knobs_for(lower(form)))), "blocks": blocks})
     rows = (1, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 5 * BLOCK_ROWS)
     cols = (1, BLOCK_COLUMNS - 1, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 20 * BLOCK_COLUMNS + 3)
     sizes = [(a, b) for a in (*rows, *cols) for b in (*rows, *cols)]
@@ -43,7 +44,7 @@ def test_at_the_edges_of_blocks(verify: Verify, blocks: bool, threads: int) -> N
 
 def test_images_turned_and_not(verify: Verify) -> None:
     form = turned()
-    assert dict(default_config(lower(form)))["blocks"] is True
+    assert dict(default_config(knobs_for(lower(form))))["blocks"] is True
     verify(form, ((2, 9, 10), (1, 1, 1), (3, 33, 17), (1, 64, 67)), ("normal", "special"), None, threads=2)
 
 
@@ -62,7 +63,7 @@ def test_several_results_and_one_of_a_row(verify: Verify) -> None:
         lambda x, y, r, c: (x.t() + y, (x + y.t()) * 2, r.exp(), c + 1, x.t() * r - c),
         [torch.randn(7, 5), torch.randn(5, 7), row, column],
     )
-    assert dict(default_config(lower(form)))["blocks"] is True
+    assert dict(default_config(knobs_for(lower(form))))["blocks"] is True
     verify(form, ((7, 5), (130, 67), (1, 1), (64, 16)), ("normal", "special"), None, threads=2)
 
 
@@ -92,7 +93,7 @@ def test_with_narrower_registers(flags: tuple[str, ...]) -> None:
         pytest.skip("flags of x86")
     form = trace(lambda x: aten.clone.default(x.t(), memory_format=torch.contiguous_format), [torch.randn(7, 5)])
     kernel = lower(form)
-    source = print_c(kernel, default_config(kernel))
+    source = print_c(kernel, default_config(knobs_for(kernel)))
     binary = compile_source(source.text, toolchain, (*flags_for(toolchain), *flags))
     entry = load_kernel(binary, source.name).entry
     for size in ((7, 5), (64, 16), (67, 133)):

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autofuse import sessions
-from autofuse.codegen.c.knobs import default_config
+from autofuse.codegen.c.knobs import knobs_for
 from autofuse.codegen.c.printer import print_c
 from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused
@@ -117,7 +118,7 @@ def test_what_consists_of_equal_pieces_is_written_piece_by_piece(name: str) -> N
 def test_other_pieces_are_read_under_a_test(name: str) -> None:
     kernel = lower(CASES[name].form())
     assert "load_if" in {value.op for value in kernel.values} and len(kernel.stores) == 1
-    assert " ? " in print_c(kernel, default_config(kernel)).text
+    assert " ? " in print_c(kernel, default_config(knobs_for(kernel))).text
 
 
 # ---- numerics --------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def test_casts_to_16_bits_are_torchs_bit_by_bit(
     bits = torch.tensor([s << 31 | e << 23 | m for s in (0, 1) for e in range(256) for m in mantissas])
     x = bits.to(torch.int32).view(torch.float32)[:-1]  # an odd length
     form = trace(lambda x: x.to(dtype), [x])
-    config = tuple(sorted({**dict(default_config(lower(form))), "nontemporal": streams}.items()))
+    config = tuple(sorted({**dict(default_config(knobs_for(lower(form)))), "nontemporal": streams}.items()))
     (found,) = generator.generate_generic_kernel(form, config)(x)
     expected = x.to(dtype)
     assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
@@ -349,7 +350,7 @@ def test_copies_of_several_sizes_are_one_kernel(generator: FusionKernelGenerator
     kernel = lower(node.form)
     assert len(before) == len(node.kernels) == len(shapes) and node.validate_fusion()
     assert len(kernel.rest) == len(shapes) - 1 and check(kernel) == []
-    assert print_c(kernel, default_config(kernel)).text.count("#pragma omp parallel") == 1
+    assert print_c(kernel, default_config(knobs_for(kernel))).text.count("#pragma omp parallel") == 1
     compiled = generator.generate_generic_kernel(form)
     for threads in (1, 2, 3):
         for found, expected in zip(compiled(*inputs, threads=threads), _moves(*inputs), strict=True):

@@ -9,10 +9,11 @@ import torch
 
 import autofuse
 from autofuse.codegen.call import allocate
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import make_inputs, run_unfused, to_float64, widen
 from autofuse.codegen.triton.interpret import load_interpreted
-from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import TritonSource, resolve
 from autofuse.errors import ShapeError
@@ -61,7 +62,7 @@ def test_default(name: str, dtype: str) -> None:
     form = CASES[name].form(getattr(torch, dtype))
     kernel = lower(form)
     for values in sizes_of(name, form):
-        source = print_triton(kernel, default_triton_config(kernel, values, values))
+        source = print_triton(kernel, default_config(triton_knobs(kernel, values, values)))
         for kind in ("normal", "special") if dtype == "float32" else ("normal",):
             run(source, form, values, kind, name in LOOSE_SPECIALS)
 
@@ -111,7 +112,7 @@ def test_column_sums_of_rows_that_no_tile_holds(programs: int) -> None:
     form = CASES["layer_norm_backward"].form()
     kernel = lower(form)
     values = {"s0": 131, "s1": 3, "s2": 20_000}
-    config = dict(default_triton_config(kernel, values, values))
+    config = dict(default_config(triton_knobs(kernel, values, values)))
     assert config["persistent"] is False and config["PROGRAMS"] == 256 and config["BLOCK_ROWS"] == 4
     source = print_triton(kernel, make_config({**config, "BLOCK_COLS": 2048, "PROGRAMS": programs}))
     call = resolve(source, values)
@@ -144,7 +145,7 @@ def test_partial_sums_of_very_long_rows_stay_within_bounds() -> None:
         (programs,) = (k for k in triton_knobs(kernel, values, values) if k.name == "PROGRAMS")
         assert programs.choices[-1] == most and programs.default == min(most, 256)
     source = print_triton(
-        kernel, make_config({**dict(default_triton_config(kernel, values, values)), "PROGRAMS": 1024})
+        kernel, make_config({**dict(default_config(triton_knobs(kernel, values, values))), "PROGRAMS": 1024})
     )
     with pytest.raises(ShapeError, match="at most"):
         resolve(source, {"s0": 2, "s1": 1, "s2": 3_000_000})
@@ -155,7 +156,7 @@ def test_same_text_same_launches() -> None:
     form = CASES[name].form()
     kernel = lower(form)
     values = sizes_of(name, form)[0]
-    config = default_triton_config(kernel, values, values)
+    config = default_config(triton_knobs(kernel, values, values))
     source = print_triton(kernel, config)
     assert print_triton(lower(form), config) == source
     assert TritonSource.from_json(source.to_json()) == source
@@ -165,7 +166,7 @@ def test_positions_beyond_32_bits() -> None:
     """2^31 elements and more get 64-bit positions; a kernel with 32 bits refuses them instead of wrapping."""
     kernel = lower(CASES["add_bias_gelu"].form())
     large = dict.fromkeys(kernel.symbols, 60_000)
-    config = dict(default_triton_config(kernel, large, large))
+    config = dict(default_config(triton_knobs(kernel, large, large)))
     assert config["index_bits"] == 64
     assert ".to(tl.int64)" in print_triton(kernel, make_config(config)).text
     narrow = print_triton(kernel, make_config({**config, "index_bits": 32}))

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton import key as keys
 from autofuse.codegen.triton.artifact import Artifact, Image, Resources
 from autofuse.codegen.triton.key import clean_environment, compile_key, find_triton, kernel_record, options_for
-from autofuse.codegen.triton.knobs import default_triton_config
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import (
@@ -124,7 +125,7 @@ def test_what_the_printer_writes_compiles(compiler: TritonCompiler, name: str) -
     form = CASES[name].form(getattr(torch, dtype))
     kernel = lower(form)
     values = dict.fromkeys(form.symbols, 512)
-    source = print_triton(kernel, default_triton_config(kernel, values, values))
+    source = print_triton(kernel, default_config(triton_knobs(kernel, values, values)))
     natural = natural_assumptions(source.symbols, values)
     for target in ("cuda:90" if number % 2 else "cuda:80", "hip:gfx942"):
         artifact = compiler.compile(source, target, [natural])
@@ -139,7 +140,9 @@ def test_several_nests_compile(compiler: TritonCompiler, is_specialised: bool, b
     form = CASES["moves_of_parts"].form(torch.bfloat16)
     kernel = lower(form)
     values = dict(zip(form.symbols, (64, 1000, 31, 3, 5000), strict=True))
-    config = make_config({**dict(default_triton_config(kernel, values, values)), "index_bits": bits, "TILE": 4096})
+    config = make_config(
+        {**dict(default_config(triton_knobs(kernel, values, values))), "index_bits": bits, "TILE": 4096}
+    )
     source = print_triton(kernel, config, values if is_specialised else None)
     assert source.symbols == (() if is_specialised else form.symbols)
     for target in TARGETS:
@@ -154,7 +157,7 @@ def test_column_sums_of_long_rows_compile(compiler: TritonCompiler, stages: int)
     form = CASES["layer_norm_backward"].form(torch.bfloat16)
     kernel = lower(form)
     values = dict(zip(form.symbols, (64, 8, 32_768), strict=True))
-    config = make_config({**dict(default_triton_config(kernel, values, values)), "num_stages": stages})
+    config = make_config({**dict(default_config(triton_knobs(kernel, values, values))), "num_stages": stages})
     source = print_triton(kernel, config)
     assert source.text.count("tl.debug_barrier()") == 2 and len(source.passes) == 2
     natural = natural_assumptions(source.symbols, values)

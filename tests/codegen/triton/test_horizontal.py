@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autofuse.codegen.call import allocate
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import make_inputs, run_unfused
 from autofuse.codegen.triton.interpret import load_interpreted
-from autofuse.codegen.triton.knobs import default_triton_config, triton_knobs
+from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import TritonSource, resolve
 from autofuse.errors import LoweringError, ShapeError
@@ -55,7 +56,7 @@ def plan(form: NodeForm, devices: Mapping[ValueRef, str] | None = None) -> tuple
 
 def printed(form: NodeForm, values: Sizes, **knobs: Any) -> TritonSource:
     kernel = lower(form)
-    return print_triton(kernel, make_config({**dict(default_triton_config(kernel, values, values)), **knobs}))
+    return print_triton(kernel, make_config({**dict(default_config(triton_knobs(kernel, values, values))), **knobs}))
 
 
 def check_equal(source: TritonSource, form: NodeForm, values: Sizes) -> None:
@@ -205,7 +206,7 @@ def test_any_moves_of_any_sizes(chosen: Sequence[tuple[str, int, torch.dtype]], 
     form = trace(lambda *xs: tuple(MOVES[name](x) for (name, _, _), x in zip(chosen, xs, strict=True)), inputs)
     kernel = lower(form)
     assert len(kernel.rest) == len(chosen) - 1
-    config = default_triton_config(kernel, dict.fromkeys(form.symbols, 9), dict.fromkeys(form.symbols, 9))
+    config = default_config(triton_knobs(kernel, dict.fromkeys(form.symbols, 9), dict.fromkeys(form.symbols, 9)))
     source = print_triton(kernel, make_config({**dict(config), "TILE": tile}))
     for _ in range(2):
         sizes = data.draw(st.lists(st.integers(0, 17), min_size=len(form.symbols), max_size=len(form.symbols)))

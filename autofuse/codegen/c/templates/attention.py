@@ -1,8 +1,7 @@
 """Attention in C, forward and backward apart: what torch's flash kernels for CPUs give, from the same operands.
 
 In: a `NodeForm` that is one call of such a kernel in float32, and a configuration.
-Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `attention_refusal`
-gives as data.
+Out: C text with the entry of every generated kernel, or LoweringError with a reason code.
 Guarantee: a call reports that it is eager's where a result is not finite (torch's exponential loses NaN, 2.13), where
 causal rows end before the keys do (torch multiplies zeros with what no row sees, NaN too), and where nothing is to do.
 No element outside of the operands is read.
@@ -15,23 +14,22 @@ block of rows makes its scores, probabilities and results in caches.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
 from autofuse.codegen.c.math import INLINE_MATH
-from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
+from autofuse.codegen.c.printer import INCLUDES, CSource
 from autofuse.codegen.c.register_transpose import TURN
-from autofuse.codegen.knobs import Knob
-from autofuse.codegen.lowering.lower import context_of
+from autofuse.codegen.c.templates.common import fill, pointer_of, size_macros, spec_of
+from autofuse.codegen.knobs import Knob, Sizes
+from autofuse.codegen.templates import ATTENTION, Template
 from autofuse.errors import LoweringError
-from autofuse.ir.dims import dim_text
-from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec
 from autofuse.ir.optable import ATTENTION_BACKWARD, TORCH_ATTENTIONS
-from autofuse.ir.records import Config, make_config
-from autofuse.ir.shape import Dim, as_dim, free_symbols
+from autofuse.ir.records import Config
+from autofuse.ir.shape import Dim, as_dim
 
 # Rows and vectors of the sums that stay in registers: of scores, and by the vectors that a head's width is made of.
 SCORES: dict[int, tuple[int, int]] = {512: (12, 2), 256: (6, 2), 128: (6, 2)}
@@ -57,15 +55,6 @@ class Attention:
     scale: float
 
 
-def attention_refusal(form: NodeForm) -> tuple[str, str] | None:
-    """Why a node is no attention that is printed here, as a code and in words; None where it is one."""
-    try:
-        plan_attention(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
-
-
 @functools.lru_cache(maxsize=256)
 def plan_attention(form: NodeForm) -> Attention:
     """The attention that a node is. Raises LoweringError where it is none, or one that torch has to do."""
@@ -76,7 +65,7 @@ def plan_attention(form: NodeForm) -> Attention:
         )
     first, rest = TORCH_ATTENTIONS[op.target]
     is_backward = op.target == ATTENTION_BACKWARD
-    query, key, value = (_spec(form, ref) for ref in op.args[first : first + 3])
+    query, key, value = (spec_of(form, ref) for ref in op.args[first : first + 3])
     (batches, heads, queries, width), keys = query.shape, key.shape[2]
     if op.arg(rest):
         raise LoweringError("dropout", f"expected no dropout, found {op.arg(rest)}")
@@ -97,7 +86,7 @@ def plan_attention(form: NodeForm) -> Attention:
         rows += [("g", op.args[0]), ("out", op.args[4]), ("sums", op.args[5])]
     if any(n not in outputs for n in range(3 if is_backward else 1)):
         raise LoweringError("outputs", "expected results that are all read")
-    tensors = [(name, _number(form, ref), _steps(name, _spec(form, ref))) for name, ref in rows]
+    tensors = [(name, pointer_of(form, ref), _steps(name, spec_of(form, ref))) for name, ref in rows]
     tensors += [
         (name, len(form.inputs) + outputs[n], _steps(name, op.outputs[n]))
         for n, name in enumerate(results)
@@ -123,20 +112,6 @@ def _scale(scale: object, width: int) -> float:
     return float(scale)
 
 
-def _spec(form: NodeForm, ref: object) -> TensorSpec:
-    if not isinstance(ref, ValueRef):
-        raise LoweringError("operand", f"expected a tensor, found {ref}")
-    return form.spec(ref)
-
-
-def _number(form: NodeForm, ref: ValueRef) -> int:
-    """Which pointer a value is. Raises LoweringError where it is no input as it lies."""
-    source = context_of(form).aliased_input(ref)
-    if source is None:
-        raise LoweringError("operand", f"expected an input, found {ref.name}")
-    return [item.name for item in form.inputs].index(source.name)
-
-
 def _steps(name: str, spec: TensorSpec) -> tuple[Dim, ...]:
     if spec.dtype != "float32" or (name != "sums" and spec.strides[-1] != 1):
         raise LoweringError("strides", f"expected float32 whose last dim is dense, found {spec.dtype} {spec.strides}")
@@ -147,27 +122,23 @@ def _mask(form: NodeForm, op: Operation, sizes: Sequence[Dim]) -> tuple[int, tup
     ref = op.kwarg("attn_mask", None)
     if ref is None:
         return None
-    spec = _spec(form, ref)
+    spec = spec_of(form, ref)
     if spec.dtype != "float32" or len(spec.shape) not in (2, 4):
         raise LoweringError("mask", f"expected a mask of float32 with 2 or 4 dims, found {spec.dtype} {spec.shape}")
     shape, strides = [*[1] * (4 - len(spec.shape)), *spec.shape], [*[0] * (4 - len(spec.shape)), *spec.strides]
     if any(found not in (1, wanted) for found, wanted in zip(shape, sizes, strict=True)):
         raise LoweringError("mask", f"expected a mask of {list(sizes)}, found {shape}")
     steps = tuple(as_dim(0 if size == 1 else step) for size, step in zip(shape, strides, strict=True))
-    return _number(form, ref), steps
+    return pointer_of(form, ref), steps
 
 
 # ---- knobs ------------------------------------------------------------------------------------------
 
 
-def attention_knobs(form: NodeForm) -> tuple[Knob, ...]:
+def attention_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
     """What may vary: the rows of a block."""
     plan_attention(form)
     return (Knob("rows", BLOCKS, BLOCKS[0], "queries whose scores are made together"),)
-
-
-def default_attention_config(form: NodeForm) -> Config:
-    return make_config({knob.name: knob.default for knob in attention_knobs(form)})
 
 
 # ---- text -------------------------------------------------------------------------------------------
@@ -179,10 +150,8 @@ def print_attention(form: NodeForm, config: Config, constants: Mapping[str, int]
     bits = cpu_vector_bits()[-1]
     lanes = bits // 32
     vectors = next(n for n in HEADS[bits] if made.width // lanes % n == 0)
-    name = f"af_attention_{hashlib.sha256(form.text().encode()).hexdigest()[:10]}"
     text = {
         "BODY": _BACKWARD if made.is_backward else _FORWARD,
-        "NAME": name,
         "HEADER": " ".join(
             [
                 "gradients of attention" if made.is_backward else "attention",
@@ -201,7 +170,6 @@ def print_attention(form: NodeForm, config: Config, constants: Mapping[str, int]
         "CAUSAL": str(int(made.is_causal)),
         "MASKED": str(int(made.mask is not None)),
         "SCALE": f"{made.scale!r}f",
-        "THREADS": f"sizes[{len(form.symbols)}]",
         "TENSORS": "\n".join(f"  float* const {name} = ptrs[{number}];" for name, number, _ in made.tensors)
         + ("" if made.mask is None else f"\n  const float* const mask = ptrs[{made.mask[0]}];"),
         "MATH": INLINE_MATH["af_exp_f32"] + INLINE_MATH["af_exp_nonpositive_f32"],
@@ -209,10 +177,7 @@ def print_attention(form: NodeForm, config: Config, constants: Mapping[str, int]
         if any(name == "sums" for name, *_ in made.tensors)
         else "",
     }
-    whole = _TEXT + ENTRY.replace("@PARAMS@", str(len(form.inputs) + len(form.outputs)))
-    for key, value in text.items():
-        whole = whole.replace(f"@{key}@", value)
-    return CSource(name, whole)
+    return fill("attention", form, _TEXT, text)
 
 
 def _sizes(form: NodeForm, made: Attention, known: Mapping[str, int]) -> list[str]:
@@ -222,12 +187,7 @@ def _sizes(form: NodeForm, made: Attention, known: Mapping[str, int]) -> list[st
         dims |= {f"{name}_{dim}": step for dim, step in zip("BHT", steps, strict=True)}
     if made.mask is not None:
         dims |= {f"mask_{dim}": step for dim, step in zip("BHTS", made.mask[1], strict=True)}
-    used = {str(s) for dim in dims.values() for s in free_symbols(dim)}
-    lines = []
-    for n, symbol in enumerate(form.symbols):
-        if symbol in used:
-            lines.append(f"#define {symbol} " + (f"INT64_C({known[symbol]})" if symbol in known else f"(sizes[{n}])"))
-    return [*lines, *(f"#define AF_{key} ((int64_t)({dim_text(dim)}))" for key, dim in dims.items())]
+    return size_macros(form, known, dims)
 
 
 _TEXT = (
@@ -492,3 +452,5 @@ _BACKWARD = """
     }
     free(keys_turned);
   }"""
+
+TEMPLATE = Template(ATTENTION, plan_attention, attention_knobs, print_attention)

@@ -2,8 +2,7 @@
 
 In: a `NodeForm` that is one convolution in float32 of images with the channels of a pixel side by side; and a
 configuration.
-Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `convolution_refusal`
-gives as data.
+Out: C text with the entry of every generated kernel, or LoweringError with a reason code.
 Guarantee: each element is a sum of sums over some 200 products, each in order, whatever the number of threads. A call
 reports that it is eager's where taps may lie outside of an image and a weight is not finite: whether zeros are
 multiplied there is the vendor's affair. No element outside of the operands is read.
@@ -15,22 +14,32 @@ a small one takes; and where there are few channels its tiles are half empty.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
-from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
+from autofuse.codegen.c.printer import INCLUDES, CSource
 from autofuse.codegen.c.register_transpose import TURN
+from autofuse.codegen.c.templates.common import (
+    bias_of,
+    bias_text,
+    fill,
+    header,
+    pointer_of,
+    size_macros,
+    spec_of,
+    tile_of,
+)
 from autofuse.codegen.c.templates.matmul import SHARE, STORE, TILES, remainders
-from autofuse.codegen.knobs import Knob
+from autofuse.codegen.knobs import Knob, Sizes, default_config
+from autofuse.codegen.templates import CONVOLUTION as NAME
+from autofuse.codegen.templates import Template
 from autofuse.errors import LoweringError
-from autofuse.ir.dims import dim_text
-from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.optable import CONVOLUTION
-from autofuse.ir.records import Config, make_config
-from autofuse.ir.shape import Dim, contiguous_strides, evaluate, free_symbols
+from autofuse.ir.records import Config
+from autofuse.ir.shape import Dim, contiguous_strides, evaluate
 
 DEEPEST = 224  # products of a sum before it is added to the result: a panel of them stays in the nearest cache
 MOST_TAPS = 512
@@ -74,22 +83,13 @@ class Convolution:
         return plain and self.steps == (height * width * channels, width * channels, channels)
 
 
-def convolution_refusal(form: NodeForm) -> tuple[str, str] | None:
-    """Why a node is no convolution that is printed here, as a code and in words; None where it is one."""
-    try:
-        plan_convolution(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
-
-
 @functools.lru_cache(maxsize=256)
 def plan_convolution(form: NodeForm) -> Convolution:
     """The convolution that a node is. Raises LoweringError where it is none, or one that a vendor has to do."""
     op = form.operations[0]
     if len(form.operations) != 1 or op.target != CONVOLUTION or form.outputs != (ValueRef(op.name),):
         raise LoweringError("anchor", f"expected one convolution and nothing else, found {len(form.operations)}")
-    image, weight, result = _spec(form, op.args[0]), _spec(form, op.args[1]), op.outputs[0]
+    image, weight, result = spec_of(form, op.args[0]), spec_of(form, op.args[1]), op.outputs[0]
     if {image.dtype, weight.dtype, result.dtype} != {"float32"}:
         raise LoweringError("dtype", f"expected float32, found {image.dtype}, {weight.dtype}, {result.dtype}")
     if len(image.shape) != 4 or op.args[6] or op.args[8] != 1:
@@ -105,8 +105,9 @@ def plan_convolution(form: NodeForm) -> Convolution:
         raise LoweringError("strides", f"expected a result with its channels last, found {result.strides}")
     if tuple(weight.strides) not in (contiguous_strides(weight.shape.dims), _last(weight.shape.dims)):
         raise LoweringError("weight", f"expected a dense weight, found {weight.strides}")
+    bias = None if op.args[2] is None else bias_of(form, op.args[2], cols)
     return Convolution(
-        (_number(form, op.args[0]), _number(form, op.args[1]), None if op.args[2] is None else _bias(form, op)),
+        (pointer_of(form, op.args[0]), pointer_of(form, op.args[1]), bias),
         tuple(image.shape),
         (image.strides[0], image.strides[2], image.strides[3]),
         tuple(result.shape),
@@ -136,28 +137,10 @@ def _pair(name: str, found: object) -> tuple[int, int]:
     return int(found[0]), int(found[-1])
 
 
-def _spec(form: NodeForm, ref: object) -> TensorSpec:
-    if not isinstance(ref, ValueRef):
-        raise LoweringError("operand", f"expected a tensor, found {ref}")
-    return form.spec(ref)
-
-
-def _number(form: NodeForm, ref: ValueRef) -> int:
-    return [item.name for item in form.inputs].index(ref.name)
-
-
-def _bias(form: NodeForm, op: Operation) -> int:
-    """The pointer of a bias. Raises LoweringError where it is not one dense row of float32."""
-    spec = _spec(form, op.args[2])
-    if spec.dtype != "float32" or tuple(spec.strides) != (1,):
-        raise LoweringError("bias", f"expected a dense bias of float32, found {spec.dtype}, {spec.strides}")
-    return _number(form, op.args[2])
-
-
 # ---- knobs ------------------------------------------------------------------------------------------
 
 
-def convolution_knobs(form: NodeForm) -> tuple[Knob, ...]:
+def convolution_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
     """What may vary: the tile, of those that are not half empty for certain."""
     bits = cpu_vector_bits()[-1]
     cols, lanes = plan_convolution(form).channels[1], bits // 32
@@ -167,32 +150,23 @@ def convolution_knobs(form: NodeForm) -> tuple[Knob, ...]:
     return (Knob("tile", tiles, tiles[0], "rows, vectors and bits of the sums that stay in registers"),)
 
 
-def default_convolution_config(form: NodeForm) -> Config:
-    return make_config({knob.name: knob.default for knob in convolution_knobs(form)})
-
-
 # ---- text -------------------------------------------------------------------------------------------
 
 
 def print_convolution(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a convolution. Raises LoweringError where a size has no exact C form."""
     made, known = plan_convolution(form), constants or {}
-    knobs = {**dict(default_convolution_config(form)), **dict(config)}
-    tile_rows, vectors, bits = (int(part) for part in str(knobs["tile"]).split("x"))
+    tile_rows, vectors, bits = tile_of((*default_config(convolution_knobs(form)), *config))
     channels, cols = made.channels
-    name = f"af_convolution_{hashlib.sha256(form.text().encode()).hexdigest()[:10]}"
     blocks = -(-channels * made.taps // DEEPEST)
     block = -(-channels // blocks)
     image, weight, bias = made.pointers
     text = {
-        "NAME": name,
-        "HEADER": "\n * ".join(
-            [
-                f"{'x'.join(map(str, made.image))} by {cols}x{channels}x{made.window[0]}x{made.window[1]}, stride "
-                f"{made.stride}, padding {made.padding}, dilation {made.dilation}, channels last",
-                "config:  " + " ".join(f"{k}={v}" for k, v in config),
-                *(["fixed:   " + " ".join(f"{k}={v}" for k, v in known.items())] if known else []),
-            ]
+        "HEADER": header(
+            f"{'x'.join(map(str, made.image))} by {cols}x{channels}x{made.window[0]}x{made.window[1]}, stride "
+            f"{made.stride}, padding {made.padding}, dilation {made.dilation}, channels last",
+            config,
+            known,
         ),
         "ROWS": str(tile_rows),
         "VECTORS": str(vectors),
@@ -204,18 +178,14 @@ def print_convolution(form: NodeForm, config: Config, constants: Mapping[str, in
         "SIZES": "\n".join(_sizes(form, made, known)),
         "IMAGE": str(image),
         "WEIGHT": str(weight),
-        "BIAS": "NULL" if bias is None else f"(const float*)ptrs[{bias}]",
+        "BIAS": bias_text(bias),
         "OUT": str(len(form.inputs)),
-        "THREADS": f"sizes[{len(form.symbols)}]",
         "COPY": _TAPS_APART if made.is_weight_last else _TAPS_TOGETHER,
         "IS_EVEN": str(int(made.is_even)),
         "IS_PADDED": str(int(any(made.padding))),
         "REMAINDERS": remainders(tile_rows),
     }
-    whole = _TEXT + ENTRY.replace("@PARAMS@", str(len(form.inputs) + 1))
-    for key, value in text.items():
-        whole = whole.replace(f"@{key}@", value)
-    return CSource(name, whole)
+    return fill("convolution", form, _TEXT, text)
 
 
 def _sizes(form: NodeForm, made: Convolution, known: Mapping[str, int]) -> list[str]:
@@ -229,13 +199,7 @@ def _sizes(form: NodeForm, made: Convolution, known: Mapping[str, int]) -> list[
         ("WINDOW", made.window), ("STRIDE", made.stride), ("PADDING", made.padding), ("DILATION", made.dilation)
     ):  # fmt: skip
         dims |= {f"{key}_Y": pair[0], f"{key}_X": pair[1]}
-    used = {str(s) for dim in dims.values() for s in free_symbols(dim)}
-    lines = []
-    for n, symbol in enumerate(form.symbols):
-        if symbol in used:
-            value = f"INT64_C({dim_text(int(known[symbol]))})" if symbol in known else f"(sizes[{n}])"
-            lines.append(f"#define {symbol} {value}")
-    return lines + [f"#define AF_{key} ((int64_t)({dim_text(dim)}))" for key, dim in dims.items()]
+    return size_macros(form, known, dims)
 
 
 # A panel is [channel][tap][column] or [tap][channel][column], as the weights lie.
@@ -401,3 +365,5 @@ static int @NAME@(const int64_t* const sizes, void** const ptrs) {
 }
 """
 )
+
+TEMPLATE = Template(NAME, plan_convolution, convolution_knobs, print_convolution)

@@ -2,8 +2,7 @@
 
 In: a `NodeForm` that is one float32 product (mm, addmm, bmm, baddbmm) of its inputs, seen through views; and a
 configuration.
-Out: C text with the entry of every generated kernel, or LoweringError with a reason code, which `c_matmul_refusal`
-gives as data.
+Out: C text with the entry of every generated kernel, or LoweringError with a reason code.
 Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of
 threads: about as far from the exact value as a vendor's product. No element outside of the operands is read.
 
@@ -16,21 +15,22 @@ thread that uses it, once for each part of up to 512 rows. Sizes that do not var
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
-from autofuse.codegen.c.printer import ENTRY, INCLUDES, CSource
+from autofuse.codegen.c.printer import INCLUDES, CSource
 from autofuse.codegen.c.register_transpose import TURN
-from autofuse.codegen.knobs import Knob
+from autofuse.codegen.c.templates.common import bias_of, bias_text, fill, header, size_macros, tile_of
+from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.matmul_operands import ANCHORS, Operand, read_operand
+from autofuse.codegen.templates import MATMUL, Template
 from autofuse.errors import LoweringError
 from autofuse.ir.dims import dim_text
-from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.records import Config, make_config
-from autofuse.ir.shape import Dim, contiguous_strides, evaluate, free_symbols
+from autofuse.ir.shape import Dim, contiguous_strides, evaluate
 
 # Rows, vectors and bits of a tile, by the widest vectors: as many sums as there are registers for, in shapes that suit
 # processors which load fast, and such as add fast. The narrow one has the fewest columns to fill.
@@ -47,20 +47,11 @@ class MatmulPlan:
 
     left: Operand
     right: Operand
-    bias: str | None  # the input with one number a column
+    bias: int | None  # the pointer of a row with one number a column
     batch: Dim
     rows: Dim
     cols: Dim
     depth: Dim
-
-
-def c_matmul_refusal(form: NodeForm) -> tuple[str, str] | None:
-    """Why a node is no product that is printed here, as a code and in words; None where it is one."""
-    try:
-        plan_c_matmul(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,7 +74,7 @@ def plan_c_matmul(form: NodeForm) -> MatmulPlan:
     return MatmulPlan(
         read_operand(form, op.args[left]),
         read_operand(form, op.args[right]),
-        None if bias is None else _bias(form, op, op.args[bias]),
+        None if bias is None else bias_of(form, op.args[bias], spec.shape[-1]),
         spec.shape[0] if len(spec.shape) == 3 else 1,
         spec.shape[-2],
         spec.shape[-1],
@@ -97,29 +88,16 @@ def c_matmul_flops(form: NodeForm, values: Sequence[int]) -> int:
     return 2 * math.prod(evaluate(dim, named) for dim in (made.batch, made.rows, made.cols, made.depth))
 
 
-def _bias(form: NodeForm, op: Operation, ref: ValueRef) -> str:
-    """The input that a bias is. Raises LoweringError where it is not one dense row."""
-    spec = form.spec(ref)
-    dense = len(spec.shape) == 1 and spec.shape[0] == op.outputs[0].shape[-1] and spec.strides[0] == 1
-    if not dense or all(item.name != ref.name for item in form.inputs):
-        raise LoweringError("bias", f"expected a bias that is an input with one number a column, found {ref.name}")
-    return ref.name
-
-
 # ---- knobs ------------------------------------------------------------------------------------------
 
 
-def c_matmul_knobs(form: NodeForm) -> tuple[Knob, ...]:
+def c_matmul_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
     """What may vary: the tile, and whether the right operand is copied into panels where it need not be."""
     tiles = TILES[cpu_vector_bits()[-1]]
     knobs = [Knob("tile", tiles, tiles[0], "rows, vectors and bits of the sums that stay in registers")]
     if _is_dense(plan_c_matmul(form).right):
         knobs.append(Knob("panels", (False, True), False, "copy the right operand into panels before it is read"))
     return tuple(knobs)
-
-
-def default_c_matmul_config(form: NodeForm) -> Config:
-    return make_config({knob.name: knob.default for knob in c_matmul_knobs(form)})
 
 
 def _is_dense(right: Operand) -> bool:
@@ -132,21 +110,16 @@ def _is_dense(right: Operand) -> bool:
 def print_c_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a product. Raises LoweringError where a size has no exact C form."""
     made, known = plan_c_matmul(form), constants or {}
-    knobs = {**dict(default_c_matmul_config(form)), **dict(config)}
-    tile_rows, vectors, bits = (int(part) for part in str(knobs["tile"]).split("x"))
+    knobs = {**dict(default_config(c_matmul_knobs(form))), **dict(config)}
+    tile_rows, vectors, bits = tile_of(make_config(knobs))
     names = [item.name for item in form.inputs]
-    digest = hashlib.sha256(form.text().encode()).hexdigest()[:10]
-    name = f"af_product_{digest}"
     in_panels = bool(knobs.get("panels", False)) or not _is_dense(made.right)
     is_transposed = made.right.rows == 1 and not _is_dense(made.right)
     text = {
-        "NAME": name,
-        "HEADER": "\n * ".join(
-            [
-                f"{'x'.join(map(str, (made.rows, made.depth)))} by {'x'.join(map(str, (made.depth, made.cols)))}",
-                "config:  " + " ".join(f"{k}={v}" for k, v in config),
-                *(["fixed:   " + " ".join(f"{k}={v}" for k, v in known.items())] if known else []),
-            ]
+        "HEADER": header(
+            f"{'x'.join(map(str, (made.rows, made.depth)))} by {'x'.join(map(str, (made.depth, made.cols)))}",
+            config,
+            known,
         ),
         "ROWS": str(tile_rows),
         "VECTORS": str(vectors),
@@ -154,17 +127,13 @@ def print_c_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] 
         "SIZES": "\n".join(_sizes(form, made, known)),
         "LEFT": str(names.index(made.left.name)),
         "RIGHT": str(names.index(made.right.name)),
-        "BIAS": "NULL" if made.bias is None else f"(const float*)ptrs[{names.index(made.bias)}]",
+        "BIAS": bias_text(made.bias),
         "OUT": str(len(names)),
-        "THREADS": f"sizes[{len(form.symbols)}]",
         "IN_PANELS": str(int(in_panels)),
         "COPY": _TRANSPOSED if is_transposed else _COPIED,
         "REMAINDERS": remainders(tile_rows),
     }
-    whole = _TEXT + ENTRY.replace("@PARAMS@", str(len(names) + 1))
-    for key, value in text.items():
-        whole = whole.replace(f"@{key}@", value)
-    return CSource(name, whole)
+    return fill("product", form, _TEXT, text)
 
 
 def _sizes(form: NodeForm, made: MatmulPlan, known: Mapping[str, int]) -> list[str]:
@@ -174,14 +143,7 @@ def _sizes(form: NodeForm, made: MatmulPlan, known: Mapping[str, int]) -> list[s
         "LEFT_ROW": made.left.rows, "LEFT_COL": made.left.cols,
         "RIGHT_ROW": made.right.rows, "RIGHT_COL": made.right.cols,
     }  # fmt: skip
-    used = {str(s) for dim in (*dims.values(), *_places(made)) for s in free_symbols(dim)}
-    lines = []
-    for n, symbol in enumerate(form.symbols):
-        if symbol in used:
-            value = dim_text(int(known[symbol])) if symbol in known else f"sizes[{n}]"
-            lines.append(f"#define {symbol} INT64_C({value})" if symbol in known else f"#define {symbol} ({value})")
-    lines += [f"#define AF_{key} ((int64_t)({dim_text(dim)}))" for key, dim in dims.items()]
-    lines.append(f"#define AF_BATCH ((int64_t)({dim_text(made.batch)}))")
+    lines = size_macros(form, known, {**dims, "BATCH": made.batch}, _places(made))
     for key, operand in (("LEFT", made.left), ("RIGHT", made.right)):
         lines.append(f"#define AF_{key}_AT(b) ({_batch_text(operand)})")
     return lines
@@ -189,7 +151,7 @@ def _sizes(form: NodeForm, made: MatmulPlan, known: Mapping[str, int]) -> list[s
 
 def _places(made: MatmulPlan) -> list[Dim]:
     """The dims that say where the matrices of a batch begin."""
-    found: list[Dim] = [made.batch]
+    found: list[Dim] = []
     for operand in (made.left, made.right):
         found += [operand.offset, *(dim for step in operand.batch for dim in step)]
     return found
@@ -369,3 +331,5 @@ static int @NAME@(const int64_t* const sizes, void** const ptrs) {
 }
 """
 )
+
+TEMPLATE = Template(MATMUL, plan_c_matmul, c_matmul_knobs, print_c_matmul)

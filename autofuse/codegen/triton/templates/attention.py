@@ -13,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autofuse.codegen.templates import ATTENTION, Template
 from autofuse.codegen.triton.body import Piece
 from autofuse.codegen.triton.printer import header
 from autofuse.codegen.triton.scalar import HELPERS
 from autofuse.codegen.triton.source import TritonSource
+from autofuse.codegen.triton.templates.attention_knobs import attention_knobs
 from autofuse.codegen.triton.templates.attention_plan import Attention, plan_attention
 from autofuse.codegen.triton.templates.epilogue import parameters
 from autofuse.codegen.triton.templates.matmul import arguments_of
@@ -27,7 +29,7 @@ from autofuse.ir.shape import Dim
 
 
 def print_attention(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> TritonSource:
-    """The Triton module of a node. Raises LoweringError where it is none: see `attention_plan.attention_refusal`."""
+    """The Triton module of a node. Raises LoweringError where it is none: see `attention_plan`."""
     known = dict(constants or {})
     plan = plan_attention(form)
     body = AttentionBody(form, plan, config, known)
@@ -150,3 +152,6 @@ def block_of(size: int) -> int:
 
 def _within(place: str, size: int) -> str:
     return "" if block_of(size) == size else f"({place} < {size})"
+
+
+TEMPLATE = Template(ATTENTION, plan_attention, attention_knobs, print_attention)

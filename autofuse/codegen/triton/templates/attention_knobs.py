@@ -8,12 +8,10 @@ pruned when it has been compiled.
 from __future__ import annotations
 
 from autofuse.codegen.dtypes import dtype
-from autofuse.codegen.knobs import Knob
+from autofuse.codegen.knobs import Knob, Sizes
 from autofuse.codegen.triton.body import INDEX_BOUND
-from autofuse.codegen.triton.knobs import Sizes
 from autofuse.codegen.triton.templates.attention_plan import plan_attention
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate
 
 # Queries and keys to start from, by whether elements have 16 bits: with 64 keys, masks at odd addresses spill on sm_80,
@@ -46,11 +44,6 @@ def attention_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool
     bits = 64 if needs_64 else 32
     knobs.append(Knob("index_bits", (bits,), bits, "width of positions"))
     return tuple(knobs)
-
-
-def default_attention_config(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = False) -> Config:
-    """A configuration to start from for these sizes; it fits every target there is."""
-    return make_config({knob.name: knob.default for knob in attention_knobs(form, values, high, allow_tf32)})
 
 
 def _sides(most: int, widest: int) -> tuple[int, ...]:

@@ -55,15 +55,6 @@ class Attention:
         return tuple(dict.fromkeys((*extents(self.scores.kernel), *extents(self.result.kernel), *operands)))
 
 
-def attention_refusal(form: NodeForm) -> tuple[str, str] | None:
-    """Why a node is no attention kernel, as a code and in words; None where it is one."""
-    try:
-        plan_attention(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
-
-
 @functools.lru_cache(maxsize=256)
 def plan_attention(form: NodeForm) -> Attention:
     """The attention of a node. Raises LoweringError where it has no such form."""

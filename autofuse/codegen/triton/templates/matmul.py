@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autofuse.codegen.templates import MATMUL, Template
 from autofuse.codegen.triton.body import Piece
 from autofuse.codegen.triton.printer import header
 from autofuse.codegen.triton.scalar import HELPERS, POINTERS
 from autofuse.codegen.triton.source import Argument, TritonSource
 from autofuse.codegen.triton.templates.epilogue import parameters
+from autofuse.codegen.triton.templates.matmul_knobs import matmul_knobs
 from autofuse.codegen.triton.templates.matmul_plan import Matmul, plan_matmul
 from autofuse.codegen.triton.templates.tile import Tile, is_multiple, load
 from autofuse.ir.operation import NodeForm
@@ -25,7 +27,7 @@ from autofuse.ir.shape import Dim
 
 
 def print_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> TritonSource:
-    """The Triton module of a node. Raises LoweringError where it has no tiled matmul: see `matmul_refusal`."""
+    """The Triton module of a node. Raises LoweringError where it has no tiled matmul: see `matmul_plan`."""
     known = dict(constants or {})
     plan = plan_matmul(form)
     body = MatmulBody(form, plan, config, known)
@@ -120,3 +122,6 @@ class MatmulBody(Tile):
 def arguments_of(form: NodeForm) -> list[Argument]:
     """All tensors of a node as arguments."""
     return [Argument(p.name, "param", POINTERS[p.dtype], n) for n, p in enumerate(parameters(form))]
+
+
+TEMPLATE = Template(MATMUL, plan_matmul, matmul_knobs, print_matmul)

@@ -10,13 +10,11 @@ what follows needs registers too; 64 x 64 for wider types; smaller ones where th
 from __future__ import annotations
 
 from autofuse.codegen.dtypes import dtype
-from autofuse.codegen.knobs import Knob
+from autofuse.codegen.knobs import Knob, Sizes
 from autofuse.codegen.triton.body import INDEX_BOUND
-from autofuse.codegen.triton.knobs import Sizes
 from autofuse.codegen.triton.scalar import FAST
 from autofuse.codegen.triton.templates.matmul_plan import Matmul, plan_matmul
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate
 
 FULL = 128  # tiles that keep a usual device busy
@@ -50,11 +48,6 @@ def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = 
     bits = 64 if needs_64 else 32
     knobs.append(Knob("index_bits", (bits,), bits, "width of positions"))
     return tuple(knobs)
-
-
-def default_matmul_config(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = False) -> Config:
-    """A configuration to start from for these sizes; it fits every target there is."""
-    return make_config({knob.name: knob.default for knob in matmul_knobs(form, values, high, allow_tf32)})
 
 
 def _sides(most: int, name: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A tiled matmul as a plan: where the operands of a node's one product lie, and what follows it.
 
 In: a `NodeForm` with one product (mm, addmm, bmm, baddbmm) of its inputs, and operations on single elements after it.
-Out: `Matmul`; or LoweringError with a reason code, which `matmul_refusal` gives as data.
+Out: `Matmul`; or LoweringError with a reason code.
 """
 
 from __future__ import annotations
@@ -35,15 +35,6 @@ class Matmul:
         """The flat sizes and memory extents that 32-bit indices must reach."""
         operands = (self.left.extent(self.rows, self.depth), self.right.extent(self.depth, self.cols))
         return tuple(dict.fromkeys((*extents(self.rest.kernel), *operands)))
-
-
-def matmul_refusal(form: NodeForm) -> tuple[str, str] | None:
-    """Why a node has no tiled matmul, as a code and in words; None where it has one."""
-    try:
-        plan_matmul(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 @functools.lru_cache(maxsize=256)

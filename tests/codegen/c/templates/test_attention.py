@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from autofuse.codegen.c.templates.attention import (
     BLOCKS,
-    attention_refusal,
-    default_attention_config,
+    TEMPLATE,
+    attention_knobs,
 )
 from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
+from autofuse.codegen.knobs import default_config
+from autofuse.codegen.templates import refusal
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from autofuse.ir.records import make_config
@@ -294,9 +296,9 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     ids=["width", "dropout", "float64", "mask", "mask of 3 dims", "scale", "short causal rows", "outputs"],
 )
 def test_what_torch_has_to_do_is_refused_with_a_reason(form: NodeForm, code: str) -> None:
-    found = attention_refusal(form)
+    found = refusal(TEMPLATE, form)
     assert found is not None and found[0] == code
 
 
 def test_the_default_is_a_block_of_the_first_size() -> None:
-    assert default_attention_config(attention()) == make_config({"rows": BLOCKS[0]})
+    assert default_config(attention_knobs(attention())) == make_config({"rows": BLOCKS[0]})

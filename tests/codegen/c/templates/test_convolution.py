@@ -16,13 +16,14 @@ from autofuse.codegen.c.knobs import cpu_vector_bits
 from autofuse.codegen.c.templates.convolution import (
     CONVOLUTION,
     NARROW,
+    TEMPLATE,
     convolution_flops,
     convolution_knobs,
-    convolution_refusal,
     plan_convolution,
 )
 from autofuse.codegen.c.templates.matmul import TILES
 from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
+from autofuse.codegen.templates import refusal
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import make_config
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, contiguous_strides, symbol
@@ -238,6 +239,6 @@ REFUSED: dict[str, tuple[NodeForm, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     form, code = REFUSED[name]
-    found = convolution_refusal(form)
+    found = refusal(TEMPLATE, form)
     assert found is not None and found[0] == code and "expected" in found[1]
-    assert convolution_refusal(PLAIN) is None
+    assert refusal(TEMPLATE, PLAIN) is None

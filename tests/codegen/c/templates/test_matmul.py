@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
-from autofuse.codegen.c.templates.matmul import TILES, c_matmul_knobs, c_matmul_refusal, plan_c_matmul, print_c_matmul
+from autofuse.codegen.c.templates.matmul import TEMPLATE, TILES, c_matmul_knobs, plan_c_matmul, print_c_matmul
 from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
+from autofuse.codegen.templates import refusal
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import make_config
@@ -236,7 +237,7 @@ def added_to_a_batch() -> NodeForm:
     ids=["matrices", "two", "factor", "bf16", "f64", "converted"],
 )
 def test_what_is_refused_says_why(form: NodeForm, code: str) -> None:
-    found = c_matmul_refusal(form)
+    found = refusal(TEMPLATE, form)
     assert found is not None and found[0] == code and found[1].startswith("expected ")
     with pytest.raises(LoweringError):
         plan_c_matmul(form)

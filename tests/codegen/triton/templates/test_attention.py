@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from autofuse.codegen.knobs import default_config
+from autofuse.codegen.templates import LOOP, MATMUL, refusal, template_of
 from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, natural_assumptions, resolve
 from autofuse.codegen.triton.targets import limits_of, prune_reason
-from autofuse.codegen.triton.templates.attention import print_attention
-from autofuse.codegen.triton.templates.attention_knobs import attention_knobs, default_attention_config
-from autofuse.codegen.triton.templates.attention_plan import attention_refusal
-from autofuse.codegen.triton.templates.matmul_plan import matmul_refusal
-from autofuse.codegen.triton.templates.registry import tiled_kernel
+from autofuse.codegen.triton.templates.attention import TEMPLATE, print_attention
+from autofuse.codegen.triton.templates.attention_knobs import attention_knobs
+from autofuse.codegen.triton.templates.registry import TRITON_TEMPLATES
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import make_config
@@ -149,7 +149,7 @@ def test_default(name: str) -> None:
     for dtype, kind in ((narrow, "normal"), ("float32", "large")):
         form = CASES[name].form(dtype)
         values = next(sizes_of(CASES[name], form))
-        run(print_attention(form, default_attention_config(form, values, values)), form, values, kind, False)
+        run(print_attention(form, default_config(attention_knobs(form, values, values))), form, values, kind, False)
 
 
 def test_every_choice_of_every_knob() -> None:
@@ -190,7 +190,7 @@ def test_one_program_for_some_rows_of_a_head() -> None:
     large = {**values, form.symbols[0]: 2**20, form.symbols[1]: 2**10}
     with pytest.raises(ShapeError, match="at most"):
         resolve(source, large)
-    assert dict(default_attention_config(form, large, large))["index_bits"] == 64
+    assert dict(default_config(attention_knobs(form, large, large)))["index_bits"] == 64
 
 
 def kept_probabilities(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -225,20 +225,19 @@ REFUSED: dict[str, tuple[Callable[..., object], tuple[Tensor, ...], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_and_why(name: str) -> None:
     function, example, code = REFUSED[name]
-    refusal = attention_refusal(trace(function, example, static=(*HEADS, 256)))
-    assert refusal is not None and refusal[0] == code and refusal[1].startswith("expected ")
+    found = refusal(TEMPLATE, trace(function, example, static=(*HEADS, 256)))
+    assert found is not None and found[0] == code and found[1].startswith("expected ")
 
 
 def test_attention_is_no_matmul_and_no_matmul_is_attention() -> None:
-    assert [name for name, case in CASES.items() if attention_refusal(case.form())] == []
-    refusals = [matmul_refusal(case.form()) for case in CASES.values()]
-    assert all(refusal is not None and refusal[0] == "anchor" for refusal in refusals)
+    assert [name for name, case in CASES.items() if refusal(TEMPLATE, case.form())] == []
+    refusals = [refusal(TRITON_TEMPLATES[MATMUL], case.form()) for case in CASES.values()]
+    assert all(found is not None and found[0] == "anchor" for found in refusals)
     form = CASES["causal"].form()
     generated = TritonKernelGenerator().generate_generic_kernel(form)
     assert generated.text == print_attention(form, generated.config).text
-    assert tiled_kernel(trace(kept_probabilities, _THREE, static=HEADS)) == attention_refusal(
-        trace(kept_probabilities, _THREE, static=HEADS)
-    )
+    assert template_of(TRITON_TEMPLATES, form) is TEMPLATE
+    assert template_of(TRITON_TEMPLATES, trace(kept_probabilities, _THREE, static=HEADS)).name == LOOP
 
 
 # ---- compiled ---------------------------------------------------------------------------------------------
@@ -258,7 +257,7 @@ def test_the_default_fits_every_target(compiler: TritonCompiler, name: str, targ
     form = CASES[name].form(dtype)
     lead = len(form.symbols) - 2
     values = dict(zip(form.symbols, [4] * lead + [1024] * 2, strict=True))
-    source = print_attention(form, default_attention_config(form, values, values))
+    source = print_attention(form, default_config(attention_knobs(form, values, values)))
     natural = natural_assumptions(source.symbols, values)
     artifact = compiler.compile(source, target, [natural, NOTHING_ASSUMED])
     assert prune_reason(artifact, limits_of(target)) is None

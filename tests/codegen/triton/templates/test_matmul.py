@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from autofuse.codegen.knobs import default_config
 from autofuse.codegen.philox import DROPOUT, random_state
+from autofuse.codegen.templates import refusal
 from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, TritonSource, natural_assumptions, resolve
 from autofuse.codegen.triton.targets import limits_of, prune_reason
-from autofuse.codegen.triton.templates.matmul import print_matmul
-from autofuse.codegen.triton.templates.matmul_knobs import default_matmul_config, matmul_knobs
-from autofuse.codegen.triton.templates.matmul_plan import matmul_refusal
+from autofuse.codegen.triton.templates.matmul import TEMPLATE, print_matmul
+from autofuse.codegen.triton.templates.matmul_knobs import matmul_knobs
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.records import make_config
@@ -160,7 +161,7 @@ def test_default(name: str) -> None:
     for dtype in ("bfloat16", other):
         form = CASES[name].form(dtype)
         values = next(sizes_of(CASES[name], form))
-        run(print_matmul(form, default_matmul_config(form, values, values)), form, values, "normal", False)
+        run(print_matmul(form, default_config(matmul_knobs(form, values, values))), form, values, "normal", False)
 
 
 def test_every_choice_of_every_knob() -> None:
@@ -183,7 +184,7 @@ def test_tiles_follow_the_sizes() -> None:
     wide = CASES["relu_and_mask"].form("bfloat16")
 
     def first(node: NodeForm, values: dict[str, int]) -> tuple[int, int]:
-        found = dict(default_matmul_config(node, values, values))
+        found = dict(default_config(matmul_knobs(node, values, values)))
         return int(found["BLOCK_M"]), int(found["BLOCK_N"])
 
     assert first(wide, large) == (128, 64) and first(form, large) == (64, 64)
@@ -196,7 +197,7 @@ def test_tiles_follow_the_sizes() -> None:
 def test_same_text_same_launches() -> None:
     form = CASES["scores"].form()
     values = next(sizes_of(CASES["scores"], form))
-    config = default_matmul_config(form, values, values)
+    config = default_config(matmul_knobs(form, values, values))
     source = print_matmul(form, config)
     assert print_matmul(NodeForm.from_json(form.to_json()), config).passes == source.passes
     assert TritonSource.from_json(source.to_json()) == source
@@ -209,7 +210,7 @@ def test_positions_beyond_32_bits() -> None:
     """An operand of 2^31 elements and more gets 64-bit positions, though the result is small."""
     form = CASES["plain"].form()
     large = dict(zip(form.symbols, (64, 2**26, 64), strict=True))
-    config = dict(default_matmul_config(form, large, large))
+    config = dict(default_config(matmul_knobs(form, large, large)))
     assert config["index_bits"] == 64
     narrow = print_matmul(form, make_config({**config, "index_bits": 32}))
     with pytest.raises(ShapeError, match="at most"):
@@ -254,12 +255,12 @@ REFUSED: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], str]] 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_and_why(name: str) -> None:
     function, example, code = REFUSED[name]
-    refusal = matmul_refusal(trace(function, example))
-    assert refusal is not None and refusal[0] == code and refusal[1].startswith("expected ")
+    found = refusal(TEMPLATE, trace(function, example))
+    assert found is not None and found[0] == code and found[1].startswith("expected ")
 
 
 def test_what_is_not_refused() -> None:
-    assert [name for name, case in CASES.items() if matmul_refusal(case.form())] == []
+    assert [name for name, case in CASES.items() if refusal(TEMPLATE, case.form())] == []
 
 
 # ---- compiled ---------------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def test_the_default_fits_every_target(compiler: TritonCompiler, name: str, targ
     dtype = DTYPES[zlib.crc32(f"{name} {target}".encode()) % len(DTYPES)]
     form = CASES[name].form(dtype)
     values = dict.fromkeys(form.symbols, 1024)
-    source = print_matmul(form, default_matmul_config(form, values, values))
+    source = print_matmul(form, default_config(matmul_knobs(form, values, values)))
     natural = natural_assumptions(source.symbols, values)
     artifact = compiler.compile(source, target, [natural, NOTHING_ASSUMED])
     assert prune_reason(artifact, limits_of(target)) is None

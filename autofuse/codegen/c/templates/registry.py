@@ -1,0 +1,9 @@
+"""The templates of CPUs, in the order in which a node is offered to them."""
+
+from __future__ import annotations
+
+from autofuse.codegen.c.printer import CSource
+from autofuse.codegen.c.templates import attention, convolution, loop, matmul
+from autofuse.codegen.templates import Table, table
+
+C_TEMPLATES: Table[CSource] = table(matmul.TEMPLATE, attention.TEMPLATE, convolution.TEMPLATE, loop.TEMPLATE)

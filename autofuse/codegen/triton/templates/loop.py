@@ -1,0 +1,26 @@
+"""Nests of loops in Triton, as a template: what `lowering` gives, printed by `triton.printer`.
+
+In: a `NodeForm`. Out: its knobs and its Triton module, or LoweringError with a reason code.
+"""
+
+from __future__ import annotations
+
+from autofuse.codegen.knobs import Knob, Sizes
+from autofuse.codegen.lowering.lower import lowered
+from autofuse.codegen.templates import LOOP, Template
+from autofuse.codegen.triton.knobs import triton_knobs
+from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.source import TritonSource
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Config
+
+
+def _knobs(form: NodeForm, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
+    return triton_knobs(lowered(form), values, high)
+
+
+def _render(form: NodeForm, config: Config, constants: Sizes) -> TritonSource:
+    return print_triton(lowered(form), config, constants)
+
+
+TEMPLATE = Template(LOOP, lowered, _knobs, _render)
