@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from autofuse.capture.backend import as_it_is, boxed, compile_with, has_no_work
+from autofuse.capture.backend import as_it_is, boxed, compile_with, has_no_work, readable
 from autofuse.capture.dynamo import CAPTURE_ERRORS, note_trace
 from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.guarded_call import plain_call
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
 from autofuse.capture.traced import being_traced
+from autofuse.debug import Level, tell
 from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.gpu.devices import CPU
 from autofuse.ir.records import Refusal
 from autofuse.preserve_rng import untouched
+from autofuse.runtime.debug_texts import plan_text
 from autofuse.runtime.plan_cache import Planned
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
@@ -50,6 +52,8 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
             planned = _plan(module, session, phase)
             router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
             described = session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
+            tell(Level.PLAN, lambda: plan_text(phase, planned.nodes, session.refusals[refusals:]))
+            tell(Level.GRAPHS, lambda: f"{phase} graph, as planned:\n{readable(module)}")
         if traced is not None:
             traced.plans[phase] = Planned(router, described, tuple(session.refusals[refusals:]), draws)
         if phase == "backward":

@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("startup/",),
     ("settings/",),
     ("private_files.py",),
-    ("ir/",),
+    ("ir/", "debug.py"),
     ("__init__.py",),
     ("dynamo_skip.py", "preserve_rng.py", "locks.py", "stderr.py", "detached.py"),
     ("errors.py",),

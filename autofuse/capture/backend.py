@@ -36,6 +36,7 @@ from autofuse.capture.recompute import partition
 from autofuse.capture.repeated_blocks import take_apart
 from autofuse.capture.simplify import simplify
 from autofuse.capture.traced import Keeper, being_traced
+from autofuse.debug import Level, tell
 from autofuse.preserve_rng import untouched
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def compile_with(
     ``times``: how often the graph is called for one call of the whole; from ``min_blocks`` equal blocks in a row on (0:
     never) one of them is compiled for all; ``keeper``: of graphs of earlier runs, None to keep none.
     """
+    tell(Level.GRAPHS, lambda: f"Dynamo's graph:\n{readable(module)}")
     pass_idle_dropout(module)
     if min_blocks and not has_subclasses(module, example_inputs):
         try:
@@ -85,6 +87,7 @@ def _compile_whole(
     keeper: Keeper | None,
 ) -> Callable[..., Any]:
     def compile_phase(graph: fx.GraphModule, phase: str, is_plain: bool | None) -> tuple[Call, bool]:
+        tell(Level.GRAPHS, lambda: f"{phase} graph of AOTAutograd:\n{readable(graph)}")
         if phase == "forward" and replay is not None:
             replay.note_graph(graph)
         if phase == "backward" and replay is not None:
@@ -181,6 +184,11 @@ def has_no_work(module: fx.GraphModule) -> bool:
         node.op in ("placeholder", "output") or (node.op == "call_method" and node.target == "detach")
         for node in module.graph.nodes
     )
+
+
+def readable(module: fx.GraphModule) -> str:
+    """Its graph as code, with dtypes and shapes."""
+    return str(module.print_readable(print_output=False)).strip()
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:

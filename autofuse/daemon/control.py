@@ -28,6 +28,7 @@ from autofuse.daemon.files import DaemonFiles
 from autofuse.daemon.process_id import ProcessId, process_id
 from autofuse.daemon.throttle import lower_priority
 from autofuse.db.rows import DaemonState
+from autofuse.debug import set_level
 from autofuse.detached import python_module, spawn
 from autofuse.errors import AutofuseError, DaemonError, StoreError
 from autofuse.ir.device import usable_cores
@@ -216,6 +217,7 @@ def _end(process: ProcessId) -> None:
 def serve(settings: Settings) -> None:
     """Be the daemon until stopped or idle. Ends the process with an exit code where there is nothing to serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
+    set_level(settings.run.debug)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand: otherwise its starter did it
         lower_priority(settings.tuner.nice)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autofuse.codegen.c.build import Toolchain
+from autofuse.debug import Level, tell
 from autofuse.errors import CompilerError, StoreError
 from autofuse.gpu import capturing, launcher
 from autofuse.ir.records import EAGER, IN_ONE, Decision, DeviceInfo, KernelRecord
@@ -96,6 +97,7 @@ class KernelShelf:
             return None
         with self._lock:
             if key not in self._entries:
+                tell(Level.SOURCE, lambda: f"kernel {record.name} ({digest[:12]}):\n{record.source}")
                 try:
                     self._entries[key] = self._load(record, device)
                 except Exception:

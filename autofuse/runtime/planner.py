@@ -26,7 +26,6 @@ from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Refusal
 from autofuse.runtime.graph_metrics_log import Described, measure_graph
 from autofuse.runtime.router import GraphRouter
-from autofuse.stderr import say
 from autofuse.strategies.find_joint_attention import attention_passes_of, find_joint_attention
 from autofuse.strategies.groups import Group, find_groups
 from autofuse.strategies.joint_attention import AttentionPass
@@ -119,9 +118,6 @@ class Planner:
                 notes.sources[fusion_id] = next((op.source for op in node.kernels if op.source), "")
             estimates[fusion_id], sources[fusion_id] = notes.estimates[fusion_id], notes.sources[fusion_id]
         metrics = measure_graph(router, graph, nodes, [half.names for half in halves])
-        if self._settings.run.debug >= 3:
-            for node in nodes:
-                say(f"{router.phase}: {node.label}: {node.operation_names}")
         described = Described(estimates, sources, metrics)
         self._session.add_router(router)
         notes.add(router, described)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from autofuse.debug import Level, tell
 from autofuse.errors import DeviceError, ShapeError
 from autofuse.gpu import capturing
 from autofuse.locks import make_lock
 from autofuse.runtime.choice import Choice, RouterHost
+from autofuse.runtime.debug_texts import routes_text
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, PlanScope, Timer, Untimed, cover
 from autofuse.runtime.usage import Usage
@@ -201,7 +203,9 @@ class GraphRouter:
                 changed = True
             if changed:
                 _put(plan, calls)
-            return changed
+        if changed:
+            tell(Level.ROUTES, lambda: routes_text(self.phase, self.program.symbols, plan))
+        return changed
 
     def _callable(self, plan: Plan, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
         node.fused = None

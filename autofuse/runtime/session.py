@@ -28,6 +28,7 @@ from torch import fx
 from autofuse.capture.traced import Keeper, is_of_another_version, trace_prefix
 from autofuse.codegen.version import versions
 from autofuse.daemon.process_id import this_machine
+from autofuse.debug import Level, set_level, tell
 from autofuse.errors import AutofuseError
 from autofuse.gpu.node_timer import NodeTimer
 from autofuse.ir.device import cpu_device
@@ -36,6 +37,7 @@ from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import root_registry
+from autofuse.runtime.debug_texts import timings_text
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
 from autofuse.runtime.optim_hook import OptimizerHook
 from autofuse.runtime.plan_limit import PlanLimit
@@ -83,6 +85,7 @@ class Session:
         """``root_backend``: Dynamo's backend for modules that are captured. ``store``: of a process that keeps it;
         without one this process opens it itself. ``launched``: when the process of the script began, by
         ``perf_counter``; now where the script is under way."""
+        set_level(0 if settings.run.quiet else settings.run.debug)
         self.settings = settings
         self.root_backend = root_backend
         self.command = command
@@ -201,8 +204,7 @@ class Session:
     def report_fallback(self, kind: str, what: str, error: BaseException) -> None:
         first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
         self.say_once(kind, f"{what} ({type(error).__name__}: {first_line})")
-        if self.settings.run.debug >= 5:
-            traceback.print_exception(error, file=sys.stderr)
+        tell(Level.PLAN, lambda: "".join(traceback.format_exception(error)).rstrip())
 
     # ---- graphs and devices --------------------------------------------------------------------------
 
@@ -412,6 +414,8 @@ class Session:
         with untouched():
             self.roots.uninstall()
             self.optimizers.uninstall()
+            for router in self.routers:
+                tell(Level.TIMINGS, partial(timings_text, router.phase, router.program.symbols, router.all_plans()))
             self.notes.post(self.store_thread.post_event)
             self.tuning.hand_over()
             self.store_thread.stop()

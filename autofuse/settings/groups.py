@@ -38,8 +38,9 @@ class RunSettings(Group):
     store: Path = Field(default_factory=default_store, description="The SQLite file that keeps all results.")
     cc: str = declare("", "C compiler; empty looks for cc, gcc and clang. CC is read where AUTOFUSE_CC is not set.")
     debug: int = declare(
-        0, "1 routes, 2 timings, 3 plan with reasons, 4 source, 5 graphs, 6 compiler output.", low=0, high=6
-    )
+        0, "Tell on stderr: 1 routes, 2 timings, 3 plan with reasons, 4 source, 5 graphs, 6 compiler output.", low=0,
+        high=6,
+    )  # fmt: skip
     check: bool = declare(False, "Compare every routed call with eager. Slow; for hunting a wrong kernel.")
     fuel: int | None = declare(
         None, "At most this many fusions, to find a wrong one by halving; none: no limit.", low=0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autofuse.debug import Level, tell
 from autofuse.dynamo_skip import define
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.shape import Dim
@@ -65,4 +66,5 @@ def link(
     namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, **NAMES}
     namespace |= {name: backward_call(c) if isinstance(c, Pair) else c for name, c in constants.items()}
     define(source, "graph", namespace)
+    tell(Level.SOURCE, lambda: f"generated call of a graph:\n{source}")
     return Program(slots, symbols, namespace["call"], namespace["timed_call"], source, skips, reuse, constants)

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autofuse.codegen.c.target import NATIVE, flags, march
+from autofuse.debug import Level, tell
 from autofuse.errors import CompilerError, CompilerNotReady
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import CompileKey, Config
@@ -214,10 +215,18 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "LC_ALL": "C"}
 
 
+def _told(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    parts = (f"{shlex.join(result.args)}: exit code {result.returncode}", result.stdout, result.stderr)
+    tell(Level.COMPILER, lambda: "\n".join(part.strip() for part in parts if part.strip()))
+    return result
+
+
 def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            arguments, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, env=_environment()
+        return _told(
+            subprocess.run(
+                arguments, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, env=_environment()
+            )
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerNotReady(
@@ -261,7 +270,7 @@ def _run_tended(arguments: Sequence[str], timeout: float, tend: Tend) -> subproc
                 while True:
                     try:
                         output, errors = process.communicate(timeout=TEND_SECONDS)
-                        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+                        return _told(subprocess.CompletedProcess(arguments, process.returncode, output, errors))
                     except subprocess.TimeoutExpired:
                         deadline += tend(process.pid)
                         if time.monotonic() > deadline:

@@ -1,0 +1,66 @@
+"""What ``run.debug`` tells of plans and graphs, as text (`autofuse.debug` says at which level).
+
+In: plans, routers, planned nodes and refusals. Out: blocks of lines, one for a graph in one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from autofuse.ir.reasons import LoweringReason, RefusalReason, in_words, words_of
+from autofuse.ir.records import Refusal
+
+if TYPE_CHECKING:
+    from autofuse.fusion.node import FusionNode
+    from autofuse.runtime.plans import NodeState, Plan
+
+
+def routes_text(phase: str, symbols: Sequence[str], plan: Plan) -> str:
+    """``forward graph with s0=8: fused 1 of 2``, and what each node runs."""
+    head = f"{_graph(phase, symbols, plan)}: fused {plan.fused_nodes} of {len(plan.nodes)}"
+    return "\n".join(
+        [head, *(f"  {node.slot.node.label}: {_route(index, node, plan)}" for index, node in _nodes(plan))]
+    )
+
+
+def timings_text(phase: str, symbols: Sequence[str], plans: Iterable[Plan]) -> str:
+    """Medians of the sampled calls of a graph, in each shape that it ran in."""
+    lines = []
+    for plan in plans:
+        whole = f", {plan.graph_us():.1f} us each" if plan.graph_us() else ""
+        if plan.count:
+            lines.append(f"{_graph(phase, symbols, plan)}: {plan.count} calls{whole}")
+        lines += [
+            f"  {node.slot.node.label}: {plan.live_us(index):.1f} us, {_route(index, node, plan)}"
+            for index, node in _nodes(plan)
+            if plan.count and plan.live_us(index)
+        ]
+    return "\n".join(lines)
+
+
+def plan_text(phase: str, nodes: Sequence[FusionNode], refusals: Sequence[Refusal]) -> str:
+    """The nodes of a graph, then what was not fused and why."""
+    words = words_of(RefusalReason, LoweringReason)
+    lines = [f"{phase} graph, nodes: {len(nodes)}", *(f"  {node.label}: {node.operation_names}" for node in nodes)]
+    refused = [refusal for refusal in refusals if not refusal.accepted]
+    lines += [f"  not fused: {r.operations}: {in_words(r.code, words)}: {r.detail}" for r in refused]
+    return "\n".join(lines)
+
+
+def _graph(phase: str, symbols: Sequence[str], plan: Plan) -> str:
+    sizes = " ".join(f"{name}={value}" for name, value in zip(symbols, plan.key, strict=True))
+    return f"{phase} graph with {sizes}" if sizes else f"{phase} graph"
+
+
+def _nodes(plan: Plan) -> Iterable[tuple[int, NodeState]]:
+    """All but those that a group runs."""
+    return ((index, node) for index, node in enumerate(plan.nodes) if not node.covered)
+
+
+def _route(index: int, node: NodeState, plan: Plan) -> str:
+    if node.broken:
+        return "eager, its kernel failed"
+    if node.tag:
+        return f"kernel {node.tag[:12]}"
+    return "eager, not decided yet" if index in plan.open else "eager"
