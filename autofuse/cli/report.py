@@ -24,8 +24,9 @@ Examples:
     "--run", "run_id", type=click.IntRange(min=1), metavar="N", help="Number of the run. Default: the newest."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--verbose", is_flag=True, help="Also show which operators took eager's time.")
 @store_option
-def command(run_id: int | None, as_json: bool, store: Path | None) -> None:
+def command(run_id: int | None, as_json: bool, verbose: bool, store: Path | None) -> None:
     """Show what was fused, how much faster it is, and what tuning cost.
 
     The speedup compares steps on fused kernels with steps of the same run that were held out and ran eager. A run that
@@ -41,4 +42,4 @@ def command(run_id: int | None, as_json: bool, store: Path | None) -> None:
     if as_json:
         click.echo(json.dumps(report_to_json(report), indent=2))
     else:
-        render_report(report, out_console())
+        render_report(report, out_console(), verbose)

@@ -28,6 +28,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "run": None if report.run is None else _run(report.run),
         "totals": _totals(report.totals),
         "nodes": [_node(line) for line in report.nodes],
+        "operators": [asdict(line) for line in report.operators],
         "steps": [_step(row) for row in report.steps],
         **graphs_to_json(report.graphs),
         "roots": [_root(root) for root in report.roots],

@@ -24,6 +24,7 @@ from autofuse.ir.records import (
     RootRecord,
 )  # fmt: skip
 from autofuse.report.metrics import GraphLine, graph_lines
+from autofuse.report.operators import OperatorLine, operator_lines
 from autofuse.report.statistics import Gain, Speedup, StepRow, measure_gain
 
 
@@ -107,6 +108,7 @@ class Report:
     run: RunRow | None = None
     totals: Totals = field(default_factory=Totals)
     nodes: tuple[NodeLine, ...] = ()  # largest share of time first
+    operators: tuple[OperatorLine, ...] = ()  # in eager, as the observer saw them; largest share of time first
     graphs: tuple[GraphLine, ...] = ()  # captured ones, before and after fusion
     roots: tuple[RootRecord, ...] = ()
     settings: tuple[SettingTrial, ...] = ()  # of this script, never credited to fusion
@@ -138,6 +140,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         run=run,
         totals=_totals(run, gain, capture_seconds, tuning_seconds),
         nodes=tuple(_node_lines(store, run)),
+        operators=tuple(operator_lines(store.op_profiles(run.id))),
         graphs=tuple(graph_lines(events)),
         roots=tuple(roots),
         settings=tuple(trials_of(store.setting_trials(), run)),

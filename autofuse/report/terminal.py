@@ -19,6 +19,7 @@ from autofuse.ir.steps import PAIR_WINDOW, held_out_one_in
 from autofuse.report import wording
 from autofuse.report.find import cut
 from autofuse.report.metrics import graph_table
+from autofuse.report.operators import operator_table
 from autofuse.report.report import NodeLine, Report
 from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, StepRow
 from autofuse.report.table import PlainTable, plain_table, say
@@ -30,13 +31,13 @@ MAX_REFUSALS = 8
 MAX_MEMORY = 4
 
 
-def render_report(report: Report, console: Console) -> None:
-    """Print a report; a store without runs prints what to do about it."""
+def render_report(report: Report, console: Console, verbose: bool = False) -> None:
+    """Print a report; a store without runs prints what to do about it. ``verbose``: eager's operators too."""
     if report.run is None:
         say(console, f"The store {report.store} holds no runs yet.")
         console.print(_command("Fill it", "autofuse run SCRIPT.py"))
         return
-    for part in _parts(report):
+    for part in _parts(report, verbose):
         console.print(part, highlight=False)
         console.print()
     console.print(_command("Next", next_command(report)), highlight=False)
@@ -56,11 +57,13 @@ def next_command(report: Report) -> str:
     return "autofuse doctor"
 
 
-def _parts(report: Report) -> Iterator[RenderableType]:
+def _parts(report: Report, verbose: bool) -> Iterator[RenderableType]:
     yield _header(report)
     yield _totals(report)
     if report.nodes:
         yield _nodes(report)
+    if verbose and report.operators:
+        yield operator_table(report.operators)
     if any(row.routed for row in report.steps):
         yield _steps(report)
     if report.graphs:
