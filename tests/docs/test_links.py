@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.generate_docs import ROOT
+from tests.test_layers import FLOORS
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 PATH = re.compile(r"`((?:[\w.*-]+/)+[\w.*-]*|[\w-]+\.(?:py|md))(?::[\w: .]*)?`")
@@ -58,6 +59,14 @@ def test_links_and_paths_of_a_document_exist(name: str) -> None:
     text = path.read_text(encoding="utf-8")
     assert not list(broken_links(path, text))
     assert name == HISTORY or not list(missing_paths(path, text))
+
+
+def test_the_page_of_floors_names_every_floor_in_order() -> None:
+    rows = [line for line in (ROOT / "docs/ARCHITECTURE.md").read_text().splitlines() if line.startswith("| `")]
+    entries = [re.sub(r"(codegen/).+", r"\1", entry) for floor in FLOORS for entry in floor if entry != "__init__.py"]
+    places = [next((n for n, row in enumerate(rows) if f"`{entry}`" in row.split("|")[1]), entry) for entry in entries]
+    assert not [place for place in places if isinstance(place, str)], "floors that docs/ARCHITECTURE.md does not name"
+    assert places == sorted(places)
 
 
 def test_what_does_not_exist_is_found() -> None:
