@@ -94,7 +94,7 @@ def source(connection: Connection, digest: str) -> KernelSource | None:
     if row is None:
         return None
     key = CompileKey(row.source_hash, row.compiler, row.flags, row.target)
-    return KernelSource(key, row.name, row.source, row.size_bytes > 0, row.size_bytes, row.resources or {})
+    return KernelSource(key, row.name, row.source, row.size_bytes, row.resources or {})
 
 
 def size_bytes(connection: Connection) -> int:

@@ -102,7 +102,6 @@ class KernelSource:
     key: CompileKey
     name: str
     source: str
-    has_binary: bool
     size_bytes: int
     resources: Mapping[str, Any]  # what it takes of a GPU; empty for C
 

@@ -70,13 +70,11 @@ class KernelShelf:
         self._load = load
         self._entries: dict[tuple[str, torch.device], Entry | None] = {}  # None: it could not be loaded
         self._records: dict[str, KernelRecord | None] = {}  # None: the store has nothing
-        self._missing: set[str] = set()  # asked for by the router, not read yet
         self._lock = make_lock()
 
     def add(self, digest: str, record: KernelRecord | None) -> None:
         """Keep what the store gave for ``digest``; None where it had nothing."""
         self._records[digest] = record
-        self._missing.discard(digest)
 
     def was_read(self, digest: str) -> bool:
         return digest in self._records
@@ -89,10 +87,7 @@ class KernelShelf:
         key = (digest, device)
         if key in self._entries:
             return self._entries[key]
-        if digest not in self._records:
-            self._missing.add(digest)
-            return None
-        record = self._records[digest]
+        record = self._records.get(digest)
         if record is None or (device.type != "cpu" and capturing.is_capturing()):
             return None
         with self._lock:
@@ -104,9 +99,6 @@ class KernelShelf:
                     self._entries[key] = None
                     raise
             return self._entries[key]
-
-    def missing(self) -> list[str]:
-        return list(self._missing)
 
 
 def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int], place: Place) -> Choice:

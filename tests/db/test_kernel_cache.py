@@ -83,7 +83,7 @@ def test_the_least_recently_used_binaries_go_and_their_sources_stay(
     assert held == [True, False, True, False]
     assert kernel_bytes(store) == 200
     source = store.kernel_source(kernels[1].key.digest[:10])
-    assert source is not None and source.source == "source 1" and not source.has_binary
+    assert source is not None and source.source == "source 1" and source.size_bytes == 0
     store.put_kernel(kernels[1])
     assert store.get_kernel(kernels[1].key.digest) == kernels[1]
 

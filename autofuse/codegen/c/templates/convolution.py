@@ -39,7 +39,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.optable import CONVOLUTION
 from autofuse.ir.records import Config
-from autofuse.ir.shape import Dim, contiguous_strides, evaluate
+from autofuse.ir.shape import Dim, contiguous_strides
 
 DEEPEST = 224  # products of a sum before it is added to the result: a panel of them stays in the nearest cache
 MOST_TAPS = 512
@@ -117,12 +117,6 @@ def plan_convolution(form: NodeForm) -> Convolution:
         _pair("dilation", op.args[5]),
         tuple(weight.strides) != contiguous_strides(weight.shape.dims),
     )
-
-
-def convolution_flops(form: NodeForm, values: Sequence[int]) -> int:
-    """Additions and multiplications at these values of the node's symbols, taps outside of the images included."""
-    made, named = plan_convolution(form), dict(zip(form.symbols, values, strict=True))
-    return 2 * math.prod(evaluate(dim, named) for dim in made.result) * made.channels[0] * made.taps
 
 
 def _last(dims: Sequence[Dim]) -> tuple[Dim, ...]:
