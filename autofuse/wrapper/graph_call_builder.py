@@ -43,6 +43,7 @@ from autofuse.wrapper.graph_call_units import (
     short_name,
     target_name,
 )
+from autofuse.wrapper.liveness import deaths, deleted
 
 LEAST_CALLS = 2  # into torch: to go below its bookkeeping takes 0.8 us, which each gives back
 
@@ -357,10 +358,8 @@ class _Builder:
     def _body(self, units: list[Unit], output: fx.Node, start: int | None) -> tuple[list[str], list[str]]:
         """The lines of all units, without and with measuring; from unit ``start`` on, below torch's bookkeeping."""
         kept = set(output.all_input_nodes)
-        last: dict[fx.Node, int] = {}
-        for index, unit in enumerate(units):
-            last.update((n, index) for n in unit.inputs)
         live = {n for u in units for n in u.outputs} | {n for n in self.fx_nodes if n.op == "placeholder"}
+        dead = self._deaths(units, live - kept)
         self._find_reuse(units, kept)
         plain: list[str] = []
         timed: list[str] = []
@@ -372,11 +371,8 @@ class _Builder:
                 lines, timed_lines = self._branch(unit)
             else:
                 lines = timed_lines = [f"    {self._line(unit)}"]
-            dead = [n.name for n in dict.fromkeys(unit.inputs) if last[n] == index and n not in kept and n in live]
-            dead += [n.name for n in unit.outputs if n not in last and n not in kept]
-            clean = [f"    del {', '.join(dead)}"] if dead else []
-            plain += [*lines, *clean]
-            timed += [*self._measured(unit, timed_lines), *clean]
+            plain += [*lines, *dead[index]]
+            timed += [*self._measured(unit, timed_lines), *dead[index]]
         if start is not None:
             head = f"    with {BELOW}:"
             plain, timed = (
@@ -384,6 +380,12 @@ class _Builder:
             )
         back = f"    return {self._arg(output.args[0])}"
         return [*plain, back], [*timed, back]
+
+    @staticmethod
+    def _deaths(units: Sequence[Unit], mortal: set[fx.Node]) -> list[list[str]]:
+        """The lines that free what dies behind each unit, if anything does."""
+        dead = deaths([u.inputs for u in units], mortal.__contains__, [u.outputs for u in units])
+        return [deleted([n.name for n in nodes], "    ") for nodes in dead]
 
     # ---- memory --------------------------------------------------------------------------------------
 
@@ -415,17 +417,11 @@ class _Builder:
     def _branch(self, unit: Unit) -> tuple[list[str], list[str]]:
         """A group: its own callable, or what it is made of; without and with measuring."""
         kept = {*unit.outputs, *unit.inputs}
-        last: dict[fx.Node, int] = {}
-        for index, part in enumerate(unit.inner):
-            last.update((n, index) for n in part.inputs)
         made = {n for part in unit.inner for n in part.outputs}
         self._find_reuse(unit.inner, kept)
         plain, timed = [], []
-        for index, part in enumerate(unit.inner):
+        for part, clean in zip(unit.inner, self._deaths(unit.inner, made - kept), strict=True):
             lines = [f"    {self._line(part)}"]
-            dead = [n.name for n in dict.fromkeys(part.inputs) if last[n] == index and n in made and n not in kept]
-            dead += [n.name for n in part.outputs if n not in last and n not in kept]
-            clean = [f"    del {', '.join(dead)}"] if dead else []
             plain += [*lines, *clean]
             timed += [*self._measured(part, lines), *clean]
         head = [f"    if af_n{unit.slot} is None:"]

@@ -32,6 +32,7 @@ from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import evaluate
 from autofuse.wrapper.aten_call import render_call
+from autofuse.wrapper.liveness import deaths, deleted
 
 if TYPE_CHECKING:
     from autofuse.codegen.in_place import Pairs
@@ -112,7 +113,7 @@ def make_launcher(
         return entry.make_call(form, symbol_values, threads, allocate, failed, kept)
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
-    answer = _unless_odd(form, symbol_values, failed or _raise)
+    answer = _unless_odd(form, symbol_values, failed or raise_error)
     call = _launcher_factory(form, () if allocate else reuse)(
         *symbol_values, entry, address, allocate or empty_like_spec, answer
     )
@@ -139,7 +140,9 @@ def make_device_launcher(
     empty = allocate or torch_side.empty
     device = (loaded.device_index, torch_side.current_device, torch_side.on_device, torch_side.raw_stream)
     if not any(outputs):
-        return _device_factory(form, None)(*symbol_values, None, 0, *device, empty, torch_side.empty, failed or _raise)
+        return _device_factory(form, None)(
+            *symbol_values, None, 0, *device, empty, torch_side.empty, failed or raise_error
+        )
     record = make_record(loaded, values, len(form.inputs) + len(form.outputs))
     factory = _device_factory(form, record.scratch)
     launcher = launch or launch_of(record)
@@ -148,7 +151,7 @@ def make_device_launcher(
             raise ShapeError("expected the launcher in C for a node that draws random numbers, found none; install gcc")
         draw = draw_of(form, values, loaded.device_index)
         launcher = drawing_launch(record, launcher, draw, lambda: torch.cuda.default_generators[loaded.device_index])
-    call = factory(*symbol_values, launcher, record.address, *device, empty, torch_side.empty, failed or _raise)
+    call = factory(*symbol_values, launcher, record.address, *device, empty, torch_side.empty, failed or raise_error)
     vars(call)["record"] = record  # keeps the array alive as long as its address is in use
     if record.draws:
         return _outside_recordings(call, make_unfused(form, symbol_values, torch.device("cuda", loaded.device_index)))
@@ -194,7 +197,7 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 empty_like_spec: Allocate = empty_strided_cpu or _empty_strided
 
 
-def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
+def raise_error(error: Exception, *inputs: torch.Tensor) -> Any:
     raise error
 
 
@@ -275,16 +278,13 @@ def _unfused_factory(form: NodeForm) -> Callable[..., NodeCall]:
         f"def make({', '.join([*form.symbols, 'device'])}):",
         f"    def unfused({', '.join(i.name for i in form.inputs)}):",
     ]
-    last_use: dict[str, int] = {}
-    for index, op in enumerate(form.operations):
-        last_use.update((ref.name, index) for ref in op.inputs)
     leaving = {ref.name for ref in form.outputs}
-    for index, op in enumerate(form.operations):
+    reads = [[ref.name for ref in op.inputs] for op in form.operations]
+    first = [*dict.fromkeys(name for names in reads for name in names)]
+    dead = deaths(reads, lambda name: name.startswith("v") and name not in leaving)
+    for op, names in zip(form.operations, dead, strict=True):
         lines.append(f"        {op.name} = {render_operation(op, form, namespace)}")
-        # Intermediates die at their last use, as they do in eager.
-        dead = [n for n, at in last_use.items() if at == index and n.startswith("v") and n not in leaving]
-        if dead:
-            lines.append(f"        del {', '.join(dead)}")
+        lines += deleted(sorted(names, key=first.index), "        ")
     lines.append(f"        return {', '.join(value_name(ref, form) for ref in form.outputs)}")
     lines.append("    return unfused")
     return _compile(lines, namespace, "unfused")

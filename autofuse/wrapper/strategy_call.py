@@ -24,6 +24,7 @@ from autofuse.ir.shape import evaluate
 from autofuse.strategies.chains import is_contiguous
 from autofuse.strategies.extern_kernels import KEEPING, VENDORS, all_promised, as_promised
 from autofuse.strategies.strategy import Rows, Strategy, flat_ref
+from autofuse.wrapper.liveness import deaths, deleted
 from autofuse.wrapper.node_call import (
     Composed,
     Entry,
@@ -33,6 +34,7 @@ from autofuse.wrapper.node_call import (
     empty_like_spec,
     expected_outputs,
     make_launcher,
+    raise_error,
     render_arg,
     render_operation,
     value_name,
@@ -58,8 +60,10 @@ class LoadedStrategy(Composed):
         """The callable for one shape; ``failed(error, *inputs)`` answers in place of a call that raised."""
         values = dict(zip(form.symbols, symbol_values, strict=True))
         if self.strategy.rows is None:
-            return self._program(values, threads, allocate, failed or _raise, {} if kept is None else kept)
-        return self._in_blocks(self.strategy.rows, form, values, threads, allocate or empty_like_spec, failed or _raise)
+            return self._program(values, threads, allocate, failed or raise_error, {} if kept is None else kept)
+        return self._in_blocks(
+            self.strategy.rows, form, values, threads, allocate or empty_like_spec, failed or raise_error
+        )
 
     @functools.cached_property
     def keeps(self) -> bool:
@@ -132,7 +136,7 @@ class LoadedStrategy(Composed):
         starts = range(0, total, rows.count)
         ends = [min(start + rows.count, total) for start in starts]
         programs = {
-            count: self._program({**values, rows.symbol: count}, threads, place, _raise, {})
+            count: self._program({**values, rows.symbol: count}, threads, place, raise_error, {})
             for count in {end - start for start, end in zip(starts, ends, strict=True)}
         }
         blocks = [(slice(start, end), programs[end - start]) for start, end in zip(starts, ends, strict=True)]
@@ -174,10 +178,6 @@ class _Outputs(threading.local):
 
     def __init__(self) -> None:
         self.waiting: list[torch.Tensor] = []
-
-
-def _raise(error: Exception, *inputs: torch.Tensor) -> Any:
-    raise error
 
 
 def render(strategy: Strategy) -> tuple[str, dict[str, Any]]:
@@ -263,9 +263,5 @@ def _layout(spec: TensorSpec) -> str:
 
 
 def _with_deaths(body: list[str], uses: list[set[str]], leaving: set[str], inputs: set[str]) -> list[str]:
-    last = {name: index for index, names in enumerate(uses) for name in names}
-    lines = []
-    for index, line in enumerate(body):
-        dead = sorted(name for name, at in last.items() if at == index and name not in leaving and name not in inputs)
-        lines.append(f"{line}; del {', '.join(dead)}" if dead else line)
-    return lines
+    dead = deaths([sorted(names) for names in uses], lambda name: name not in leaving and name not in inputs)
+    return ["; ".join([line, *deleted(names, "")]) for line, names in zip(body, dead, strict=True)]
