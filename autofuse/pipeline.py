@@ -46,16 +46,16 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
     traced = being_traced()
     try:
         with untouched():  # a backward graph is compiled in a backward pass of the script's
-            draws, refusals = bool(split_dropout(module)), len(session.refusals)
+            draws, refusals = bool(split_dropout(module)), len(session.context.refusals)
             if draws:
                 session.draws.prepare_generator()
             planned = _plan(module, session, phase)
             router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
             described = session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
-            tell(Level.PLAN, lambda: plan_text(phase, planned.nodes, session.refusals[refusals:]))
+            tell(Level.PLAN, lambda: plan_text(phase, planned.nodes, session.context.refusals[refusals:]))
             tell(Level.GRAPHS, lambda: f"{phase} graph, as planned:\n{readable(module)}")
         if traced is not None:
-            traced.plans[phase] = Planned(router, described, tuple(session.refusals[refusals:]), draws)
+            traced.plans[phase] = Planned(router, described, tuple(session.context.refusals[refusals:]), draws)
         if phase == "backward":
             for half in planned.halves:
                 half.pair.is_ready = True
@@ -63,11 +63,11 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
     except Exception as error:
         if traced is not None:
             traced.spoil(f"a {phase} graph that was not planned")
-        session.report_fallback("graph_not_planned", f"a {phase} graph runs on eager's kernels", error)
+        session.context.report_fallback("graph_not_planned", f"a {phase} graph runs on eager's kernels", error)
         module.recompile()
         return boxed(module.forward)
     finally:
-        session.planning_seconds += perf_counter() - began
+        session.context.planning_seconds += perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ def _plan(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
 
 def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
     imported = import_graph(module)
-    session.refusals.extend(imported.refusals)
+    session.context.refusals.extend(imported.refusals)
     for device in dict.fromkeys(imported.devices.values()):
-        session.use_device(device)
+        session.kernels.use_device(device)
     graph = imported.for_fusion()
     halves = session.planner.plan_joint_attention(imported, phase)
     if halves:
         try:
             return _plan_nodes(imported, graph, halves, session, phase)
         except ShapeError as error:
-            session.refusals.append(Refusal("attention", False, f"{len(halves)} attentions", str(error)))
+            session.context.refusals.append(Refusal("attention", False, f"{len(halves)} attentions", str(error)))
     return _plan_nodes(imported, graph, [], session, phase)
 
 
@@ -111,13 +111,16 @@ def _plan_nodes(
     """Raises ShapeError where no program can be made."""
     nodes = session.planner.plan_nodes(graph, [half.names for half in halves])
     groups = session.planner.plan_groups(graph, nodes, halves)
-    is_backward, reuses = phase == "backward", not session.settings.run.check  # a check runs both on the same inputs
+    is_backward, reuses = (
+        phase == "backward",
+        not session.context.settings.run.check,
+    )  # a check runs both on the same inputs
     try:
         program = build_program(imported, nodes, groups, halves, is_backward, reuses)
     except ShapeError as error:  # draws or writes whose order no group may disturb
         if not groups:
             raise
-        session.refusals.append(Refusal("groups_in_a_circle", False, f"{len(groups)} groups", str(error)))
+        session.context.refusals.append(Refusal("groups_in_a_circle", False, f"{len(groups)} groups", str(error)))
         groups = []
         program = build_program(imported, nodes, groups, halves, is_backward, reuses)
     return _Planned(graph, [*nodes, *(group.node for group in groups)], halves, program)
@@ -139,8 +142,8 @@ def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor])
             module,
             example_inputs,
             lambda graph, phase, times: route_graph(graph, phase, session, times),
-            session.settings.capture.min_blocks,
-            session.keeper,
+            session.context.settings.capture.min_blocks,
+            session.context.keeper,
         )
 
 
@@ -154,24 +157,24 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> C
     except CAPTURE_ERRORS:  # Dynamo's own affair: it may trace once more
         raise
     except Exception as error:
-        session.report_fallback(
+        session.context.report_fallback(
             "capture_failed", "a graph of torch.compile stays eager: it could not be captured", error
         )
         return as_it_is(module)
 
 
 def _watched(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], session: Session) -> Callable[..., Any]:
-    session.store_thread.wait_ready(2.0)  # what earlier runs found out is known by then
+    session.context.store_thread.wait_ready(2.0)  # what earlier runs found out is known by then
     sizes = Sizes(example_inputs)
     watched = session.roots.user_graph(module, example_inputs, sizes)
     original = as_it_is(module)
     if watched.is_lost:
         return original
-    began, paused = perf_counter(), session.tuning.paused_seconds
+    began, paused = perf_counter(), session.context.paused_seconds
     captured = plain_call(root_backend(module, example_inputs))
-    seconds = perf_counter() - began - (session.tuning.paused_seconds - paused)
+    seconds = perf_counter() - began - (session.context.paused_seconds - paused)
     watched.capture_seconds += seconds
-    session.capture_seconds += seconds
+    session.context.capture_seconds += seconds
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     device = next((t.device for t in tensors if t.device.type == "cuda"), CPU)

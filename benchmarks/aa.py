@@ -132,7 +132,9 @@ def entry_of(session: Session, node: Node, values: tuple[int, ...], settings: Se
     if isinstance(built, CandidateProblem):
         raise built
     record = built.record
-    entry: Callable[..., Any] = session.catalogue.backends.cpu.load(record.key.digest, record.name, record.binary, CPU)
+    entry: Callable[..., Any] = session.kernels.catalogue.backends.cpu.load(
+        record.key.digest, record.name, record.binary, CPU
+    )
     return entry
 
 

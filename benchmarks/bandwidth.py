@@ -236,7 +236,7 @@ def measure(run: Bench, case: Case) -> dict[str, Any]:
     if kernel is None:
         kernel, config = best_kernel(run, node, values, decision)
     threads = torch.get_num_threads()
-    entry = run.session.catalogue.backends.cpu.load(kernel.key.digest, kernel.name, kernel.binary, CPU)
+    entry = run.session.kernels.catalogue.backends.cpu.load(kernel.key.digest, kernel.name, kernel.binary, CPU)
     inputs = make_inputs(node.form, values, 1)
     fused, unfused = make_launcher(node.form, entry, values, threads), make_unfused(node.form, values)
     found = {
@@ -257,7 +257,7 @@ def measure(run: Bench, case: Case) -> dict[str, Any]:
 def measure_eager(run: Bench, case: Case) -> dict[str, Any]:
     """A row that the planner leaves to eager's own kernel, which then is what a script runs."""
     inputs = [*case.inputs(case.rows[0]), *case.parameters()]
-    refusals = [f"{r.code}: {r.detail}" for r in run.session.refusals if not r.accepted][-1:]
+    refusals = [f"{r.code}: {r.detail}" for r in run.session.context.refusals if not r.accepted][-1:]
     decision = {
         "variant": "eager", "reason": "no_node", "detail": "".join(refusals), "configuration": {},
         "is_kernel_in_use": False,
@@ -336,7 +336,7 @@ def in_cache(run: Bench, node: Node, values: tuple[int, ...], config: Config, th
     small = tuple(max(1, v * SMALL_ELEMENTS // widest(node, values)) for v in values)
     recipe = run.backend.recipe(node.form, LOOP, make_config(knobs), {}, [], is_final=True)
     record = recipe.make()
-    entry = run.session.catalogue.backends.cpu.load(record.key.digest, record.name, record.binary, CPU)
+    entry = run.session.kernels.catalogue.backends.cpu.load(record.key.digest, record.name, record.binary, CPU)
     inputs = make_inputs(node.form, small, 1)
     call = make_launcher(node.form, entry, small, 1)
     outputs = call(*inputs)

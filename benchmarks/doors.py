@@ -107,11 +107,11 @@ def settle(session: Session, calls: Sequence[Call]) -> None:
     for call in calls:
         quiet, seconds = 0, 0.0
         for _ in range(3 * SETTLE_CALLS):
-            before, began = session.disturbances, time.perf_counter()
+            before, began = session.context.disturbances, time.perf_counter()
             call()
             seconds += time.perf_counter() - began
             quiet += 1
-            if session.disturbances != before:
+            if session.context.disturbances != before:
                 quiet, seconds = 0, 0.0
             if quiet >= SETTLE_CALLS or (quiet > 8 and seconds > SETTLE_SECONDS):
                 break
@@ -125,7 +125,7 @@ def states(session: Session) -> list[str]:
 def measure(session: Session, row: Row, contenders: Sequence[str], is_quick: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    session.routers.clear()  # or later rows would pay for looking through the graphs of earlier ones
+    session.context.routers.clear()  # or later rows would pay for looking through the graphs of earlier ones
     sets = {size: row.inputs(rows) for size, rows in SIZES.items()}
     found: dict[str, Any] = {"row": row.name, "commit": commit(), "cases": {}, "states": {}, "stall_seconds": {}}
     calls: dict[str, dict[str, Call]] = {}

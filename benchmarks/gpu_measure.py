@@ -171,7 +171,7 @@ def prepare(
     sets: Sequence[Sequence[torch.Tensor]],
     small: Sequence[torch.Tensor] | None,
 ) -> Prepared:
-    routers = len(run.session.routers)
+    routers = len(run.session.context.routers)
     # Forward alone is compiled; torch.autograd runs its backward, as in a training script.
     compiled = MODES[mode](case.function)
     whole = training(compiled) if case.trains else compiled
@@ -208,7 +208,7 @@ def _turns(sets: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[torch.Te
 
 
 def _fused(session: Session, first_router: int) -> str:
-    plans = [p for r in session.routers[first_router:] for p in r.all_plans() if p.count > WARM_CALLS]
+    plans = [p for r in session.context.routers[first_router:] for p in r.all_plans() if p.count > WARM_CALLS]
     return f"{sum(p.fused_nodes for p in plans)} of {sum(len(p.nodes) for p in plans)}"
 
 

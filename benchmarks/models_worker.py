@@ -101,19 +101,19 @@ def prepare(workload: Workload, session: Any) -> dict[str, Any]:
         return {"first_deck_seconds": first, "products_seconds": _products_seconds(workload)}
     calm = passes = 0
     while calm < CALM_DECKS or passes < 12:
-        before = session.disturbances
+        before = session.context.disturbances
         _run_deck(workload)
         passes += 1
-        calm = calm + 1 if session.disturbances == before else 0
+        calm = calm + 1 if session.context.disturbances == before else 0
         if time.perf_counter() - began > PREPARE_SECONDS:
             break
-    plans = [p for router in session.routers for p in router.all_plans() if p.count]
+    plans = [p for router in session.context.routers for p in router.all_plans() if p.count]
     roots = [root.record() for root in session.roots.groups.values()]
     return {
         "first_deck_seconds": first,
-        "capture_seconds": session.capture_seconds,
-        "tuning_seconds": session.tuning.paused_seconds,
-        "graphs": len(session.routers),
+        "capture_seconds": session.context.capture_seconds,
+        "tuning_seconds": session.context.paused_seconds,
+        "graphs": len(session.context.routers),
         "fused_nodes": sum(p.fused_nodes for p in plans),
         "nodes": sum(len(p.nodes) for p in plans),
         "roots": [f"{root.name}: {root.state}, {root.reason}" for root in roots],

@@ -75,7 +75,7 @@ def angles(length: int) -> Callable[[], Tensors]:
 def capture(session: Session, case: Case) -> Node:
     """The case's largest node, with sizes from real calls. Raises ValueError where the planner made none."""
     torch._dynamo.reset()
-    session.routers.clear()
+    session.context.routers.clear()
     trains = case.phase != "inference"
     compiled = torch.compile(case.function, backend="autofuse")
     found: dict[int, tuple[int, ...]] = {}
@@ -90,7 +90,7 @@ def capture(session: Session, case: Case) -> Node:
             result = compiled(*inputs, *parameters)
             if trains:
                 result.backward(torch.ones_like(result))
-        plans = [p for r in session.routers if r.phase == case.phase for p in r.all_plans()]
+        plans = [p for r in session.context.routers if r.phase == case.phase for p in r.all_plans()]
         nodes = [n for p in plans for n in p.nodes if not n.slot.is_group]
         if not nodes:
             raise ValueError(f"{case.name}: expected a node in the {case.phase} graph, found none")
@@ -156,17 +156,17 @@ class Tuner:
 
     def decide(self, node: Node, values: tuple[int, ...]) -> tuple[Decision, KernelRecord | None, Measured]:
         """What a script would run at these sizes, its kernel, and what was measured for it."""
-        place = self._session.tunable(CPU)
+        place = self._session.kernels.tunable(CPU)
         assert place is not None
         bucket = bucket_of(values)
         request = TuneRequest(
-            key=DecisionKey(node.fusion_id, bucket.label, place.key, place.threads, self._session.versions),
+            key=DecisionKey(node.fusion_id, bucket.label, place.key, place.threads, self._session.context.versions),
             node=node.form.to_json(),
             bucket=bucket,
             shapes=(ObservedShape(values, CALLS),),
             calls=CALLS,
             unfused_us=100.0,
-            estimated_speedup=self._session.notes.estimates.get(node.fusion_id, 1.0),
+            estimated_speedup=self._session.context.notes.estimates.get(node.fusion_id, 1.0),
         )
         with Store.open(self.settings.run.store) as store:
             store.add_requests([request])

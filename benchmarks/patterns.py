@@ -197,19 +197,19 @@ def first_calls(calls: Sequence[Call]) -> float:
 
 
 def prepare_autofuse(run: Benchmark, row: Row, module: nn.Module, calls: list[Call], inputs: Tensors) -> Prepared:
-    known = len(run.session.routers)
-    paused = run.session.tuning.paused_seconds
-    captured = run.session.capture_seconds
+    known = len(run.session.context.routers)
+    paused = run.session.context.paused_seconds
+    captured = run.session.context.capture_seconds
     root = run.session.roots.root_of(module)
     settle(run, calls)
-    routers = run.session.routers[known:]
+    routers = run.session.context.routers[known:]
     # Past the hook of modules, which leaves calls under a foreign dispatch mode alone.
     counted = whole(row, lambda *inputs: root.call(module, inputs, {}), inputs, tuple(module.parameters()))
     count = count_call(counted, routers)
     settle(run, calls)  # the count was a capture of its own, after which gains are confirmed anew
     plans = [p for r in routers for p in r.all_plans() if p.count]
     fused = f"{sum(p.fused_nodes for p in plans)} of {sum(len(p.nodes) for p in plans)} nodes fused"
-    stall = run.session.tuning.paused_seconds - paused + run.session.capture_seconds - captured
+    stall = run.session.context.paused_seconds - paused + run.session.context.capture_seconds - captured
     state = f"captured, {fused}" if root.state == "captured" else f"{root.state}: {root.reason}"
     return Prepared(calls, stall, count, state)
 
@@ -218,12 +218,12 @@ def settle(run: Benchmark, calls: Sequence[Call]) -> None:
     """Call until nothing changes any more."""
     quiet, seconds = 0, 0.0  # calls, and the time that they took, since plans last changed
     for number in range(SETTLE_CALLS):
-        before, began = run.session.disturbances, time.perf_counter()
+        before, began = run.session.context.disturbances, time.perf_counter()
         calls[number % len(calls)]()
         seconds += time.perf_counter() - began
         if number < 8:
             time.sleep(0.005)  # decisions are read by a thread of the session
-        if run.session.disturbances == before:
+        if run.session.context.disturbances == before:
             quiet += 1
         else:
             quiet, seconds = 0, 0.0
@@ -398,12 +398,12 @@ def prepare_adamw(
             optimizer.step()
 
         step = torch.compile(whole_step, **COMPILED[contender])
-    paused = run.session.tuning.paused_seconds
+    paused = run.session.context.paused_seconds
     if contender == "autofuse":
         for _ in range(8):
             step()
             time.sleep(0.05)
-        return Prepared([step], run.session.tuning.paused_seconds - paused, count_call(step))
+        return Prepared([step], run.session.context.paused_seconds - paused, count_call(step))
     step = outside_of_the_session(step)
     if contender.startswith("compile"):
         with inductor_counters() as count:
@@ -551,7 +551,7 @@ def main() -> int:
         for name in names:
             for shape in options.shapes.split(","):
                 torch._dynamo.reset()
-                session.routers.clear()  # or later rows would pay for looking through the graphs of earlier ones
+                session.context.routers.clear()  # or later rows would pay for looking through graphs of earlier ones
                 gc.collect()
                 row = next((r for r in ROWS if r.name == name), None)
                 found = measure_adamw(run, shape) if row is None else measure(run, row, shape)

@@ -216,15 +216,15 @@ def prepare(
 
 
 def prepare_autofuse(session: Session, module: nn.Module, past: Call | None, call: Call, past_calls: int) -> Prepared:
-    known = len(session.routers)
+    known = len(session.context.routers)
     root = session.roots.root_of(module)
     if past is not None:
         settle(session, past, past_calls)
     was = root.state if root.state == "captured" else f"{root.state}: {root.reason}"
-    paused, captured = session.tuning.paused_seconds, session.roots.lost_seconds()
+    paused, captured = session.context.paused_seconds, session.roots.lost_seconds()
     settle(session, call, 0)
-    stall = session.tuning.paused_seconds - paused + session.roots.lost_seconds() - captured
-    routers = session.routers[known:]
+    stall = session.context.paused_seconds - paused + session.roots.lost_seconds() - captured
+    routers = session.context.routers[known:]
     # The plan that serves the timed shape is the one that runs now.
     plans = [p for r in routers for p in r.all_plans()]
     counts = [p.count for p in plans]
@@ -239,12 +239,12 @@ def settle(session: Session, call: Call, least: int) -> None:
     """Until nothing has changed for a while; ``least`` calls at least."""
     quiet, seconds = 0, 0.0  # calls, and the time that they took, since plans last changed
     for number in range(max(SETTLE_CALLS, least)):
-        before, began = session.disturbances, time.perf_counter()
+        before, began = session.context.disturbances, time.perf_counter()
         call()
         seconds += time.perf_counter() - began
         if number < 8:
             time.sleep(0.005)  # decisions are read by a thread of the session
-        if session.disturbances == before:
+        if session.context.disturbances == before:
             quiet += 1
         else:
             quiet, seconds = 0, 0.0

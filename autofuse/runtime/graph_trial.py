@@ -18,12 +18,12 @@ from autofuse.observer.capture_policy import Held, HeldOutCalls, is_unsure
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, magnitude
 from autofuse.observer.signatures import count_elements, without_sizes
+from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_steps import OpenStep, Shape, Sizes
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
     from autofuse.runtime.peak_memory import RootPeaks
-    from autofuse.runtime.root_registry import RootRegistry
 
 PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at least
 # With more signatures than that each is seldom: all calls are timed.
@@ -49,9 +49,12 @@ class Costs(NamedTuple):
 class GraphTrial:
     """Of one root or graph."""
 
-    def __init__(self, roots: RootRegistry, key: str, costs: Costs, peaks: RootPeaks | None, on_loss: OnLoss) -> None:
-        self.roots = roots
-        self.session = roots.session
+    def __init__(
+        self, services: RootServices, key: str, costs: Costs, peaks: RootPeaks | None, on_loss: OnLoss
+    ) -> None:
+        self._context = services.context
+        self._tuning = services.tuning
+        self._timer = services.timer
         self.key = key
         self.is_on = False  # the captured graph is in use, and its steps are compared
         self.on_gpu = False
@@ -61,7 +64,7 @@ class GraphTrial:
         self.shapes: dict[Any, Shape] = {}  # by signature
         self.verdicts = ReleasePolicy()
         self.gain = 0.0  # of the present kernels, see `ReleasePolicy.gain`; 0 while it is not known
-        self.late = LateTimes(roots.timer)  # what the device has not told yet
+        self.late = LateTimes(services.timer)  # what the device has not told yet
         self._costs = costs
         self._peaks = peaks
         self._on_loss = on_loss
@@ -75,7 +78,7 @@ class GraphTrial:
         self._call_us: float | None = None  # of the open step, where it has no backward pass
 
     def _new_held_out(self) -> HeldOutCalls:
-        return HeldOutCalls(self.session.settings.capture.held_out_share, PAIRS_BEFORE_RELEASE)
+        return HeldOutCalls(self._context.settings.capture.held_out_share, PAIRS_BEFORE_RELEASE)
 
     def restart(self) -> None:
         """Hold out calls as if nothing had been captured before."""
@@ -99,7 +102,7 @@ class GraphTrial:
 
     def choose(self, shape: Shape, number: int) -> Held:
         """What the next call, the ``number``-th, is for."""
-        session = self.session
+        context = self._context
         near = shape.sizes.near(shape.elements)
         has_pair = len(near) >= PAIRED
         shape.is_short = has_pair and near[0] < SHORT_CALL_US
@@ -107,13 +110,13 @@ class GraphTrial:
         if self._resting and self._rests_on(size):
             self._is_watched = False
             return Held.RESTING
-        held = self._held_out.next(session.disturbances, shape.is_new, has_pair, shape.is_short, size)
+        held = self._held_out.next(context.disturbances, shape.is_new, has_pair, shape.is_short, size)
         self._is_watched = False
         if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):
             watch = self._peaks.begin(shape.sizes.text, shape.elements, number)
             self._is_watched, held = watch is not None, Held.COLD if watch else Held.NO
-        if shape.fused_at != session.disturbances:
-            session.mark_plans(self)
+        if shape.fused_at != context.disturbances:
+            context.mark_plans(self)
             self._is_marked = True
         return held
 
@@ -122,7 +125,7 @@ class GraphTrial:
         if not left:
             return False
         left -= 1
-        if left % ASKED_EVERY == 0 and not self.session.tuning.expects_more():
+        if left % ASKED_EVERY == 0 and not self._tuning.expects_more():
             left = 0
         self._resting[size] = left
         if not left:
@@ -138,16 +141,16 @@ class GraphTrial:
 
     def _is_settled(self, shape: Shape) -> bool:
         """Whether the kernels of a shape are those that stay."""
-        return shape.fused_at == self.session.disturbances and not self.session.tuning.expects_more()
+        return shape.fused_at == self._context.disturbances and not self._tuning.expects_more()
 
     def begin(self, shape: Shape | None, held: Held, number: int, now: float, stretch: Stretch | None = None) -> None:
         """The call that was chosen begins, and with it a step; ``shape``: None where nothing is compared."""
         is_watched, self._is_watched = self._is_watched, False
         if held is Held.RESTING:
             shape, held = None, Held.NO
-        self.opened = OpenStep(now, shape, held, number, self.session.disturbances, stretch, is_watched)
+        self.opened = OpenStep(now, shape, held, number, self._context.disturbances, stretch, is_watched)
         if shape is not None and held is not Held.NO:
-            self.roots.held_out_calls += 1
+            self._context.held_out_calls += 1
 
     def call_took(self, seconds: float) -> None:
         """The call that has begun is all of its step that is to be compared."""
@@ -158,7 +161,7 @@ class GraphTrial:
         shapes = self.shapes
         if self._resting or self._is_watched or self.on_gpu or not shape.is_short or len(shapes) > MAX_BRIEF:
             return 0
-        if shape.fused_at != self.session.disturbances:
+        if shape.fused_at != self._context.disturbances:
             return 0
         if self._peaks is not None and self._peaks.is_half_known(shape.sizes.text, shape.elements):
             return 0
@@ -179,7 +182,7 @@ class GraphTrial:
         """Calls that were not timed are over."""
         us = (now - began) * 1e6
         self.total_us += us
-        self.roots.step_us_total += us
+        self._context.step_us_total += us
 
     # ---- steps -----------------------------------------------------------------------------------------
 
@@ -195,16 +198,16 @@ class GraphTrial:
         self.opened = None
         step_us = (now - began) * 1e6
         self.total_us += step_us
-        fused = self.session.fused_since_mark(self) if self._is_marked else 0
+        fused = self._context.fused_since_mark(self) if self._is_marked else 0
         self._is_marked = False
         if is_watched and self._peaks is not None and shape is not None:
-            is_changed = disturbances != self.session.disturbances or not self.is_on
+            is_changed = disturbances != self._context.disturbances or not self.is_on
             self._peaks.end(shape.sizes.text, shape.elements, held is not Held.NO, self.on_gpu, is_changed)
         if shape is None or not self.is_on:  # an eager root costs the script no more than needed
-            self.roots.timer.end(stretch)
+            self._timer.end(stretch)
             return
-        session = self.session
-        is_disturbed = disturbances != session.disturbances
+        context = self._context
+        is_disturbed = disturbances != context.disturbances
         if shape.fused_at != disturbances and held is Held.NO:
             if fused != shape.fused:
                 if shape.is_counted:  # what was measured before is no longer so
@@ -217,14 +220,14 @@ class GraphTrial:
         if not self.on_gpu:
             self._add_step(opened, 0.0 if is_left_out else step_us)
             return
-        stretch = self.roots.timer.end(stretch)
+        stretch = self._timer.end(stretch)
         if is_left_out:
             self.late.add(None, lambda _: self._add_step(opened, 0.0))  # after those before it
         else:
             self.late.add(stretch, partial(self._add_late_step, opened))
 
     def _add_late_step(self, opened: OpenStep, nanoseconds: int | None) -> None:
-        self.roots.untimed_steps += nanoseconds is None
+        self._context.untimed_steps += nanoseconds is None
         self._call_us = None  # what the host took
         self._add_step(opened, (nanoseconds or 0) / 1e3)
 
@@ -233,12 +236,12 @@ class GraphTrial:
         _, shape, held, number, _, _, _ = opened
         assert shape is not None
         held_out = held is not Held.NO
-        if self.session.store_thread.usable:  # else nobody takes them
-            self.session.steps.append(
+        if self._context.store_thread.usable:  # else nobody takes them
+            self._context.steps.append(
                 (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
             )
         if step_us and self.is_on:
-            self.roots.step_us_total += step_us
+            self._context.step_us_total += step_us
             self._compare(shape, held_out, step_us if self._call_us is None else self._call_us)
         self._call_us = None
 
@@ -260,8 +263,8 @@ class GraphTrial:
             return
         is_short = us < SHORT_CALL_US
         self.gain = self.verdicts.gain or self.gain
-        loss = self.verdicts.find_loss(shape.elements, is_short, self.session.settings.capture.release_factor)
-        if loss is not None and self.session.tuning.expects_more():
+        loss = self.verdicts.find_loss(shape.elements, is_short, self._context.settings.capture.release_factor)
+        if loss is not None and self._tuning.expects_more():
             self._rest(loss)
         elif loss is not None:
             self.verdicts.lose(loss)

@@ -21,10 +21,11 @@ from autofuse.ir.records import NodeUse, TuneRequest
 from autofuse.observer.script_modes import modes_are_active
 from autofuse.optim.algorithms import ALGORITHMS
 from autofuse.preserve_rng import untouched
+from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
     from autofuse.runtime.optim_router import OptimizerRouter
-    from autofuse.runtime.session import Session
 
 IMPORT_SECONDS = 0.7  # what the router's modules take to import
 # So many times as long torch's own steps have taken by then: a fifth of a script's, which so loses a twentieth at most.
@@ -34,8 +35,13 @@ RENT = 4.0
 class OptimizerHook:
     """All optimizer steps of a process."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self, context: RunContext, kernels: DeviceKernels, wait_for: Callable[[list[TuneRequest]], None]
+    ) -> None:
+        """``wait_for(requests)`` pauses the script until these are tuned."""
+        self._context = context
+        self._kernels = kernels
+        self._wait_for = wait_for
         self._originals: dict[str, Callable[..., None]] = {}
         self._spent = 0.0  # seconds in torch's own steps, while there is no router
         self._failed = False
@@ -92,10 +98,10 @@ class OptimizerHook:
 
     def _pays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it is time for the router; on a GPU at once, for there the host's time says nothing of a step's."""
-        session = self._session
-        if self._failed or not session.store_thread.usable:  # a forked child could read no decision
+        context = self._context
+        if self._failed or not context.store_thread.usable:  # a forked child could read no decision
             return False
-        if session.is_loaded or session.mode == "wait" or self._spent >= RENT * IMPORT_SECONDS:
+        if self._kernels.is_loaded or context.mode == "wait" or self._spent >= RENT * IMPORT_SECONDS:
             return True
         params = args[0] if args else kwargs.get("params")
         return isinstance(params, list) and bool(params) and getattr(params[0], "is_cuda", False)
@@ -106,10 +112,10 @@ class OptimizerHook:
             with untouched():
                 from autofuse.runtime.optim_router import OptimizerRouter
 
-                assert self._session.catalogue is not None  # brings it
-                self.router = OptimizerRouter(self._session)
-            self._session.capture_seconds += perf_counter() - began
+                assert self._kernels.catalogue is not None  # brings it
+                self.router = OptimizerRouter(self._context, self._kernels, self._wait_for)
+            self._context.capture_seconds += perf_counter() - began
         except Exception as error:
             self._failed = True
-            self._session.report_fallback("optimizer_unknown", "optimizers' steps stay torch's own", error)
+            self._context.report_fallback("optimizer_unknown", "optimizers' steps stay torch's own", error)
         return self.router

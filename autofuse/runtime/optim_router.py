@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,9 +22,8 @@ from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, Event, Nod
 from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.form import DTYPES, StepForm, flags_of
 from autofuse.optim.tensors import NOT_MADE, written
-
-if TYPE_CHECKING:
-    from autofuse.runtime.session import Session
+from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.run_context import RunContext
 
 STATIC = Bucket(())
 DEVICES = ("cpu", "cuda")
@@ -54,8 +53,13 @@ class Group:
 class OptimizerRouter:
     """All optimizer steps of a process."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self, context: RunContext, kernels: DeviceKernels, wait_for: Callable[[list[TuneRequest]], None]
+    ) -> None:
+        """``wait_for(requests)`` pauses the script until these are tuned."""
+        self._context = context
+        self._kernels = kernels
+        self._wait_for = wait_for
         self._groups: dict[tuple[Any, ...], Group] = {}
         self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused ones, of groups that are not kept
 
@@ -64,7 +68,7 @@ class OptimizerRouter:
         try:
             group = self._group(algorithm, arguments)
         except Exception as error:
-            self._session.report_fallback("optimizer_unknown", "an optimizer's step stays torch's own", error)
+            self._context.report_fallback("optimizer_unknown", "an optimizer's step stays torch's own", error)
             return False
         return group is not None and self._step(group, original, arguments)
 
@@ -92,7 +96,7 @@ class OptimizerRouter:
             counters = "device" if any(t.device.type != "cpu" for t in steps) else "host"
             sizes = tuple(p.numel() for p in params)
             form = StepForm(algorithm, flags, dtype, sizes, asked, device.type, counters)
-            self._session.use_device(device)
+            self._kernels.use_device(device)
             known = next((g for g in self._groups.values() if g.form == form and g.device == device), None)
             if len(self._groups) >= MOST_GROUPS:
                 self._let_oldest_go()
@@ -121,7 +125,7 @@ class OptimizerRouter:
             call = group.call
             if call is None:
                 return False
-            problem = call.pack(arguments, self._session.threads)
+            problem = call.pack(arguments, self._kernels.threads)
             if problem is not None:
                 if problem != NOT_MADE:
                     self._leave(group, problem)
@@ -130,7 +134,7 @@ class OptimizerRouter:
                 call.run()  # what it raises, it raises before it has written anything
         except Exception as error:
             group.is_broken = True
-            self._session.report_fallback("optimizer_failed", f"{group.form.label} stays torch's own", error)
+            self._context.report_fallback("optimizer_failed", f"{group.form.label} stays torch's own", error)
             return False
         if isinstance(call, ExternCall):
             call.run()  # what torch's own function raises, and what it has written by then, is torch's as ever
@@ -143,22 +147,22 @@ class OptimizerRouter:
         """To torch, for good: no trouble, such a step is torch's to begin with."""
         group.is_broken = True
         event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
-        self._session.store_thread.post_event(event)
+        self._context.store_thread.post_event(event)
 
     def _look_up(self, group: Group, original: Callable[..., None]) -> None:
-        session, form = self._session, group.form
-        place = session.catalogue.backends.place(group.device)
+        catalogue, form = self._kernels.catalogue, group.form
+        place = catalogue.backends.place(group.device)
         if place is None:
             return
-        decision = session.catalogue.table.find(form.fusion_id, (), place)
+        decision = catalogue.table.find(form.fusion_id, (), place)
         if decision is None:
             self._wait(group)
-            decision = session.catalogue.table.find(form.fusion_id, (), place)
+            decision = catalogue.table.find(form.fusion_id, (), place)
         if decision is None:
             return
         variant = decision.candidate.variant
         if decision.compile_key is not None:
-            entry = session.catalogue.shelf.entry(decision.compile_key, group.device)
+            entry = catalogue.shelf.entry(decision.compile_key, group.device)
             if entry is None:
                 return  # not read yet
             group.call = make_call(form, entry, group.device)
@@ -167,27 +171,26 @@ class OptimizerRouter:
         group.decision = decision
 
     def _wait(self, group: Group) -> None:
-        session = self._session
-        if session.mode == "wait" and not group.is_settled and group.steps > STEPS_BEFORE_TUNING["wait"]:
+        if self._context.mode == "wait" and not group.is_settled and group.steps > STEPS_BEFORE_TUNING["wait"]:
             group.is_settled = True
-            session.tuning.wait_for(self.requests())
+            self._wait_for(self.requests())
 
     # ---- what is asked and told --------------------------------------------------------------------------
 
     def requests(self) -> list[TuneRequest]:
         """Steps that nobody has decided on and nobody has asked about, as far as they are hot."""
-        session = self._session
+        context, kernels = self._context, self._kernels
         found: dict[str, TuneRequest] = {}
         for group in list(self._groups.values()):
-            place = session.tunable(group.device)
-            hot = group.steps >= STEPS_BEFORE_TUNING.get(session.mode, 1)
+            place = kernels.tunable(group.device)
+            hot = group.steps >= STEPS_BEFORE_TUNING.get(context.mode, 1)
             if place is None or group.is_broken or group.is_posted or not hot:
                 continue
-            if session.catalogue.table.find(group.form.fusion_id, (), place) is not None:
+            if kernels.catalogue.table.find(group.form.fusion_id, (), place) is not None:
                 continue
             group.is_posted = True
             form = group.form
-            key = DecisionKey(form.fusion_id, STATIC.label, place.key, place.threads, session.versions)
+            key = DecisionKey(form.fusion_id, STATIC.label, place.key, place.threads, context.versions)
             found[key.digest] = TuneRequest(
                 key=key,
                 node=form.node(),
@@ -196,7 +199,7 @@ class OptimizerRouter:
                 calls=group.steps,
                 unfused_us=20.0 * len(form.sizes),
                 estimated_speedup=2.0,
-                run_id=session.store_thread.run_id,
+                run_id=context.store_thread.run_id,
             )
         return list(found.values())
 

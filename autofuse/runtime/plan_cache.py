@@ -19,13 +19,17 @@ import torch
 from autofuse.capture.traced import version
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.records import Refusal
+from autofuse.runtime.choice import RouterHost
+from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.graph_metrics_log import Described
+from autofuse.runtime.plans import Timer
 from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.run_context import RunContext
 from autofuse.wrapper.aten_call import overload
 from autofuse.wrapper.graph_call import NodeSlot, link
 
 if TYPE_CHECKING:
-    from autofuse.runtime.session import Session
+    from autofuse.runtime.rng_kernels import RngKernels
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,24 @@ _MOST_NUMBERS = 4096
 class PlanCache:
     """As `capture.trace_cache` asks for it."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self,
+        context: RunContext,
+        kernels: DeviceKernels,
+        host: RouterHost,
+        make_timer: Callable[[torch.device], Timer],
+        draws: Callable[[], RngKernels],
+    ) -> None:
+        """``host``, ``make_timer``: of graphs that are routed; ``draws()`` brings what may draw random numbers."""
+        self._context = context
+        self._kernels = kernels
+        self._host = host
+        self._make_timer = make_timer
+        self._draws = draws
 
     def switches(self) -> dict[str, str]:
         """All that a plan depends on beside its graph, by name."""
-        settings = self._session.settings
+        settings = self._context.settings
         path = settings.fusion.patterns
         found = {
             "autofuse": version(),
@@ -72,7 +88,7 @@ class PlanCache:
                 registered_patterns(),
             ),
             "precision of products": torch.get_float32_matmul_precision(),
-            "a C compiler": self._session.catalogue.toolchain is not None,
+            "a C compiler": self._kernels.catalogue.toolchain is not None,
         }
         return {name: str(value) for name, value in found.items()}
 
@@ -103,16 +119,16 @@ class PlanCache:
         written: dict[str, _Written] = pickle.loads(data)
 
         def route(phase: str) -> GraphRouter:
-            session, found = self._session, written[phase]
+            context, found = self._context, written[phase]
             program = link(**found.program)
             for device in dict.fromkeys(slot.device for slot in program.slots):
-                session.use_device(device)
+                self._kernels.use_device(device)
             if found.draws:
-                session.draws.prepare_generator()
-            session.refusals.extend(found.refusals)
-            router = GraphRouter(program, session, phase, perf_counter, session.make_timer, found.times)
-            session.add_router(router)
-            session.notes.add(router, found.described)
+                self._draws().prepare_generator()
+            context.refusals.extend(found.refusals)
+            router = GraphRouter(program, self._host, phase, perf_counter, self._make_timer, found.times)
+            context.add_router(router)
+            context.notes.add(router, found.described)
             if phase == "backward":
                 for slot in _halves(written.get("forward")):
                     assert slot.half is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,22 +25,20 @@ from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Refusal
 from autofuse.runtime.graph_metrics_log import Described, measure_graph
 from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.run_context import RunContext
 from autofuse.strategies.find_joint_attention import attention_passes_of, find_joint_attention
 from autofuse.strategies.groups import Group, find_groups
 from autofuse.strategies.joint_attention import AttentionPass
-
-if TYPE_CHECKING:
-    from autofuse.runtime.session import Session
 
 
 class Planner:
     """All planning of one session."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._settings = session.settings
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._settings = context.settings
         self._lowered: dict[str, tuple[str, str] | None] = {}
-        config = FusionConfig.from_mapping(session.settings.as_dict()["fusion"])
+        config = FusionConfig.from_mapping(self._settings.as_dict()["fusion"])
         self.engine = FusionEngine(
             config, lowerable=self._lowerable, shared_patterns=registered_patterns(), groups_follow=True
         )
@@ -56,7 +53,7 @@ class Planner:
             for pattern in read_patterns(path):
                 self.engine.register_pattern(pattern)
         except AutofuseError as error:
-            self._session.say_once("patterns_unusable", str(error))
+            self._context.say_once("patterns_unusable", str(error))
 
     def plan_nodes(self, graph: FusionGraph, apart: Sequence[Collection[str]] = ()) -> list[FusionNode]:
         """Nodes of a graph; those of ``apart`` hold nothing else."""
@@ -109,7 +106,7 @@ class Planner:
         self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode], halves: Sequence[AttentionPass] = ()
     ) -> Described:
         """A graph is planned and routed from now on."""
-        notes = self._session.notes
+        notes = self._context.notes
         estimates, sources = {}, {}
         for node in [*nodes, *(half.pair.node for half in halves)]:
             fusion_id = node.fusion_id
@@ -119,12 +116,12 @@ class Planner:
             estimates[fusion_id], sources[fusion_id] = notes.estimates[fusion_id], notes.sources[fusion_id]
         metrics = measure_graph(router, graph, nodes, [half.names for half in halves])
         described = Described(estimates, sources, metrics)
-        self._session.add_router(router)
+        self._context.add_router(router)
         notes.add(router, described)
         return described
 
     def _refuse(self, refusals: Sequence[Refusal]) -> None:
-        self._session.refusals.extend(refusals)
+        self._context.refusals.extend(refusals)
 
     def _lowerable(self, form: NodeForm) -> tuple[str, str] | None:
         text = form.text()

@@ -6,8 +6,6 @@ may be drawn inside of kernels. Guarantee: whatever differs from eager's numbers
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -15,30 +13,30 @@ from autofuse.capture.random_ops import use_generator
 from autofuse.codegen.c.bernoulli import make_bernoulli
 from autofuse.gpu import philox
 from autofuse.ir.records import Event
-
-if TYPE_CHECKING:
-    from autofuse.runtime.session import Session
+from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.run_context import RunContext
 
 
 class RngKernels:
     """Of one session."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, context: RunContext, kernels: DeviceKernels) -> None:
+        self._context = context
+        self._kernels = kernels
         self._generator_ready = False
         self._draws: dict[tuple[torch.device, torch.dtype], bool] = {}
 
     def prepare_generator(self) -> None:
         """Dropout's masks from our generator, once it has proved itself bit-equal to aten's."""
-        toolchain = self._session.catalogue.toolchain
+        toolchain = self._kernels.catalogue.toolchain
         if self._generator_ready or toolchain is None:
             return
         self._generator_ready = True
         try:
             with _disable_current_modes():  # capture runs under a fake-tensor mode; the proof needs real tensors
-                use_generator(make_bernoulli(toolchain, self._session.notes_folder))
+                use_generator(make_bernoulli(toolchain, self._context.notes_folder))
         except Exception as error:
-            self._session.report_fallback("generator_unusable", "dropout masks come from aten", error)
+            self._context.report_fallback("generator_unusable", "dropout masks come from aten", error)
 
     def draws_as_eager(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether kernels may draw a dropout's mask on a device: only where eager's numbers are known bit by bit."""
@@ -49,8 +47,8 @@ class RngKernels:
                 with _disable_current_modes():  # the proof needs real tensors
                     self._draws[key] = philox.draws_as_expected(device, dtype)
             except Exception as error:
-                self._session.report_fallback("random_unknown", f"dropout on {device} stays eager's own kernel", error)
+                self._context.report_fallback("random_unknown", f"dropout on {device} stays eager's own kernel", error)
             if not self._draws[key]:
                 message = f"eager draws other numbers than expected on {device} in {dtype}"
-                self._session.store_thread.post_event(Event("random_differs", message))
+                self._context.store_thread.post_event(Event("random_differs", message))
         return self._draws[key]

@@ -33,6 +33,7 @@ from autofuse.runtime.graph_trial import Costs, GraphTrial
 from autofuse.runtime.patched_classes import Classes, must_be_eager, replaced_operator
 from autofuse.runtime.root_bypass import Bypass
 from autofuse.runtime.root_policy import BY_SIZE, RootPolicy
+from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_steps import Brief, Shape
 from autofuse.runtime.root_unwatched import CountedCalls
 from autofuse.runtime.step_clock import Account
@@ -41,7 +42,7 @@ from autofuse.startup import gc_pause
 if TYPE_CHECKING:
     from autofuse.capture.dynamo import CapturedRoot
     from autofuse.capture.guarded_call import DirectCall, DirectCalls
-    from autofuse.runtime.root_registry import RootRegistry
+    from autofuse.runtime.peak_memory import RootPeaks
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +56,17 @@ MAX_FORGOTTEN = 8  # times that code is replaced and traced anew; a script that 
 class Root:
     """All modules of one class and one set of parameter shapes."""
 
-    def __init__(self, roots: RootRegistry, key: str, name: str) -> None:
-        self.roots = roots
-        self.session = roots.session
+    def __init__(self, services: RootServices, key: str, name: str, peaks: RootPeaks | None) -> None:
+        self._services = services
+        self._context = services.context
         self.key = key
         self.name = name
-        self.trial = GraphTrial(roots, key, COSTS, roots.peaks(key, name), self._lose)
+        self.trial = GraphTrial(services, key, COSTS, peaks, self._lose)
         self._seen = 0  # calls, but those that are only counted
-        self.account = account = Account(self.session, roots.backwards)
-        self.policy = RootPolicy(roots, key, account, self.trial.verdicts)
-        self._bypass = Bypass(roots.tracker, self.trial)
-        self._unwatched = CountedCalls(roots, key, self.policy, account, self.trial)
+        self.account = account = Account(services.context, services.backwards)
+        self.policy = RootPolicy(services, key, account, self.trial.verdicts)
+        self._bypass = Bypass(services.tracker, self.trial)
+        self._unwatched = CountedCalls(services, key, self.policy, account, self.trial)
         self.state = "observing"
         self.reason, self.detail = "not_yet", ""
         self.kept_graphs = 0
@@ -107,14 +108,14 @@ class Root:
 
     def call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._unwatched.takes():
-            return self.roots.tracker.call_original(module, args, kwargs)
+            return self._services.tracker.call_original(module, args, kwargs)
         try:
             return self._call(module, args, kwargs)
         except Exception as error:
             if ran_forward(error):
                 raise
             self._give_up(module, error)
-        return self.roots.tracker.call_original(module, args, kwargs)
+        return self._services.tracker.call_original(module, args, kwargs)
 
     def _give_up(self, module: Target, error: BaseException) -> None:
         """Bookkeeping of ours has failed: the module is let go."""
@@ -122,12 +123,12 @@ class Root:
             self.state, self.reason = "eager", "bookkeeping_failed"
             self.detail = f"{type(error).__name__}: {error}"[:300]
             self._brief = None
-            if self.roots.tracker.is_installed:
-                self.roots.tracker.release(module).is_final = True
-            self.session.report_fallback(
+            if self._services.tracker.is_installed:
+                self._services.tracker.release(module).is_final = True
+            self._context.report_fallback(
                 "bookkeeping_failed", f"{self.name} stays eager: autofuse failed to watch it", error
             )
-            self.roots.observer.decide(self.key)
+            self._services.observer.decide(self.key)
 
     def _forget(self, detail: str) -> None:
         """What was traced is not what it was: it is traced anew once that pays, as a new shape is."""
@@ -150,13 +151,13 @@ class Root:
         self._brief, self._classes = None, Classes()
         for shape in list(shapes.values()):
             shape.forget()
-        self.session.disturbances += 1
+        self._context.disturbances += 1
         return True
 
     def _release(self, detail: str) -> None:
         """Its modules run in eager from now on."""
         self.state, self.reason, self.detail = "eager", "code_replaced", detail
-        self.session.say_once("code_replaced", f"{self.name} goes on in eager: {detail}")
+        self._context.say_once("code_replaced", f"{self.name} goes on in eager: {detail}")
 
     def _call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         brief = self._brief
@@ -166,7 +167,7 @@ class Root:
             if direct is not None:
                 self._seen += 1
                 return direct.run(module, *args, **kwargs)
-        now, spent = time.perf_counter(), self.roots.observer.cost_seconds
+        now, spent = time.perf_counter(), self._services.observer.cost_seconds
         if brief is not None:
             self.trial.end_untimed(brief.began, now)
             self._brief = None
@@ -178,9 +179,9 @@ class Root:
             self._forget(f"{self._classes.replaced()} was replaced after it was captured")
         if is_hooked:
             self.trial.begin(None, Held.NO, self.calls, now)
-            return self.roots.tracker.call_original(module, args, kwargs)
+            return self._services.tracker.call_original(module, args, kwargs)
         if was_watched and self.state == "observing" and self._unwatched.begin(now):
-            return self.roots.tracker.call_original(module, args, kwargs)
+            return self._services.tracker.call_original(module, args, kwargs)
         verdicts = self.trial.verdicts
         if verdicts.any_lost:
             elements = elements_of(args, kwargs)
@@ -191,13 +192,13 @@ class Root:
             signature = call_signature(args, kwargs)
             self.policy.observe(count_elements(signature))
             # Before the decision: the second call already tells which dims vary.
-            self.roots.observer.on_root_call(self.key, args, kwargs, signature)
+            self._services.observer.on_root_call(self.key, args, kwargs, signature)
             entered = now
             if self.policy.is_due():
-                asked, noted = time.perf_counter(), self.roots.observer.cost_seconds
+                asked, noted = time.perf_counter(), self._services.observer.cost_seconds
                 self._decide(module, args, kwargs)
                 entered += time.perf_counter() - asked  # it is no part of what watching takes
-                spent += self.roots.observer.cost_seconds - noted
+                spent += self._services.observer.cost_seconds - noted
             if self.state == "captured" and self.reason == "kept_trace":
                 self._take_kept(module, args, kwargs)
             if self.state == "observing":
@@ -206,15 +207,15 @@ class Root:
             return self._routed(module, args, kwargs, now)
         if self.state == "eager":
             self.trial.begin(None, Held.NO, self.calls, now)
-        return self.roots.tracker.call_original(module, args, kwargs)
+        return self._services.tracker.call_original(module, args, kwargs)
 
     def _leave_alone(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a size that stays in eager."""
         self._bypass.leave_alone(module, args, kwargs, self.state == "eager")
         if self.state == "observing":
-            self.roots.observer.end_step(self.key)  # which would go on until the next call of another size
+            self._services.observer.end_step(self.key)  # which would go on until the next call of another size
         self.trial.begin(None, Held.NO, self.calls, now)
-        return self.roots.tracker.call_original(module, args, kwargs)
+        return self._services.tracker.call_original(module, args, kwargs)
 
     def _welcome(self, module: Target) -> None:
         """A call of a size that did not lose, of a root some of whose sizes did."""
@@ -224,7 +225,7 @@ class Root:
             self.state, self.reason, self.detail = "observing", "not_yet", ""
             self.policy.reopen()
             self.trial.restart()
-            self.roots.observer.reopen(self.key)
+            self._services.observer.reopen(self.key)
 
     def _routed(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
         """A call of a captured root; once all is known of its shape, 4 us of ours."""
@@ -248,7 +249,7 @@ class Root:
         if held is Held.RESTING:
             trial.begin(shape, held, self.calls, now, stretch)
             account.begin(shape.elements, now, False)
-            result = self.roots.tracker.call_original(module, args, kwargs)
+            result = self._services.tracker.call_original(module, args, kwargs)
             try:
                 account.returned(result, time.perf_counter())
             except Exception as error:
@@ -280,7 +281,7 @@ class Root:
         if self._traces and not self.policy.is_asked:
             expected = ledger.trace_seconds / self._traces
             spent = ledger.eager_seconds - self._spent_at_trace
-            if not may_trace_again(spent, expected, self.roots.budget()):
+            if not may_trace_again(spent, expected, self._services.budget()):
                 return False
         # Of a lazy module eager makes the parameters, and the numbers that they begin with.
         return not (isinstance(module, torch.nn.Module) and any(map(is_lazy, module.parameters())))
@@ -294,7 +295,7 @@ class Root:
         held_out: bool,
     ) -> Any:
         if held_out or shape.is_eager:
-            return self.roots.tracker.call_original(module, args, kwargs)
+            return self._services.tracker.call_original(module, args, kwargs)
         for direct in shape.direct:
             if direct.fits(module, args, kwargs):
                 shape.is_new = False
@@ -369,13 +370,13 @@ class Root:
         """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
         if shape is not None and not shape.is_new and self._captured is not None:
             return self._captured.settled(module, *args, **kwargs)
-        return self.roots.tracker.call_original(module, args, kwargs)
+        return self._services.tracker.call_original(module, args, kwargs)
 
     def _observed(
         self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], entered: float, spent: float
     ) -> Any:
         """``entered``: when the call came here, less advice; ``spent``: what was on the observer's account then."""
-        observer = self.roots.observer
+        observer = self._services.observer
         observer.before_root_call(self.key, module if isinstance(module, torch.nn.Module) else None)
         began = time.perf_counter()
         self.trial.begin(None, Held.NO, self.calls, began)
@@ -383,7 +384,7 @@ class Root:
         stretch = self._begin_stretch()
         result = None
         try:
-            result = self.roots.tracker.call_original(module, args, kwargs)
+            result = self._services.tracker.call_original(module, args, kwargs)
             return result
         finally:
             try:
@@ -395,9 +396,9 @@ class Root:
 
     def _returned(self, result: Any, began: float, now: float, stretch: Stretch | None) -> None:
         """An observed call is over; ``result``: None where it raised."""
-        observer = self.roots.observer
+        observer = self._services.observer
         seconds = now - began
-        stretch = self.roots.timer.end(stretch)
+        stretch = self._services.timer.end(stretch)
         was_plain = observer.after_root_call(self.key, None if stretch is not None else seconds)
         self.account.returned(result, now, not was_plain)
         if self.trial.on_gpu:
@@ -407,14 +408,14 @@ class Root:
 
     def _add_on_gpu(self, seconds: float) -> None:
         """A forward pass; the host's clock does not tell how long the device is busy with the backward pass."""
-        ratio = self.roots.observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
+        ratio = self._services.observer.backward_ratio(self.key) if torch.is_grad_enabled() else None
         self.account.ledger.count(seconds * (1.0 + (ratio or 0.0)))
 
     def _add_device_time(self, host_seconds: float, was_plain: bool, nanoseconds: int | None) -> None:
         """What a call took is the larger of the host's time and the device's."""
         seconds = max(host_seconds, (nanoseconds or 0) / 1e9)
         if was_plain:
-            self.roots.observer.on_root_seconds(self.key, seconds)
+            self._services.observer.on_root_seconds(self.key, seconds)
         self._add_on_gpu(seconds - host_seconds)
 
     def _find_device(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -426,7 +427,7 @@ class Root:
         device = self._device
         if device is None or device.type != "cuda":
             return None
-        return self.roots.timer.begin(device.index)
+        return self._services.timer.begin(device.index)
 
     def _traced(
         self,
@@ -437,18 +438,18 @@ class Root:
         shape: Shape,
     ) -> Any:
         """A call which may trace, for its shape or something else is new: all that can go wrong goes wrong here."""
-        session, dynamo = self.session, self._dynamo
+        context, dynamo = self._context, self._dynamo
         assert dynamo is not None
         problem = _untraceable(module)
         if problem:
             self._release(problem)
-            return self.roots.tracker.call_original(module, args, kwargs)
-        graphs, paused = len(session.routers), session.tuning.paused_seconds
-        read, planned = dynamo.graphs_read(), session.planning_seconds
+            return self._services.tracker.call_original(module, args, kwargs)
+        graphs, paused = len(context.routers), context.paused_seconds
+        read, planned = dynamo.graphs_read(), context.planning_seconds
         restore_generators = keep_generators()
         began = time.perf_counter()
         try:
-            with dynamo.capture_settings(session.settings.capture.recompile_limit):
+            with dynamo.capture_settings(context.settings.capture.recompile_limit):
                 if isinstance(module, torch.nn.Module):
                     result = self._traced_or_kept(trace, module, args, kwargs)
                 else:  # which may have done half of its work, of which it must do nothing twice
@@ -461,17 +462,17 @@ class Root:
                 raise
             restore_generators()  # half of the call may have run
             self.account.note("tracing", time.perf_counter() - began)
-            result = self.roots.tracker.call_original(module, args, kwargs)
+            result = self._services.tracker.call_original(module, args, kwargs)
             self._fail(error, from_kept)  # only now: what eager raises as well is the user's own error
             return result
         shape.is_new = False
-        if len(session.routers) != graphs:
-            seconds = time.perf_counter() - began - (session.tuning.paused_seconds - paused)
-            self.account.note("tracing", seconds - (session.planning_seconds - planned))
+        if len(context.routers) != graphs:
+            seconds = time.perf_counter() - began - (context.paused_seconds - paused)
+            self.account.note("tracing", seconds - (context.planning_seconds - planned))
             self.kept_graphs += dynamo.graphs_read() - read
             self._traces += 1
             self._spent_at_trace = self.account.ledger.eager_seconds
-            session.disturbances += 1
+            context.disturbances += 1
         return result
 
     def _traced_or_kept(
@@ -503,19 +504,19 @@ class Root:
 
     def _take_kept(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captured for a trace of an earlier run. If none fits, the root is observed on: to trace has another price."""
-        session, dynamo = self.session, self._dynamo
+        context, dynamo = self._context, self._dynamo
         assert dynamo is not None
-        graphs, began = len(session.routers), time.perf_counter()
-        with dynamo.capture_settings(session.settings.capture.recompile_limit):
+        graphs, began = len(context.routers), time.perf_counter()
+        with dynamo.capture_settings(context.settings.capture.recompile_limit):
             direct = self._find_kept(module, args, kwargs)
         self.account.note("tracing", time.perf_counter() - began)
         if direct is not None:
-            self.kept_graphs += len(session.routers) - graphs
-            session.disturbances += 1
+            self.kept_graphs += len(context.routers) - graphs
+            context.disturbances += 1
             return
         self.policy.trace_bytes = 0
         self.state, self.reason, self.detail = "observing", "not_yet", "no trace of an earlier run fits"
-        self.roots.observer.reopen(self.key)
+        self._services.observer.reopen(self.key)
 
     @property
     def all_calls(self) -> int:
@@ -542,16 +543,16 @@ class Root:
             self._bypass.is_small = advice.reason == "too_small"
             if advice.reason in BY_SIZE:
                 self.trial.verdicts.lose_up_to(self.policy.reach(self._bypass.is_small))
-            self.roots.observer.decide(self.key)
+            self._services.observer.decide(self.key)
 
     def _capture_for(self, device: torch.device) -> None:
         """Capture, unless there is nothing to run then: no kernel is known for the device yet, and none can be made."""
-        session = self.session
+        kernels = self._services.kernels
         began = time.perf_counter()
-        session.use_device(device)
-        is_useless = session.tunable(device) is None and not len(session.catalogue.table)
+        kernels.use_device(device)
+        is_useless = kernels.tunable(device) is None and not len(kernels.catalogue.table)
         self.account.note("imports", time.perf_counter() - began)
-        if not is_useless or session.settings.capture.at_once:
+        if not is_useless or self._context.settings.capture.at_once:
             self.capture()
             return
         self.reason, self.detail = "nothing_to_run", "no kernel is stored for this device, and none can be made for it"
@@ -559,7 +560,7 @@ class Root:
     def capture(self) -> None:
         """From the next call on, run the captured graph."""
         began = time.perf_counter()
-        self.session.store_thread.wait_ready(2.0)  # dims that varied in earlier runs are known by then
+        self._context.store_thread.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         # Here, because it brings Dynamo: 1 s that a script without a root worth capturing never pays.
         with gc_pause.paused(), untouched():
             from autofuse.capture import dynamo
@@ -569,16 +570,13 @@ class Root:
                 self._captured = self._compile()
         self.account.note("imports", time.perf_counter() - began)
         self.state, self._decided = "captured", None
-        self.roots.observer.decide(self.key)
+        self._services.observer.decide(self.key)
 
     def _compile(self) -> CapturedRoot:
         assert self._dynamo is not None
-        with untouched():
-            from autofuse.runtime.plan_cache import PlanCache
-
-        plans = PlanCache(self.session)
+        services = self._services
         captured: CapturedRoot = self._dynamo.compile_root(
-            self.name, self.session.root_backend, self.key, self.session.keeper, plans
+            self.name, services.backend, self.key, self._context.keeper, services.plan_cache()
         )
         return captured
 
@@ -587,15 +585,15 @@ class Root:
         error = getattr(error, "inner_exception", None) or error  # Dynamo's own says little
         self.failures += 1
         self.state, self.reason = "eager", "kept_graph_failed" if from_kept else "capture_failed"
-        if from_kept and (kept := self.session.notes_folder) is not None:
+        if from_kept and (kept := self._context.notes_folder) is not None:
             kept.prune(0)
-        self.roots.observer.decide(self.key)
+        self._services.observer.decide(self.key)
         self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
-        self.session.report_fallback("capture_failed", f"{self.name} stays eager: it could not be captured", error)
+        self._context.report_fallback("capture_failed", f"{self.name} stays eager: it could not be captured", error)
 
     def dynamic_dims(self) -> tuple[tuple[str, int], ...]:
-        known = self.roots.known.get(self.key)
-        seen = self.roots.observer.dynamic_dims(self.key)
+        known = self._services.known.get(self.key)
+        seen = self._services.observer.dynamic_dims(self.key)
         return tuple(dict.fromkeys([*(known.dynamic_dims if known else ()), *seen]))
 
     def _lose(self, shape: Shape, loss: Loss, is_short: bool, is_all: bool) -> None:
@@ -604,12 +602,12 @@ class Root:
         self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
         if is_all:
             # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
-            self.state, self.reason = "eager", UNTUNED if self.session.tuning.has_open() else loss.reason
+            self.state, self.reason = "eager", UNTUNED if self._services.tuning.has_open() else loss.reason
         else:
             self.detail = f"calls of about {shape.elements} elements stay in eager: {self.detail}"
 
     def record(self) -> RootRecord:
-        known, ledger = self.roots.known.get(self.key), self.account.ledger
+        known, ledger = self._services.known.get(self.key), self.account.ledger
         state, reason, detail = self.state, self.reason, self.detail
         if state == "captured" and self.trial.is_resting:
             state, reason, detail = (
@@ -621,7 +619,7 @@ class Root:
             # Sizes of which nothing is known yet do not undo what is known of the others.
             state, (reason, detail) = "eager", self._decided
         # Captured before a step of it was sampled: as many as an earlier run saw.
-        operations = self.roots.observer.ops_in_forward(self.key) or (known.operations if known is not None else 0)
+        operations = self._services.observer.ops_in_forward(self.key) or (known.operations if known is not None else 0)
         return RootRecord(
             root=self.key,
             name=self.name,

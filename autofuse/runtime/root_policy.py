@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +18,9 @@ from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, RootTrait
 from autofuse.observer.capture_policy import UNTUNED, CaptureAdvice, advise_capture
 from autofuse.observer.release_policy import ReleasePolicy
 from autofuse.observer.root_tracker import Target
+from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_traits import traits_of
 from autofuse.runtime.step_clock import Account
-
-if TYPE_CHECKING:
-    from autofuse.runtime.root_registry import RootRegistry
 
 # After so many calls of one and the same shape, a waiting run takes it for the only one.
 CALLS_OF_ONE_SHAPE = 3
@@ -37,15 +34,15 @@ KNOWN_REACH = 16  # so many times as large a call is taken for one that an earli
 class RootPolicy:
     """What is known of a root before it is captured."""
 
-    def __init__(self, roots: RootRegistry, key: str, account: Account, verdicts: ReleasePolicy) -> None:
+    def __init__(self, services: RootServices, key: str, account: Account, verdicts: ReleasePolicy) -> None:
         self._traits: RootTraits | None = None
         self.model_seconds = 0.0  # what its capture is expected to take on a machine of the usual speed
         self.predicted_seconds = 0.0
         self._factor = 1.0  # how slow captures were thought to be when the last one was weighed
         self.trace_bytes = 0  # of what an earlier run has traced, 0 for nothing
         self._has_looked_back = False  # what earlier runs have left is known
-        self._roots = roots
-        self._session = roots.session
+        self._services = services
+        self._context = services.context
         self._key = key
         self._account = account
         self._verdicts = verdicts
@@ -61,8 +58,8 @@ class RootPolicy:
     @property
     def is_asked(self) -> bool:
         """Whether the person wants captures whatever they cost."""
-        settings = self._session.settings
-        return self._session.mode == "wait" or settings.run.frozen or settings.capture.at_once
+        settings = self._context.settings
+        return self._context.mode == "wait" or settings.run.frozen or settings.capture.at_once
 
     @property
     def last_elements(self) -> int:
@@ -97,28 +94,28 @@ class RootPolicy:
 
     def reach(self, is_small: bool) -> int:
         """How large calls may be that a refusal for their size is about, in elements."""
-        known = self._roots.known.get(self._key)
+        known = self._services.known.get(self._key)
         # A store of an older version does not tell how large the calls were that it knows of.
         times = 1 if is_small or (known is not None and known.judged_elements) else KNOWN_REACH
         return times * round(statistics.median(self._observed_elements))
 
     def advise(self, module: Target, failures: int) -> CaptureAdvice:
-        session, capture = self._session, self._session.settings.capture
-        observer, ledger = self._roots.observer, self._account.ledger
-        if not self._has_looked_back and (self.is_asked or session.store_thread.is_ready):
+        context, capture = self._context, self._context.settings.capture
+        observer, ledger = self._services.observer, self._account.ledger
+        if not self._has_looked_back and (self.is_asked or context.store_thread.is_ready):
             self._look_back(module)
         if not self._has_looked_back:
             return CaptureAdvice(False, "not_yet", "what earlier runs have left is still being read")
         began = time.perf_counter()
         typical = observer.typical_seconds(self._key)
-        known, factor = self._find_known(), self._roots.cost_factor()
+        known, factor = self._find_known(), self._services.cost_factor()
         self._factor = factor
         self._find_model_seconds(module)
         smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
         advice = advise_capture(
             spent_seconds=ledger.eager_seconds - self._spent_before,
             predicted_seconds=self.model_seconds * factor or None,
-            budget=self._roots.budget(),
+            budget=self._services.budget(),
             step_seconds=ledger.times.busy(self.last_elements),
             factor=factor,
             calls=self.observed_calls - 1,
@@ -127,15 +124,15 @@ class RootPolicy:
             failures=failures,
             max_failures=capture.max_failures,
             # At once, but not blind: a first trace of one shape only would be thrown away at the next.
-            at_once=session.mode == "wait",
+            at_once=context.mode == "wait",
             at_first_call=capture.at_once,
-            uses_known=session.settings.run.frozen,
+            uses_known=context.settings.run.frozen,
             min_calls=1 if observer.dynamic_dims(self._key) else CALLS_OF_ONE_SHAPE,
             call_us=typical * 1e6 if typical is not None else None,
             known=known,
             known_seconds=self._known_seconds(known),
             has_kept_trace=self.trace_bytes > 0,
-            run_seconds=time.perf_counter() - session.launched,
+            run_seconds=time.perf_counter() - context.launched,
         )
         self.predicted_seconds = advice.predicted_seconds
         took = time.perf_counter() - began
@@ -146,14 +143,14 @@ class RootPolicy:
     def _look_back(self, module: Target) -> None:
         """Find out what earlier runs have left. It is read while the script imports; until then calls are observed."""
         self._has_looked_back = True
-        session, began = self._session, time.perf_counter()
-        session.store_thread.wait_ready(2.0)
-        self.trace_bytes = session.trace_bytes(self._key) if isinstance(module, torch.nn.Module) else 0
+        context, began = self._context, time.perf_counter()
+        context.store_thread.wait_ready(2.0)
+        self.trace_bytes = context.trace_bytes(self._key) if isinstance(module, torch.nn.Module) else 0
         self._account.ledger.lose("imports", time.perf_counter() - began)
 
     def _find_model_seconds(self, module: Target) -> None:
-        capture = self._session.settings.capture
-        observer = self._roots.observer
+        capture = self._context.settings.capture
+        observer = self._services.observer
         is_first = "autofuse.pipeline" not in sys.modules  # it comes with a process's first graph
         seen = observer.sampled_steps(self._key), observer.dynamic_dims(self._key), is_first, torch.is_grad_enabled()
         if seen == self._seen:
@@ -162,8 +159,8 @@ class RootPolicy:
         self._traits = traits_of(module, observer, self._key, capture.min_blocks)
         if self._traits is not None:
             self.model_seconds = model_seconds(self._traits, capture.predicted_seconds_per_op, is_first)
-        elif self._key in self._roots.known:
-            self.model_seconds = self._roots.known[self._key].model_seconds
+        elif self._key in self._services.known:
+            self.model_seconds = self._services.known[self._key].model_seconds
 
     def _known_seconds(self, known: RootRecord | None) -> float | None:
         """What its capture took in an earlier run, or what is left of that where its graphs or its trace are kept."""
@@ -176,12 +173,12 @@ class RootPolicy:
             return self._factor * (kept_trace_seconds(self.trace_bytes) + dynamo)
         if known is None or known.state != "captured" or not known.capture_seconds:
             return None
-        is_kept_now = not known.kept_graphs and self._session.graphs_folder is not None
+        is_kept_now = not known.kept_graphs and self._context.graphs_folder is not None
         return known.capture_seconds * (KEPT_SHARE if is_kept_now else 1.0)
 
     def _find_known(self) -> RootRecord | None:
         """What earlier runs found out, where it is about calls like the present one."""
-        known = None if self._is_reopened else self._roots.known.get(self._key)
+        known = None if self._is_reopened else self._services.known.get(self._key)
         if known is None or known.state != "eager" or known.reason not in LOST or not known.judged_elements:
             return known
         self._verdicts.lose_up_to(known.judged_elements)

@@ -6,7 +6,7 @@ original module answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,25 +22,34 @@ from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.observer import Observer
 from autofuse.observer.root_tracker import RootTracker, Target, function_key, root_key
 from autofuse.preserve_rng import untouched
+from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.root import Root
+from autofuse.runtime.root_services import RootBackend, RootServices
 from autofuse.runtime.root_unwatched import SAMPLING_SHARE
-from autofuse.runtime.step_clock import BackwardClock
+from autofuse.runtime.run_context import RunContext
 from autofuse.runtime.swap_tensors import Swaps
+from autofuse.runtime.tuning_client import TuningClient
 from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
 
 if TYPE_CHECKING:
     from autofuse.runtime.peak_memory import AllocationLog, RootPeaks
-    from autofuse.runtime.session import Session
+    from autofuse.runtime.plan_cache import PlanCache
 
 
 class RootRegistry:
     """All roots of a session, and the observer that watches them."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        settings = session.settings
-        self.timer = timer = event_timer()
-        self.untimed_steps = 0  # on a GPU, whose times are not known
+    def __init__(
+        self,
+        context: RunContext,
+        kernels: DeviceKernels,
+        tuning: TuningClient,
+        backend: RootBackend,
+        plan_cache: Callable[[], PlanCache],
+    ) -> None:
+        self.context = context
+        settings = context.settings
+        self.timer = event_timer()
         self.observer = Observer(
             ObserverConfig(
                 enabled=settings.observe.enabled,
@@ -48,16 +57,25 @@ class RootRegistry:
                 max_overhead_percent=SAMPLING_SHARE * settings.observe.max_overhead_percent,
                 max_shapes=settings.observe.max_shapes,
             ),
-            timer,
+            self.timer,
         )
         self.tracker = RootTracker(self._handle)
         self._swaps = Swaps(self._let_traces_go)
-        self.backwards = BackwardClock()
+        self.services = RootServices(
+            context,
+            kernels,
+            tuning,
+            backend,
+            plan_cache,
+            self.observer,
+            self.tracker,
+            self.timer,
+            budget=self.budget,
+            cost_factor=self.cost_factor,
+        )
+        self.known = self.services.known
         self.groups: dict[str, Root] = {}
         self.graphs: dict[str, UserGraph] = {}
-        self.known: dict[str, RootRecord] = {}  # what earlier runs found out
-        self.held_out_calls = 0
-        self.step_us_total = 0.0
         self.allocations = self._allocations() if settings.observe.memory else None
         self._by_module: ModuleTable[Root] = ModuleTable()
         self._written: dict[str, RootRecord] = {}
@@ -70,16 +88,16 @@ class RootRegistry:
 
             return AllocationLog()
         except ImportError as error:
-            self.session.report_fallback("no_peaks", "peak memory is not measured with this torch", error)
+            self.context.report_fallback("no_peaks", "peak memory is not measured with this torch", error)
             return None
 
-    def peaks(self, key: str, name: str) -> RootPeaks | None:
+    def _peaks(self, key: str, name: str) -> RootPeaks | None:
         if self.allocations is None:
             return None
         with untouched():
             from autofuse.runtime.peak_memory import RootPeaks
 
-        return RootPeaks(self.allocations, key, name, self.session.store_thread.post_event)
+        return RootPeaks(self.allocations, key, name, self.context.store_thread.post_event)
 
     def install(self) -> None:
         self.tracker.install()
@@ -102,18 +120,21 @@ class RootRegistry:
             key = root_key(module)
             root = self.groups.get(key)
             if root is None:
-                root = self.groups[key] = Root(self, key, type(module).__name__)
+                root = self.groups[key] = self._new_root(key, type(module).__name__)
             self._by_module.set(module, root)
             if self.tracker.is_installed:
                 self.tracker.attach(module).takes = root.takes
         return root
+
+    def _new_root(self, key: str, name: str) -> Root:
+        return Root(self.services, key, name, self._peaks(key, name))
 
     def root_of_function(self, function: Target) -> Root:
         """Of a function that was named as a root."""
         key, name = function_key(function)
         root = self.groups.get(key)
         if root is None:
-            root = self.groups[key] = Root(self, key, name)
+            root = self.groups[key] = self._new_root(key, name)
         return root
 
     def user_graph(self, module: fx.GraphModule, inputs: Sequence[Any], sizes: Sizes) -> UserGraph:
@@ -121,14 +142,14 @@ class RootRegistry:
         key, name = graph_key(module, inputs)
         found = self.graphs.get(key)
         if found is None:
-            found = self.graphs[key] = UserGraph(self, key, name, sizes.is_static)
+            found = self.graphs[key] = UserGraph(self.services, key, name, sizes.is_static)
         return found
 
     def _handle(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             root = self.root_of(module)
         except Exception as error:
-            self.session.report_fallback("root_unknown", f"{type(module).__name__} stays eager", error)
+            self.context.report_fallback("root_unknown", f"{type(module).__name__} stays eager", error)
             self.tracker.release(module).is_final = True
             return self.tracker.call_original(module, args, kwargs)
         return root.call(module, args, kwargs)
@@ -139,7 +160,7 @@ class RootRegistry:
             return max(self.groups.values(), key=lambda root: root.trial.total_us).all_calls
         if self.graphs:
             return max(graph.calls for graph in self.graphs.values())
-        counts = [r.calls() // r.times for r in self.session.routers if r.phase != "backward"]
+        counts = [r.calls() // r.times for r in self.context.routers if r.phase != "backward"]
         return max(counts, default=0)
 
     def _let_traces_go(self) -> None:
@@ -171,9 +192,9 @@ class RootRegistry:
         ledgers = [root.account.ledger for root in list(self.groups.values())]
         spent = sum(ledger.equal_seconds for ledger in ledgers)
         # What the script's own calls of torch.compile take was asked for.
-        others = self.session.capture_seconds - sum(graph.capture_seconds for graph in list(self.graphs.values()))
+        others = self.context.capture_seconds - sum(graph.capture_seconds for graph in list(self.graphs.values()))
         lost = others + sum(ledger.lost_seconds + ledger.behind_seconds for ledger in ledgers)
-        return Budget(spent, lost, self.session.settings.capture.max_slowdown)
+        return Budget(spent, lost, self.context.settings.capture.max_slowdown)
 
     def cost_factor(self) -> float:
         """How slow captures are on this machine."""

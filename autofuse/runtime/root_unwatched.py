@@ -15,14 +15,11 @@ import random
 import time
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING
 
 from autofuse.runtime.graph_trial import GraphTrial
 from autofuse.runtime.root_policy import RootPolicy
+from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.step_clock import Account
-
-if TYPE_CHECKING:
-    from autofuse.runtime.root_registry import RootRegistry
 
 WATCHED_AT_FIRST = 64
 SHORT_SECONDS = 2e-3  # of calls that take less,
@@ -37,11 +34,13 @@ _KEPT = 16
 class CountedCalls:
     """Of one root."""
 
-    def __init__(self, roots: RootRegistry, key: str, policy: RootPolicy, account: Account, trial: GraphTrial) -> None:
+    def __init__(
+        self, services: RootServices, key: str, policy: RootPolicy, account: Account, trial: GraphTrial
+    ) -> None:
         self.taken = 0  # calls that were only counted
         self._left = 0  # that are to be
-        self._observer = roots.observer
-        self._most = roots.session.settings.observe.max_overhead_percent / 100.0
+        self._observer = services.observer
+        self._most = services.context.settings.observe.max_overhead_percent / 100.0
         self._key = key
         self._policy = policy
         self._account = account

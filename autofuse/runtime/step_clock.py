@@ -14,15 +14,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id
 
 from autofuse.observer.ledger import Ledger
-
-if TYPE_CHECKING:
-    from autofuse.runtime.session import Session
+from autofuse.runtime.run_context import RunContext
 
 _FOLLOWED = 4  # outputs of a call
 
@@ -31,26 +29,26 @@ class Step:
     """From one call of a root to the next."""
 
     __slots__ = (
-        *("backward", "began", "elements", "forward", "is_captured", "is_observed", "noted", "paused", "planned"),
-        "tuning",
+        *("backward", "began", "context", "elements", "forward", "is_captured", "is_observed"),
+        *("noted", "paused", "planned"),
     )
 
-    def __init__(self, elements: int, began: float, is_captured: bool, session: Session) -> None:
+    def __init__(self, elements: int, began: float, is_captured: bool, context: RunContext) -> None:
         self.elements = elements
         self.began = began
         self.is_captured = is_captured
         self.is_observed = False
         self.forward = 0.0  # this and the next without pauses for tuning
         self.backward = 0.0
-        self.tuning = session.tuning
-        self.paused = session.tuning.paused_seconds
-        self.noted = session.noted_seconds + session.capture_seconds
-        self.planned = session.planning_seconds
+        self.context = context
+        self.paused = context.paused_seconds
+        self.noted = context.noted_seconds + context.capture_seconds
+        self.planned = context.planning_seconds
 
     @property
     def pauses(self) -> float:
         """For tuning, so far."""
-        return self.tuning.paused_seconds - self.paused
+        return self.context.paused_seconds - self.paused
 
 
 class BackwardClock:
@@ -76,7 +74,7 @@ class BackwardClock:
         task = _current_graph_task_id()
         if self._task == -1:
             self._task, self._began, self._steps = task, time.perf_counter(), []
-            self._paused = step.tuning.paused_seconds
+            self._paused = step.context.paused_seconds
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         if task == self._task and step not in self._steps:
             self._steps.append(step)
@@ -85,7 +83,7 @@ class BackwardClock:
         if task != self._task:
             return
         self._task = -1
-        seconds = time.perf_counter() - self._began - (self._steps[0].tuning.paused_seconds - self._paused)
+        seconds = time.perf_counter() - self._began - (self._steps[0].context.paused_seconds - self._paused)
         forward = sum(step.forward for step in self._steps)
         for step in self._steps:
             step.backward += seconds * (step.forward / forward if forward else 1.0 / len(self._steps))
@@ -94,19 +92,19 @@ class BackwardClock:
 class Account:
     """Of one root."""
 
-    def __init__(self, session: Session, backwards: BackwardClock) -> None:
+    def __init__(self, context: RunContext, backwards: BackwardClock) -> None:
         self.ledger = Ledger()
-        self._session = session
+        self._context = context
         self._backwards = backwards
         self._step: Step | None = None
 
     def begin(self, elements: int, began: float, is_captured: bool) -> None:
-        self._step = Step(elements, began, is_captured, self._session)
+        self._step = Step(elements, began, is_captured, self._context)
 
     def note(self, cause: str, seconds: float) -> None:
         """Of the step that is open or about to be."""
         self.ledger.note(cause, seconds)
-        self._session.noted_seconds += seconds
+        self._context.noted_seconds += seconds
 
     def returned(self, result: Any, now: float, is_observed: bool = False) -> None:
         """The call of the open step has returned."""
@@ -122,17 +120,17 @@ class Account:
         step, self._step = self._step, None
         if step is None:
             return
-        session, ledger = self._session, self.ledger
+        context, ledger = self._context, self.ledger
         busy = step.forward + step.backward
         whole = now - step.began - step.pauses  # an optimizer's tuning pauses outside of both
         if not step.is_captured:
             ledger.add_eager(step.elements, busy, whole, step.is_observed, counts)
             return
-        planned = session.planning_seconds - step.planned
+        planned = context.planning_seconds - step.planned
         if planned and ledger.is_open:
             self.note("planning", planned)
         # What others than this root lost meanwhile is on their accounts.
-        elsewhere = session.noted_seconds + session.capture_seconds - step.noted - ledger.noted_seconds
+        elsewhere = context.noted_seconds + context.capture_seconds - step.noted - ledger.noted_seconds
         ledger.add_captured(step.elements, busy, whole - max(elsewhere, 0.0))
 
 

@@ -20,6 +20,8 @@ from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.preserve_rng import untouched
 from autofuse.report.progress import TuningProgress
+from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.run_context import RunContext
 from autofuse.runtime.store_thread import yield_gil
 from autofuse.runtime.usage import usage_of
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from autofuse.db.store import Store
     from autofuse.runtime.device_backends import Place
     from autofuse.runtime.plans import NodeState, Plan
-    from autofuse.runtime.session import Session
     from autofuse.settings.layers import Settings
 
 # In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
@@ -38,114 +39,124 @@ LOOK_SECONDS = 5.0  # over which a machine is full
 
 
 class TuningClient:
-    """Asks for tuning on behalf of one session."""
+    """Asks for tuning on behalf of one context."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self,
+        context: RunContext,
+        kernels: DeviceKernels,
+        optimizer_requests: Callable[[], list[TuneRequest]],
+        has_begun: Callable[[], bool],
+    ) -> None:
+        """``optimizer_requests()``: steps of optimizers to be tuned; ``has_begun()``: whether the script has made a
+        first step."""
+        self._context = context
+        self._kernels = kernels
+        self._optimizer_requests = optimizer_requests
+        self._has_begun = has_begun
         self._posted: set[tuple[str, Bucket, str, int]] = set()  # what has been asked for
         self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
         self._lacks_daemon = False  # work was handed in that no daemon was started for
         self._script: Script | None = None  # as daemons see us
         self._neighbours: Peers | None = None  # from the moment on at which the store is open
         self._machine: MachineLoad | None = None  # from the script's first step on: what it imports fills one core only
-        self.paused_seconds = 0.0
         self.news_at = time.perf_counter()  # something was asked for, or decided
 
     @property
     def enabled(self) -> bool:
         """Whether asking makes sense at all."""
-        session = self._session
-        return session.mode != "off" and session.store_thread.usable
+        context = self._context
+        return context.mode != "off" and context.store_thread.usable
 
     # ---- called on the script's path ---------------------------------------------------------------
 
     def settle(self, plan: Plan) -> bool:
         """True once the plan need not be asked about again; in ``wait`` mode this is where the script pauses."""
-        if self._session.mode != "wait" or not self.enabled:
+        if self._context.mode != "wait" or not self.enabled:
             return True
         if plan.is_decided or not self._open_nodes(plan):
             return True
         if plan.count < CALLS_BEFORE_TUNING["wait"]:
             return False
-        left = self._session.settings.tuner.budget_seconds - self.paused_seconds
+        left = self._context.settings.tuner.budget_seconds - self._context.paused_seconds
         if left > 0:
             self._pause(left)
         return True
 
     def wait_for(self, requests: list[TuneRequest]) -> None:
         """Pause the script until these requests are done too, within what is left of the budget."""
-        left = self._session.settings.tuner.budget_seconds - self.paused_seconds
+        left = self._context.settings.tuner.budget_seconds - self._context.paused_seconds
         if self.enabled and left > 0 and requests:
             self._pause(left, requests)
 
     def _pause(self, budget_seconds: float, requests: Sequence[TuneRequest] = ()) -> None:
         """Hand in all open work and wait until it is done or the budget is spent."""
-        session = self._session
+        context = self._context
         began = time.perf_counter()
-        session.disturbances += 1
+        context.disturbances += 1
         try:
             with untouched():
                 requests = [*requests, *self._requests(self._hot_plans("wait"))]
                 if requests:
-                    ticket = session.store_thread.post_requests(requests)
-                    session.store_thread.wait_written(ticket, 10.0)
+                    ticket = context.store_thread.post_requests(requests)
+                    context.store_thread.wait_written(ticket, 10.0)
                     self._wait_for_daemon(len(requests), began + budget_seconds)
         except (AutofuseError, OSError) as error:
-            session.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
+            context.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
         finally:
-            self.paused_seconds += time.perf_counter() - began
+            self._context.paused_seconds += time.perf_counter() - began
 
     def _wait_for_daemon(self, total: int, deadline: float) -> None:
-        session = self._session
+        context = self._context
         restarts, began = 0, time.perf_counter()
         self._touch()
         self._ensure_daemon()
         checked = time.perf_counter()
-        with TuningProgress(total, quiet=session.settings.run.quiet) as progress:
-            while session.store_thread.usable:
-                left = session.store_thread.open_work()
+        with TuningProgress(total, quiet=context.settings.run.quiet) as progress:
+            while context.store_thread.usable:
+                left = context.store_thread.open_work()
                 progress.update(total - left if left is not None else 0)
                 self._touch()
                 if left == 0:
                     return
                 now = time.perf_counter()
                 if now >= deadline:
-                    session.say_once(
+                    context.say_once(
                         "budget_spent",
-                        f"tuning has paused the script for {self.paused_seconds + now - began:.0f} s, all its budget; "
-                        f"nodes not tuned yet stay on eager's kernels (tuner.budget_seconds sets the budget)",
+                        f"tuning has paused the script for {context.paused_seconds + now - began:.0f} s, all its "
+                        "budget; nodes not tuned yet stay on eager's kernels (tuner.budget_seconds sets the budget)",
                     )
                     return
                 if now - checked > 1.0:
                     checked = now
-                    if not control.is_served(session.settings):
+                    if not control.is_served(context.settings):
                         restarts += 1
                         if restarts > 2:
-                            session.say_once("daemon_lost", "the tuning daemon ended three times; tuning stops here")
+                            context.say_once("daemon_lost", "the tuning daemon ended three times; tuning stops here")
                             return
-                        session.say_once("daemon_restarted", "the tuning daemon ended unexpectedly and was restarted")
+                        context.say_once("daemon_restarted", "the tuning daemon ended unexpectedly and was restarted")
                         self._ensure_daemon()
                 time.sleep(POLL_SECONDS)
 
     def _touch(self) -> None:
         """Tell the daemon that a script waits: it need not yield."""
         with contextlib.suppress(OSError):
-            control.urgent_path(self._session.settings).touch(mode=0o600)
+            control.urgent_path(self._context.settings).touch(mode=0o600)
 
     def expects_more(self) -> bool:
         """Whether kernels are still to come for what has been captured: in this run, or in the next one.
 
         Beside the script not for ever: a daemon whose budget is spent, or that has died, decides nothing any more.
         """
-        session = self._session
+        context = self._context
         silence = 0.0 if self._lacks_daemon else time.perf_counter() - self.news_at
-        if not self.enabled or (session.mode != "after" and silence > session.settings.tuner.budget_seconds):
+        if not self.enabled or (context.mode != "after" and silence > context.settings.tuner.budget_seconds):
             return False
         return self.has_open()
 
     def has_open(self) -> bool:
         """Whether nodes that are called often enough are still to be tuned, now or ever."""
-        return any(self._open_nodes(plan) for plan in self._hot_plans(self._session.mode))
+        return any(self._open_nodes(plan) for plan in self._hot_plans(self._context.mode))
 
     # ---- called on the background thread ---------------------------------------------------------------
 
@@ -156,18 +167,18 @@ class TuningClient:
         of them. So beside a young script none is started, nor one whose time cannot pay for it yet, nor before its
         steps have shown whether they fill all cores.
         """
-        session = self._session
-        if session.mode != "background" or not self.enabled:
+        context = self._context
+        if context.mode != "background" or not self.enabled:
             return
         requests = self._requests(self._hot_plans("background"))
-        requests += session.optimizers.requests()
+        requests += self._optimizer_requests()
         if requests:
             self.news_at = time.perf_counter()
-            session.store_thread.post_requests(requests)
+            context.store_thread.post_requests(requests)
             self._lacks_daemon = True
-        age = time.perf_counter() - session.started
+        age = time.perf_counter() - context.started
         # What an earlier run has asked for and nobody has worked on: its daemon ended with it, as in a container.
-        is_late = session.store_thread.has_leftovers or age >= session.settings.tuner.start_after_seconds
+        is_late = context.store_thread.has_leftovers or age >= context.settings.tuner.start_after_seconds
         if self._lacks_daemon and is_late and self._can_afford_daemon():
             self._lacks_daemon = False
             self._ensure_daemon()
@@ -175,11 +186,10 @@ class TuningClient:
 
     def _can_afford_daemon(self) -> bool:
         """Whether a daemon that is started now has where to work, on idle cores or in the script's own time."""
-        if self._script is None or self._neighbours is None or control.running_pid(self._session.settings):
+        if self._script is None or self._neighbours is None or control.running_pid(self._context.settings):
             return True
         if self._machine is None:
-            session = self._session
-            if not (session.roots.groups or session.roots.graphs or session.routers):
+            if not self._has_begun():
                 return False
             self._machine = MachineLoad(lambda: 0.0, look_seconds=LOOK_SECONDS)
         is_full = self._machine.is_full()
@@ -187,15 +197,15 @@ class TuningClient:
             return False
         if not is_full:
             return True
-        percent = self._session.settings.tuner.busy_percent
+        percent = self._context.settings.tuner.busy_percent
         return room_beside([self._script], time.time(), self._neighbours.spent(), percent) >= START_CPU_SECONDS
 
     def announce(self, store: Store) -> None:
         """Let the daemons of this user know that a script runs, and for how long it is expected to."""
         with contextlib.suppress(OSError):
-            peers = self._neighbours = Peers(peers_folder(self._session.settings))
-            expected = store.last_seconds(self._session.command)
-            age = time.perf_counter() - self._session.started
+            peers = self._neighbours = Peers(peers_folder(self._context.settings))
+            expected = store.last_seconds(self._context.command)
+            age = time.perf_counter() - self._context.started
             self._script = peers.announce(expected, time.time() - age)
 
     def withdraw(self) -> None:
@@ -206,22 +216,22 @@ class TuningClient:
 
     def hand_over(self) -> None:
         """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""
-        session = self._session
-        if session.settings.run.frozen:
+        context = self._context
+        if context.settings.run.frozen:
             self._report_misses()
         if not self.enabled:
             return
-        if session.mode != "after":
+        if context.mode != "after":
             return
         requests = self._leaving + self._requests(self._hot_plans("after"))
-        requests += session.optimizers.requests()
+        requests += self._optimizer_requests()
         if requests:
-            session.store_thread.wait_written(session.store_thread.post_requests(requests), 10.0)
+            context.store_thread.wait_written(context.store_thread.post_requests(requests), 10.0)
             self._ensure_daemon()
 
     def note_leaving(self, plans: Sequence[Plan]) -> None:
         """These plans are let go; what is asked for at the end only has to be taken down now. On the script's path."""
-        if self._session.mode == "after" and self.enabled:
+        if self._context.mode == "after" and self.enabled:
             leaving = set(plans)
             self._leaving += self._requests([plan for plan in self._hot_plans("after") if plan in leaving])
 
@@ -231,12 +241,12 @@ class TuningClient:
             self._ensure_daemon(control.launch)
 
     def _report_misses(self) -> None:
-        sums = usage_of(self._session.routers, in_haste=True).nodes.values()
+        sums = usage_of(self._context.routers, in_haste=True).nodes.values()
         # What a group covers is not called, and is not missed.
         eager = [total.node for total in sums if total.calls > total.fused_calls]
-        missed = sum(not self._session.choose(n.fusion_id, n.values, n.slot.device).known for n in eager)
+        missed = sum(not self._kernels.choose(n.fusion_id, n.values, n.slot.device).known for n in eager)
         if missed:
-            self._session.say_once(
+            self._context.say_once(
                 "frozen_miss",
                 f"{missed} nodes had no stored decision and ran on eager's kernels, since the run was frozen; "
                 "without --frozen they would be tuned",
@@ -247,7 +257,7 @@ class TuningClient:
     def _hot_plans(self, mode: str) -> list[Plan]:
         """Undecided plans whose bucket has been called often enough; each shape by itself may come but once."""
         found: list[Plan] = []
-        for router in list(self._session.routers):
+        for router in list(self._context.routers):
             plans = list(router.all_plans())
             undecided = [plan for plan in plans if plan.count and not plan.is_decided]
             if not undecided:
@@ -260,24 +270,24 @@ class TuningClient:
 
     def _ensure_daemon(self, start: Callable[[Settings], object] | None = None) -> None:
         try:
-            (start or control.ensure_running)(self._session.settings)
+            (start or control.ensure_running)(self._context.settings)
         except (AutofuseError, OSError) as error:
-            self._session.report_fallback("daemon_unusable", "no tuning daemon; nodes stay on eager's kernels", error)
+            self._context.report_fallback("daemon_unusable", "no tuning daemon; nodes stay on eager's kernels", error)
 
     def _is_undecided(self, node: NodeState) -> bool:
         if node.broken or node.covered:
             return False
-        return not self._session.choose(node.fusion_id, node.values, node.slot.device).known
+        return not self._kernels.choose(node.fusion_id, node.values, node.slot.device).known
 
     def _open_nodes(self, plan: Plan) -> list[tuple[int, NodeState, Place]]:
         """The undecided nodes of devices that can be tuned for."""
         undecided = [(index, node) for index, node in enumerate(plan.nodes) if self._is_undecided(node)]
-        places = [(index, node, self._session.tunable(node.slot.device)) for index, node in undecided]
+        places = [(index, node, self._kernels.tunable(node.slot.device)) for index, node in undecided]
         return [(index, node, place) for index, node, place in places if place is not None]
 
     def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
         """One request for each undecided node and bucket that has not been asked for, with the calls so far."""
-        session = self._session
+        context = self._context
         found: dict[tuple[str, Bucket, str, int], TuneRequest] = {}
         for plan in plans:
             if plan.is_asked:
@@ -288,14 +298,14 @@ class TuningClient:
                 if known in self._posted:
                     continue
                 request = TuneRequest(
-                    key=DecisionKey(node.fusion_id, node.bucket.label, place.key, place.threads, session.versions),
+                    key=DecisionKey(node.fusion_id, node.bucket.label, place.key, place.threads, context.versions),
                     node=node.slot.node.to_json(),
                     bucket=node.bucket,
                     shapes=(ObservedShape(node.values, plan.count),),
                     calls=plan.count,
                     unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
-                    estimated_speedup=session.notes.estimates.get(node.fusion_id, 1.0),
-                    run_id=session.store_thread.run_id,
+                    estimated_speedup=context.notes.estimates.get(node.fusion_id, 1.0),
+                    run_id=context.store_thread.run_id,
                 )
                 found[known] = _merge(found.get(known), request)
             plan.is_asked = True

@@ -14,7 +14,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,10 +26,8 @@ from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_policy import Held
 from autofuse.observer.release_policy import Loss
 from autofuse.runtime.graph_trial import Costs, GraphTrial
+from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_steps import Shape
-
-if TYPE_CHECKING:
-    from autofuse.runtime.root_registry import RootRegistry
 
 Call = Callable[..., Any]
 COSTS = Costs(brief=0.0, timed=0.0)  # what a call costs more if its graph is not released: nothing
@@ -43,14 +41,13 @@ _PLACE = re.compile(r'File "[^"]+", line \d+, in (\w+)')
 class UserGraph:
     """All graphs of one code and kinds of inputs."""
 
-    def __init__(self, roots: RootRegistry, key: str, name: str, is_static: bool) -> None:
-        self.roots = roots
-        self.session = roots.session
+    def __init__(self, services: RootServices, key: str, name: str, is_static: bool) -> None:
+        self._services = services
         self.key = key
         self.name = name
         self.capture_seconds = 0.0
         self.state, self.reason, self.detail = "captured", "asked_for", "by torch.compile"
-        self.trial = GraphTrial(roots, key, COSTS, None, self._lose)
+        self.trial = GraphTrial(services, key, COSTS, None, self._lose)
         self.trial.is_on = True
         self._is_static = is_static
         self._calls = 0  # that were looked at, and those before them
@@ -58,7 +55,7 @@ class UserGraph:
         self._free = 0  # of how many
         self._free_since: float | None = None  # where they ran what was captured
         self._is_released = False
-        known = roots.known.get(key)
+        known = services.known.get(key)
         if known is not None and known.state == "eager" and known.reason in LOST and known.judged_elements:
             self.trial.verdicts.lose_up_to(known.judged_elements)
             self.reason, self.detail = known.reason, known.detail
@@ -120,7 +117,7 @@ class UserGraph:
                 self._left = self._free = free - 1
                 self._free_since = now
                 return captured(*args)
-        stretch = self.roots.timer.begin(device.index) if trial.on_gpu else None
+        stretch = self._services.timer.begin(device.index) if trial.on_gpu else None
         trial.begin(shape, held, self._calls, now, stretch)
         began = time.perf_counter()
         result = (captured if held is Held.NO else original)(*args)
@@ -142,7 +139,7 @@ class UserGraph:
     def _lose(self, shape: Shape, loss: Loss, is_short: bool, is_all: bool) -> None:
         self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
         # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
-        self.reason = UNTUNED if self.session.tuning.has_open() else loss.reason
+        self.reason = UNTUNED if self._services.tuning.has_open() else loss.reason
         if is_all:
             self._release()
         else:

@@ -62,9 +62,9 @@ def test_a_settled_call_goes_past_dynamo(session, monkeypatch):
             model(x)
         root = session.roots.root_of(model)
         monkeypatch.setattr(root, "_traced", lambda *args: pytest.fail("Dynamo was asked"))
-        before = sum(plan.count for router in session.routers for plan in router.all_plans())
+        before = sum(plan.count for router in session.context.routers for plan in router.all_plans())
         assert torch.equal(model(x), expected(model, x))
-        assert sum(plan.count for router in session.routers for plan in router.all_plans()) == before + 1
+        assert sum(plan.count for router in session.context.routers for plan in router.all_plans()) == before + 1
 
 
 def add_hook(model):
@@ -100,7 +100,7 @@ def test_calls_that_are_not_timed_see_what_changes(session, change, has_gradient
 
     with torch.set_grad_enabled(has_gradients):
         check(12, x(4, 8))
-        assert root._brief is not None and len(session.steps) < calls - 4
+        assert root._brief is not None and len(session.context.steps) < calls - 4
         CHANGES[change](model)
         check(3, x(4, 8))
         with torch.set_grad_enabled(not has_gradients):
@@ -275,10 +275,10 @@ def test_shapes_without_end_run_without_dynamo_once_a_graph_has_symbols(session,
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), expected(model, x))
         model(torch.randn(9, 8))
-    written = {fields[1] for fields in session.steps}
+    written = {fields[1] for fields in session.context.steps}
     assert any("-1" in text for text in written), "rare sizes are compared with others of about their size"
     assert len(written) <= MAX_EXACT + 1
-    assert all(fields[5] > 0.0 for fields in session.steps[-60:]), "a new shape is no disturbance"
+    assert all(fields[5] > 0.0 for fields in session.context.steps[-60:]), "a new shape is no disturbance"
 
 
 def test_a_checkpointed_root_is_left_alone(session):

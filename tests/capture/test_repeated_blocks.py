@@ -301,6 +301,6 @@ def test_sizes_are_known_where_the_tensors_that_have_them_are_inside_a_group(tmp
             torch._dynamo.maybe_mark_dynamic(x, 0)
             torch._dynamo.maybe_mark_dynamic(x, 1)
             assert torch.equal(call(x), head(x))
-    (router,) = session.routers
+    (router,) = session.context.routers
     assert any(slot.is_group for slot in router.program.slots), "nothing is shown where nothing is grouped"
     assert "sym_size" not in router.program.source

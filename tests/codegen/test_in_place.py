@@ -34,7 +34,7 @@ class Captured:
         torch._dynamo.reset()
         names = {"AUTOFUSE_STORE": store, "AUTOFUSE_TUNE": "off", "AUTOFUSE_FUSION_MIN_TENSOR_SIZE": "0", **environment}
         self.session = make_session(load(environ=names), "test")
-        self.session.choose = self.choose  # type: ignore[method-assign]
+        self.session.kernels.choose = self.choose  # type: ignore[method-assign]
 
         def route(graph: Any, phase: str, times: int) -> Any:
             router = route_graph(graph, phase, self.session, times)
@@ -45,7 +45,7 @@ class Captured:
         self.call = torch.compile(function, backend=lambda g, i: compile_with(g, i, route))
 
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
-        slots = (slot for router in self.session.routers for slot in router.program.slots)
+        slots = (slot for router in self.session.context.routers for slot in router.program.slots)
         form = next(slot.node.form for slot in slots if slot.node.fusion_id == fusion_id)
         try:
             return Choice(True, GENERATOR.generate_generic_kernel(form).load().entry, "kernel")
@@ -54,10 +54,10 @@ class Captured:
 
     @property
     def reused(self) -> int:
-        return sum(len(pairs) for router in self.session.routers for pairs in router.program.reuse.values())
+        return sum(len(pairs) for router in self.session.context.routers for pairs in router.program.reuse.values())
 
     def form(self) -> NodeForm:
-        (slot,) = (s for router in self.session.routers for s in router.program.slots if not s.is_group)
+        (slot,) = (s for router in self.session.context.routers for s in router.program.slots if not s.is_group)
         return slot.node.form
 
 

@@ -72,7 +72,7 @@ def planned(session, model, *inputs):
 
 
 def refusals(session):
-    return [r.detail for r in session.refusals if r.code == "pattern_has_no_kernel"]
+    return [r.detail for r in session.context.refusals if r.code == "pattern_has_no_kernel"]
 
 
 def used(session):
@@ -278,4 +278,4 @@ def test_products_that_torch_may_round_are_left_to_it(tmp_path):
     finally:
         torch.set_float32_matmul_precision("highest")
     assert groups == []
-    assert [r.operations for r in session.refusals if r.code == "matmul_precision"] == ["addmm"]
+    assert [r.operations for r in session.context.refusals if r.code == "matmul_precision"] == ["addmm"]

@@ -18,8 +18,8 @@ from autofuse.observer.mode import ObserverMode, attach, detach
 from autofuse.observer.observer import Observer
 from autofuse.observer.profile import aggregate
 from autofuse.runtime import root, root_registry
+from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.root_registry import RootRegistry
-from autofuse.runtime.session import Session
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from tests.observer.harness import EVERY_STEP, MLP
@@ -218,8 +218,8 @@ def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     gpu = FakeGpu()
     monkeypatch.setattr(root_registry, "event_timer", lambda: EventTimer(gpu.calls()))
     monkeypatch.setattr(root, "_device_of", lambda module, *rest: torch.device("cuda", 0))
-    monkeypatch.setattr(Session, "tunable", lambda self, device: object())
-    monkeypatch.setattr(Session, "use_device", lambda self, device: None)
+    monkeypatch.setattr(DeviceKernels, "tunable", lambda self, device: object())
+    monkeypatch.setattr(DeviceKernels, "use_device", lambda self, device: None)
     environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
     of = make_session(load(environ=environment), "test").roots
     yield gpu, of
@@ -263,17 +263,17 @@ def test_steps_of_a_captured_root_are_times_of_its_stream(on_fake_gpu: tuple[Fak
     )
     for _ in range(3):
         call(of, model)
-    steps = of.session.steps
+    steps = of.context.steps
     assert steps == [], "the device has reached nothing yet"
     gpu.catch_up()
     call(of, model)
     assert [StepSample(*fields).step_us for fields in steps] == [1000.0, 1000.0]
-    of.session.disturbances += 1
+    of.context.disturbances += 1
     call(of, model)
     of.uninstall()
     written = [StepSample(*fields) for fields in steps]
     assert [(s.index, s.step_us) for s in written] == [(1, 1000.0), (2, 1000.0), (3, 0.0), (4, 0.0)]
-    assert of.untimed_steps == 1 and of.step_us_total == 2000.0
+    assert of.context.untimed_steps == 1 and of.context.step_us_total == 2000.0
 
 
 # ---- what decisions know of a device ----------------------------------------------------------------------

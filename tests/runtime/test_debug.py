@@ -46,7 +46,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def run(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool = False) -> None:
     """A module is captured and called, each call timed; one more failure is reported."""
     monkeypatch.setattr("autofuse.runtime.session.SAMPLE_EVERY", 1)
-    monkeypatch.setattr("autofuse.runtime.session.say", lambda text: None)
+    monkeypatch.setattr("autofuse.runtime.run_context.say", lambda text: None)
     torch._dynamo.reset()
     values = AT_ONCE | {"run.debug": level, "run.quiet": quiet, "run.store": tmp_path / "store.sqlite3"}
     session = start_session(load(values, {}, tmp_path), "test")
@@ -55,7 +55,7 @@ def run(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
         with torch.no_grad():
             for _ in range(4):
                 model(x)
-        session.report_fallback("no_peaks", "a failure", ValueError("of the test"))
+        session.context.report_fallback("no_peaks", "a failure", ValueError("of the test"))
     finally:
         session.finish(None)
         torch._dynamo.reset()

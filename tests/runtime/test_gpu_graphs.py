@@ -322,7 +322,7 @@ def session_with(tmp_path, monkeypatch):
 
 def requests_of(session, function, *devices):
     router = route_graph(traced(function, *devices), "inference", session)
-    assert isinstance(router, GraphRouter), session._said
+    assert isinstance(router, GraphRouter), session.context._said
     router._miss(())
     (plan,) = router.all_plans()
     plan.count = 5
@@ -336,8 +336,8 @@ def both(x, y, c):
 def test_requests_name_the_model_of_the_nodes_device(session_with):
     session = session_with()
     keys = {r.key.device: r.key for r in requests_of(session, both, SECOND, SECOND, "cpu")}
-    assert set(keys) == {L4.key, session.device.key}
-    assert keys[L4.key].threads == 0 and keys[session.device.key].threads == torch.get_num_threads()
+    assert set(keys) == {L4.key, session.context.device.key}
+    assert keys[L4.key].threads == 0 and keys[session.context.device.key].threads == torch.get_num_threads()
     (other,) = requests_of(session, chain, GPU, GPU)
     assert other.key.device == H200.key and other.key.fusion_id == keys[L4.key].fusion_id
 
@@ -353,15 +353,15 @@ def test_what_one_backend_lacks_does_not_stop_the_other(session_with, missing, e
     session = session_with(*missing, **environment)
     requests = requests_of(session, both, GPU, GPU, "cpu")
     assert {r.key.device.partition(":")[0] for r in requests} == kinds
-    assert set(session._said) == said
-    problems = {d.type: session.catalogue.backends.problem(d) for d in (GPU, torch.device("cpu"))}
+    assert set(session.context._said) == said
+    problems = {d.type: session.kernels.catalogue.backends.problem(d) for d in (GPU, torch.device("cpu"))}
     assert {kind for kind, problem in problems.items() if problem is None} == kinds
 
 
 def test_mixed_devices_reach_the_refusals_of_the_session(session_with):
     session = session_with()
     requests_of(session, lambda x, y: torch.where(x > 0, y, torch.scalar_tensor(0.5)) * 2 + x, GPU, GPU)
-    assert "mixed_devices" in {r.code for r in session.refusals}
+    assert "mixed_devices" in {r.code for r in session.context.refusals}
 
 
 def test_a_root_called_while_a_graph_is_recorded_is_left_alone(session_with, recording, monkeypatch):
@@ -375,7 +375,7 @@ def test_a_root_called_while_a_graph_is_recorded_is_left_alone(session_with, rec
     for state in ("observing", "captured"):
         root.state = state
         assert torch.equal(root.call(model, (x,), {}), model(x))
-    assert root.trial.opened is None and not session.steps and session.roots.held_out_calls == 0
+    assert root.trial.opened is None and not session.context.steps and session.context.held_out_calls == 0
 
 
 def test_a_recording_is_asked_for_only_where_a_gpu_is_in_use(monkeypatch):
@@ -395,9 +395,9 @@ def test_a_recording_is_asked_for_only_where_a_gpu_is_in_use(monkeypatch):
 def test_a_device_that_cannot_be_described_is_said_once(session_with):
     session = session_with()
     for _ in range(3):
-        session.use_device(torch.device("cuda", 7))
-    assert session._said == {"device_unknown": 1}
-    assert session.choose("n", (1,), torch.device("cuda", 7)) is UNKNOWN
+        session.kernels.use_device(torch.device("cuda", 7))
+    assert session.context._said == {"device_unknown": 1}
+    assert session.kernels.choose("n", (1,), torch.device("cuda", 7)) is UNKNOWN
 
 
 def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, monkeypatch):
@@ -408,23 +408,23 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
     artifact = artifact_of(chain_source())
     record = KernelRecord(CompileKey("s", "triton", "f", "cuda:90"), "af_chain", "text", artifact.pack())
     bucket = bucket_of(())
-    with Store.open(session.settings.run.store) as store:
+    with Store.open(session.context.settings.run.store) as store:
         store.put_kernel(record)
         for info, compile_key in ((H200, record.key.digest), (L4, None)):
-            key = DecisionKey("n", bucket.label, info.key, 0, session.versions)
+            key = DecisionKey("n", bucket.label, info.key, 0, session.context.versions)
             candidate = Candidate("triton_generic" if compile_key else "eager")
             store.put_decision(Decision(key, bucket, candidate, compile_key, 2.0, 1.0, 2.0, 1.9, 2.1, "won"))
-    session.store_thread.start()
+    session.context.store_thread.start()
     try:
-        assert session.store_thread.wait_ready(10.0) and not len(session.catalogue.table)
-        session.use_device(GPU)
-        choice = session.choose("n", (), GPU)
+        assert session.context.store_thread.wait_ready(10.0) and not len(session.kernels.catalogue.table)
+        session.kernels.use_device(GPU)
+        choice = session.kernels.choose("n", (), GPU)
         assert isinstance(choice.entry, LoadedArtifact) and choice.entry.device_index == 0
-        assert isinstance(choice.entry.artifact, Artifact) and session.choose("n", (), SECOND) is UNKNOWN
-        session.use_device(SECOND)
-        assert session.choose("n", (), SECOND) == Choice(known=True)
+        assert isinstance(choice.entry.artifact, Artifact) and session.kernels.choose("n", (), SECOND) is UNKNOWN
+        session.kernels.use_device(SECOND)
+        assert session.kernels.choose("n", (), SECOND) == Choice(known=True)
         assert launcher._compiled
     finally:
-        session.store_thread.stop()
-    with Store.open(session.settings.run.store) as store:
-        assert store.get_kernel(launcher.launcher_key(session.catalogue.toolchain).digest).name == "af_launch"
+        session.context.store_thread.stop()
+    with Store.open(session.context.settings.run.store) as store:
+        assert store.get_kernel(launcher.launcher_key(session.kernels.catalogue.toolchain).digest).name == "af_launch"

@@ -27,17 +27,17 @@ def test_members_rest_while_their_group_runs_in_one(tmp_path: Any) -> None:
     own = captured.choose
 
     def choose(fusion_id: str, values: Any, device: Any) -> Choice:
-        slots = captured.session.routers[0].program.slots
+        slots = captured.session.context.routers[0].program.slots
         is_group = next(s.is_group for s in slots if s.node.fusion_id == fusion_id)
         return said["group"] if is_group else own(fusion_id, values, device)
 
-    captured.session.choose = choose  # type: ignore[method-assign]
+    captured.session.kernels.choose = choose  # type: ignore[method-assign]
     x = torch.randn(48, 32)
     expected = function(x)
 
     def calls() -> tuple[int, list[tuple[bool, int]]]:
         torch.testing.assert_close(captured.call(x), expected)
-        router = captured.session.routers[0]
+        router = captured.session.context.routers[0]
         (plan,) = router.all_plans()
         router.refresh(plan)
         members = [node for node in plan.nodes if not node.slot.is_group]

@@ -48,7 +48,7 @@ class Calls:
             table=SimpleNamespace(find=lambda *_: decision),
             shelf=SimpleNamespace(entry=lambda *_: self._entry()),
         )
-        self.hook = OptimizerHook(self)  # type: ignore[arg-type]
+        self.hook = OptimizerHook(self, self, lambda requests: None)  # type: ignore[arg-type]
         router = self.hook._load()
         assert router is not None
         self.router = router
@@ -337,10 +337,10 @@ def test_a_script_pays_for_the_router_once_it_has_spent_much_more(
     assert torch.equal(first.param_groups[0]["params"][0], second.param_groups[0]["params"][0])
 
 
-@pytest.mark.parametrize("way", ["loaded", "wait"])
-def test_the_router_comes_at_once_where_it_costs_no_more(calls: Calls, strategy: str) -> None:
+@pytest.mark.parametrize("cause", ["loaded", "wait"])
+def test_the_router_comes_at_once_where_it_costs_no_more(calls: Calls, cause: str) -> None:
     calls.hook.router = None
-    calls.is_loaded, calls.mode = strategy == "loaded", "wait" if strategy == "wait" else "background"
+    calls.is_loaded, calls.mode = cause == "loaded", "wait" if cause == "wait" else "background"
     calls.store_thread.usable = False  # as in a forked child
     trained("SGD", parameters(8), 1)
     assert calls.hook.router is None

@@ -185,7 +185,7 @@ def run_steps(count=24):
 def test_a_run_reports_the_peaks_of_both(settings):
     settings.setenv("AUTOFUSE_OBSERVE_MEMORY", "1")
     session = run_steps()
-    with Store.open(session.settings.run.store) as store:
+    with Store.open(session.context.settings.run.store) as store:
         report = load_report(store)
         held_out = [sample for sample in store.step_samples(report.run.id) if sample.held_out]
     (line,) = report.memory
@@ -198,7 +198,7 @@ def test_a_run_reports_the_peaks_of_both(settings):
 
 def test_a_run_that_was_not_asked_says_how_to_ask(settings):
     session = run_steps(4)
-    with Store.open(session.settings.run.store) as store:
+    with Store.open(session.context.settings.run.store) as store:
         assert "--set observe.memory=on" in text_of(load_report(store))
 
 

@@ -97,7 +97,7 @@ class Bench:
             graphs_read=lambda: 0,
         )
         patch.setattr(root, "capture", lambda: setattr(root, "state", "captured"))
-        patch.setattr(self.roots.session, "fused_since_mark", lambda whose: 3)
+        patch.setattr(self.roots.context, "fused_since_mark", lambda whose: 3)
         patch.setattr(self.roots.tracker, "is_installed", True)
 
     def call(self, sizes: Iterable[int]) -> None:
@@ -230,7 +230,7 @@ def test_advice_is_asked_for_as_rarely_as_it_takes_long(
         bench.clock[0] += 1e-3
         return 1.0
 
-    monkeypatch.setattr(bench.roots, "cost_factor", factor)
+    monkeypatch.setattr(bench.roots.services, "cost_factor", factor)
     before = bench.roots.observer.cost_seconds
     bench.call([64] * 4000)
     assert asked[:32] == [*range(1, 33)]
@@ -276,7 +276,7 @@ def test_no_root_is_decided_before_earlier_runs_are_known(
 ) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
     ready = [False]
-    monkeypatch.setattr(type(bench.roots.session.store_thread), "is_ready", property(lambda self: ready[0]))
+    monkeypatch.setattr(type(bench.roots.context.store_thread), "is_ready", property(lambda self: ready[0]))
     bench.call([50] * 40)
     assert bench.root.state == "observing", "too small, but who knows"
     ready[0] = True
@@ -298,7 +298,7 @@ def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench
     root.state = "captured"
     sizes = random.Random(0).sample(range(20_000, 80_000), 400)
     bench.call(sizes)
-    samples = [StepSample(*fields) for fields in bench.roots.session.steps]
+    samples = [StepSample(*fields) for fields in bench.roots.context.steps]
     assert len(samples) == 399 and len({s.signature for s in samples}) == MAX_EXACT + 1
     assert all(s.elements == sizes[s.index - 1] for s in samples)
     speedup = measure_gain(samples, 0.0).speedup
@@ -308,13 +308,13 @@ def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench
 
 def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
-    session = bench.roots.session
+    context = bench.roots.context
     bench.root.state = "captured"
     bench.call(range(20_000, 20_100))
-    assert len(session.steps) == 99
-    session.store_thread._fail("garbage.")
+    assert len(context.steps) == 99
+    context.store_thread._fail("garbage.")
     bench.call(range(20_100, 20_200))
-    assert session.steps == []
+    assert context.steps == []
 
 
 # Captured, a call takes 100 us more and half of what eager takes for each element: it pays from 200 elements on, and
@@ -356,8 +356,8 @@ def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
 ) -> None:
     tuned = [False]
     bench = make(lambda n: float(n), lambda n: n / 2 if tuned[0] else n * 1.25)
-    monkeypatch.setattr(bench.roots.session.tuning, "expects_more", lambda: not tuned[0])
-    monkeypatch.setattr(bench.roots.session.tuning, "has_open", lambda: not tuned[0])
+    monkeypatch.setattr(bench.roots.services.tuning, "expects_more", lambda: not tuned[0])
+    monkeypatch.setattr(bench.roots.services.tuning, "has_open", lambda: not tuned[0])
     bench.root.state = "captured"
     bench.call([1 << 14] * 200)
     assert len(bench.captured_calls) < 120, "it has been found slower, and eager runs"
@@ -367,7 +367,7 @@ def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
     bench.call([1 << 14] * 4000)
     assert 0 < len(bench.captured_calls) < 500, "tried again, each time later"
     tuned[0] = True
-    bench.roots.session.disturbances += 1
+    bench.roots.context.disturbances += 1
     bench.call([1 << 14] * 64)
     bench.call([1 << 14] * 1000)
     assert len(bench.captured_calls) > 900, "its kernels are there"

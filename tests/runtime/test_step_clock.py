@@ -34,13 +34,13 @@ class Script:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = [0.0]
         monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: self.clock[0]))
-        self.session: Any = SimpleNamespace(
-            noted_seconds=0.0, capture_seconds=0.0, planning_seconds=0.0, tuning=SimpleNamespace(paused_seconds=0.0)
+        self.context: Any = SimpleNamespace(
+            noted_seconds=0.0, capture_seconds=0.0, planning_seconds=0.0, paused_seconds=0.0
         )
         self.backwards = BackwardClock()
 
     def root(self) -> Account:
-        return Account(self.session, self.backwards)
+        return Account(self.context, self.backwards)
 
     def call(
         self, root: Account, x: torch.Tensor, forward: float, backward: float, captured: bool = False, wrap: Any = None
@@ -144,7 +144,7 @@ def test_pauses_for_tuning_and_other_roots_captures_are_no_loss_of_this_one(scri
     script.wait(0.5)
     other.note("tracing", 40.0)
     script.wait(40.0)
-    script.session.tuning.paused_seconds += 30.0
+    script.context.paused_seconds += 30.0
     script.wait(30.0)
     root.end(script.clock[0])
     assert root.ledger.lost_seconds <= 0.5
@@ -153,7 +153,7 @@ def test_pauses_for_tuning_and_other_roots_captures_are_no_loss_of_this_one(scri
 @pytest.mark.parametrize("place", ["in forward", "in backward", "between the passes"])
 def test_a_pause_hides_no_capture(script: Script, x: torch.Tensor, place: str) -> None:
     def pause() -> None:
-        script.session.tuning.paused_seconds += 30.0
+        script.context.paused_seconds += 30.0
         script.wait(30.0)
 
     root = script.root()
@@ -180,10 +180,8 @@ def test_outputs_keep_no_trace_of_it(x: torch.Tensor) -> None:
     model = nn.Linear(4, 2)
     y = model(x)
     before = sorted(dir(y)), y._backward_hooks, y.grad_fn.next_functions
-    session: Any = SimpleNamespace(
-        noted_seconds=0.0, capture_seconds=0.0, planning_seconds=0.0, tuning=SimpleNamespace(paused_seconds=0.0)
-    )
-    root = Account(session, BackwardClock())
+    context: Any = SimpleNamespace(noted_seconds=0.0, capture_seconds=0.0, planning_seconds=0.0, paused_seconds=0.0)
+    root = Account(context, BackwardClock())
     root.begin(4, time.perf_counter(), False)
     root.returned(y, time.perf_counter())
     assert (sorted(dir(y)), y._backward_hooks, y.grad_fn.next_functions) == before

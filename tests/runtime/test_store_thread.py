@@ -49,9 +49,9 @@ def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, m
             return False
 
     monkeypatch.setattr(store_thread.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(session.store_thread, "_ready", Never())
+    monkeypatch.setattr(session.context.store_thread, "_ready", Never())
     for _ in range(50):  # a root each
-        assert not session.store_thread.wait_ready(2.0)
+        assert not session.context.store_thread.wait_ready(2.0)
     assert sum(waited) == store_thread.PATIENCE_SECONDS
 
 
@@ -66,16 +66,16 @@ def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(settings, monkey
     other = sqlite3.connect(path, isolation_level=None)
     try:
         if is_open:
-            session.store_thread.start()
-            assert session.store_thread._ready.wait(60.0)
+            session.context.store_thread.start()
+            assert session.context.store_thread._ready.wait(60.0)
         other.execute("BEGIN EXCLUSIVE")
         if not is_open:
-            session.store_thread.start()
+            session.context.store_thread.start()
         session.finish(0)
     finally:
         other.close()
-    assert not session.store_thread._thread.is_alive() and not session.store_thread.usable
-    assert session._said["store_unusable"] == 1 and session.steps == []
+    assert not session.context.store_thread._thread.is_alive() and not session.context.store_thread.usable
+    assert session.context._said["store_unusable"] == 1 and session.context.steps == []
     assert {"timeout_seconds": 0.05} in waits, "else SQLite waits for five seconds, at each of its calls"
     with Store.open(path) as store:
         assert [run.finished_at for run in store.runs()] == [None] * is_open
@@ -89,28 +89,28 @@ def test_a_store_that_never_answers_is_told_at_the_end(settings, monkeypatch):
     answers, whole = threading.Event(), Store.open
     monkeypatch.setattr(Store, "open", lambda *args, **given: answers.wait(60.0) and whole(*args, **given))
     session = make_session(settings, "test")
-    session.store_thread.start()
-    session.store_thread.stop(0.05)
-    assert session._said["store_unusable"] == 1 and not session.is_stored
+    session.context.store_thread.start()
+    session.context.store_thread.stop(0.05)
+    assert session.context._said["store_unusable"] == 1 and not session.is_stored
     answers.set()
-    session.store_thread._thread.join(60.0)
+    session.context.store_thread._thread.join(60.0)
 
 
 def test_nothing_is_kept_for_a_store_that_is_lost(session):
-    session.steps.append(("root", "sizes", False, 0, 1, 1.0, 1))
-    session.store_thread.post_event(Event("before", ""))
-    session.store_thread._fail("garbage.")
-    assert session.steps == [] and session._said["store_unusable"] == 1
-    kept = len(session.store_thread._events)
+    session.context.steps.append(("root", "sizes", False, 0, 1, 1.0, 1))
+    session.context.store_thread.post_event(Event("before", ""))
+    session.context.store_thread._fail("garbage.")
+    assert session.context.steps == [] and session.context._said["store_unusable"] == 1
+    kept = len(session.context.store_thread._events)
     for _ in range(9):
-        session.say_once("after", "")
-    assert len(session.store_thread._events) == kept
+        session.context.say_once("after", "")
+    assert len(session.context.store_thread._events) == kept
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_that_ends_leaves_its_parents_session_alone(session):
     """Daemons would take the parent for gone, and no more yield to it."""
-    with Store.open(session.settings.run.store) as store:
+    with Store.open(session.context.settings.run.store) as store:
         session.tuning.announce(store)
     child = os.fork()
     if child == 0:
@@ -127,16 +127,16 @@ def test_a_forked_child_that_ends_leaves_its_parents_session_alone(session):
 
 def test_a_session_that_ends_forgets_old_runs(session):
     """Where nothing is tuned no daemon does."""
-    session.settings = session.settings.with_values({"cache.history_days": 0.0}, "test")
-    with Store.open(session.settings.run.store) as store:
+    session.context.settings = session.context.settings.with_values({"cache.history_days": 0.0}, "test")
+    with Store.open(session.context.settings.run.store) as store:
         for name in ("old.py", "newer.py"):
             run_id = store.start_run(RunStart(name, cpu_device(), "", "off", 1))
             store.add_step_samples(run_id, [StepSample("root", "sizes", False, 1, 1, 1.0)])
             store.finish_run(run_id, RunTotals())
-        session.store_thread.start()
+        session.context.store_thread.start()
         session.finish(0)
         assert [len(store.step_samples(run_id)) for run_id in (1, 2)] == [0, 1]
-        assert store.run(3).finished_at is not None and not session._said
+        assert store.run(3).finished_at is not None and not session.context._said
 
 
 @pytest.mark.parametrize("cc", ["env cc", "cc -pipe", "cc"])

@@ -30,8 +30,10 @@ def asked(tmp_path, monkeypatch):
         session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
         posted = []
         assert session.tuning.enabled
-        monkeypatch.setattr(session.store_thread, "post_requests", lambda requests: posted.extend(requests) or 0)
-        monkeypatch.setattr(session.store_thread, "wait_written", lambda ticket, seconds: True)
+        monkeypatch.setattr(
+            session.context.store_thread, "post_requests", lambda requests: posted.extend(requests) or 0
+        )
+        monkeypatch.setattr(session.context.store_thread, "wait_written", lambda ticket, seconds: True)
 
         def backend(graph, inputs):
             return compile_with(graph, inputs, lambda module, phase, times: route_graph(module, phase, session, times))
@@ -40,7 +42,7 @@ def asked(tmp_path, monkeypatch):
         with torch.no_grad():
             for size in sizes:
                 model(torch.ones(size, 64), torch.ones(size, 64))
-        assert session.routers, session._said
+        assert session.context.routers, session.context._said
         if mode == "background":
             session.tuning.post_new_work()
         else:
@@ -63,14 +65,14 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     def session_with_work():
         values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
         session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
-        monkeypatch.setattr(session.store_thread, "post_requests", lambda requests: 0)
+        monkeypatch.setattr(session.context.store_thread, "post_requests", lambda requests: 0)
         monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()] if not began else [])
         return session
 
     session = session_with_work()
     session.tuning.post_new_work()
     assert began == [], "a young script has its cores to itself"
-    session.started -= 61.0
+    session.context.started -= 61.0
     monkeypatch.setattr(session.tuning, "_requests", lambda plans: [])
     session.tuning.post_new_work()
     session.tuning.post_new_work()
@@ -87,7 +89,7 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     assert began == ["launch"]
     began.clear()
     session = session_with_work()
-    session.store_thread.has_leftovers = True
+    session.context.store_thread.has_leftovers = True
     session.tuning.post_new_work()
     assert began == ["ensure_running"], "of a run whose daemon ended with it"
 
@@ -108,8 +110,8 @@ def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_
     values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
     session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
     monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()])
-    monkeypatch.setattr(session.store_thread, "post_requests", lambda requests: 0)
-    session.store_thread.has_leftovers = True
+    monkeypatch.setattr(session.context.store_thread, "post_requests", lambda requests: 0)
+    session.context.store_thread.has_leftovers = True
     session.tuning._neighbours = peers = Peers(tmp_path / "met")
     (tmp_path / "met").mkdir(mode=0o700)
     session.tuning._script = peers.announce(0.0)

@@ -66,7 +66,7 @@ class Costing:
 
 def watched(session, clock, captured_us, eager_us, inputs, has_gradients=False, key="graph test:0"):
     sizes = Sizes(inputs)
-    graph = session.roots.graphs[key] = UserGraph(session.roots, key, "test", sizes.is_static)
+    graph = session.roots.graphs[key] = UserGraph(session.roots.services, key, "test", sizes.is_static)
     captured, original = Costing(clock, captured_us), Costing(clock, eager_us)
     return graph, captured, original, graph.around(captured, original, sizes, has_gradients, CPU)
 
@@ -94,7 +94,7 @@ def test_a_graph_that_gains_stays_and_is_measured(session, clock):
         call(x)
     assert graph.state == "captured" and graph.calls == 2000
     assert captured.calls + original.calls == 2000 and 20 < original.calls < 1100
-    assert session.roots.held_out_calls == original.calls
+    assert session.context.held_out_calls == original.calls
 
 
 def test_sizes_are_judged_apart(session, clock):
@@ -118,7 +118,7 @@ def test_sizes_are_judged_apart(session, clock):
 
 def test_sizes_that_come_one_after_the_other_are_both_released(session, clock, monkeypatch):
     monkeypatch.setenv("AUTOFUSE_CAPTURE_HELD_OUT_SHARE", "0.02")
-    session.settings = load()
+    session.context.settings = load()
     sizes = [(n, torch.empty(n)) for n in (64, 1 << 20)]
     graph, _, _, call = watched(session, clock, 40.0, 15.0, list(sizes[1]))
     for inputs in sizes:
@@ -146,11 +146,11 @@ def test_what_an_earlier_run_found_out(session, reason):
     session.roots.graphs.clear()
     session.roots.known[key] = RootRecord(key, "f", "eager", reason, judged_elements=200)
     torch._dynamo.reset()
-    routers = len(session.routers)
+    routers = len(session.context.routers)
     call = torch.compile(lambda x: torch.relu(x) + 1, backend=pipeline.backend)
     assert torch.equal(call(x), torch.relu(x) + 1)
     assert set(session.roots.graphs) == {key}, "the same graph in another process has the same name"
-    assert (len(session.routers) == routers) == (reason != "slower_untuned"), "not even captured"
+    assert (len(session.context.routers) == routers) == (reason != "slower_untuned"), "not even captured"
 
 
 def test_a_function_that_loses_is_released(session, monkeypatch):
@@ -332,7 +332,7 @@ def test_held_out_captured_and_released_calls_are_as_eager(session, function, do
         wanted = outcome(function, twin, theirs)
         same(found, wanted)
     # Dynamo itself leaves a function alone once it has seen it raise.
-    assert session.roots.held_out_calls > (0 if function is raises else 3)
+    assert session.context.held_out_calls > (0 if function is raises else 3)
     assert any(one.trial.verdicts.any_lost for one in session.roots._all().values())
 
 

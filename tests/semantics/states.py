@@ -196,8 +196,8 @@ def session_in(state: str, folder: Path, keeps: bool) -> Iterator[Reached]:
         try:
             yield reached
         finally:
-            plans = [plan for router in session.routers for plan in router.all_plans()]
-            reached.graphs = sum(router.calls() for router in session.routers)
+            plans = [plan for router in session.context.routers for plan in router.all_plans()]
+            reached.graphs = sum(router.calls() for router in session.context.routers)
             reached.kernels = sum(plan.fused_calls(node) for plan in plans for node in plan.nodes)
             reached.read = dynamo.graphs_read() - read
             session.finish(None)
@@ -208,7 +208,7 @@ def _all_generated(session: Session, in_groups: bool) -> Callable[..., Choice]:
     """A catalogue in which each node has its kernel, made when it is asked for; ``in_groups``: or its group has."""
 
     def choose(self: Any, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
-        slots = [slot for router in list(session.routers) for slot in router.program.slots]
+        slots = [slot for router in list(session.context.routers) for slot in router.program.slots]
         slot = next(slot for slot in slots if slot.node.fusion_id == fusion_id)
         if slot.is_group:
             entry = _another_way(slot.node.form) if in_groups and slot.half is None else None

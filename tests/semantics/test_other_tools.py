@@ -113,10 +113,10 @@ def test_a_kernel_stays_after_gradients_in_batches(tmp_path: Path) -> None:
             result = model(x)
             weights = torch.eye(3)[..., None] if is_batched else torch.ones(3, 1)
             torch.autograd.grad(result, x, weights, is_grads_batched=is_batched)
-            plans = [plan for router in session.routers for plan in router.all_plans()]
+            plans = [plan for router in session.context.routers for plan in router.all_plans()]
             kernels.append(sum(plan.fused_calls(node) for plan in plans for node in plan.nodes))
         assert kernels == [2, 3, 5], "forward and backward, forward alone, both"
-        assert not session._said["node_failed"]
+        assert not session.context._said["node_failed"]
 
 
 def test_gradients_in_batches(model: nn.Module) -> None:

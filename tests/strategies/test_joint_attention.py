@@ -39,13 +39,13 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
     monkeypatch.setenv("AUTOFUSE_STORE", str(tmp_path / "store.sqlite3"))
     monkeypatch.setenv("AUTOFUSE_TUNE", "off")
     session = make_session(load(), "test")
-    monkeypatch.setattr(session, "choose", lambda *key: chosen(session, *key))
+    monkeypatch.setattr(session.kernels, "choose", lambda *key: chosen(session, *key))
     yield session
     torch._dynamo.reset()
 
 
 def chosen(session: Session, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
-    for router in session.routers:
+    for router in session.context.routers:
         for slot in router.program.slots:
             if slot.half is not None and slot.node.fusion_id == fusion_id:
                 strategy = next(
@@ -61,7 +61,7 @@ class Captured:
     def __init__(self, session: Session, function: Callable[..., T], min_blocks: int = 0) -> None:
         torch._dynamo.reset()
         self.session = session
-        self.before = len(session.routers)
+        self.before = len(session.context.routers)
 
         def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return compile_with(module, inputs, lambda g, phase, n: route_graph(g, phase, session, n), min_blocks)
@@ -73,12 +73,12 @@ class Captured:
         """Of each graph: how often each half ran as a whole."""
         return {
             router.phase: [sum(column) for column in zip(*(plan.skipped for plan in router.all_plans()), strict=True)]
-            for router in self.session.routers[self.before :]
+            for router in self.session.context.routers[self.before :]
         }
 
     @property
     def reasons(self) -> list[str]:
-        return [r.detail for r in self.session.refusals if r.code == "attention"]
+        return [r.detail for r in self.session.context.refusals if r.code == "attention"]
 
 
 def gradients(function: Callable[..., T], inputs: Sequence[T], weight: T | None = None) -> list[T]:
@@ -222,7 +222,7 @@ def test_one_kernel_each_way_instead_of_many(session: Session, name: str, kernel
     function, make = FORMS[name]
     gradients(Captured(session, function).call, make(9))
     events: list[Event] = []
-    session.notes.post(events.append)
+    session.context.notes.post(events.append)
     found = {e.data["phase"]: (e.data["before"]["kernels"], e.data["after"]["kernels"]) for e in events}
     assert found == kernels
 
@@ -319,7 +319,7 @@ def test_what_only_looks_like_attention(session: Session, function: Callable[...
             with torch.no_grad():
                 torch.testing.assert_close(captured.call(*inputs), function(*inputs))
     assert not any(map(sum, captured.wholes.values()))
-    graphs = [router.program for router in session.routers]
+    graphs = [router.program for router in session.context.routers]
     forms = [slot.node.form for graph in graphs for slot in graph.slots]
     strategies = {strategy.name for form in forms for strategy in strategies_of(form)}
     assert not strategies & {SDPA_TRAINING, *(() if function is wider else ("sdpa",))}
@@ -351,7 +351,7 @@ def test_gradients_of_the_scripts_own_are_left_alone(session: Session) -> None:
 
 def ask_again(captured: Captured) -> None:
     """Forget what was declined."""
-    router = captured.session.routers[captured.before]
+    router = captured.session.context.routers[captured.before]
     for plan in router.all_plans():
         router.refresh(plan)
         for node in plan.nodes:
@@ -431,7 +431,9 @@ def test_a_failing_kernel_is_left_for_good(session: Session, monkeypatch: pytest
     for _ in range(2):
         check(captured, plain, qkv(2, 3, 9, 16))
     assert captured.wholes == {"forward": [0], "backward": [0]}
-    assert [node.broken for plan in session.routers[0].all_plans() for node in plan.nodes if node.slot.half] == [True]
+    assert [
+        node.broken for plan in session.context.routers[0].all_plans() for node in plan.nodes if node.slot.half
+    ] == [True]
 
 
 def test_a_failing_backward_kernel_is_left_for_good(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +447,9 @@ def test_a_failing_backward_kernel_is_left_for_good(session: Session, monkeypatc
     for _ in range(3):
         check(captured, masked, inputs)
     assert captured.wholes == {"forward": [1], "backward": [1]}
-    assert [node.broken for plan in session.routers[0].all_plans() for node in plan.nodes if node.slot.half] == [True]
+    assert [
+        node.broken for plan in session.context.routers[0].all_plans() for node in plan.nodes if node.slot.half
+    ] == [True]
 
 
 # ---- what scripts do with gradients ------------------------------------------------------------------------------
@@ -546,7 +550,7 @@ def test_layers_that_share_one_graph(session: Session) -> None:
 def test_no_kernel_of_the_parts_holds_operations_of_both_passes(session: Session) -> None:
     captured = Captured(session, masked)
     gradients(captured.call, FORMS["causal"][1](9))
-    (slot,) = (slot for slot in session.routers[0].program.slots if slot.half is not None)
+    (slot,) = (slot for slot in session.context.routers[0].program.slots if slot.half is not None)
     passes = passes_of(slot.node.form)
     assert passes is not None and all(passes)
     parts = next(strategy for strategy in strategies_of(slot.node.form) if strategy.name == "parts")

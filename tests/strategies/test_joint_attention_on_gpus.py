@@ -156,7 +156,7 @@ def test_the_real_calls_have_the_shapes_that_are_kept(size: int, dtype: torch.dt
 
 def test_both_passes_on_a_gpu_may_run_as_torchs_own(session: Session) -> None:
     check(Captured(session, plain), plain, qkv(2, 3, 40, 16))
-    (form,) = (slot.node.form for router in session.routers for slot in router.program.slots if slot.half)
+    (form,) = (slot.node.form for router in session.context.routers for slot in router.program.slots if slot.half)
 
     def way_names(device: str) -> set[str]:
         """Of the same form elsewhere: autograd cannot trace for a GPU where there is none."""

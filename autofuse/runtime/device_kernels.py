@@ -1,0 +1,86 @@
+"""What is decided for the devices in use, and the kernels of it: brought by the first who asks.
+
+In: the context of a run. Out: the choice for a node on a device, and where a node's decisions belong. Guarantee: a
+device that cannot be used is said once, and its nodes run on eager's kernels; until somebody asks nothing is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from autofuse.locks import make_rlock
+from autofuse.preserve_rng import untouched
+from autofuse.runtime.run_context import RunContext
+
+if TYPE_CHECKING:
+    from autofuse.runtime.catalogue import Catalogue
+    from autofuse.runtime.choice import Choice
+    from autofuse.runtime.device_backends import Place
+
+ABSORB_SECONDS = 2.0  # for decisions of a device that has just come into use
+
+
+class DeviceKernels:
+    """Of one session."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._unusable: set[torch.device] = set()
+        self._lock = make_rlock()
+        self._catalogue: Catalogue | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the catalogue is there."""
+        return self._catalogue is not None
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """Devices in use, decisions and kernels."""
+        return self._catalogue or self._bring_catalogue()
+
+    def _bring_catalogue(self) -> Catalogue:
+        with self._lock, untouched():
+            if self._catalogue is None:
+                from autofuse.runtime.catalogue import Catalogue
+
+                context = self._context
+                self._catalogue = Catalogue(
+                    context.settings.run,
+                    context.device,
+                    context.versions,
+                    context.report_fallback,
+                    context.notes_folder,
+                )
+            return self._catalogue
+
+    @property
+    def threads(self) -> int:
+        """Threads torch computes with now on the CPU."""
+        return int(torch.get_num_threads())
+
+    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
+        return self.catalogue.choose(fusion_id, values, device)
+
+    def use_device(self, device: torch.device) -> None:
+        """The script has tensors there: read what is decided for its model."""
+        try:
+            is_new = self.catalogue.backends.use(device)
+        except Exception as error:
+            self._context.report_fallback("device_unknown", f"{device} runs on eager's kernels", error)
+            return
+        if is_new:
+            self._context.store_thread.absorb_again(ABSORB_SECONDS)
+
+    def tunable(self, device: torch.device) -> Place | None:
+        """Where a node's decisions belong; None where nothing can be tuned for the device, which is said once."""
+        problem = self.catalogue.backends.problem(device)
+        if problem is None:
+            return self.catalogue.backends.place(device)
+        if device not in self._unusable:
+            self._unusable.add(device)
+            self._context.say_once(*problem)
+        return None

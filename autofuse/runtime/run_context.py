@@ -1,0 +1,134 @@
+"""One run as its parts know it: its settings, its graphs, what it has cost so far, and how to tell the person.
+
+In: settings and the thread of the store. Out: records and counters that all parts read and some raise. Guarantee: it
+knows none of the parts that are built on it; nothing here raises into the script. Each kind of trouble is said once, in
+one line on stderr, and stored as an event.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autofuse.capture.traced import Keeper, is_of_another_version, trace_prefix
+from autofuse.debug import Level, tell
+from autofuse.ir.records import Event, Refusal, RunStart
+from autofuse.private_files import PrivateFolder
+from autofuse.runtime.graph_metrics_log import GraphMetricsLog
+from autofuse.runtime.store_thread import StoreThread
+from autofuse.settings.layers import Settings
+from autofuse.stderr import say
+
+if TYPE_CHECKING:
+    from autofuse.runtime.router import GraphRouter
+
+log = logging.getLogger(__name__)
+
+
+class RunContext:
+    """Of one session."""
+
+    def __init__(
+        self, settings: Settings, start: RunStart, store_thread: StoreThread, started: float, launched: float
+    ) -> None:
+        self.settings = settings
+        self.command = start.command
+        self.device = start.device  # of the run: the machine's CPU; nodes have places of their own
+        self.versions = start.versions  # what a decision depends on besides the device
+        self.mode = "off" if settings.run.frozen else settings.run.tune
+        self.store_thread = store_thread
+        self.started = started  # by ``perf_counter``
+        self.launched = launched  # when the process of the script began
+        self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
+        self.paused_seconds = 0.0  # for tuning
+        self.capture_seconds = 0.0  # that are on no root's account
+        self.noted_seconds = 0.0  # lost to captures of roots, as far as the cause is known at once
+        self.planning_seconds = 0.0  # of those
+        self.step_us_total = 0.0  # of all timed steps
+        self.untimed_steps = 0  # on a GPU, whose times are not known
+        self.held_out_calls = 0
+        self.steps: list[tuple[str, str, bool, int, int, float, int]] = []  # of step samples, until they are written
+        self.routers: list[GraphRouter] = []
+        self.refusals: list[Refusal] = []
+        self.notes = GraphMetricsLog()
+        self._marks: set[object] = set()  # who wants to know which plans run
+        self._said: Counter[str] = Counter()
+
+    # ---- telling the person -----------------------------------------------------------------------
+
+    def say_once(self, kind: str, message: str) -> None:
+        """One line on stderr for each kind of trouble, and an event in the store."""
+        self._said[kind] += 1
+        self.store_thread.post_event(Event(kind, message))
+        if self._said[kind] == 1 and not self.settings.run.quiet:
+            say(message)
+
+    def report_fallback(self, kind: str, what: str, error: BaseException) -> None:
+        first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+        self.say_once(kind, f"{what} ({type(error).__name__}: {first_line})")
+        tell(Level.PLAN, lambda: "".join(traceback.format_exception(error)).rstrip())
+
+    # ---- routed graphs ----------------------------------------------------------------------------
+
+    def add_router(self, router: GraphRouter) -> None:
+        for whose in list(self._marks):
+            router.note_plans(whose)
+        self.routers.append(router)
+        self.disturbances += 1
+
+    def mark_plans(self, whose: object) -> None:
+        """A step of a root begins in which fused nodes are counted."""
+        self._marks.add(whose)
+        for router in list(self.routers):
+            router.note_plans(whose)
+
+    def fused_since_mark(self, whose: object) -> int:
+        """Nodes on fused kernels, in all graphs that have run since then."""
+        self._marks.discard(whose)
+        return sum(router.fused_in_noted(whose) for router in list(self.routers))
+
+    # ---- files beside the store -------------------------------------------------------------------
+
+    @property
+    def graphs_folder(self) -> Path | None:
+        """Where traced graphs are kept, None where none are."""
+        settings = self.settings
+        if not settings.capture.keep_graphs or not self.store_thread.usable:
+            return None
+        return settings.run.store.with_name(settings.run.store.name + ".graphs")
+
+    @property
+    def notes_folder(self) -> PrivateFolder | None:
+        """The same, for whatever else makes later runs start sooner."""
+        folder = self.graphs_folder
+        return PrivateFolder(folder) if folder is not None else None
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Keeps traced graphs there."""
+        folder = self.notes_folder
+        return Keeper(folder, self.say_once) if folder is not None else None
+
+    def trace_bytes(self, root: str) -> int:
+        """How large the largest trace is that an earlier run has left of a root, 0 where there is none.
+
+        Whether it fits shows when it is read.
+        """
+        folder = self.graphs_folder
+        names = PrivateFolder(folder).names() if folder is not None else []
+        found = [name for name in names if name.startswith(trace_prefix(root))]
+        if folder is not None and found:
+            return max(_bytes_of(folder / name) for name in found)
+        if any(is_of_another_version(name, root) for name in names):
+            log.info("traces of an earlier run are of another autofuse, torch or Python, and are made anew")
+        return 0
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return max(path.stat().st_size, 1)
+    except OSError:  # another process has tidied up
+        return 0
