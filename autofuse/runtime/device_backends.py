@@ -25,7 +25,7 @@ from autofuse.gpu.modules import load_artifact
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import DeviceInfo, KernelRecord
 from autofuse.private_files import PrivateFolder
-from autofuse.strategies.bundle import is_bundle
+from autofuse.strategies.bundle import has_machine_code, is_bundle
 from autofuse.wrapper.load_strategy import unpack
 from autofuse.wrapper.node_call import Entry
 
@@ -155,7 +155,8 @@ class Backends:
     def load(self, record: KernelRecord, device: torch.device) -> Entry:
         """A kernel of the store, or a strategy with all of its kernels, as this process can launch it."""
         backend = self._by_type[device.type]
-        if device.type == "cpu" and not is_for_this_cpu(record.key.target):
+        is_ours = device.type != "cpu" or is_for_this_cpu(record.key.target)
+        if not is_ours and has_machine_code(record.binary):
             raise CompilerError(f"expected a kernel for {cpu_device().isa}, found one for {record.key.target}")
         if not is_bundle(record.binary):
             return backend.load(record.key.digest, record.name, record.binary, device)

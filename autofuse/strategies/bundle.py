@@ -33,6 +33,14 @@ def is_bundle(binary: bytes) -> bool:
     return binary.startswith(MARK)
 
 
+def has_machine_code(binary: bytes) -> bool:
+    """Whether a binary is for one kind of processor; a strategy of library calls alone is for all."""
+    if not is_bundle(binary):
+        return True
+    kernels: list[list[str]] = json.loads(binary[len(MARK) :])["kernels"]
+    return any(has_machine_code(base64.b64decode(text)) for _, _, text in kernels)
+
+
 def describe(strategy: Strategy) -> str:
     """What a strategy does, step by step, as comments above the kernels' code."""
     lines = [f"{strategy.name}: {strategy.detail}" if strategy.detail else strategy.name]

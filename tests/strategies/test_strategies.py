@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autofuse.codegen.c.load import load_kernel
+from autofuse.errors import CompilerError
 from autofuse.fusion.config import FusionConfig
+from autofuse.gpu.devices import CPU
+from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import KernelRecord
+from autofuse.runtime.device_backends import Backends
 from autofuse.strategies import enumeration
 from autofuse.strategies.bundle import is_bundle, pack
 from autofuse.strategies.enumeration import BLOCKS, cut_strategies, strategies_of
@@ -471,6 +475,22 @@ def test_a_way_survives_the_store() -> None:
         assert again == kind and again.steps == kind.steps
         record = pack(kind, [], "c_generic")
         assert is_bundle(record.binary) and record == pack(again, [], "c_generic")
+
+
+def test_library_calls_alone_load_on_every_processor() -> None:
+    with torch.no_grad():
+        group = one_group(plan(linear(F.gelu), [torch.randn(24, 40), torch.randn(56, 40), torch.randn(56)]))
+    calls, whole = strategy(group, "onednn_linear"), strategy(group, "parts")
+    assert not calls.parts and whole.parts
+    backends = Backends("no-such-cc", cpu_device())
+    loaded = backends.load(pack(calls, [], "c_generic"), CPU)
+    assert isinstance(loaded, LoadedStrategy) and loaded.strategy == calls
+    kernel = GENERATOR.generate_generic_kernel(whole.kernels[0].node.form)
+    record = KernelRecord(kernel.key, kernel.name, kernel.source, kernel.binary)
+    assert isinstance(backends.load(pack(whole, [record], kernel.key.target), CPU), LoadedStrategy)
+    for foreign in (pack(whole, [record], "c_generic"), pack(calls, [pack(whole, [record], "x")], "c_generic")):
+        with pytest.raises(CompilerError, match="expected a kernel for"):
+            backends.load(foreign, CPU)
 
 
 def test_a_part_may_be_a_way_itself() -> None:
