@@ -261,7 +261,7 @@ def is_strategy(candidate: Candidate) -> bool:
 
 
 def candidate_text(candidate: Candidate) -> tuple[str, str]:
-    """A variant and its configuration: ``("C, fixed size", "threads=2")``, ``("another strategy", "sdpa: ...")``."""
+    """A variant and its configuration: ``("C, fixed size", "threads=2")``, ``("strategy", "sdpa: ...")``."""
     kind, _, name = candidate.variant.partition(":")
     if not is_strategy(candidate):
         return in_words(candidate.variant, wording.VARIANTS), config_text(candidate.config)

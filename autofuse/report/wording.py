@@ -33,7 +33,7 @@ VARIANTS = {
     "c_specialised": "C, fixed size",
     "triton_generic": "Triton, any size",
     "triton_specialised": "Triton, fixed size",
-    "way": "another strategy",
+    "way": "strategy",
 }
 
 # Programs of several kernels, or with a vendor's: names from `autofuse/strategies`.

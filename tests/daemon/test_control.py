@@ -113,10 +113,14 @@ def test_many_starters_start_one_that_works_and_ends_when_idle(settings: Setting
         worker = worker_of(pid)
         assert worker is None or worker.nice() == settings.tuner.nice  # not lower still
         ((_, decision),) = store.decisions(cpu_device().key, versions())
-        assert decision.reason == "won" and decision.compile_key is not None
-        kernel = store.get_kernel(decision.compile_key)
-        assert kernel is not None and kernel.binary[:4] == b"\x7fELF"
-        assert {row.measurement.status for row in store.measurements(decision.key.fusion_id)} <= {"ok", "pruned"}
+        measured = {row.measurement.status for row in store.measurements(decision.key.fusion_id)}
+        assert "ok" in measured and measured <= {"ok", "pruned"}
+        # A real race: beside whatever else runs here, eager may win it.
+        assert decision.reason in ("won", "below_margin", "no_gain")
+        assert (decision.compile_key is not None) == (decision.reason == "won")
+        if decision.compile_key is not None:
+            kernel = store.get_kernel(decision.compile_key)
+            assert kernel is not None and kernel.binary[:4] == b"\x7fELF"
     wait_until(lambda: control.running_pid(settings) is None)
     assert "ending" in control.log_path(settings).read_text()
 
