@@ -1,6 +1,7 @@
-"""Draws the beginning of a run's report as an SVG: ``scripts/report_picture.py STORE docs/images/report.svg``.
+"""Draws the beginning of a run's report as an SVG: ``scripts/report_picture.py STORE docs/images/report.svg [RUN]``.
 
-In: a store. Out: the header, the totals and the first nodes of its newest run, as `autofuse report` prints them.
+In: a store and the number of a run, the newest without it. Out: its header, totals and first nodes, as
+`autofuse report` prints them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ COLUMNS, NODES = 92, 6
 FONT = re.compile(r"^ *@font-face \{.*?\}\n", re.MULTILINE | re.DOTALL)  # it would be fetched from elsewhere
 
 
-def draw(store: Path) -> str:
+def draw(store: Path, run: int | None) -> str:
     with Store.open(store, readonly=True) as opened:
-        report = load_report(opened, None)
+        report = load_report(opened, run)
     beginning = replace(
         report, nodes=report.nodes[:NODES], steps=(), graphs=(), roots=(), settings=(), refusals=(), events=()
     )
@@ -32,5 +33,5 @@ def draw(store: Path) -> str:
 
 
 if __name__ == "__main__":
-    store, out = map(Path, sys.argv[1:])
-    out.write_text(re.sub(r"[ \t]+$", "", draw(store), flags=re.MULTILINE))
+    store, out, *run = sys.argv[1:]
+    Path(out).write_text(re.sub(r"[ \t]+$", "", draw(Path(store), int(run[0]) if run else None), flags=re.MULTILINE))
