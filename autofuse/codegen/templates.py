@@ -4,7 +4,7 @@ In: a target's table (`c.templates.registry`, `triton.templates.registry`) and a
 Out: the template of a node or the reason why it has none, its knobs, its source.
 Guarantee: the first template of a table that takes a node prints it. The last are the nests of loops, which take what
 can be lowered; their reason is the one that is given for a node that none takes.
-A new template is a file with a ``TEMPLATE`` and its name in the table of its target.
+A new template is a file with a ``TEMPLATE``, its place in the table of its target, and a name in `STORED_NAMES`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
 
-# Names that strategies ask for, on both targets. They are stored.
+# Names that strategies ask for, on both targets. They are stored; what a store may name is one of them.
 LOOP, MATMUL, ATTENTION, CONVOLUTION = "loop", "matmul", "attention", "convolution"
+STORED_NAMES = (LOOP, MATMUL, ATTENTION, CONVOLUTION)
 
 Source = TypeVar("Source")
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autofuse.codegen import templates
 from autofuse.codegen.templates import LOOP
 from autofuse.errors import FusionError
 from autofuse.fusion.analyzer import build_node
@@ -76,7 +77,7 @@ class Strategy:
         parts = tuple(
             Part(
                 tuple(one_of(name, made, "an operation of it") for name in names),
-                stored_name(printer),
+                one_of(printer, templates.STORED_NAMES, "a template"),
             )
             for names, printer in data["parts"]
         )

@@ -79,6 +79,7 @@ def test_a_template_in_the_table_of_gpus_prints_whole_groups(monkeypatch: pytest
     own = Everything("mine")
     mine = Template("mine", lambda form: form, own.knobs, own.render)
     monkeypatch.setattr(enumeration, "TRITON_TEMPLATES", table(mine, *TRITON_TEMPLATES.values()))
+    monkeypatch.setattr(templates, "STORED_NAMES", (*templates.STORED_NAMES, "mine"))
     strategy = enumeration.strategies_of(FORM, has_tiles=True)[-1]
     assert (strategy.name, [part.printer for part in strategy.parts]) == (enumeration.TILED, ["mine"])
     assert type(strategy).from_json(strategy.to_json()) == strategy
