@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,6 +92,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[Settings], Finding]]] = [
         ("Python", _check_python),
         ("torch", _check_torch),
+        ("torch's private names", _check_private_names),
         ("C compiler", _check_compiler),
         ("OpenMP", _check_openmp),
         ("vector math", _check_vector_math),
@@ -126,6 +127,30 @@ def _check_torch(settings: Settings) -> Finding:
     parts = text.split("+")[0].split(".")
     inside = TORCH_RANGE[0] <= (int(parts[0]), int(parts[1])) < TORCH_RANGE[1]
     return Finding("torch", inside, text if inside else f"{text}, outside of {low} up to {high}", remedy)
+
+
+def _check_private_names(settings: Settings) -> Finding:
+    """In a process of its own, as all that imports torch."""
+    code = (
+        "import json\n"
+        "from autofuse.torch_compat import count, missing\n"
+        "print(json.dumps([count(), [[g.purpose, g.lost, g.is_essential, names] for g, names in missing().items()]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["the probe ended without a word"])[-1])
+    return _names_finding(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def _names_finding(count: int, lacks: Sequence[tuple[str, str, bool, Sequence[str]]]) -> Finding:
+    """``lacks``: for each purpose what is lost, whether all is, and the names that are gone."""
+    name = "torch's private names"
+    if not lacks:
+        return Finding(name, True, f"all {count} that autofuse uses are there")
+    found = "; ".join(f"{', '.join(names)} gone ({purpose}): {lost}" for purpose, lost, _, names in lacks)
+    low, high = (".".join(map(str, version)) for version in TORCH_RANGE)
+    remedy = f"pip install 'torch>={low},<{high}', or pip install --upgrade autofuse"
+    return Finding(name, False, found, remedy, any(is_essential for _, _, is_essential, _ in lacks))
 
 
 def _check_compiler(settings: Settings) -> Finding:

@@ -25,7 +25,7 @@ Findings = Callable[[GpuFacts], dict[str, Finding]]
 def findings(monkeypatch: pytest.MonkeyPatch) -> Findings:
     def make(facts: GpuFacts) -> dict[str, Finding]:
         monkeypatch.setattr(doctor, "gpu_facts", lambda: facts)
-        for name in ("_check_compiler", "_check_openmp"):  # slow, and about other things
+        for name in ("_check_compiler", "_check_openmp", "_check_private_names"):  # slow, and about other things
             monkeypatch.setattr(doctor, name, lambda settings: Finding("skipped", True, ""))
         found = {finding.name: finding for finding in examine(Settings()) if finding.name in NAMES}
         assert list(found) == list(NAMES)

@@ -44,7 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("private_files.py",),
     ("ir/", "debug.py"),
     ("__init__.py",),
-    ("dynamo_skip.py", "preserve_rng.py", "locks.py", "stderr.py", "detached.py"),
+    ("dynamo_skip.py", "preserve_rng.py", "locks.py", "stderr.py", "detached.py", "torch_compat.py"),
     ("errors.py",),
 )
 
