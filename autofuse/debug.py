@@ -23,7 +23,7 @@ class Level(IntEnum):
     PLAN = 3  # a graph's nodes, and what was not fused and why; the traceback of whatever failed
     SOURCE = 4  # the generated Python of a graph, and the source of each kernel that is loaded
     GRAPHS = 5  # a graph as Dynamo gave it, as AOTAutograd made it, as it was planned
-    COMPILER = 6  # each command of the C compiler and what it printed
+    COMPILER = 6  # each command of the C compiler and what it printed; each kernel of Triton and what it takes
 
 
 _level = 0

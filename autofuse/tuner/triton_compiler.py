@@ -24,8 +24,9 @@ from typing import IO, Any, Self
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.key import clean_environment, find_triton
 from autofuse.codegen.triton.source import Assumptions, TritonSource
+from autofuse.debug import Level, tell
 from autofuse.errors import StoreError
-from autofuse.tuner.worker_process import Refused, WorkerProcess
+from autofuse.tuner.worker_process import CandidateProblem, Refused, WorkerProcess
 
 MODULE = "autofuse.daemon.workers.triton_compile"
 TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; a block that is far too large may take hours
@@ -90,16 +91,23 @@ class TritonCompiler:
         Triton, Interrupted once ``is_stopping``.
         """
         find_triton()
-        reply = self._process.ask(
-            "compile",
-            source=source.to_json(),
-            target=target,
-            assumptions=[[a.is_aligned, list(a.divisible)] for a in assumptions],
-        )
         try:
-            return Artifact.unpack(base64.b64decode(reply["artifact"]))
+            reply = self._process.ask(
+                "compile",
+                source=source.to_json(),
+                target=target,
+                assumptions=[[a.is_aligned, list(a.divisible)] for a in assumptions],
+            )
+        except CandidateProblem as problem:
+            told = f"{problem.status}: {problem}"
+            tell(Level.COMPILER, lambda: f"Triton, {source.name} for {target}: {told}")
+            raise
+        try:
+            artifact = Artifact.unpack(base64.b64decode(reply["artifact"]))
         except StoreError as error:
             raise Refused("compile_error", f"the compile process sent no artifact: {error}") from None
+        tell(Level.COMPILER, lambda: _said(artifact))
+        return artifact
 
     def close(self) -> None:
         """End the process and remove its files; it may be used again."""
@@ -127,6 +135,19 @@ class TritonCompiler:
         except StoreError:
             return {"is_saved": False}
         return {"is_saved": True}
+
+
+def _said(artifact: Artifact) -> str:
+    """What the compiler made of a source: a line for each image."""
+    lines = [f"Triton, {artifact.source.name} for {artifact.target}: {len(artifact.images)} images"]
+    for image in artifact.images:
+        found, assumed = image.resources, image.assumptions
+        lines.append(
+            f"  {image.function} (aligned: {assumed.is_aligned}, divisible: {', '.join(assumed.divisible) or 'none'}): "
+            f"{found.registers} registers, {found.spill_bytes} bytes spilled, {found.shared_bytes} bytes shared, "
+            f"{found.threads} threads, {len(image.image)} bytes"
+        )
+    return "\n".join(lines)
 
 
 class _Folders:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from autofuse import debug
 from autofuse.codegen.triton import key as keys
 from autofuse.codegen.triton.key import clean_environment
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
@@ -247,3 +248,23 @@ def test_a_store_in_trouble_only_costs_compilations() -> None:
         assert len(compiler.compile(elementwise(), "hip:gfx942", ALL).images) == 2
         assert len(compiler.compile(elementwise(), "hip:gfx942", ALL).images) == 2
         assert compiler.generation == 1
+
+
+@pytest.mark.parametrize("level", [5, 6])
+def test_what_the_compiler_made_is_told(compiler: TritonCompiler, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(debug, "say", told.append)
+    debug.set_level(level)
+    try:
+        artifact = compiler.compile(elementwise(), "cuda:90", ALL)
+        with pytest.raises(CandidateProblem):
+            compiler.compile(dataclasses.replace(elementwise(), text="def broken("), "cuda:90", ALL)
+    finally:
+        debug.set_level(0)
+    assert len(told) == (2 if level == 6 else 0)
+    if told:
+        made, failed = told
+        assert made.startswith(f"Triton, {artifact.source.name} for cuda:90: {len(artifact.images)} images\n")
+        assert all(f"  {i.function} (aligned: {i.assumptions.is_aligned}, " in made for i in artifact.images)
+        assert all(f"{i.resources.registers} registers" in made for i in artifact.images)
+        assert failed.startswith(f"Triton, {artifact.source.name} for cuda:90: compile_error: ")
