@@ -56,7 +56,7 @@ class RefusalReason(Reason):
     """`Refusal.code`: what became of a fusion. Where the lowering refused it, the code is a `LoweringReason`."""
 
     FUSED = "fused", "fused"
-    GROUPED = "grouped", "has several ways to run, to be measured"
+    GROUPED = "grouped", "several strategies can run it; they are measured"
     SIZE_LIMIT = "size_limit", "more operations than one kernel may have"
     CYCLE = "cycle", "fusing would make a cycle"
     LOOPS_DIFFER = "loops_differ", "the operations share no loop nest"

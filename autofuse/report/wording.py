@@ -38,25 +38,25 @@ VARIANTS = {
 
 # Programs of several kernels, or with a vendor's: names from `autofuse/strategies`.
 STRATEGIES = {
-    "parts": "products by aten, the rest in kernels",
+    "parts": "matmuls by aten, the rest in kernels",
     "one_kernel": "all of it in one kernel",
-    "onednn_linear": "oneDNN's product with what follows inside",
-    "onednn_conv": "oneDNN's convolution with what follows inside",
+    "onednn_linear": "oneDNN's matmul with the epilogue inside",
+    "onednn_conv": "oneDNN's convolution with the epilogue inside",
     "onednn_conv_packed": "the same with weights in oneDNN's layout",
-    "cudnn_conv": "cuDNN's convolution with what follows inside",
-    "cublas_epilogue": "cuBLASLt's product with what follows inside",
+    "cudnn_conv": "cuDNN's convolution with the epilogue inside",
+    "cublas_epilogue": "cuBLASLt's matmul with the epilogue inside",
     "sdpa": "scaled_dot_product_attention",
-    "joined_products": "products that are added up as one",
+    "joined_products": "a sum of matmuls as one matmul of concatenated operands",
     "sdpa_training": "scaled_dot_product_attention, forward and backward",
-    "onednn_product": "oneDNN's product",
-    "onednn_product_rows": "oneDNN's product of a copy that lies row by row",
-    "bias_apart": "the bias added by the kernel that follows",
+    "onednn_product": "oneDNN's matmul",
+    "onednn_product_rows": "oneDNN's matmul of a contiguous copy",
+    "bias_apart": "the bias added by the next kernel",
     "blocks": "blocks of rows that stay in the caches",
-    "generated_product": "a generated product, the rest in kernels",
-    "channels_last": "images channels last from one convolution to the next",
+    "generated_product": "a generated matmul, the rest in kernels",
+    "channels_last": "channels-last layout from one convolution to the next",
     "channels_last_generated": "the same with generated convolutions",
     "generated_convolution": "generated convolutions, the rest in kernels",
-    "tiled": "a tiled product with what follows inside",
+    "tiled": "a tiled matmul with the epilogue inside",
 }
 _CUT = re.compile(r"cut_(\d+)_(.+)")
 

@@ -134,7 +134,7 @@ def test_a_way_says_what_it_runs_and_why_it_was_chosen(store: Store, width: int)
     made = replace(decision(GELU, HOT, 1.4), candidate=chosen, compile_key=kernel.key.digest, detail="parts took 9 µs.")
     store.put_decision(made)
     text = explain(store, GELU[1], width)
-    assert "Decision: fused (strategy, onednn_linear: oneDNN's product with what follows inside)." in text
+    assert "Decision: fused (strategy, onednn_linear: oneDNN's matmul with the epilogue inside)." in text
     assert "It runs vendor.linear; then one kernel: mul + add. parts took 9 µs." in text
     assert "other" not in text.partition("Decided")[0].partition("parts took")[2]
 
