@@ -7,7 +7,6 @@ metrics for the report. Guarantee: what cannot be lowered is no node; patterns t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -38,7 +37,7 @@ class Planner:
         self._context = context
         self._settings = context.settings
         self._lowered: dict[str, tuple[str, str] | None] = {}
-        config = FusionConfig.from_mapping(self._settings.as_dict()["fusion"])
+        config = FusionConfig.of(self._settings.fusion)
         self.engine = FusionEngine(
             config, lowerable=self._lowerable, shared_patterns=registered_patterns(), groups_follow=True
         )
@@ -94,7 +93,7 @@ class Planner:
         products = [op for op in graph.operations if op.short_name in MATMULS]
         if config.enable_matmul and products and precision != "highest":
             # Races compare with aten's products in full precision: they would not know what is given up.
-            config = replace(config, enable_matmul=False)
+            config = FusionConfig.of(config, enable_matmul=False)
             detail = f"torch.set_float32_matmul_precision({precision!r}): products are left to torch"
             refusals = [Refusal("matmul_precision", False, op.short_name, detail) for op in products[:1]]
         groups, found = find_groups(graph, nodes, config, taken)

@@ -51,11 +51,8 @@ class RootRegistry:
         settings = context.settings
         self.timer = event_timer()
         self.observer = Observer(
-            ObserverConfig(
-                enabled=settings.observe.enabled,
-                sample_every=settings.observe.sample_every,
-                max_overhead_percent=SAMPLING_SHARE * settings.observe.max_overhead_percent,
-                max_shapes=settings.observe.max_shapes,
+            ObserverConfig.of(
+                settings.observe, max_overhead_percent=SAMPLING_SHARE * settings.observe.max_overhead_percent
             ),
             self.timer,
         )

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from autofuse.errors import SettingsError
 from autofuse.private_files import default_store
 
 
@@ -24,6 +25,31 @@ GONE = ("observe.min_samples",)
 
 class Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class CheckedGroup(Group):
+    """A group that code makes by itself, from settings or in their place.
+
+    A value that is unknown or out of range is a SettingsError, as it is where settings are read.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, found = first["loc"][0], first["input"]
+            if first["type"] == "extra_forbidden":
+                known = ", ".join(type(self).model_fields)
+                raise SettingsError(f"expected one of {known}, found {name!r}") from None
+            raise SettingsError(
+                f"expected {name} {first['msg'].removeprefix('Input should be ')}, found {found!r}"
+            ) from None
+
+    @classmethod
+    def of(cls, settings: Group, **values: Any) -> Self:
+        """The values of ``settings``, but for those that are named."""
+        return cls(**{**dict(settings), **values})
 
 
 class RunSettings(Group):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from autofuse.errors import SettingsError
 from autofuse.fusion.config import FusionConfig
+from autofuse.observer.config import ObserverConfig
 from autofuse.settings import layers as module
-from autofuse.settings.groups import GONE
+from autofuse.settings.groups import GONE, CheckedGroup, FusionSettings, Group, ObserveSettings
 from autofuse.settings.layers import (
     GROUPS,
     SPECS,
@@ -350,10 +351,23 @@ def test_settings_are_frozen_and_copies_are_checked(tmp_path: Path) -> None:
 
 
 def test_fusion_settings_are_those_of_the_planner(tmp_path: Path) -> None:
-    assert FusionConfig.from_mapping(load({}, {}, tmp_path).as_dict()["fusion"]) == FusionConfig()
+    assert FusionConfig.of(load({}, {}, tmp_path).fusion) == FusionConfig()
+    assert FusionConfig.of(load({"fusion.max_fusion_size": 7}, {}, tmp_path).fusion).max_fusion_size == 7
     assert {name for name in SPECS if name.startswith("fusion.")} == {
-        "fusion.patterns", "fusion.enable_optimizer", *(f"fusion.{name}" for name in FusionConfig.__dataclass_fields__)
-    }  # fmt: skip
+        f"fusion.{name}" for name in FusionConfig.model_fields
+    }
+
+
+@pytest.mark.parametrize(("config", "settings"), [(FusionConfig, FusionSettings), (ObserverConfig, ObserveSettings)])
+def test_what_the_planner_and_the_observer_read_is_declared_once(
+    config: type[CheckedGroup], settings: type[Group]
+) -> None:
+    assert not set(config.__annotations__) & set(settings.model_fields)
+    for name, info in settings.model_fields.items():
+        assert config.model_fields[name].default == info.default
+        assert config.model_fields[name].metadata == info.metadata, "another range"
+    with pytest.raises(SettingsError, match=r"expected one of enabled, .*found 'nothing_of_the_kind'"):
+        config(nothing_of_the_kind=1)
 
 
 @pytest.mark.parametrize(("text", "thrown"), [("1", True), ("true", True), ("0", False), ("", False), ("no", False)])
