@@ -19,8 +19,9 @@ from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Bucket
 from autofuse.ir.shape import Dim
+from autofuse.runtime.injector import INJECTOR
 from autofuse.wrapper.graph_call import NodeSlot, Program
-from autofuse.wrapper.node_call import NodeCall, make_unfused, node_symbol_values
+from autofuse.wrapper.node_call import NodeCall, node_symbol_values
 
 # Live times of this many sampled calls are kept for each node of a plan.
 KEPT_SAMPLES = 32
@@ -89,7 +90,7 @@ class NodeState:
         key = (self.alike, self.values)
         call = self.shared.get(key)
         if call is None:
-            call = self.shared[key] = make_unfused(self.form, self.values, self.slot.device)
+            call = self.shared[key] = INJECTOR.fallback_at(self.form, self.values, self.slot.device)
         return call
 
 

@@ -19,13 +19,14 @@ from autofuse.gpu import capturing
 from autofuse.locks import make_lock
 from autofuse.runtime.choice import Choice, RouterHost
 from autofuse.runtime.debug_texts import routes_text
+from autofuse.runtime.injector import INJECTOR
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, PlanScope, Timer, Untimed, cover
 from autofuse.runtime.usage import Usage
 from autofuse.strategies.joint_attention import forward_call
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
 from autofuse.wrapper.graph_call import Program
-from autofuse.wrapper.node_call import Composed, NodeCall, make_checked, make_launcher
+from autofuse.wrapper.node_call import Composed, NodeCall, make_launcher
 
 # First calls of a node, each in another plan, whose inputs were checked; sizes and strides of all come from one graph.
 TRUSTED_AFTER = 4
@@ -235,7 +236,7 @@ class GraphRouter:
         node.fused = fused = shared
         if self._checked.get(index, 0) >= TRUSTED_AFTER:
             return self.host.wrap(node, fused)
-        return make_checked(node.form, node.values, fused, node.unfused, settle, node.slot.device)
+        return INJECTOR.checked_call(node.form, node.values, fused, node.unfused, settle, node.slot.device)
 
     def _shared(self, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
         """The callable of a kernel; nodes with the same code and sizes share it, but for what is kept for a place.

@@ -201,40 +201,6 @@ def raise_error(error: Exception, *inputs: torch.Tensor) -> Any:
     raise error
 
 
-def make_checked(
-    form: NodeForm,
-    symbol_values: Sequence[int],
-    fused: NodeCall,
-    unfused: NodeCall,
-    settle: Callable[[str | None], None],
-    device: torch.device | None = None,
-) -> NodeCall:
-    """The first call of a fused node: run it only if the inputs are what the form promises, and on ``device``.
-
-    ``settle(problem)`` is told the outcome once, None for good; it then puts the plain callable in place.
-    """
-    wanted = device or torch.device(device_type(form))
-
-    def first_call(*inputs: torch.Tensor) -> Any:
-        expected = [expected_layout(form, i, symbol_values) for i in range(len(form.inputs))]
-        problem = None
-        for index, (tensor, layout) in enumerate(zip(inputs, expected, strict=True)):
-            problem = problem or layout_problem(index, tensor, *layout, wanted)
-        settle(problem)
-        return unfused(*inputs) if problem else fused(*inputs)
-
-    return first_call
-
-
-def expected_layout(
-    form: NodeForm, index: int, symbol_values: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Sizes, strides and dtype of input ``index``."""
-    values = dict(zip(form.symbols, symbol_values, strict=True))
-    spec = form.inputs[index].spec
-    return spec.shape.bind(values), spec.strides.bind(values), getattr(torch, spec.dtype)
-
-
 def expected_outputs(
     form: NodeForm, symbol_values: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
@@ -242,30 +208,6 @@ def expected_outputs(
     values = dict(zip(form.symbols, symbol_values, strict=True))
     specs = [form.spec(ref) for ref in form.outputs]
     return [(s.shape.bind(values), s.strides.bind(values), getattr(torch, s.dtype)) for s in specs]
-
-
-def layout_problem(
-    index: int,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> str | None:
-    """What is wrong with an input, None where nothing is. Strides of dims of size 1 and of empty tensors are free."""
-    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-        return f"input {index} is a {type(tensor).__name__}, expected a plain tensor"
-    found_device = tensor.device
-    if found_device.type != device.type or (device.index is not None and found_device.index != device.index):
-        return f"input {index} is on {found_device}, expected {device}"
-    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
-        return f"input {index} is {tensor.dtype}{list(tensor.shape)}, expected {dtype}{list(shape)}"
-    if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
-        return f"input {index} is not a plain strided tensor"
-    for size, found, wanted in zip(shape, tensor.stride(), strides, strict=True):
-        if size > 1 and found != wanted and tensor.numel():
-            return f"input {index} has strides {list(tensor.stride())}, expected {list(strides)}"
-    return None
 
 
 # ---- generated text ---------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, De
 from autofuse.ir.shape import SymbolicShape
 from autofuse.observer.device_timer import EventCalls, EventTimer
 from autofuse.pipeline import route_graph
-from autofuse.runtime import device_backends
+from autofuse.runtime import device_backends, injector
 from autofuse.runtime.choice import UNKNOWN, Choice
 from autofuse.runtime.router import GraphRouter
 from autofuse.sessions import make_session
@@ -102,11 +102,11 @@ def test_constants_inside_a_node_are_made_on_its_device():
 def test_inputs_on_another_device_are_a_problem_of_the_first_call():
     expected = ((4,), (1,), torch.float32)
     x = torch.zeros(4)
-    assert node_call.layout_problem(0, x, *expected, torch.device("cpu")) is None
-    assert "is on cpu, expected cuda:0" in node_call.layout_problem(0, x, *expected, GPU)
+    assert injector.layout_problem(0, x, *expected, torch.device("cpu")) is None
+    assert "is on cpu, expected cuda:0" in injector.layout_problem(0, x, *expected, GPU)
     with FakeTensorMode():
         fake = torch.empty(4, device=SECOND)
-    assert "cuda:1, expected cuda:0" in node_call.layout_problem(0, torch.nn.Parameter(fake), *expected, GPU)
+    assert "cuda:1, expected cuda:0" in injector.layout_problem(0, torch.nn.Parameter(fake), *expected, GPU)
 
 
 # ---- routing ---------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ class GpuKernel(Undecided):
 def standing_in(monkeypatch):
     """CPU tensors take the place of a GPU's, from the first call's check to the driver."""
     monkeypatch.setattr(node_call, "torch_calls", lambda: cpu_calls([0]))
-    real = node_call.layout_problem
-    monkeypatch.setattr(node_call, "layout_problem", lambda *args: real(*args[:-1], torch.device("cpu")))
+    real = injector.layout_problem
+    monkeypatch.setattr(injector, "layout_problem", lambda *args: real(*args[:-1], torch.device("cpu")))
     fake = fake_driver()
     fake.forget()
     return fake
