@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from autofuse.fusion.analyzer import FusionCandidateAnalyzer
     from autofuse.fusion.benefit import FusionBenefit
     from autofuse.fusion.config import FusionConfig
+    from autofuse.fusion.detector import FusionDetector, FusionOpportunity
     from autofuse.fusion.engine import FusionEngine
     from autofuse.fusion.graph import FusionGraph
     from autofuse.fusion.node import FusionNode
+    from autofuse.fusion.optimizer import FusionOptimizer
     from autofuse.fusion.patterns import FusionPattern, register_pattern
     from autofuse.ir.shape import SymbolicShape
 
@@ -24,9 +26,12 @@ __all__ = [
     "FusionBenefit",
     "FusionCandidateAnalyzer",
     "FusionConfig",
+    "FusionDetector",
     "FusionEngine",
     "FusionGraph",
     "FusionNode",
+    "FusionOpportunity",
+    "FusionOptimizer",
     "FusionPattern",
     "SymbolicShape",
     "register_pattern",
@@ -36,9 +41,12 @@ _HOME = {
     "FusionBenefit": "autofuse.fusion.benefit",
     "FusionCandidateAnalyzer": "autofuse.fusion.analyzer",
     "FusionConfig": "autofuse.fusion.config",
+    "FusionDetector": "autofuse.fusion.detector",
     "FusionEngine": "autofuse.fusion.engine",
     "FusionGraph": "autofuse.fusion.graph",
     "FusionNode": "autofuse.fusion.node",
+    "FusionOpportunity": "autofuse.fusion.detector",
+    "FusionOptimizer": "autofuse.fusion.optimizer",
     "FusionPattern": "autofuse.fusion.patterns",
     "SymbolicShape": "autofuse.ir.shape",
     "register_pattern": "autofuse.fusion.patterns",

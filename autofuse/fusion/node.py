@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,12 @@ from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols
 
 
 class FusionNode:
-    """A sequence of operations to be run as one kernel (seed: operator fusion with dynamic shapes)."""
+    """A sequence of operations to be run as one kernel (seed: operator fusion with dynamic shapes).
+
+    Shapes are symbolic, in the symbols of the graph that the node is of; ``form`` has symbols of its own. The analyzer
+    grows nodes by `can_fuse_with` and `add_operation`, and finishes them with the views between and the values that
+    leave.
+    """
 
     def __init__(
         self,
@@ -37,34 +42,45 @@ class FusionNode:
         self.operations: list[Operation] = []
         self.inputs: dict[str, TensorSpec] = dict(inputs or {})
         self._outputs = None if outputs is None else tuple(outputs)
+        self._by_name: dict[str, Operation] = {}
+        self._spaces: dict[str, tuple[Operation, IterationSpace]] = {}  # those that were asked for
         for op in operations:
             self._append(op)
 
     # ---- growing ---------------------------------------------------------------------------------
 
     def add_operation(self, op: Operation) -> FusionNode:
-        """Append an operation; raises FusionError where it does not fit. Returns the node for chaining."""
+        """Append an operation; returns the node for chaining.
+
+        Raises FusionError where it does not fit (`can_fuse_with`) and for a name that is taken.
+        """
         if not self.can_fuse_with(op, [s for o in self.operations for s in (t.shape for t in o.outputs)]):
             raise FusionError(
-                f"expected an operation that shares the loops of {self.label}, found {op.target}; "
-                "ask can_fuse_with first"
+                f"expected an operation that shares the loops of {self.operation_names or 'a node'}, "
+                f"found {op.target}; ask can_fuse_with first"
             )
         self._append(op)
         return self
 
     def _append(self, op: Operation) -> None:
-        if any(op.name == other.name for other in self.operations):
+        if op.name in self._by_name:
             raise FusionError(f"expected a new name, found {op.name!r} twice; rename the operation")
         self.operations.append(op)
-        self.__dict__.pop("form", None)
-        self.__dict__.pop("_json", None)
-        self.__dict__.pop("fusion_id", None)
+        self._by_name[op.name] = op
+        self._forget_form()
 
-    def can_fuse_with(self, op: Operation, intermediate_shapes: Sequence[SymbolicShape] = ()) -> bool:
+    def _forget_form(self) -> None:
+        for name in ("form", "_json", "fusion_id"):
+            self.__dict__.pop(name, None)
+
+    def can_fuse_with(self, op: Operation | FusionNode, intermediate_shapes: Sequence[SymbolicShape] = ()) -> bool:
         """Whether ``op`` can join: fusible kind, compatible loop nest, and the values it reads are there.
 
-        ``intermediate_shapes``: shapes of the values that would pass between; each must be known to the node.
+        ``op``: an operation, or another node, of which only the loops are compared. ``intermediate_shapes``: symbolic
+        shapes of the values that would pass between; each must be known to the node. Never raises.
         """
+        if isinstance(op, FusionNode):
+            return join_extents([*self.iteration_spaces, *op.iteration_spaces]) is not None
         if info(op.target).kind not in FUSIBLE or info(op.target).kind is OpKind.RANDOM:
             return False
         known = {spec.shape for o in self.operations for spec in o.outputs} | {s.shape for s in self.inputs.values()}
@@ -73,28 +89,43 @@ class FusionNode:
         if info(op.target).kind in VIEWS:
             return True
         extent = self._extent(op)
-        return extent is not None and join_extents([*self._extents(), extent]) is not None
+        return extent is not None and join_extents([*self.iteration_spaces, extent]) is not None
 
     # ---- facts -----------------------------------------------------------------------------------
 
     def spec(self, ref: ValueRef) -> TensorSpec:
-        for op in self.operations:
-            if op.name == ref.name:
-                return op.outputs[ref.index]
+        """Symbolic shape, strides (in elements), dtype and device of a value; raises FusionError for an unknown one."""
+        if ref.name in self._by_name:
+            return self._by_name[ref.name].outputs[ref.index]
         try:
             return self.inputs[ref.name]
         except KeyError:
             raise FusionError(f"expected an input or an earlier operation called {ref.name!r}, found none") from None
 
     def _extent(self, op: Operation) -> IterationSpace | None:
+        known = self._spaces.get(op.name)
+        if known is not None and known[0] is op:
+            return known[1]
+        found = self._find_extent(op)
+        if found is not None:  # what it reads may still come
+            self._spaces[op.name] = op, found
+        return found
+
+    def _find_extent(self, op: Operation) -> IterationSpace | None:
         try:
-            return with_parts(iteration_space_of(op, self.spec), op, {o.name: o for o in self.operations}, self.spec)
+            return with_parts(iteration_space_of(op, self.spec), op, self._by_name, self.spec)
         except FusionError:
             return None
 
-    def _extents(self) -> list[IterationSpace]:
-        kernels = [op for op in self.operations if info(op.target).kind not in VIEWS]
-        return [e for e in map(self._extent, kernels) if e is not None]
+    @property
+    def iteration_spaces(self) -> list[IterationSpace]:
+        """Of its kernels, in order; what has none is left out."""
+        return [e for e in map(self._extent, self.kernels) if e is not None]
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of its operations."""
+        return self._by_name.keys()
 
     @property
     def outputs(self) -> tuple[ValueRef, ...]:
@@ -106,10 +137,12 @@ class FusionNode:
 
     @property
     def input_shapes(self) -> list[SymbolicShape]:
+        """Symbolic sizes of the tensors from outside, in order of first use."""
         return [self.inputs[name].shape for name in self.input_names]
 
     @property
     def output_shapes(self) -> list[SymbolicShape]:
+        """Symbolic sizes of the values that leave, in the order of ``outputs``."""
         return [self.spec(ref).shape for ref in self.outputs]
 
     @property
@@ -135,7 +168,7 @@ class FusionNode:
         return any(info(op.target).kind is OpKind.POOLING for op in self.operations)
 
     def validate_fusion(self) -> bool:
-        """Whether the node is sound; never raises."""
+        """Whether the node is sound; never raises. With ``run.check`` the planner asks it of every node it accepts."""
         own: set[str] = set()
         for op in self.operations:
             if info(op.target).kind not in FUSIBLE or info(op.target).kind is OpKind.RANDOM:

@@ -23,6 +23,18 @@ ANCHORS = MATMULS | {"convolution"}
 # Operations that an attention may have between two that its pattern names: scale, mask, their masked fill.
 MOST_BETWEEN = 4
 
+# Named for statistics and opportunities; the rules themselves need no list of patterns.
+BUILTIN_PATTERNS = (
+    ("add_relu", ("add", "relu")),
+    ("mul_relu", ("mul", "relu")),
+    ("affine_relu", ("mul", "add", "relu")),
+    ("bias_gelu", ("add", "gelu")),
+    ("masked_softmax", ("masked_fill", "softmax")),
+    ("softmax_dropout", ("softmax", "dropout")),
+    ("residual_layer_norm", ("add", "layer_norm")),
+    ("cross_entropy", ("log_softmax", "nll_loss")),
+)
+
 # What people call operators, and what the dispatcher sees.
 ALIASES: dict[str, tuple[str, ...]] = {
     "softmax": ("_softmax", "_safe_softmax"),

@@ -70,6 +70,7 @@ class RefusalReason(Reason):
     MATMUL_PRECISION = "matmul_precision", "matmuls that torch was asked to compute with fewer bits"
     MIXED_DEVICES = "mixed_devices", "tensors on several devices"
     NO_WORK = "no_work", "nothing to compute"
+    NOT_SOUND = "not_sound", "a node that cannot run as one, an error of autofuse"
     SINGLE_OP = "single_op", "one cheap operation gains nothing"
     SMALL_TENSORS = "small_tensors", "tensors too small to gain"
     LOW_BENEFIT = "low_benefit", "estimated gain too low"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autofuse.fusion.stats import FusionStats
 from autofuse.ir.records import GRAPH_METRICS, Event
 from autofuse.preserve_rng import untouched
 
@@ -30,6 +31,7 @@ class Described:
     estimates: dict[str, float]  # fusion_id -> estimated speedup
     sources: dict[str, str]  # fusion_id -> first source line
     metrics: dict[str, Any] | None
+    fusion: FusionStats  # what the planner counted
 
 
 class GraphMetricsLog:
@@ -45,7 +47,7 @@ class GraphMetricsLog:
         self.estimates = described.estimates | self.estimates
         self.sources = described.sources | self.sources
         if described.metrics is not None:
-            self._graphs.append((router, described.metrics))
+            self._graphs.append((router, described.metrics | {"fusion": described.fusion.to_json()}))
 
     def post(self, post_event: Callable[[Event], None]) -> None:
         """One event a graph, with its calls so far."""

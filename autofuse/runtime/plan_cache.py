@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofuse.capture.traced import version
+from autofuse.fusion.optimizer import FusionOptimizer
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.records import Refusal
 from autofuse.runtime.choice import RouterHost
@@ -82,6 +83,7 @@ class PlanCache:
         found = {
             "autofuse": version(),
             "settings of fusion": settings.as_dict()["fusion"],
+            "switches of fusion": FusionOptimizer.shared().switches,
             "run.check": settings.run.check,
             "patterns": (
                 path.read_text() if path is not None and path.is_file() else "",
@@ -129,6 +131,7 @@ class PlanCache:
             router = GraphRouter(program, self._host, phase, perf_counter, self._make_timer, found.times)
             context.add_router(router)
             context.notes.add(router, found.described)
+            FusionOptimizer.shared().count(found.described.fusion)
             if phase == "backward":
                 for slot in _halves(written.get("forward")):
                     assert slot.half is not None

@@ -18,6 +18,7 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import MATMULS, FusionGraph
 from autofuse.fusion.node import FusionNode
+from autofuse.fusion.optimizer import FusionOptimizer
 from autofuse.fusion.pattern_file import read_patterns
 from autofuse.fusion.patterns import registered_patterns
 from autofuse.ir.operation import NodeForm
@@ -39,7 +40,12 @@ class Planner:
         self._lowered: dict[str, tuple[str, str] | None] = {}
         config = FusionConfig.of(self._settings.fusion)
         self.engine = FusionEngine(
-            config, lowerable=self._lowerable, shared_patterns=registered_patterns(), groups_follow=True
+            config,
+            lowerable=self._lowerable,
+            shared_patterns=registered_patterns(),
+            groups_follow=True,
+            optimizer=FusionOptimizer.shared(),
+            check=self._settings.run.check,
         )
         self.load_patterns()
 
@@ -57,7 +63,7 @@ class Planner:
     def plan_nodes(self, graph: FusionGraph, apart: Sequence[Collection[str]] = ()) -> list[FusionNode]:
         """Nodes of a graph; those of ``apart`` hold nothing else."""
         before = len(self.engine.refusals)
-        nodes = self.engine.fuse(graph, apart)
+        nodes = graph.optimize(self.engine, apart)
         self._refuse(self.engine.refusals[before:])
         return nodes
 
@@ -114,7 +120,7 @@ class Planner:
                 notes.sources[fusion_id] = next((op.source for op in node.kernels if op.source), "")
             estimates[fusion_id], sources[fusion_id] = notes.estimates[fusion_id], notes.sources[fusion_id]
         metrics = measure_graph(router, graph, nodes, [half.names for half in halves])
-        described = Described(estimates, sources, metrics)
+        described = Described(estimates, sources, metrics, self.engine.graph_stats)
         self._context.add_router(router)
         notes.add(router, described)
         return described

@@ -220,23 +220,9 @@ class _Finder:
             and not any(op.target.startswith(("opaque.", "autofuse.philox", "autofuse.bernoulli")) for op in operations)
         )
 
-    def _is_convex(self, names: Iterable[str]) -> bool:
+    def _is_convex(self, names: Collection[str]) -> bool:
         """Whether nothing outside must run between two of its operations."""
-        inside = set(names)
-        stack = [r.name for name in inside for r in self.graph.readers[name] if r.name not in inside]
-        seen: set[str] = set()
-        while stack:
-            name = stack.pop()
-            if name in seen:
-                continue
-            members = self.unit.get(name, frozenset([name]))
-            seen |= members
-            for member in members:
-                for reader in self.graph.readers[member]:
-                    if reader.name in inside:
-                        return False
-                    stack.append(reader.name)
-        return True
+        return self.graph.can_fuse(names, lambda name: self.unit.get(name, frozenset([name])))
 
     def _is_view(self, name: str) -> bool:
         return info(self.graph.by_name[name].target).kind is OpKind.VIEW

@@ -1,12 +1,21 @@
 """Which operations become nodes: chains, broadcasting, reductions, terminals, cycles, limits, refusals."""
 
 import pytest
+import torch
 from build import graph, op, tensor
 
 from autofuse.errors import FusionError, SettingsError, UnknownOpError
-from autofuse.fusion import FusionCandidateAnalyzer, FusionConfig, FusionEngine, FusionNode, FusionPattern
+from autofuse.fusion import (
+    FusionCandidateAnalyzer,
+    FusionConfig,
+    FusionEngine,
+    FusionGraph,
+    FusionNode,
+    FusionPattern,
+)
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.shape import SymbolicShape
+from tests.cases import CASES
 
 A = tensor("s0", "s1", 256)
 ROW = tensor("s0", "s1", 1)
@@ -144,6 +153,37 @@ def test_lowerable_splits_what_has_no_kernel():
     assert names(analyzer.find_fusible_operations(graph(ops, {"x": A}, ["b"]))) == ["gelu", "exp"]
 
 
+def test_with_check_no_node_is_accepted_that_is_not_sound(monkeypatch):
+    ops = [op("a", "aten.gelu.default", ["x"], A), op("b", "aten.exp.default", ["a"], A)]
+    asked = []
+    monkeypatch.setattr(FusionNode, "validate_fusion", lambda node: asked.append(node.operation_names) or False)
+    assert len(FusionEngine().fuse(graph(ops, {"x": A}, ["b"]))) == 1 and not asked, "it costs time"
+    engine = FusionEngine(check=True)
+    assert engine.fuse(graph(ops, {"x": A}, ["b"])) == []
+    assert asked == ["gelu + exp", "gelu", "exp"]
+    assert [r.code for r in engine.refusals] == ["not_sound"] * 3
+
+
+def test_with_check_operations_keep_the_shapes_of_what_they_read():
+    ops = [op("a", "aten.gelu.default", ["x"], A), op("b", "aten.add.Tensor", ["a", "v"], A)]
+    assert len(FusionEngine(check=True).fuse(graph(ops, {"x": A, "v": V}, ["b"]))) == 1, "broadcast"
+    ops[1] = op("b", "aten.exp.default", ["a"], tensor("s1", "s0", 256))  # as many elements
+    assert names(FusionEngine().fuse(graph(ops, {"x": A}, ["b"]))) == ["gelu + exp"]
+    engine = FusionEngine(check=True)
+    assert names(engine.fuse(graph(ops, {"x": A}, ["b"]))) == ["gelu"]
+    assert [r.operations for r in engine.refusals if r.code == "not_sound"] == ["gelu + exp", "exp"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nodes_of_all_cases_are_sound(dtype):
+    for case in CASES.values():
+        form = case.form(dtype)
+        g = FusionGraph(form.operations, {item.name: item.spec for item in form.inputs}, form.outputs)
+        plain, checked = FusionEngine(), FusionEngine(check=True)
+        expected = [node.fusion_id for node in plain.fuse(g)]
+        assert [node.fusion_id for node in checked.fuse(g)] == expected, case.name
+
+
 def test_switches_and_sizes():
     ops = [op("a", "aten.gelu.default", ["x"], A), op("s", "aten._softmax.default", ["a"], A, -1, False)]
     g = graph(ops, {"x": A}, ["s"])
@@ -183,6 +223,11 @@ def test_node_growth_and_validation():
     with pytest.raises(FusionError, match="expected an operation"):
         node.add_operation(op("m", "aten.mm.default", ["b", "b"], A))
     assert not FusionNode([relu], {}).validate_fusion()
+    late = FusionNode([op("a", "aten.add.Tensor", ["x", "y"], A)])
+    sums = op("r", "aten.sum.dim_IntList", ["a"], ROW, (-1,), True)
+    assert not FusionNode().can_fuse_with(sums) and late.can_fuse_with(sums), "it reads what is there"
+    other = FusionNode([op("c", "aten.relu.default", ["z"], tensor(7))], {"z": tensor(7)})
+    assert late.can_fuse_with(node) and not late.can_fuse_with(other), "of another node, the loops"
 
 
 def test_benefit_counts_launches_and_bytes():

@@ -42,6 +42,7 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
     (RefusalReason, LoweringReason): (
         *(Slot("Refusal(0)"), Slot("Refusal(code=)"), Slot("_refuse(0)", "fusion/analyzer.py")),
         *(Slot("return _why_not", "fusion/analyzer.py"), Slot("return _problem", "fusion/analyzer.py")),
+        Slot("return _why_idle", "fusion/analyzer.py"),
     ),
     (RootReason,): (
         *(Slot("CaptureAdvice(1)"), Slot("return advise_release"), Slot("self.reason =", "runtime/")),

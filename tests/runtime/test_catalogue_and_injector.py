@@ -20,9 +20,11 @@ from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Candidate, CompileKey, Decision, DecisionKey, KernelRecord
 from autofuse.ir.shape import SymbolicShape
 from autofuse.runtime.catalogue import Catalogue, DecisionTable, KernelShelf, choose
+from autofuse.runtime.choice import Choice
 from autofuse.runtime.device_backends import CPU, Backends, Place
 from autofuse.runtime.injector import RuntimeShapeInjector
 from autofuse.settings.groups import RunSettings
+from tests.runtime.test_routed_graphs import Undecided, routed
 
 
 def place(threads=2, device=CPU, key="cpu"):
@@ -190,6 +192,47 @@ def test_shape_checks_dispatch_and_fallback():
     y = torch.randn(4, 5)
     assert torch.equal(dispatch(y, b), torch.relu(y + b))
     assert torch.equal(injector.generate_generic_fallback(node)(x, b), torch.relu(x + b))
+
+
+def test_a_kernel_gets_only_the_strides_that_it_is_made_for():
+    injector, node = RuntimeShapeInjector(), add_relu()
+    assert [c.args[1:] for c in injector.inject_shape_check(node)][1] == (
+        SymbolicShape(["s1"]), SymbolicShape([1]), "float32",
+    )  # fmt: skip
+    dispatch = injector.generate_shape_dispatch(node, {(3, 5): lambda x, b: "special"})
+    x, b = torch.randn(3, 5), torch.randn(5)
+    turned = torch.randn(5, 3).t()
+    assert dispatch(x, b) == "special"
+    assert torch.equal(dispatch(turned, b), torch.relu(turned + b))
+    assert torch.equal(dispatch(x.double(), b), torch.relu(x.double() + b))
+
+
+def test_the_first_call_of_a_kernel_is_checked_once():
+    injector, node = RuntimeShapeInjector(), add_relu()
+    x, b, told = torch.randn(3, 5), torch.randn(5), []
+    fallback = injector.fallback_at(node.form, (3, 5))
+    first = injector.checked_call(node.form, (3, 5), lambda x, b: "fused", fallback, told.append)
+    assert first(x, b) == "fused"
+    turned = torch.randn(5, 3).t()
+    assert torch.equal(first(turned, b), torch.relu(turned + b))
+    assert told == [None, "input 0 has strides [1, 3], expected [5, 1]"]
+
+
+def test_a_router_takes_its_check_and_its_fallback_from_the_injector(monkeypatch):
+    taken = []
+    for name in ("fallback_at", "checked_call"):
+        real = getattr(RuntimeShapeInjector, name)
+        monkeypatch.setattr(
+            RuntimeShapeInjector, name, lambda *args, real=real, name=name: taken.append(name) or real(*args)
+        )
+
+    class Decided(Undecided):
+        def choose(self, fusion_id, values, device):
+            return Choice(True, lambda *pointers: None, "kernel")
+
+    torch._dynamo.reset()
+    routed(lambda x: torch.exp(torch.nn.functional.gelu(x)) * 2, Decided())(torch.randn(8, 16))
+    assert sorted(taken) == ["checked_call", "fallback_at"]
 
 
 def test_a_generated_kernel_takes_the_place_of_the_fallback():

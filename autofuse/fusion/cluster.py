@@ -1,0 +1,112 @@
+"""`Cluster`: a node while it grows, and what may keep two of them apart beside devices, edges and loops.
+
+In: the operations of a graph, one by one, and clusters that are joined. Out: the operations that become a node.
+Guarantee: a cluster holds no views, and its operations are in program order; what they read is looked up in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.iteration_space import IterationSpace, iteration_space_of, with_parts
+from autofuse.fusion.node import FusionNode, join_extents
+from autofuse.ir.operation import Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import OpKind, info
+
+MOST_PIECES = 8  # that are put together by as many stores of one nest (codegen/lowering/lower.py)
+
+
+class Seed(NamedTuple):
+    """Operations that a cluster begins as."""
+
+    pattern: str  # its name
+    names: tuple[str, ...]  # of the operations
+
+
+class Cluster(FusionNode):
+    """A node that grows in a graph: without views, and what it reads is looked up there.
+
+    ``pattern``: the name of a custom pattern that it began as, which may pass the size limit; empty for any other.
+    """
+
+    def __init__(self, graph: FusionGraph, pattern: str = "") -> None:
+        super().__init__()
+        self._graph = graph
+        self.pattern = pattern
+
+    @property
+    def kernels(self) -> list[Operation]:
+        return self.operations
+
+    def spec(self, ref: ValueRef) -> TensorSpec:
+        return self._graph.spec(ref)
+
+    def _find_extent(self, op: Operation) -> IterationSpace | None:
+        graph = self._graph
+        return with_parts(iteration_space_of(op, graph.spec), op, graph.by_name, graph.spec)
+
+    def take_in(self, other: Cluster) -> None:
+        """All operations of another cluster, whatever its loops; they stay in program order."""
+        self._by_name |= other._by_name
+        self._spaces |= other._spaces
+        self.operations = sorted(self._by_name.values(), key=lambda op: self._graph.position[op.name])
+        self.pattern = self.pattern or other.pattern
+        self._forget_form()
+
+
+def share_loops(clusters: Sequence[Cluster]) -> bool:
+    return join_extents([space for cluster in clusters for space in cluster.iteration_spaces]) is not None
+
+
+def reads_terminal(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
+    """Whether ``consumer`` reads a value that ``producer`` completes only after all its rows."""
+    terminal = {
+        ValueRef(op.name, i)
+        for op, extent in zip(producer.operations, producer.iteration_spaces, strict=True)
+        for i, level in enumerate(extent.levels)
+        if level == "terminal"
+    }
+    return any(graph.base(ref) in terminal for op in consumer.operations for ref in op.inputs)
+
+
+def pools(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
+    """Whether ``consumer`` pools a value that ``producer`` makes, or puts one that is pooled there at other places."""
+    kinds = {op.name: info(op.target).kind for op in producer.operations}
+    for op in consumer.operations:
+        read = {kinds.get(graph.base(ref).name) for ref in op.inputs} - {None}
+        if read and info(op.target).kind is OpKind.POOLING:
+            return True
+        if OpKind.POOLING in read and info(op.target).kind is OpKind.MEMORY:
+            return True
+    return False
+
+
+def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
+    """Whether a value that is only a part of what the loops run over, or more than that, is read elsewhere too."""
+    extents = [*first.iteration_spaces, *second.iteration_spaces]
+    parts = {part for extent in extents for part in extent.parts}
+    if not parts:
+        return False
+    if len(second.operations) == 1 and _puts_alike_together(graph, second.operations[0]):
+        return False  # loops over one piece then write all of them
+    joined = join_extents(extents)
+    operations = [*first.operations, *second.operations]
+    inside = {op.name for op in operations}
+    return any(
+        extent.numel in parts
+        and joined is not None
+        and extent.numel != joined.numel
+        and (
+            any(r.name not in inside for r in graph.readers[op.name])
+            or any(ValueRef(op.name, n) in graph.leaving for n in range(len(op.outputs)))
+        )
+        for op, extent in zip(operations, extents, strict=True)
+    )
+
+
+def _puts_alike_together(graph: FusionGraph, op: Operation) -> bool:
+    """Whether an operation puts a few tensors of one size together."""
+    pieces = {graph.spec(ref).shape for ref in op.inputs}
+    return op.short_name in ("cat", "stack") and len(pieces) == 1 and 1 < len(op.inputs) <= MOST_PIECES
