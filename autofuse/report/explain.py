@@ -21,7 +21,7 @@ from autofuse.ir.reasons import decision_words, in_words
 from autofuse.ir.records import EAGER, Candidate, Config, Decision
 from autofuse.report import wording
 from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
-from autofuse.report.metrics import graph_table
+from autofuse.report.metrics import fusion_text, graph_table
 from autofuse.report.report import Report
 from autofuse.report.table import plain_table, say
 
@@ -293,6 +293,8 @@ def render_graphs(report: Report, console: Console, command: str, exit_code: int
         say(console, f"Nothing was captured of {command}: {_why_nothing(report)}")
         return
     console.print(graph_table(report.graphs))
+    if planned := fusion_text(report.graphs):
+        say(console, planned)
     left = [root for root in report.roots if root.state != "captured"]
     for root in left:
         why = in_words(root.reason, wording.ROOT_REASONS)

@@ -9,18 +9,20 @@ out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from autofuse.db.rows import EventRow
+from autofuse.fusion.stats import FusionStats
 from autofuse.ir.records import GRAPH_METRICS
 from autofuse.report import wording
 from autofuse.report.table import plain_table
 
 MAX_GRAPHS = 12
+MAX_PATTERNS = 12
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class GraphLine:
     before: Size
     after: Size
     times: int = 1  # calls in a step: a block that repeats is captured once
+    fusion: FusionStats = field(default_factory=FusionStats)  # what the planner counted
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,19 @@ def graph_lines(events: Iterable[EventRow]) -> list[GraphLine]:
             times = int(data.get("times", 1))
             calls = int(data["calls"])
             before, after = Size.from_json(data["before"]), Size.from_json(data["after"])
+            fusion = FusionStats.from_json(data["fusion"]) if "fusion" in data else FusionStats()
         except (KeyError, TypeError, ValueError):
             continue
         known = lines.get(key)
         if known is None:
             lines[key], most[key] = (
-                GraphLine(key[0], str(data.get("source", "")), 1, calls, before, after, times),
+                GraphLine(key[0], str(data.get("source", "")), 1, calls, before, after, times, fusion),
                 calls,
             )
             continue
         lines[key] = replace(known, captures=known.captures + 1, calls=known.calls + calls)
         if calls > most[key]:
-            most[key], lines[key] = calls, replace(lines[key], before=before, after=after)
+            most[key], lines[key] = calls, replace(lines[key], before=before, after=after, fusion=fusion)
     return list(lines.values())
 
 
@@ -102,6 +106,11 @@ def sum_graphs(lines: Sequence[GraphLine]) -> GraphSum | None:
     times = [float(line.times) for line in lines]
     before, after = ([getattr(line, name) for line in lines] for name in ("before", "after"))
     return GraphSum(steps, _add(before, weights, times), _add(after, weights, times))
+
+
+def sum_fusion(lines: Sequence[GraphLine]) -> FusionStats:
+    """What the planner counted in all graphs, each once."""
+    return sum((line.fusion for line in lines), FusionStats())
 
 
 def _add(sizes: Sequence[Size], weights: Sequence[float], times: Sequence[float]) -> Size:
@@ -122,7 +131,7 @@ def _add(sizes: Sequence[Size], weights: Sequence[float], times: Sequence[float]
 
 
 def graphs_to_json(lines: Sequence[GraphLine]) -> dict[str, Any]:
-    """``{"graphs": [...], "graph_sum": {...} or None}``."""
+    """``{"graphs": [...], "graph_sum": {...} or None, "fusion": {...}}``."""
     total = sum_graphs(lines)
     return {
         "graphs": [
@@ -134,10 +143,12 @@ def graphs_to_json(lines: Sequence[GraphLine]) -> dict[str, Any]:
                 "times": line.times,
                 "before": line.before.to_json(),
                 "after": line.after.to_json(),
+                "fusion": line.fusion.summary(),
             }
             for line in lines
         ],
         "graph_sum": total and {"steps": total.steps, "before": total.before.to_json(), "after": total.after.to_json()},
+        "fusion": sum_fusion(lines).summary(),
     }
 
 
@@ -165,6 +176,21 @@ def graph_table(lines: Sequence[GraphLine]) -> Table:
         name.append(f"\nmean of {total.steps:,}", "dim")
         table.add_row(name, *_cells(total.before, total.after))
     return table
+
+
+def fusion_text(lines: Sequence[GraphLine]) -> str:
+    """What was planned, in sentences; empty where no graph has a fused kernel."""
+    stats = sum_fusion(lines)
+    if not stats.applied:
+        return ""
+    text = (
+        f"Planned: {wording.plural(stats.applied, 'fused kernel')}, {wording.percent(stats.efficiency)} fewer launches"
+    )
+    if stats.dynamic:
+        text += f"; {stats.dynamic:,} of them for sizes that are only known when they run"
+    named = sorted(stats.patterns_used.items(), key=lambda item: -item[1])
+    patterns = ", ".join(f"{name} ({count:,})" for name, count in named[:MAX_PATTERNS])
+    return f"{text}." + (f" Patterns: {patterns}." if patterns else "")
 
 
 def _cells(before: Size, after: Size) -> Iterator[Text]:

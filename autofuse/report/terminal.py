@@ -18,7 +18,7 @@ from autofuse.ir.reasons import decision_words, in_words
 from autofuse.ir.steps import PAIR_WINDOW, held_out_one_in
 from autofuse.report import wording
 from autofuse.report.find import cut
-from autofuse.report.metrics import graph_table
+from autofuse.report.metrics import fusion_text, graph_table
 from autofuse.report.operators import operator_table
 from autofuse.report.report import NodeLine, Report
 from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, StepRow
@@ -68,6 +68,8 @@ def _parts(report: Report, verbose: bool) -> Iterator[RenderableType]:
         yield _steps(report)
     if report.graphs:
         yield graph_table(report.graphs)
+        if planned := fusion_text(report.graphs):
+            yield Text(planned)
     if report.roots:
         yield _roots(report)
     if report.settings:

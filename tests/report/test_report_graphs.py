@@ -11,6 +11,7 @@ from report_records import DEVICE, VERSIONS
 from rich.console import Console
 
 from autofuse.db.store import Store
+from autofuse.fusion.stats import FusionStats
 from autofuse.ir.records import GRAPH_METRICS, Event, RootRecord, RunStart
 from autofuse.report import wording
 from autofuse.report.as_json import report_to_json
@@ -29,8 +30,16 @@ def size(nodes: int, edges: int, depth: int, nbytes: int = 1000) -> dict[str, fl
     return {"nodes": nodes, "edges": edges, "depth": depth, "kernels": nodes - 2, "flops": 5e9, "bytes": nbytes}
 
 
-def graph(phase: str, operators: str, calls: int, before: dict[str, float], after: dict[str, float]) -> Event:
+def graph(
+    phase: str,
+    operators: str,
+    calls: int,
+    before: dict[str, float],
+    after: dict[str, float],
+    fusion: FusionStats | None = None,
+) -> Event:
     data = {"phase": phase, "operators": operators, "calls": calls, "before": before, "after": after}
+    data |= {"fusion": fusion.to_json()} if fusion is not None else {}
     return Event(GRAPH_METRICS, phase, data | {"source": "net.py:41 return self.body(x)"})
 
 
@@ -93,9 +102,33 @@ def test_a_report_shows_the_change(store: Store) -> None:
         assert "a step" not in text  # there is but one graph
 
 
+def test_a_report_says_what_was_planned(store: Store) -> None:
+    """Graphs add up; one that was captured again for other sizes counts as its most frequent capture."""
+    sizes = size(22, 24, 8), size(10, 12, 4)
+    first = FusionStats(20, 5, 3, 10, 4096, 9.0, 4, {"add_relu": 2, "bias_gelu": 1})
+    report = run(
+        store,
+        graph("inference", "a", 1, *sizes, FusionStats(20, 1)),
+        graph("inference", "a", 9, *sizes, first),
+        graph("forward", "b", 2, *sizes, FusionStats(20, 3, 0, 2, 100, 3.0, 0, {"bias_gelu": 4})),
+        graph("backward", "c", 2, *sizes),
+    )
+    for text in (text_of(render_report, report), text_of(render_graphs, report, "net.py", 0)):
+        words = " ".join(text.split())
+        assert "Planned: 8 fused kernels, 30.0 % fewer launches; 4 of them for sizes that are only known" in words
+        assert "Patterns: bias_gelu (5), add_relu (2)." in words
+    found = report_to_json(report)
+    assert (found["fusion"]["num_fused"], found["fusion"]["efficiency"]) == (8, 0.3)
+    assert found["fusion"]["patterns_used"] == {"add_relu": 2, "bias_gelu": 5}
+    assert [g["fusion"]["memory_saved"] for g in found["graphs"]] == [4096, 100, 0]
+    assert "Planned" not in text_of(render_report, run(store, graph("forward", "b", 2, *sizes)))
+
+
 def test_events_of_another_version_are_left_out(store: Store) -> None:
     bad = [Event(GRAPH_METRICS, "", {}), Event(GRAPH_METRICS, "", {"phase": "f", "operators": "", "calls": "x"})]
     bad.append(graph("forward", "a", 3, {"nodes": 1}, {}))
+    whole = graph("forward", "a", 3, size(4, 3, 3), size(3, 2, 2))
+    bad.append(Event(whole.kind, "", {**whole.data, "fusion": {"applied": "many"}}))
     report = run(store, *bad)
     assert report.graphs == () and report_to_json(report)["graph_sum"] is None
 
