@@ -147,12 +147,10 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
             output: int | tuple[int, ...]
             if type(out) is _Tensor:
                 output = id(out)
-                described.append(out.shape)
-                described.append(out.device)
+                described += (out.shape, out.device)
             else:
                 output = tuple([id(o) for o in out]) if type(out) in _SEVERAL else (id(out),)
-                described.append(None)
-                described.append(args[0].device if args and isinstance(args[0], _Tensor) else None)
+                described += (None, args[0].device if args and isinstance(args[0], _Tensor) else None)
             description = tuple(described)
             self.events.append(
                 (func, start, stop, sequence, tuple(inputs), self._intern(description, description), output)

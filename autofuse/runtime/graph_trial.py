@@ -14,9 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autofuse.observer.capture_policy import Held, HeldOutCalls, is_unsure
 from autofuse.observer.device_timer import LateTimes, Stretch
-from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, magnitude
+from autofuse.observer.held_out import Held, HeldOutCalls
+from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, is_unsure, magnitude
 from autofuse.observer.signatures import count_elements, without_sizes
 from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_steps import OpenStep, Shape, Sizes

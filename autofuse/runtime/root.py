@@ -22,8 +22,9 @@ from autofuse.capture.traced import ROOT_FILE
 from autofuse.gpu import capturing
 from autofuse.gpu.devices import CPU
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_policy import UNTUNED, Held, may_trace_again
+from autofuse.observer.capture_policy import UNTUNED, may_trace_again
 from autofuse.observer.device_timer import Stretch
+from autofuse.observer.held_out import Held
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.release_policy import Loss
 from autofuse.observer.root_tracker import RootTracker, Target, has_plain_call

@@ -15,7 +15,7 @@ import torch
 
 from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_cost import DYNAMO_SECONDS, KEPT_SHARE, RootTraits, kept_trace_seconds, model_seconds
-from autofuse.observer.capture_policy import UNTUNED, CaptureAdvice, advise_capture
+from autofuse.observer.capture_policy import UNTUNED, CaptureAdvice, CaptureFacts, advise_capture
 from autofuse.observer.release_policy import ReleasePolicy
 from autofuse.observer.root_tracker import Target
 from autofuse.runtime.root_services import RootServices
@@ -100,45 +100,48 @@ class RootPolicy:
         return times * round(statistics.median(self._observed_elements))
 
     def advise(self, module: Target, failures: int) -> CaptureAdvice:
-        context, capture = self._context, self._context.settings.capture
-        observer, ledger = self._services.observer, self._account.ledger
-        if not self._has_looked_back and (self.is_asked or context.store_thread.is_ready):
+        observer = self._services.observer
+        if not self._has_looked_back and (self.is_asked or self._context.store_thread.is_ready):
             self._look_back(module)
         if not self._has_looked_back:
             return CaptureAdvice(False, "not_yet", "what earlier runs have left is still being read")
         began = time.perf_counter()
         typical = observer.typical_seconds(self._key)
-        known, factor = self._find_known(), self._services.cost_factor()
-        self._factor = factor
+        known, self._factor = self._find_known(), self._services.cost_factor()
         self._find_model_seconds(module)
-        smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
-        advice = advise_capture(
-            spent_seconds=ledger.eager_seconds - self._spent_before,
-            predicted_seconds=self.model_seconds * factor or None,
-            budget=self._services.budget(),
-            step_seconds=ledger.times.busy(self.last_elements),
-            factor=factor,
-            calls=self.observed_calls - 1,
-            min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
-            max_seconds=capture.max_seconds,
-            failures=failures,
-            max_failures=capture.max_failures,
-            # At once, but not blind: a first trace of one shape only would be thrown away at the next.
-            at_once=context.mode == "wait",
-            at_first_call=capture.at_once,
-            uses_known=context.settings.run.frozen,
-            min_calls=1 if observer.dynamic_dims(self._key) else CALLS_OF_ONE_SHAPE,
-            call_us=typical * 1e6 if typical is not None else None,
-            known=known,
-            known_seconds=self._known_seconds(known),
-            has_kept_trace=self.trace_bytes > 0,
-            run_seconds=time.perf_counter() - context.launched,
-        )
+        advice = advise_capture(self._facts(failures, typical, known))
         self.predicted_seconds = advice.predicted_seconds
         took = time.perf_counter() - began
         self._took.append(took)
         observer.spend(took)
         return advice
+
+    def _facts(self, failures: int, typical: float | None, known: RootRecord | None) -> CaptureFacts:
+        """``typical``: seconds of a call; ``known``: what earlier runs found out about calls like the present one."""
+        context, capture, ledger = self._context, self._context.settings.capture, self._account.ledger
+        smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
+        return CaptureFacts(
+            spent_seconds=ledger.eager_seconds - self._spent_before,
+            predicted_seconds=self.model_seconds * self._factor or None,
+            budget=self._services.budget(),
+            calls=self.observed_calls - 1,
+            call_us=typical * 1e6 if typical is not None else None,
+            step_seconds=ledger.times.busy(self.last_elements),
+            run_seconds=time.perf_counter() - context.launched,
+            factor=self._factor,
+            failures=failures,
+            known=known,
+            known_seconds=self._known_seconds(known),
+            has_kept_trace=self.trace_bytes > 0,
+            at_first_call=capture.at_once,
+            # At once, but not blind: a first trace of one shape only would be thrown away at the next.
+            at_once=context.mode == "wait",
+            min_calls=1 if self._services.observer.dynamic_dims(self._key) else CALLS_OF_ONE_SHAPE,
+            uses_known=context.settings.run.frozen,
+            min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
+            max_seconds=capture.max_seconds,
+            max_failures=capture.max_failures,
+        )
 
     def _look_back(self, module: Target) -> None:
         """Find out what earlier runs have left. It is read while the script imports; until then calls are observed."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
-from autofuse.observer.capture_policy import Held
 from autofuse.observer.device_timer import Stretch
+from autofuse.observer.held_out import Held
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall

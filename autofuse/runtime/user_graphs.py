@@ -23,7 +23,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from autofuse.gpu import capturing
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_policy import Held
+from autofuse.observer.held_out import Held
 from autofuse.observer.release_policy import Loss
 from autofuse.runtime.graph_trial import Costs, GraphTrial
 from autofuse.runtime.root_services import RootServices

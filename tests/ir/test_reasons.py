@@ -46,7 +46,7 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
     ),
     (RootReason,): (
         *(Slot("CaptureAdvice(1)"), Slot("return advise_release"), Slot("self.reason =", "runtime/")),
-        Slot("UNTUNED ="),
+        *(Slot("return known_reason", "observer/capture_policy.py"), Slot("UNTUNED =")),
     ),
     (DecisionReason,): (
         *(Slot("_give_up(0)", "tuner/"), Slot("_stay_eager(0)", "tuner/"), Slot("Decision(reason=)")),
@@ -64,6 +64,7 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
 # What hands on a code that comes from one of the slots, from the store, or is no code for people.
 HANDED_ON = frozenset({
     *("code", "kind", "refusal[0]", "error.code", "known.reason", "advice.reason", "loss.reason", "UNTUNED"),
+    "facts.known_reason",
     *("row.kind", "row.reason", "*problem", "backend.problem", "self.lowerable(node.form) if self.lowerable else None"),
     *("*self._why_not(best.comparison)", "*self._why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY"),
     *("name", "reason", "decision.reason", "None", "f'{REFUSED}{error.code}'"),

@@ -1,38 +1,24 @@
-"""Ski rental and held-out calls: pure functions."""
+"""Ski rental: rules over what is known of a root."""
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
-from collections import Counter
-from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autofuse.errors import SettingsError
 from autofuse.ir.records import RootRecord
-from autofuse.observer.capture_policy import (
-    Budget,
-    Confirmation,
-    Held,
-    HeldOut,
-    HeldOutCalls,
-    advise_capture,
-    advise_release,
-    is_unsure,
-    may_trace_again,
-)
+from autofuse.observer.capture_policy import Budget, CaptureFacts, advise_capture, may_trace_again
+from autofuse.settings.groups import CaptureSettings
 
 
 def advice(**values: Any) -> Any:
     """Of a root that has cost 0.1 s, where all roots together have cost as much and a capture takes 2 s."""
     spent = values.pop("spent_seconds", 0.1)
     defaults = {"spent_seconds": spent, "predicted_seconds": 2.0, "calls": 10, "budget": Budget(spent, 0.0, 1.25)}
-    return advise_capture(**{**defaults, **values})
+    return advise_capture(CaptureFacts(**{**defaults, **values}))
 
 
 def record(**values: Any) -> RootRecord:
@@ -120,7 +106,7 @@ def test_reasons() -> None:
     assert not advice(spent_seconds=1e-3, calls=5).final
     assert advice(spent_seconds=1e-3, calls=50).final
     assert advice(spent_seconds=1e-3, call_us=5000.0).reason == "not_yet"
-    assert advice(spent_seconds=10.0, predicted_seconds=200.0).reason == "too_expensive"
+    assert advice(spent_seconds=10.0, predicted_seconds=200.0, max_seconds=120.0).reason == "too_expensive"
     assert advice(failures=1).reason == "capture_failed"
     assert advice(failures=1).final
     assert advice(failures=1, max_failures=2).reason == "not_yet"
@@ -187,135 +173,16 @@ def test_a_kept_trace_is_read_where_it_soon_pays() -> None:
     assert kept(calls=401, spent=20.0, **untuned).reason == "kept_trace", "paid for like any other capture"
 
 
-@given(st.floats(0.002, 0.5), st.integers(0, 5))
-def test_held_out_calls_are_spread_evenly(share: float, seed: int) -> None:
-    held_out = HeldOut(share, seed)
-    calls = 40 * held_out.period
-    taken = [call for call in range(calls) if held_out.takes(call)]
-    assert 36 <= len(taken) <= 40  # the first calls are never among them
-    assert min(taken) >= 8
-    gaps = [b - a for a, b in pairwise(taken)]
-    assert max(gaps) < 2 * held_out.period + 8
-
-
-def test_held_out_is_deterministic_and_leaves_random_alone() -> None:
-    random.seed(0)
-    state = random.getstate()
-    first = [HeldOut(0.02, 1).takes(call) for call in range(1000)]
-    stepwise = HeldOut(0.02, 1)
-    assert [stepwise.next() for _ in range(1000)] == first
-    assert [HeldOut(0.02, 2).takes(call) for call in range(1000)] != first
-    assert random.getstate() == state
-
-
-def test_no_share_holds_nothing_out() -> None:
-    assert not any(HeldOut(0.0).next() for _ in range(100))
-    with pytest.raises(SettingsError):
-        HeldOut(0.6)
+def test_defaults_are_the_settings_own() -> None:
+    facts, capture = CaptureFacts(0.0, None, Budget(0.0, 0.0, 1.25), 0), CaptureSettings()
+    assert (facts.min_root_us, facts.max_seconds) == (capture.min_root_us, capture.max_seconds)
+    assert (facts.max_failures, facts.at_first_call) == (capture.max_failures, capture.at_once)
 
 
 def test_policy_and_statistics_need_no_torch() -> None:
     text = (
-        "import sys; import autofuse.observer.capture_policy, autofuse.observer.statistics, autofuse.observer.sampler;"
+        "import sys; import autofuse.observer.capture_policy, autofuse.observer.release_policy,"
+        "autofuse.observer.held_out, autofuse.observer.statistics, autofuse.observer.sampler;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", text], timeout=60).returncode == 0
-
-
-def test_new_kernels_are_confirmed_by_a_burst_of_held_out_calls() -> None:
-    confirmation = Confirmation(pairs=5, every=4, calm=8, times=2)
-    first = [confirmation.next(1, True) for _ in range(200)]
-    assert sum(first) == 5 and not any(first[:8]) and not any(first[-100:])
-    assert not any(a and b for a, b in pairwise(first)), "calls to compare with lie between"
-    assert sum(confirmation.next(2, True) for _ in range(200)) == 5
-    assert not any(confirmation.next(3, True) for _ in range(200)), "often enough"
-
-
-def test_nothing_is_confirmed_while_kernels_change_or_without_calls_to_compare_with() -> None:
-    confirmation = Confirmation(pairs=5, every=4, calm=8, times=2)
-    assert not any(confirmation.next(call // 6, True) for call in range(200))
-    assert not any(confirmation.next(1000, False) for _ in range(200))
-    assert sum(confirmation.next(1000, True) for _ in range(200)) == 5, "what was not used is not lost"
-    assert not any(Confirmation(times=0).next(1, True) for _ in range(200))
-
-
-def test_more_pairs_follow_where_the_first_leave_it_open() -> None:
-    confirmation = Confirmation(pairs=5, every=4, calm=8, times=1, extensions=2)
-    confirmation.extend()
-    assert sum(confirmation.next(1, True) for _ in range(10)) == 0, "not before the first ones"
-    for pairs in (5, 5, 5, 0):
-        assert sum(confirmation.next(1, True) for _ in range(100)) == pairs
-        assert confirmation.is_over
-        confirmation.extend()
-    assert not any(confirmation.next(2, True) for _ in range(200)), "an extension is no time of its own"
-    confirmation.extend()
-    assert not any(confirmation.next(2, True) for _ in range(200)), "nor is there one where the times are over"
-
-
-def released(gain: float, spread: float, is_short: bool, pairs: int = 12) -> float:
-    """Share of roots released, whose ratios scatter around a gain."""
-    draw = random.Random(f"{gain} {spread}")
-    runs = [[draw.gauss(gain, spread) for _ in range(pairs)] for _ in range(2000)]
-    return sum(advise_release(ratios, is_short, 1.02) is not None for ratios in runs) / len(runs)
-
-
-def test_roots_that_lose_are_released_and_those_that_gain_are_kept() -> None:
-    assert released(0.9, 0.05, is_short=False) > 0.95 and released(0.9, 0.05, is_short=True) > 0.99
-    assert released(1.05, 0.15, is_short=True) < 0.06 and released(1.1, 0.15, is_short=True) < 0.01
-    assert released(1.0, 0.05, is_short=False) < 0.03, "long calls that gain nothing lose nothing either"
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_small_losses_are_found_over_time(is_short: bool) -> None:
-    """The ratios of two dozen calls or more, as many as confirm kernels whose gain is in doubt."""
-
-    def outcome(gain: float) -> bool:
-        ratios: list[float] = []
-        while len(ratios) < 48:
-            ratios += [draw.gauss(gain, 0.08) for _ in range(12)]
-            if advise_release(ratios, is_short, 1.02) is not None:
-                return True
-            if not is_unsure(ratios):
-                return False
-        return False
-
-    draw = random.Random(7)
-    assert sum(outcome(0.94) for _ in range(500)) > 440
-    assert sum(outcome(1.06) for _ in range(500)) < 20
-
-
-def test_a_release_has_its_reason() -> None:
-    assert advise_release([0.8] * 12, False, 1.02) == advise_release([0.8] * 12, True, 1.02) == "slower_than_eager"
-    assert advise_release([0.99] * 12, True, 1.02) == "no_gain"
-    assert advise_release([0.99] * 12, False, 1.02) is None
-    assert advise_release([0.99] * 7 + [1.2] * 5, True, 1.02) is None, "seven of twelve may be chance"
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_short_held_out_calls_are_compared_warm(is_short: bool) -> None:
-    """Each compared call follows one that is not; the share of calls on eager stays what was asked for."""
-    calls = HeldOutCalls(0.02, pairs=12)
-    kinds = [calls.next(1, False, True, is_short) for _ in range(20_000)]
-    first, later = Counter(kinds[:250]), Counter(kinds[250:])
-    assert 12 <= first[Held.COMPARED] <= 18 and first[Held.COLD] == (first[Held.COMPARED] if is_short else 0)
-    assert 0.018 < (later[Held.COMPARED] + later[Held.COLD]) / len(kinds[250:]) < 0.022
-    if is_short:
-        assert all((b is Held.COMPARED) == (a is Held.COLD) for a, b in pairwise(kinds))
-
-
-def test_each_magnitude_is_confirmed_by_itself() -> None:
-    """Sizes that come one after the other: the first does not use up what is held out of the second."""
-    calls = HeldOutCalls(0.02, pairs=12)
-    for magnitude in (5, 8):
-        kinds = Counter(calls.next(1, False, True, True, magnitude) for _ in range(250))
-        assert 12 <= kinds[Held.COMPARED] <= 18
-    assert calls.next(1, False, True, True, 9) is Held.NO and not calls.free(), "a third one is to be confirmed"
-    assert any(calls.next(1, False, True, True, 8) is Held.NO and calls.free() for _ in range(150)), "it comes no more"
-
-
-def test_a_new_shape_runs_before_it_is_held_out() -> None:
-    calls = HeldOutCalls(0.5, pairs=12)
-    assert {calls.next(1, True, False, False) for _ in range(100)} == {Held.NO}
-    assert Held.COMPARED in {calls.next(1, False, False, False) for _ in range(100)}
-    none = HeldOutCalls(0.0, pairs=12)
-    assert {none.next(1, False, True, True) for _ in range(1000)} == {Held.NO}

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, magnitude
+from autofuse.observer.release_policy import (
+    PAIRS_BEFORE_RELEASE,
+    Loss,
+    ReleasePolicy,
+    advise_release,
+    is_unsure,
+    magnitude,
+)
 
 MANY = PAIRS_BEFORE_RELEASE
 
@@ -102,3 +111,42 @@ def test_a_gain_is_told_by_pairs_enough_and_a_loss_alone_changes_nothing() -> No
     assert loss is not None and not lost.any_lost and len(lost.ratios(64)) == MANY
     lost.forget(loss.magnitudes)
     assert not lost.ratios(64) and not lost.is_lost(64)
+
+
+def released(gain: float, spread: float, is_short: bool, pairs: int = 12) -> float:
+    """Share of roots released, whose ratios scatter around a gain."""
+    draw = random.Random(f"{gain} {spread}")
+    runs = [[draw.gauss(gain, spread) for _ in range(pairs)] for _ in range(2000)]
+    return sum(advise_release(ratios, is_short, 1.02) is not None for ratios in runs) / len(runs)
+
+
+def test_roots_that_lose_are_released_and_those_that_gain_are_kept() -> None:
+    assert released(0.9, 0.05, is_short=False) > 0.95 and released(0.9, 0.05, is_short=True) > 0.99
+    assert released(1.05, 0.15, is_short=True) < 0.06 and released(1.1, 0.15, is_short=True) < 0.01
+    assert released(1.0, 0.05, is_short=False) < 0.03, "long calls that gain nothing lose nothing either"
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_small_losses_are_found_over_time(is_short: bool) -> None:
+    """The ratios of two dozen calls or more, as many as confirm kernels whose gain is in doubt."""
+
+    def outcome(gain: float) -> bool:
+        ratios: list[float] = []
+        while len(ratios) < 48:
+            ratios += [draw.gauss(gain, 0.08) for _ in range(12)]
+            if advise_release(ratios, is_short, 1.02) is not None:
+                return True
+            if not is_unsure(ratios):
+                return False
+        return False
+
+    draw = random.Random(7)
+    assert sum(outcome(0.94) for _ in range(500)) > 440
+    assert sum(outcome(1.06) for _ in range(500)) < 20
+
+
+def test_a_release_has_its_reason() -> None:
+    assert advise_release([0.8] * 12, False, 1.02) == advise_release([0.8] * 12, True, 1.02) == "slower_than_eager"
+    assert advise_release([0.99] * 12, True, 1.02) == "no_gain"
+    assert advise_release([0.99] * 12, False, 1.02) is None
+    assert advise_release([0.99] * 7 + [1.2] * 5, True, 1.02) is None, "seven of twelve may be chance"

@@ -1,0 +1,186 @@
+"""Which calls of a captured root stay on the original module, so that its gain is always measured and never assumed.
+
+In: the calls of a root one by one, their sizes, whether the kernels in use have changed. Out: what each is for
+(`Held`). Guarantee: torch-free, no clock, and no random stream but its own: the script's generators are never touched;
+the same calls in every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import Enum
+
+from autofuse.errors import SettingsError
+
+_NEAR = 6  # calls before a held-out one, with which it is compared
+_MANY_CALLS = 50  # free at a time where nothing is held out
+
+
+class HeldOut:
+    """Which calls run the original module, so that the gain is always measured and never assumed.
+
+    One call in every ``round(1 / share)``, at a place in that stretch that a hash of (seed, stretch) picks: evenly
+    spread, not in step with anything periodic in the script, and the same in every run. Never the first calls.
+    """
+
+    def __init__(self, share: float, seed: int = 0, skip_first: int = 8) -> None:
+        if not 0.0 <= share <= 0.5:
+            raise SettingsError(f"capture.held_out_share must be between 0 and 0.5, found {share}")
+        self.period = max(2, round(1.0 / share)) if share else 0
+        self._seed = seed
+        self._skip_first = skip_first
+        self._calls = 0  # so far
+        self._upcoming = -1  # the held-out call of the present stretch or of the next one
+
+    def next(self) -> bool:
+        """Is the next call held out? Counts the call."""
+        call = self._calls
+        self._calls += 1
+        if call < self._skip_first or not self.period:
+            return False
+        if call % self.period == 0 or self._upcoming < 0:
+            stretch = call // self.period
+            self._upcoming = stretch * self.period + self._place(stretch)
+        return call == self._upcoming
+
+    def free(self) -> int:
+        """Coming calls of which none is held out, as far as that is settled."""
+        if not self.period:
+            return self._skip_first + _MANY_CALLS
+        end = -(-self._calls // self.period) * self.period  # where the next stretch begins, whose place is not settled
+        return (self._upcoming if self._upcoming >= self._calls else end) - self._calls
+
+    def skip(self, calls: int) -> None:
+        """Count calls that ``free`` has promised."""
+        self._calls += calls
+
+    def takes(self, call: int) -> bool:
+        """Is the call with this running number (from 0) held out?"""
+        if not self.period or call < self._skip_first:
+            return False
+        stretch, place = divmod(call, self.period)
+        return self._place(stretch) == place
+
+    def _place(self, stretch: int) -> int:
+        digest = hashlib.blake2b(f"{self._seed}:{stretch}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % self.period
+
+
+class Confirmation:
+    """When more calls are held out: after the kernels in use have changed, until enough pairs tell what that gained.
+
+    A loser would else stay for hundreds of calls, and a short run would end without a measured gain. A few times a
+    root, so that plans which never stop changing do not keep it on eager; where the pairs leave it open, ``extensions``
+    times as many follow, since twelve find a loss of 5 % on a machine that scatters by 10 % in half of the cases only.
+    """
+
+    def __init__(self, pairs: int = 12, every: int = 5, calm: int = 8, times: int = 3, extensions: int = 3) -> None:
+        self._pairs, self._every, self._calm, self._extensions = pairs, every, calm, extensions
+        self._times_left = times
+        self._generation: int | None = None
+        self._calls = 0  # since the kernels last changed
+        self._is_begun = False
+        self._left = 0  # pairs
+        self._extensions_left = 0
+
+    def extend(self) -> None:
+        """The pairs so far leave it open which is faster."""
+        if not self._left and self._extensions_left:
+            self._left = self._pairs
+            self._extensions_left -= 1
+
+    @property
+    def is_over(self) -> bool:
+        """No call is held out until the kernels change."""
+        return not self._left
+
+    def next(self, generation: int, has_pair: bool) -> bool:
+        """Is the next call held out? ``generation`` changes with the kernels; ``has_pair``: calls to compare with."""
+        if generation != self._generation:
+            self._generation, self._calls = generation, 0
+            self._left = self._pairs if self._times_left else 0
+            self._extensions_left, self._is_begun = self._extensions if self._left else 0, False
+        if not self._left:
+            return False
+        self._calls += 1
+        if self._calls <= self._calm or self._calls % self._every or not has_pair:
+            return False
+        if not self._is_begun:
+            self._times_left -= 1
+            self._is_begun = True
+        self._left -= 1
+        return True
+
+
+class Held(Enum):
+    """What a call is for."""
+
+    NO = "no"  # the captured graph
+    COLD = "cold"  # the original module, not to be compared: caches and branch predictors are full of the graph's code
+    COMPARED = "compared"  # the original module
+    RESTING = "resting"  # the original module, while the graph loses and kernels for it are still to come
+
+
+class HeldOutCalls:
+    """Which calls of a root run the original module: a share of all, more of them while new kernels are confirmed.
+
+    Where calls are short, a single one between calls of the graph finds none of its code in the caches and is slower
+    by what a released module would never pay; so a held-out call is followed by another one, which is compared, and
+    every second occasion of the share is left out.
+    """
+
+    def __init__(self, share: float, pairs: int) -> None:
+        self._share = HeldOut(share)
+        self._pairs = pairs
+        self._times = 3 if share else 0
+        self._confirmations: dict[int, Confirmation] = {}  # of each magnitude of sizes, for each is judged by itself
+        self._last: dict[int, int] = {}  # call of each magnitude
+        self._calls = 0
+        self._follows = False
+        self._skips = False
+
+    def next(self, generation: int, is_new: bool, has_pair: bool, is_short: bool, magnitude: int = 0) -> Held:
+        """What the next call is for.
+
+        ``generation`` changes with the kernels; ``is_new``: its shape has not run yet; ``magnitude``: of its sizes.
+        """
+        self._calls += 1
+        self._last[magnitude] = self._calls
+        if self._follows:
+            self._follows = False
+            return Held.COMPARED if has_pair else Held.COLD
+        is_taken = self._share.next() and (has_pair or not is_new)
+        if is_taken and is_short:
+            self._skips = not self._skips
+            is_taken = self._skips
+        if not (is_taken or self._confirmation(magnitude).next(generation, has_pair)):
+            return Held.NO
+        self._follows = is_short
+        return Held.COLD if is_short else Held.COMPARED
+
+    def _confirmation(self, magnitude: int) -> Confirmation:
+        found = self._confirmations.get(magnitude)
+        if found is None:
+            found = self._confirmations[magnitude] = Confirmation(self._pairs, times=self._times)
+        return found
+
+    def confirm_anew(self, magnitude: int = 0) -> None:
+        """Calls of a magnitude run the graph again, which ran the original module for a while."""
+        self._confirmations.pop(magnitude, None)
+
+    def extend(self, magnitude: int = 0) -> None:
+        """More calls are needed to confirm the present kernels, once those foreseen are over; a few times."""
+        self._confirmation(magnitude).extend()
+
+    def free(self) -> int:
+        """Coming calls that `next` need not be asked about: they run the graph, and none lies near a held-out one."""
+        if self._follows:
+            return 0
+        for magnitude, confirmation in self._confirmations.items():
+            if not confirmation.is_over and self._last.get(magnitude, 0) > self._calls - _MANY_CALLS:
+                return 0
+        return max(0, self._share.free() - _NEAR)
+
+    def skip(self, calls: int) -> None:
+        """Count calls that ``free`` has promised."""
+        self._share.skip(calls)

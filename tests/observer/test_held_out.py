@@ -1,0 +1,101 @@
+"""Which calls stay on the original module, and which of them are compared."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autofuse.errors import SettingsError
+from autofuse.observer.held_out import Confirmation, Held, HeldOut, HeldOutCalls
+
+
+@given(st.floats(0.002, 0.5), st.integers(0, 5))
+def test_held_out_calls_are_spread_evenly(share: float, seed: int) -> None:
+    held_out = HeldOut(share, seed)
+    calls = 40 * held_out.period
+    taken = [call for call in range(calls) if held_out.takes(call)]
+    assert 36 <= len(taken) <= 40  # the first calls are never among them
+    assert min(taken) >= 8
+    gaps = [b - a for a, b in pairwise(taken)]
+    assert max(gaps) < 2 * held_out.period + 8
+
+
+def test_held_out_is_deterministic_and_leaves_random_alone() -> None:
+    random.seed(0)
+    state = random.getstate()
+    first = [HeldOut(0.02, 1).takes(call) for call in range(1000)]
+    stepwise = HeldOut(0.02, 1)
+    assert [stepwise.next() for _ in range(1000)] == first
+    assert [HeldOut(0.02, 2).takes(call) for call in range(1000)] != first
+    assert random.getstate() == state
+
+
+def test_no_share_holds_nothing_out() -> None:
+    assert not any(HeldOut(0.0).next() for _ in range(100))
+    with pytest.raises(SettingsError):
+        HeldOut(0.6)
+
+
+def test_new_kernels_are_confirmed_by_a_burst_of_held_out_calls() -> None:
+    confirmation = Confirmation(pairs=5, every=4, calm=8, times=2)
+    first = [confirmation.next(1, True) for _ in range(200)]
+    assert sum(first) == 5 and not any(first[:8]) and not any(first[-100:])
+    assert not any(a and b for a, b in pairwise(first)), "calls to compare with lie between"
+    assert sum(confirmation.next(2, True) for _ in range(200)) == 5
+    assert not any(confirmation.next(3, True) for _ in range(200)), "often enough"
+
+
+def test_nothing_is_confirmed_while_kernels_change_or_without_calls_to_compare_with() -> None:
+    confirmation = Confirmation(pairs=5, every=4, calm=8, times=2)
+    assert not any(confirmation.next(call // 6, True) for call in range(200))
+    assert not any(confirmation.next(1000, False) for _ in range(200))
+    assert sum(confirmation.next(1000, True) for _ in range(200)) == 5, "what was not used is not lost"
+    assert not any(Confirmation(times=0).next(1, True) for _ in range(200))
+
+
+def test_more_pairs_follow_where_the_first_leave_it_open() -> None:
+    confirmation = Confirmation(pairs=5, every=4, calm=8, times=1, extensions=2)
+    confirmation.extend()
+    assert sum(confirmation.next(1, True) for _ in range(10)) == 0, "not before the first ones"
+    for pairs in (5, 5, 5, 0):
+        assert sum(confirmation.next(1, True) for _ in range(100)) == pairs
+        assert confirmation.is_over
+        confirmation.extend()
+    assert not any(confirmation.next(2, True) for _ in range(200)), "an extension is no time of its own"
+    confirmation.extend()
+    assert not any(confirmation.next(2, True) for _ in range(200)), "nor is there one where the times are over"
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_short_held_out_calls_are_compared_warm(is_short: bool) -> None:
+    """Each compared call follows one that is not; the share of calls on eager stays what was asked for."""
+    calls = HeldOutCalls(0.02, pairs=12)
+    kinds = [calls.next(1, False, True, is_short) for _ in range(20_000)]
+    first, later = Counter(kinds[:250]), Counter(kinds[250:])
+    assert 12 <= first[Held.COMPARED] <= 18 and first[Held.COLD] == (first[Held.COMPARED] if is_short else 0)
+    assert 0.018 < (later[Held.COMPARED] + later[Held.COLD]) / len(kinds[250:]) < 0.022
+    if is_short:
+        assert all((b is Held.COMPARED) == (a is Held.COLD) for a, b in pairwise(kinds))
+
+
+def test_each_magnitude_is_confirmed_by_itself() -> None:
+    """Sizes that come one after the other: the first does not use up what is held out of the second."""
+    calls = HeldOutCalls(0.02, pairs=12)
+    for magnitude in (5, 8):
+        kinds = Counter(calls.next(1, False, True, True, magnitude) for _ in range(250))
+        assert 12 <= kinds[Held.COMPARED] <= 18
+    assert calls.next(1, False, True, True, 9) is Held.NO and not calls.free(), "a third one is to be confirmed"
+    assert any(calls.next(1, False, True, True, 8) is Held.NO and calls.free() for _ in range(150)), "it comes no more"
+
+
+def test_a_new_shape_runs_before_it_is_held_out() -> None:
+    calls = HeldOutCalls(0.5, pairs=12)
+    assert {calls.next(1, True, False, False) for _ in range(100)} == {Held.NO}
+    assert Held.COMPARED in {calls.next(1, False, False, False) for _ in range(100)}
+    none = HeldOutCalls(0.0, pairs=12)
+    assert {none.next(1, False, True, True) for _ in range(1000)} == {Held.NO}
