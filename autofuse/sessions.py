@@ -14,6 +14,7 @@ from torch import fx
 
 from autofuse.preserve_rng import untouched
 from autofuse.runtime import session
+from autofuse.runtime.root_services import USUAL_TOOLS, RootTools
 from autofuse.runtime.session import Session
 from autofuse.settings.layers import Settings
 
@@ -28,17 +29,25 @@ def _root_backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable
 
 
 def make_session(
-    settings: Settings, command: str, store: StoreClient | None = None, launched: float | None = None
+    settings: Settings,
+    command: str,
+    store: StoreClient | None = None,
+    launched: float | None = None,
+    tools: RootTools = USUAL_TOOLS,
 ) -> Session:
     """One that watches nothing yet; the arguments are those of `Session`."""
-    return Session(settings, command, _root_backend, store, launched)
+    return Session(settings, command, _root_backend, store, launched, tools)
 
 
 def start_session(
-    settings: Settings, command: str, store: StoreClient | None = None, launched: float | None = None
+    settings: Settings,
+    command: str,
+    store: StoreClient | None = None,
+    launched: float | None = None,
+    tools: RootTools = USUAL_TOOLS,
 ) -> Session:
     """Begin to watch this process, unless it is watched already."""
-    return session.start_session(partial(make_session, settings, command, store, launched))
+    return session.start_session(partial(make_session, settings, command, store, launched, tools))
 
 
 def current_session() -> Session | None:

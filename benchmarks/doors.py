@@ -118,7 +118,7 @@ def settle(session: Session, calls: Sequence[Call]) -> None:
 
 
 def states(session: Session) -> list[str]:
-    found = [(one.record(), one.trial) for one in session.roots._all().values()]
+    found = [(one.record(), one.trial) for one in session.roots.watched().values()]
     return [f"{one.name} {one.state} ({one.reason}): {one.detail}" for one, trial in found if trial.shapes]
 
 

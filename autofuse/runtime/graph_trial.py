@@ -242,10 +242,10 @@ class GraphTrial:
             )
         if step_us and self.is_on:
             self._context.step_us_total += step_us
-            self._compare(shape, held_out, step_us if self._call_us is None else self._call_us)
+            self.compare(shape, held_out, step_us if self._call_us is None else self._call_us)
         self._call_us = None
 
-    def _compare(self, shape: Shape, held_out: bool, us: float) -> None:
+    def compare(self, shape: Shape, held_out: bool, us: float) -> None:
         """Find sizes whose captured steps lose to held-out eager ones."""
         if not held_out:
             shape.sizes.recent.append((shape.elements, us))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections import deque
 
 import torch
@@ -43,6 +42,7 @@ class RootPolicy:
         self._has_looked_back = False  # what earlier runs have left is known
         self._services = services
         self._context = services.context
+        self._clock = services.tools.clock
         self._key = key
         self._account = account
         self._verdicts = verdicts
@@ -105,13 +105,13 @@ class RootPolicy:
             self._look_back(module)
         if not self._has_looked_back:
             return CaptureAdvice(False, "not_yet", "what earlier runs have left is still being read")
-        began = time.perf_counter()
+        began = self._clock()
         typical = observer.typical_seconds(self._key)
         known, self._factor = self._find_known(), self._services.cost_factor()
         self._find_model_seconds(module)
         advice = advise_capture(self._facts(failures, typical, known))
         self.predicted_seconds = advice.predicted_seconds
-        took = time.perf_counter() - began
+        took = self._clock() - began
         self._took.append(took)
         observer.spend(took)
         return advice
@@ -127,7 +127,7 @@ class RootPolicy:
             calls=self.observed_calls - 1,
             call_us=typical * 1e6 if typical is not None else None,
             step_seconds=ledger.times.busy(self.last_elements),
-            run_seconds=time.perf_counter() - context.launched,
+            run_seconds=self._clock() - context.launched,
             factor=self._factor,
             failures=failures,
             known=known,
@@ -146,10 +146,10 @@ class RootPolicy:
     def _look_back(self, module: Target) -> None:
         """Find out what earlier runs have left. It is read while the script imports; until then calls are observed."""
         self._has_looked_back = True
-        context, began = self._context, time.perf_counter()
+        context, began = self._context, self._clock()
         context.store_thread.wait_ready(2.0)
         self.trace_bytes = context.trace_bytes(self._key) if isinstance(module, torch.nn.Module) else 0
-        self._account.ledger.lose("imports", time.perf_counter() - began)
+        self._account.ledger.lose("imports", self._clock() - began)
 
     def _find_model_seconds(self, module: Target) -> None:
         capture = self._context.settings.capture

@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from autofuse.capture.python_speed import slowness
-from autofuse.gpu.devices import event_timer
 from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_cost import learn_factor
 from autofuse.observer.capture_policy import Budget
@@ -24,9 +23,10 @@ from autofuse.observer.root_tracker import RootTracker, Target, function_key, ro
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.root import Root
-from autofuse.runtime.root_services import RootBackend, RootServices
+from autofuse.runtime.root_services import USUAL_TOOLS, RootBackend, RootServices, RootTools
 from autofuse.runtime.root_unwatched import SAMPLING_SHARE
 from autofuse.runtime.run_context import RunContext
+from autofuse.runtime.step_clock import BackwardClock
 from autofuse.runtime.swap_tensors import Swaps
 from autofuse.runtime.tuning_client import TuningClient
 from autofuse.runtime.user_graphs import Sizes, UserGraph, graph_key
@@ -46,10 +46,11 @@ class RootRegistry:
         tuning: TuningClient,
         backend: RootBackend,
         plan_cache: Callable[[], PlanCache],
+        tools: RootTools = USUAL_TOOLS,
     ) -> None:
         self.context = context
         settings = context.settings
-        self.timer = event_timer()
+        self.timer = tools.event_timer()
         self.observer = Observer(
             ObserverConfig.of(
                 settings.observe, max_overhead_percent=SAMPLING_SHARE * settings.observe.max_overhead_percent
@@ -69,6 +70,8 @@ class RootRegistry:
             self.timer,
             budget=self.budget,
             cost_factor=self.cost_factor,
+            tools=tools,
+            backwards=BackwardClock(tools.clock),
         )
         self.known = self.services.known
         self.groups: dict[str, Root] = {}
@@ -105,7 +108,7 @@ class RootRegistry:
         self._swaps.uninstall()
         for root in list(self.groups.values()):
             root.close()
-        for watched in self._all().values():
+        for watched in self.watched().values():
             watched.trial.late.close()
         if self.allocations is not None:
             self.allocations.give_up()
@@ -162,18 +165,18 @@ class RootRegistry:
 
     def _let_traces_go(self) -> None:
         """With all that leads to parameters."""
-        dropped = [root.drop_traces() for root in list(self.groups.values())]
+        dropped = [root.traces.drop() for root in list(self.groups.values())]
         if any(dropped):
             with untouched():
                 from autofuse.capture.dynamo import let_tensors_go  # is there, where there are traces
             let_tensors_go()
 
-    def _all(self) -> dict[str, Root | UserGraph]:
+    def watched(self) -> dict[str, Root | UserGraph]:
         return {**self.groups, **self.graphs}
 
     def changed_records(self, final: bool) -> Iterator[RootRecord]:
         """Records of roots that changed since the last time."""
-        for key, watched in self._all().items():
+        for key, watched in self.watched().items():
             record = watched.record()
             before = self._written.get(key)
             if before is None or final or (before.state, before.reason) != (record.state, record.reason):

@@ -1,31 +1,82 @@
 """What the roots and graphs of a session work with.
 
-In: the observer of a session and what else watches calls. Out: one record that each root and graph takes. Guarantee: it
-knows no root; what depends on all of them comes as a function.
+In: the observer of a session and what else watches calls. Out: one record that each root and graph takes; `RootTools`,
+what they take from outside of the session, in whose place tests put their own. Guarantee: nothing here knows a root;
+what depends on all of them comes as a function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import fx
 
+from autofuse.gpu.devices import event_timer
 from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_policy import Budget
 from autofuse.observer.device_timer import EventTimer
 from autofuse.observer.observer import Observer
 from autofuse.observer.root_tracker import RootTracker
 from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.root_traits import device_of
 from autofuse.runtime.run_context import RunContext
 from autofuse.runtime.step_clock import BackwardClock
 from autofuse.runtime.tuning_client import TuningClient
 
 if TYPE_CHECKING:
+    from autofuse.capture.dynamo import CapturedRoot
+    from autofuse.capture.traced import Keeper
     from autofuse.runtime.plan_cache import PlanCache
 
 RootBackend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+class Capturer(Protocol):
+    """What captures a root: `capture.dynamo`, which says what each of these does."""
+
+    @property
+    def CAPTURE_ERRORS(self) -> tuple[type[BaseException], ...]: ...
+
+    def compile_root(
+        self, name: str, backend: RootBackend, key: str, keeper: Keeper | None, plans: PlanCache, /
+    ) -> CapturedRoot: ...
+
+    def reset_root(self, root: CapturedRoot, /) -> None: ...
+
+    def capture_settings(self, recompile_limit: int, /) -> AbstractContextManager[None]: ...
+
+    def suppressed_errors(self) -> AbstractContextManager[None]: ...
+
+    def mark_dynamic(self, tensors: Mapping[str, torch.Tensor], dims: Sequence[tuple[str, int]], /) -> None: ...
+
+    def note_read(self) -> None: ...
+
+    def graphs_read(self) -> int: ...
+
+
+def _load_dynamo() -> Capturer:
+    """Brings Dynamo: 1 s that a script without a root worth capturing never pays."""
+    from autofuse.capture import dynamo
+
+    return dynamo
+
+
+@dataclass(frozen=True)
+class RootTools:
+    """What comes from outside of a session."""
+
+    clock: Callable[[], float] = time.perf_counter  # seconds
+    load_capturer: Callable[[], Capturer] = _load_dynamo
+    device_of: Callable[..., torch.device] = device_of  # of a module's, or a function's, call
+    event_timer: Callable[[], EventTimer] = event_timer
+
+
+USUAL_TOOLS = RootTools()
 
 
 @dataclass(slots=True)
@@ -42,5 +93,6 @@ class RootServices:
     timer: EventTimer
     budget: Callable[[], Budget]  # what captures may cost so far
     cost_factor: Callable[[], float]  # how slow captures are on this machine
+    tools: RootTools = USUAL_TOOLS
     backwards: BackwardClock = field(default_factory=BackwardClock)
     known: dict[str, RootRecord] = field(default_factory=dict)  # what earlier runs found out

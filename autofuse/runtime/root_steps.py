@@ -1,4 +1,4 @@
-"""What a root knows of its calls: shapes, the steps that are compared, the one that is open, calls that go untimed.
+"""What a root knows of its calls: shapes, the steps that are compared, the one that is open.
 
 In: signatures of a root's calls, and how large they are. Out: recent steps of like sizes; the code to run for a shape.
 Times in microseconds, ``began`` and ``now`` in seconds of ``perf_counter``.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
 from autofuse.observer.device_timer import Stretch
@@ -19,25 +16,6 @@ from autofuse.observer.held_out import Held
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
-
-
-class Brief:
-    """Calls of a root with short steps that are neither timed nor held out: 4 us less of ours each."""
-
-    def __init__(self, calls: int, began: float, has_gradients: bool, direct: Iterable[DirectCall]) -> None:
-        self.left = calls
-        self.began = began
-        self._has_gradients = has_gradients
-        self._direct = tuple(direct)
-
-    def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
-        """The code to run, None where this call is not as those before."""
-        self.left -= 1
-        if torch.is_grad_enabled() is self._has_gradients:
-            for direct in self._direct:
-                if direct.fits(module, args, kwargs):
-                    return direct
-        return None
 
 
 class OpenStep(NamedTuple):

@@ -1,7 +1,7 @@
-"""What can be told of a root's capture before anything is traced: how many operations, modules, equal blocks, sizes.
+"""What can be told of a root before anything is traced: how many operations, modules, equal blocks, sizes; its device.
 
 In: a module, or a function with nothing known inside, and what the observer has seen of its calls. Out: `RootTraits`,
-None before a step was observed.
+None before a step was observed; where it runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from autofuse.gpu.devices import CPU
 from autofuse.observer.capture_cost import RootTraits
 from autofuse.observer.observer import Observer
 from autofuse.observer.root_tracker import Target
+from autofuse.observer.signatures import tensors_by_path
 
 
 def traits_of(module: Target, observer: Observer, key: str, min_blocks: int) -> RootTraits | None:
@@ -26,6 +28,15 @@ def traits_of(module: Target, observer: Observer, key: str, min_blocks: int) -> 
         once = _share_once(module, modules, min_blocks)
     backward = observer.ops_in_backward(key) if torch.is_grad_enabled() else 0
     return RootTraits(operations, backward, modules, observer.varying_sizes(key), once)
+
+
+def device_of(module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where the parameters of a module live, a function's tensors; the CPU where there are none."""
+    if isinstance(module, torch.nn.Module):
+        found: torch.Tensor | None = next(module.parameters(), None)
+    else:
+        found = next(iter(tensors_by_path(args, kwargs).values()), None)
+    return CPU if found is None or found.device.type == "cpu" else found.device
 
 
 def _share_once(module: torch.nn.Module, modules: int, min_blocks: int) -> float:

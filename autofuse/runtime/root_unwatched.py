@@ -12,7 +12,6 @@ on no account.
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from statistics import median
 
@@ -40,6 +39,7 @@ class CountedCalls:
         self.taken = 0  # calls that were only counted
         self._left = 0  # that are to be
         self._observer = services.observer
+        self._clock = services.tools.clock
         self._most = services.context.settings.observe.max_overhead_percent / 100.0
         self._key = key
         self._policy = policy
@@ -57,7 +57,8 @@ class CountedCalls:
         """Whether this call is only counted, which is done then. First of all that is asked of a call: 0.3 us."""
         if self._left <= 0 or self._observer.is_sampling:
             return False
-        if time.perf_counter() > self._until:
+        clock = self._clock
+        if clock() > self._until:
             self.stop()
             return False
         self._left -= 1
@@ -83,7 +84,7 @@ class CountedCalls:
             return False
         self._began, self._calls, self._left = now, calls, calls - 1
         self._until = now + min(LATE * calls * typical, LONGEST_SECONDS)
-        self._begun = time.perf_counter() - now
+        self._begun = self._clock() - now
         return True
 
     def _count(self, typical: float) -> int:

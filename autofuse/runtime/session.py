@@ -35,7 +35,7 @@ from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.optim_hook import OptimizerHook
 from autofuse.runtime.plan_limit import PlanLimit
 from autofuse.runtime.root_registry import RootRegistry
-from autofuse.runtime.root_services import RootBackend
+from autofuse.runtime.root_services import USUAL_TOOLS, RootBackend, RootTools
 from autofuse.runtime.run_context import RunContext
 from autofuse.runtime.store_thread import BUSY_SECONDS, DutyCycle, StoreThread, yield_gil
 from autofuse.runtime.tuning_client import TuningClient
@@ -70,10 +70,11 @@ class Session:
         root_backend: RootBackend,
         store: StoreClient | None = None,
         launched: float | None = None,
+        tools: RootTools = USUAL_TOOLS,
     ) -> None:
         """``root_backend``: Dynamo's backend for modules that are captured. ``store``: of a process that keeps it;
         without one this process opens it itself. ``launched``: when the process of the script began, by
-        ``perf_counter``; now where the script is under way."""
+        ``perf_counter``; now where the script is under way. ``tools``: of its roots."""
         began = time.perf_counter()
         set_level(0 if settings.run.quiet else settings.run.debug)
         self._written_refusals = 0
@@ -106,7 +107,7 @@ class Session:
             has_begun=lambda: bool(self.roots.groups or self.roots.graphs or self.context.routers),
         )
         self._plan_limit = PlanLimit(self.context.routers, before=self.tuning.note_leaving)
-        self.roots = RootRegistry(self.context, self.kernels, self.tuning, root_backend, self._plan_cache)
+        self.roots = RootRegistry(self.context, self.kernels, self.tuning, root_backend, self._plan_cache, tools)
         self.optimizers = OptimizerHook(self.context, self.kernels, self.tuning.wait_for)
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -52,9 +52,10 @@ class Step:
 
 
 class BackwardClock:
-    """Times backward passes of all roots of a session."""
+    """Times backward passes of all roots of a session, by their clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._task = -1  # of autograd, the pass that is timed
         self._began = self._paused = 0.0
         self._steps: list[Step] = []
@@ -73,7 +74,7 @@ class BackwardClock:
     def _reach(self, step: Step, gradients: object) -> None:
         task = _current_graph_task_id()
         if self._task == -1:
-            self._task, self._began, self._steps = task, time.perf_counter(), []
+            self._task, self._began, self._steps = task, self._clock(), []
             self._paused = step.context.paused_seconds
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         if task == self._task and step not in self._steps:
@@ -83,7 +84,7 @@ class BackwardClock:
         if task != self._task:
             return
         self._task = -1
-        seconds = time.perf_counter() - self._began - (self._steps[0].context.paused_seconds - self._paused)
+        seconds = self._clock() - self._began - (self._steps[0].context.paused_seconds - self._paused)
         forward = sum(step.forward for step in self._steps)
         for step in self._steps:
             step.backward += seconds * (step.forward / forward if forward else 1.0 / len(self._steps))

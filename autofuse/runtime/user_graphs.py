@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +42,7 @@ class UserGraph:
 
     def __init__(self, services: RootServices, key: str, name: str, is_static: bool) -> None:
         self._services = services
+        self._clock = services.tools.clock
         self.key = key
         self.name = name
         self.capture_seconds = 0.0
@@ -92,7 +92,8 @@ class UserGraph:
         device: torch.device,
         args: tuple[Any, ...],
     ) -> Any:
-        trial, now = self.trial, time.perf_counter()
+        trial, clock = self.trial, self._clock
+        now = clock()
         self._end_free(now)
         trial.end_step(now)
         self._calls += 1
@@ -119,10 +120,10 @@ class UserGraph:
                 return captured(*args)
         stretch = self._services.timer.begin(device.index) if trial.on_gpu else None
         trial.begin(shape, held, self._calls, now, stretch)
-        began = time.perf_counter()
+        began = clock()
         result = (captured if held is Held.NO else original)(*args)
         if not has_gradients:
-            trial.call_took(time.perf_counter() - began)
+            trial.call_took(clock() - began)
         shape.is_new = shape.is_new and held is not Held.NO
         return result
 

@@ -17,12 +17,13 @@ from autofuse.observer.device_timer import EventCalls, EventTimer, LateTimes
 from autofuse.observer.mode import ObserverMode, attach, detach
 from autofuse.observer.observer import Observer
 from autofuse.observer.profile import aggregate
-from autofuse.runtime import root, root_registry
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.root_registry import RootRegistry
+from autofuse.runtime.root_services import RootTools
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from tests.observer.harness import EVERY_STEP, MLP
+from tests.runtime.fake_capturer import fake_capturer
 
 
 @dataclass
@@ -216,12 +217,16 @@ def test_without_a_gpu_in_use_no_event_is_made() -> None:
 @pytest.fixture
 def on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeGpu, RootRegistry]]:
     gpu = FakeGpu()
-    monkeypatch.setattr(root_registry, "event_timer", lambda: EventTimer(gpu.calls()))
-    monkeypatch.setattr(root, "_device_of", lambda module, *rest: torch.device("cuda", 0))
     monkeypatch.setattr(DeviceKernels, "tunable", lambda self, device: object())
     monkeypatch.setattr(DeviceKernels, "use_device", lambda self, device: None)
     environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-    of = make_session(load(environ=environment), "test").roots
+    capturer = fake_capturer(lambda module, *args, **kwargs: module._call_impl(*args, **kwargs))
+    tools = RootTools(
+        load_capturer=lambda: capturer,
+        device_of=lambda module, *rest: torch.device("cuda", 0),
+        event_timer=lambda: EventTimer(gpu.calls()),
+    )
+    of = make_session(load(environ=environment), "test", tools=tools).roots
     yield gpu, of
     of.uninstall()
 
@@ -248,19 +253,7 @@ def test_steps_of_a_captured_root_are_times_of_its_stream(on_fake_gpu: tuple[Fak
     gpu, of = on_fake_gpu
     model = MLP()
     root = of.root_of(model)
-    root.state = "captured"
-    root._captured = SimpleNamespace(  # type: ignore[assignment]
-        trace=lambda module, *args, **kwargs: module._call_impl(*args, **kwargs),
-        settled=lambda module, *args, **kwargs: module._call_impl(*args, **kwargs),
-        direct=SimpleNamespace(find=lambda *args: None),
-        traces=None,
-    )
-    root._dynamo = SimpleNamespace(  # type: ignore[assignment]
-        mark_dynamic=lambda *a: None,
-        capture_settings=lambda limit: torch.no_grad(),
-        CAPTURE_ERRORS=(ZeroDivisionError,),
-        graphs_read=lambda: 0,
-    )
+    root.capture()
     for _ in range(3):
         call(of, model)
     steps = of.context.steps

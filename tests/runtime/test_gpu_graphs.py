@@ -28,12 +28,14 @@ from autofuse.observer.device_timer import EventCalls, EventTimer
 from autofuse.pipeline import route_graph
 from autofuse.runtime import device_backends, injector
 from autofuse.runtime.choice import UNKNOWN, Choice
+from autofuse.runtime.root_services import USUAL_TOOLS, RootTools
 from autofuse.runtime.router import GraphRouter
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from autofuse.wrapper import node_call
 from autofuse.wrapper.graph_call_builder import build_program
 from tests.gpu.fake_driver import artifact_of, cpu_calls, fake_driver
+from tests.runtime.fake_capturer import fake_capturer
 from tests.runtime.test_routed_graphs import Undecided
 
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -309,13 +311,13 @@ def session_with(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOFUSE_TUNE", "after")
     monkeypatch.setenv("AUTOFUSE_QUIET", "1")
 
-    def make(*missing, **environment):
-        """``missing``: packages that are not installed; the rest are environment variables."""
+    def make(*missing, tools=USUAL_TOOLS, **environment):
+        """``missing``: packages that are not installed; ``environment``: variables."""
         if "triton" in missing:
             monkeypatch.setattr(keys, "_installed", lambda: None)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return make_session(load(), "test")
+        return make_session(load(), "test", tools=tools)
 
     return make
 
@@ -365,16 +367,17 @@ def test_mixed_devices_reach_the_refusals_of_the_session(session_with):
 
 
 def test_a_root_called_while_a_graph_is_recorded_is_left_alone(session_with, recording, monkeypatch):
-    session = session_with()
+    capturer = fake_capturer(lambda *args: pytest.fail("traced"))
+    session = session_with(tools=RootTools(load_capturer=lambda: capturer))
     model = torch.nn.Linear(4, 4)
     root = session.roots.root_of(model)
-    monkeypatch.setattr(root, "_decide", lambda module: pytest.fail("asked whether to capture"))
-    monkeypatch.setattr(root, "_traced", lambda *args: pytest.fail("traced"))
+    monkeypatch.setattr(root.policy, "advise", lambda *args: pytest.fail("asked whether to capture"))
     recording[0] = True
     x = torch.randn(2, 4)
     for state in ("observing", "captured"):
-        root.state = state
+        assert root.state == state
         assert torch.equal(root.call(model, (x,), {}), model(x))
+        root.capture()
     assert root.trial.opened is None and not session.context.steps and session.context.held_out_calls == 0
 
 

@@ -7,7 +7,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +22,15 @@ from autofuse.observer.capture_policy import CaptureAdvice
 from autofuse.observer.signatures import call_signature, count_elements, without_sizes
 from autofuse.report import wording
 from autofuse.report.statistics import measure_gain
-from autofuse.runtime import root as root_life
-from autofuse.runtime import root_policy, root_unwatched
+from autofuse.runtime import root as root_module
 from autofuse.runtime.graph_trial import MAX_EXACT, PAIRED
 from autofuse.runtime.root import elements_of
+from autofuse.runtime.root_services import RootTools
 from autofuse.runtime.root_steps import Sizes
 from autofuse.runtime.root_unwatched import SHORT_SHARE, WATCHED_AT_FIRST, WATCHING_SHARE
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
+from tests.runtime.fake_capturer import fake_capturer
 
 
 def test_signatures_of_other_sizes_are_one_without_them() -> None:
@@ -67,36 +67,23 @@ class Bench:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, eager: Cost, captured: Cost, **more: str) -> None:
         environment = {"AUTOFUSE_STORE": str(folder / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-        self.roots = make_session(load(environ=environment | more), "test").roots
         self.eager_calls: list[int] = []  # their elements
         self.captured_calls: list[int] = []
         self.clock = clock = [0.0]
-        for module in (root_life, root_policy, root_unwatched):
-            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        self.model = nn.Identity()
-        self.root = root = self.roots.root_of(self.model)
 
         def run(cost: Cost, calls: list[int], x: torch.Tensor) -> torch.Tensor:
             clock[0] += cost(x.numel()) / 1e6
             calls.append(x.numel())
             return x
 
+        capturer = fake_capturer(lambda module, x: run(captured, self.captured_calls, x))
+        tools = RootTools(clock=lambda: clock[0], load_capturer=lambda: capturer)
+        self.roots = make_session(load(environ=environment | more), "test", tools=tools).roots
+        self.model = nn.Identity()
+        self.root = self.roots.root_of(self.model)
         patch.setattr(
             self.roots.tracker, "call_original", lambda module, args, kwargs: run(eager, self.eager_calls, *args)
         )
-        root._captured = SimpleNamespace(  # type: ignore[assignment]
-            trace=lambda module, x: run(captured, self.captured_calls, x),
-            settled=lambda module, x: run(captured, self.captured_calls, x),
-            direct=SimpleNamespace(find=lambda *args: None),
-            traces=None,
-        )
-        root._dynamo = SimpleNamespace(  # type: ignore[assignment]
-            mark_dynamic=lambda *a: None,
-            capture_settings=lambda limit: torch.no_grad(),
-            CAPTURE_ERRORS=(ZeroDivisionError,),
-            graphs_read=lambda: 0,
-        )
-        patch.setattr(root, "capture", lambda: setattr(root, "state", "captured"))
         patch.setattr(self.roots.context, "fused_since_mark", lambda whose: 3)
         patch.setattr(self.roots.tracker, "is_installed", True)
 
@@ -153,14 +140,14 @@ def test_calls_that_become_long_are_watched_and_count_by_the_clock(
 ) -> None:
     cap = {"AUTOFUSE_OBSERVE_MAX_OVERHEAD_PERCENT": percent}
     bench = make(lambda n: 500.0 if n == 64 else 0.5e6, lambda n: 500.0, **UNSAMPLED, **cap)
-    root, watched, describe = bench.root, [], root_life.call_signature
+    root, watched, describe = bench.root, [], root_module.call_signature
 
     def look(*arguments: Any) -> Any:
         watched.append(root.calls)
         bench.clock[0] += 60e-6
         return describe(*arguments)
 
-    monkeypatch.setattr(root_life, "call_signature", look)
+    monkeypatch.setattr(root_module, "call_signature", look)
     bench.call([64] * 400)
     assert len(watched) < WATCHED_AT_FIRST + 10 and watched[-1] < 380, "most are only counted"
     ledger, known, began = root.account.ledger, root.account.ledger.eager_seconds, bench.clock[0]
@@ -199,14 +186,14 @@ def test_what_watching_takes_is_on_the_account_and_within_its_share(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, call_us: int, look_us: int, every: int
 ) -> None:
     bench = make(lambda n: float(call_us), lambda n: 500.0, **UNSAMPLED)
-    root, observer, watched, describe = bench.root, bench.roots.observer, [], root_life.call_signature
+    root, observer, watched, describe = bench.root, bench.roots.observer, [], root_module.call_signature
 
     def look(*arguments: Any) -> Any:
         watched.append(root.calls)
         bench.clock[0] += look_us / 1e6
         return describe(*arguments)
 
-    monkeypatch.setattr(root_life, "call_signature", look)
+    monkeypatch.setattr(root_module, "call_signature", look)
     bench.call([64] * WATCHED_AT_FIRST)
     first = observer.cost_seconds
     assert WATCHED_AT_FIRST * look_us / 1e6 <= first < WATCHED_AT_FIRST * look_us / 1e6 + 0.1
@@ -264,8 +251,8 @@ def test_calls_within_a_sampled_step_of_another_root_are_watched(
 def test_advice_is_asked_for_at_calls_of_all_sizes(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(lambda n: n, lambda n: n / 2, AUTOFUSE_CAPTURE_MAX_SLOWDOWN="1.0")
     root, asked = bench.root, []
-    decide = root._decide
-    monkeypatch.setattr(root, "_decide", lambda *a: asked.append(root.policy.last_elements) or decide(*a))
+    advise = root.policy.advise
+    monkeypatch.setattr(root.policy, "advise", lambda *a: asked.append(root.policy.last_elements) or advise(*a))
     bench.call([100_000, 300] * 500)
     late = asked[32:]
     assert len(late) < 400 and late.count(300) > 20 and late.count(100_000) > 20
@@ -295,7 +282,7 @@ def test_long_calls_in_eager_are_all_watched(make: Callable[..., Bench], monkeyp
 def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench]) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
     root = bench.root
-    root.state = "captured"
+    root.capture()
     sizes = random.Random(0).sample(range(20_000, 80_000), 400)
     bench.call(sizes)
     samples = [StepSample(*fields) for fields in bench.roots.context.steps]
@@ -309,7 +296,7 @@ def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench
 def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
     context = bench.roots.context
-    bench.root.state = "captured"
+    bench.root.capture()
     bench.call(range(20_000, 20_100))
     assert len(context.steps) == 99
     context.store_thread._fail("garbage.")
@@ -325,7 +312,7 @@ LOSES_SMALL = (lambda n: float(n + 50), lambda n: n / 2 + 150.0)
 
 def test_what_tiny_calls_lose_does_not_keep_large_ones_in_eager(make: Callable[..., Bench]) -> None:
     bench = make(*LOSES_SMALL, AUTOFUSE_CAPTURE_AT_ONCE="true")
-    bench.root.state = "captured"
+    bench.root.capture()
     bench.call([SMALL] * 1200)
     assert bench.root.state == "eager" and bench.root.reason == "slower_than_eager"
     assert bench.roots.tracker.attach(bench.model).is_quiet
@@ -339,7 +326,7 @@ def test_what_tiny_calls_lose_does_not_keep_large_ones_in_eager(make: Callable[.
 
 def test_what_large_calls_gain_does_not_keep_tiny_ones_captured(make: Callable[..., Bench]) -> None:
     bench = make(*LOSES_SMALL)
-    bench.root.state = "captured"
+    bench.root.capture()
     bench.call([LARGE] * 1200)
     assert len(bench.captured_calls) > 1000
     bench.call([SMALL] * 1600)
@@ -358,7 +345,7 @@ def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
     bench = make(lambda n: float(n), lambda n: n / 2 if tuned[0] else n * 1.25)
     monkeypatch.setattr(bench.roots.services.tuning, "expects_more", lambda: not tuned[0])
     monkeypatch.setattr(bench.roots.services.tuning, "has_open", lambda: not tuned[0])
-    bench.root.state = "captured"
+    bench.root.capture()
     bench.call([1 << 14] * 200)
     assert len(bench.captured_calls) < 120, "it has been found slower, and eager runs"
     assert bench.root.state == "captured", "it is not given up"
@@ -377,7 +364,7 @@ def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
 
 def test_a_size_that_comes_now_and_then_does_not_undo_what_is_known(make: Callable[..., Bench]) -> None:
     bench = make(*LOSES_SMALL)
-    bench.root.state = "captured"
+    bench.root.capture()
     odd = SMALL // 4  # the last batch of an epoch
     bench.call(([SMALL] * 60 + [odd]) * 20)
     assert bench.root.state in ("eager", "observing"), "though the odd one has no pairs"
@@ -404,7 +391,7 @@ def test_what_an_earlier_run_found_out_holds_for_calls_as_large_as_its_own(
     make: Callable[..., Bench], first: int
 ) -> None:
     earlier = make(*LOSES_SMALL)
-    earlier.root.state = "captured"
+    earlier.root.capture()
     earlier.call([SMALL] * 1200)
     record = earlier.root.record()
     assert (record.state, record.reason) == ("eager", "slower_than_eager") and SMALL <= record.judged_elements < LARGE
@@ -436,8 +423,8 @@ def test_a_call_that_does_not_tell_its_size_is_the_smallest() -> None:
 
 def test_what_has_failed_is_not_tried_for_every_new_size(make: Callable[..., Bench]) -> None:
     bench = make(*LOSES_SMALL)
-    bench.root.state = "captured"
+    bench.root.capture()
     bench.call([SMALL] * 1200)
-    bench.root.reason = "capture_failed"
+    bench.root.life.fail(RuntimeError("no"), from_kept=False)
     bench.call([LARGE, LARGE * 4] * 4)
     assert bench.root.state == "eager" and not bench.captured_calls

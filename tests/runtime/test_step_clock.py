@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from autofuse.runtime import step_clock
 from autofuse.runtime.step_clock import Account, BackwardClock
 
 
@@ -31,13 +30,12 @@ class Slow(torch.autograd.Function):
 class Script:
     """A script with roots, whose forward and backward passes take what they are said to take."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.clock = [0.0]
-        monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: self.clock[0]))
         self.context: Any = SimpleNamespace(
             noted_seconds=0.0, capture_seconds=0.0, planning_seconds=0.0, paused_seconds=0.0
         )
-        self.backwards = BackwardClock()
+        self.backwards = BackwardClock(lambda: self.clock[0])
 
     def root(self) -> Account:
         return Account(self.context, self.backwards)
@@ -57,8 +55,8 @@ class Script:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    return Script(monkeypatch)
+def script() -> Script:
+    return Script()
 
 
 @pytest.fixture

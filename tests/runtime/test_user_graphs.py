@@ -13,40 +13,36 @@ import autofuse
 from autofuse import pipeline
 from autofuse.gpu.devices import CPU
 from autofuse.ir.records import RootRecord
-from autofuse.runtime import root as root_module
-from autofuse.runtime import root_policy, user_graphs
+from autofuse.runtime.root_captured import CapturedCalls
+from autofuse.runtime.root_services import USUAL_TOOLS, RootTools
+from autofuse.runtime.root_tracing import TracedCalls
 from autofuse.runtime.user_graphs import Sizes, UserGraph
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 
 
 @pytest.fixture
-def session(tmp_path, monkeypatch):
+def clock():
+    """Seconds; a list of one number."""
+    return [100.0]
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch, request):
     """Half of all calls are held out; nothing is tuned."""
     for name, value in {
         "STORE": str(tmp_path / "store.sqlite3"), "TUNE": "off", "QUIET": "1", "CAPTURE_HELD_OUT_SHARE": "0.5",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"AUTOFUSE_{name}", value)
     torch._dynamo.reset()
-    session = start_session(load(), "test")
+    tools = USUAL_TOOLS
+    if "clock" in request.fixturenames:
+        now = request.getfixturevalue("clock")
+        tools = RootTools(clock=lambda: now[0])
+    session = start_session(load(), "test", tools=tools)
     yield session
     session.finish(None)
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds; a list of one number."""
-    now = [100.0]
-
-    class Time:
-        @staticmethod
-        def perf_counter():
-            return now[0]
-
-    for module in (user_graphs, root_module, root_policy):
-        monkeypatch.setattr(module, "time", Time)
-    return now
 
 
 # ---- verdicts -------------------------------------------------------------------------------------------------------
@@ -164,21 +160,21 @@ def test_a_function_that_loses_is_released(session, monkeypatch):
     with torch.no_grad():
         call = autofuse.optimize(function)
         root = session.roots.root_of_function(function)
-        root.trial._compare = lambda shape, held_out, us: original(shape, held_out, 10.0 if held_out else 40.0)
-        original = type(root.trial)._compare.__get__(root.trial)
+        original = root.trial.compare
+        root.trial.compare = lambda shape, held_out, us: original(shape, held_out, 10.0 if held_out else 40.0)
         x = torch.randn(8)
         for _ in range(600):
             assert torch.equal(call(x), x + 1)
         assert (root.state, root.reason) == ("eager", "slower_than_eager")
         before = len(calls)
-        monkeypatch.setattr(root, "_traced", lambda *args: pytest.fail("Dynamo was asked"))
-        monkeypatch.setattr(root, "_routed", lambda *args: pytest.fail("captured code was asked for"))
+        monkeypatch.setattr(TracedCalls, "run", lambda *args: pytest.fail("Dynamo was asked"))
+        monkeypatch.setattr(CapturedCalls, "call", lambda *args: pytest.fail("captured code was asked for"))
         for _ in range(100):
             assert torch.equal(call(x), x + 1)
         assert len(calls) == before + 100 and root.all_calls == 700
 
 
-def test_sizes_of_a_function_that_lost_skip_the_handler(session):
+def test_sizes_of_a_function_that_lost_skip_the_handler(session, monkeypatch):
     """With gradients too; calls of another size are seen at once, and what a step took that they end."""
 
     def function(x):
@@ -186,8 +182,8 @@ def test_sizes_of_a_function_that_lost_skip_the_handler(session):
 
     call = autofuse.optimize(function)
     root = session.roots.root_of_function(function)
-    root.trial._compare = lambda shape, held_out, us: None  # what they take here says nothing
-    root._may_trace = lambda *args: True
+    root.trial.compare = lambda shape, held_out, us: None  # what they take here says nothing
+    monkeypatch.setattr(TracedCalls, "may_trace", lambda *args: True)
     small, large = (torch.randn(n, requires_grad=True) for n in (16, 4096))
     for _ in range(12):
         call(small), call(large)
@@ -319,7 +315,7 @@ def test_held_out_captured_and_released_calls_are_as_eager(session, function, do
     call = DOORS[door](function)
     for number in range(60):
         if number == 45:  # from now on released
-            for one in session.roots._all().values():
+            for one in session.roots.watched().values():
                 one.trial.verdicts.lose_up_to(1 << 20)
         x = torch.randn(3 if number % 10 == 9 else 4, 8)
         if function is raises and number < 3:
@@ -333,7 +329,7 @@ def test_held_out_captured_and_released_calls_are_as_eager(session, function, do
         same(found, wanted)
     # Dynamo itself leaves a function alone once it has seen it raise.
     assert session.context.held_out_calls > (0 if function is raises else 3)
-    assert any(one.trial.verdicts.any_lost for one in session.roots._all().values())
+    assert any(one.trial.verdicts.any_lost for one in session.roots.watched().values())
 
 
 def test_a_checkpoint_gets_the_same_twice(session):

@@ -192,7 +192,7 @@ def session_in(state: str, folder: Path, keeps: bool) -> Iterator[Reached]:
         if state in ROUNDED:
             patch.setattr(Catalogue, "choose", _all_generated(session, state == "grouped"))
         if state == "released":
-            patch.setattr(Root, "_call", _given_up(Root._call, reached))
+            patch.setattr(Root, "call", _given_up(Root.call, reached))
         try:
             yield reached
         finally:
@@ -254,7 +254,7 @@ def _given_up(call: Callable[..., Any], reached: Reached) -> Callable[..., Any]:
     def counted(self: Root, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.calls >= 2 and self.state == "captured":
             self.trial.verdicts.lose_up_to(1 << 60)
-            self._lose(next(iter(self.trial.shapes.values())), Loss("slower_than_eager", 0.5, frozenset()), True, True)
+            self.lose(next(iter(self.trial.shapes.values())), Loss("slower_than_eager", 0.5, frozenset()), True, True)
             reached.released += 1
         return call(self, module, args, kwargs)
 

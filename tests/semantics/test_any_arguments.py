@@ -13,6 +13,7 @@ from torch import nn
 
 from autofuse.observer.signatures import call_signature, count_elements, tensor_leaves, tensors_by_path
 from autofuse.runtime import root as root_module
+from autofuse.runtime import root_captured
 from autofuse.runtime.session import Session
 
 Pair = namedtuple("Pair", "a b")
@@ -152,9 +153,9 @@ def test_bookkeeping_that_fails_lets_the_module_go(session: Session, monkeypatch
     def broken(*args: Any) -> Any:
         raise RuntimeError("broken")
 
-    for name in ("call_signature", "_needs_gradients"):
+    for where, name in ((root_module, "call_signature"), (root_captured, "needs_gradients")):
         torch._dynamo.reset()
-        monkeypatch.setattr(root_module, name, broken)
+        monkeypatch.setattr(where, name, broken)
         model = nn.Linear(8, 4 + len(name))
         model.register_forward_hook(lambda *_: calls.append(1))
         before = len(calls)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofuse.runtime.root import MAX_FORGOTTEN
+from autofuse.runtime.root_traces import MAX_FORGOTTEN
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
@@ -129,7 +129,7 @@ def test_calls_that_are_not_timed(session: Session, monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         for _ in range(400):
             model(X)
-        assert session.roots.root_of(model)._brief is not None
+        assert session.roots.root_of(model).untimed.is_on
         monkeypatch.setattr(Net, "own", halved)
         agree(session, model)
 
@@ -137,11 +137,11 @@ def test_calls_that_are_not_timed(session: Session, monkeypatch: pytest.MonkeyPa
 def test_data_that_a_class_counts_costs_no_trace(session: Session) -> None:
     model = Net()
     agree(session, model)
-    captured = session.roots.root_of(model)._captured
+    captured = session.roots.root_of(model).traces.captured
     for number in range(5):
         Net.counted = number  # type: ignore[attr-defined]
         agree(session, model)
-    assert session.roots.root_of(model)._captured is captured
+    assert session.roots.root_of(model).traces.captured is captured
 
 
 def test_what_dynamo_changes_at_its_first_trace_costs_no_other(
@@ -154,10 +154,10 @@ def test_what_dynamo_changes_at_its_first_trace_costs_no_other(
     model = Net()
     agree(session, model)
     root = session.roots.root_of(model)
-    captured = root._captured
+    captured = root.traces.captured
     for _ in range(3):
         agree(session, model)
-    assert root.state == "captured" and root._captured is captured
+    assert root.state == "captured" and root.traces.captured is captured
 
 
 def test_what_changes_again_and_again_stays_in_eager(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_what_is_replaced_between_runs(name: str, anew: Callable[[], Session], m
     if name:
         monkeypatch.setattr(*CHANGES[name], raising=False)
     after = agree(session, model)
-    captured = session.roots.root_of(model)._captured
+    captured = session.roots.root_of(model).traces.captured
     assert captured is not None and captured.traces is not None and captured.traces.used == (not name)
     assert torch.allclose(before, after) == (not name)
     monkeypatch.undo()

@@ -1,0 +1,149 @@
+"""The states of a root, and what moves it from one to another.
+
+In: what its other parts have found out. Out: its state with a reason code and a detail for people; what the observer
+and the person are told of it. Guarantee: every change of state is one of the methods below, and none of them runs a
+call.
+
+=========  =========  ==============  ================================================================================
+from       to         by              why
+=========  =========  ==============  ================================================================================
+observing  captured   `capture`       it pays, or was asked for
+observing  eager      `decline`       advice that is final, for all calls or for those of some sizes
+captured   eager      `lose`          steps of all sizes lost to held-out ones
+captured   eager      `release`       what was traced is no more what it was
+any        eager      `fail`          it could not be captured
+any        eager      `give_up`       bookkeeping of ours has failed
+captured   observing  `reopen`        no trace of an earlier run fits
+eager      observing  `reopen_sizes`  a call of a size that nothing is known of
+=========  =========  ==============  ================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+from autofuse.observer.capture_policy import UNTUNED, CaptureAdvice
+from autofuse.observer.release_policy import Loss
+from autofuse.observer.root_tracker import Target
+from autofuse.runtime.graph_trial import GraphTrial
+from autofuse.runtime.root_services import RootServices
+from autofuse.runtime.root_untimed import UntimedCalls
+from autofuse.runtime.root_unwatched import CountedCalls
+
+State = Literal["observing", "captured", "eager"]
+
+
+class RootLife:
+    """Of one root. Calls read ``state``; only the methods change it."""
+
+    def __init__(
+        self, services: RootServices, name: str, trial: GraphTrial, unwatched: CountedCalls, untimed: UntimedCalls
+    ) -> None:
+        self.state: State = "observing"
+        self.reason, self.detail = "not_yet", ""
+        self.failures = 0  # captures that failed
+        self._services = services
+        self._context = services.context
+        self._key = trial.key
+        self._name = name
+        self._trial = trial
+        self._unwatched = unwatched
+        self._untimed = untimed
+        self._decided: tuple[str, str] | None = None  # why it was left in eager before; holds until it is captured
+
+    def _move(self, state: State) -> None:
+        self.state = state
+        self._trial.is_on = state == "captured"
+        self._unwatched.stop()
+
+    # ---- observed --------------------------------------------------------------------------------------
+
+    def note(self, advice: CaptureAdvice) -> None:
+        """Why it is not captured yet, or is about to be."""
+        self.reason, self.detail = advice.reason, advice.detail
+
+    def await_kernels(self) -> None:
+        """Still observed: there is no kernel that a graph could run."""
+        self.reason = "nothing_to_run"
+        self.detail = "no kernel is stored for this device, and none can be made for it"
+
+    def reopen(self) -> None:
+        """Captured for a trace of an earlier run, but none fits: observed on, for to trace has another price."""
+        self._move("observing")
+        self.reason, self.detail = "not_yet", "no trace of an earlier run fits"
+        self._services.observer.reopen(self._key)
+
+    def reopen_sizes(self) -> None:
+        """Observed for sizes that are new. Until it is captured, later runs read what is known of the others."""
+        self._decided = self._decided or (self.reason, self.detail)
+        self._move("observing")
+        self.reason, self.detail = "not_yet", ""
+        self._services.observer.reopen(self._key)
+
+    # ---- captured --------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Calls run what is traced from now on."""
+        self._move("captured")
+        self._decided = None
+        self._services.observer.decide(self._key)
+
+    # ---- in eager --------------------------------------------------------------------------------------
+
+    def decline(self) -> None:
+        """As the last advice says."""
+        self._move("eager")
+        self._services.observer.decide(self._key)
+
+    def lose(self, loss: Loss, elements: int, is_all: bool) -> None:
+        """Captured steps lose to held-out ones at calls of about so many elements; ``is_all``: of all sizes."""
+        self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
+        if is_all:
+            self._move("eager")
+            # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
+            self.reason = UNTUNED if self._services.tuning.has_open() else loss.reason
+        else:
+            self.detail = f"calls of about {elements} elements stay in eager: {self.detail}"
+
+    def release(self, detail: str) -> None:
+        """Its modules run in eager from now on: what was traced is no more what it was."""
+        self._move("eager")
+        self.reason, self.detail = "code_replaced", detail
+        self._context.say_once("code_replaced", f"{self._name} goes on in eager: {detail}")
+
+    def fail(self, error: BaseException, from_kept: bool) -> None:
+        """``from_kept``: with graphs of an earlier run, which are given up: the next run traces anew."""
+        error = getattr(error, "inner_exception", None) or error  # Dynamo's own says little
+        self.failures += 1
+        self._move("eager")
+        self.reason = "kept_graph_failed" if from_kept else "capture_failed"
+        if from_kept and (kept := self._context.notes_folder) is not None:
+            kept.prune(0)
+        self._services.observer.decide(self._key)
+        self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+        self._context.report_fallback("capture_failed", f"{self._name} stays eager: it could not be captured", error)
+
+    def give_up(self, module: Target, error: BaseException) -> None:
+        """Bookkeeping of ours has failed: the module is let go."""
+        with contextlib.suppress(Exception):
+            self._move("eager")
+            self.reason, self.detail = "bookkeeping_failed", f"{type(error).__name__}: {error}"[:300]
+            self._untimed.stop()
+            if self._services.tracker.is_installed:
+                self._services.tracker.release(module).is_final = True
+            self._context.report_fallback(
+                "bookkeeping_failed", f"{self._name} stays eager: autofuse failed to watch it", error
+            )
+            self._services.observer.decide(self._key)
+
+    # ---- for later runs --------------------------------------------------------------------------------
+
+    def told(self) -> tuple[State, str, str]:
+        """State, reason and detail as in the root's record."""
+        if self.state == "captured":
+            if self._trial.is_resting:
+                return "eager", UNTUNED, "captured steps are slower as long as kernels are still to be tuned"
+        elif self._decided is not None:  # sizes of which nothing is known yet do not undo what is known of the others
+            return "eager", *self._decided
+        return self.state, self.reason, self.detail

@@ -1,0 +1,146 @@
+"""What was traced of a root: its graphs, the code that each shape runs, and the classes that all of it depends on.
+
+In: calls that went through Dynamo. Out: code to run past Dynamo; whether what was traced is still what it was.
+Guarantee: what no more holds is let go, with all that its guards hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofuse.observer.root_tracker import Target
+from autofuse.observer.signatures import tensors_by_path
+from autofuse.preserve_rng import untouched
+from autofuse.runtime.graph_trial import GraphTrial
+from autofuse.runtime.patched_classes import Classes
+from autofuse.runtime.root_life import RootLife
+from autofuse.runtime.root_services import Capturer, RootServices
+from autofuse.runtime.root_steps import Shape
+from autofuse.runtime.root_untimed import UntimedCalls
+from autofuse.startup import gc_pause
+
+if TYPE_CHECKING:
+    from autofuse.capture.dynamo import CapturedRoot
+    from autofuse.capture.guarded_call import DirectCall, DirectCalls
+
+log = logging.getLogger(__name__)
+
+# Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
+MAX_DIRECT = 4
+MAX_LEARNT = 32
+MAX_FORGOTTEN = 8  # times that code is replaced and traced anew; a script that goes on so stays in eager
+
+
+class RootTraces:
+    """Of one root."""
+
+    def __init__(
+        self, services: RootServices, name: str, trial: GraphTrial, life: RootLife, untimed: UntimedCalls
+    ) -> None:
+        self.key = trial.key
+        self.captured: CapturedRoot | None = None
+        self.capturer: Capturer | None = None  # once something is captured
+        self.classes = Classes()
+        self._services = services
+        self._name = name
+        self._trial = trial
+        self._life = life
+        self._untimed = untimed
+        self._has_breaks = False
+        self._forgotten = 0  # times that what was traced was no more what it was
+
+    def load(self) -> None:
+        """What traces. It brings Dynamo: 1 s that a script without a root worth capturing never pays."""
+        with gc_pause.paused(), untouched():
+            self.capturer = self._services.tools.load_capturer()
+            if self.captured is None:
+                self.captured = self._compile(self.capturer)
+
+    def _compile(self, capturer: Capturer) -> CapturedRoot:
+        services = self._services
+        return capturer.compile_root(
+            self._name, services.backend, self.key, services.context.keeper, services.plan_cache()
+        )
+
+    def dynamic_dims(self) -> tuple[tuple[str, int], ...]:
+        """(argument path, dim) of each dim that had more than one size, in this run or in an earlier one."""
+        known = self._services.known.get(self.key)
+        seen = self._services.observer.dynamic_dims(self.key)
+        return tuple(dict.fromkeys([*(known.dynamic_dims if known else ()), *seen]))
+
+    # ---- what holds no more ----------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """What was traced is not what it was: it is traced anew once that pays, as a new shape is."""
+        detail = f"{self.classes.replaced()} was replaced after it was captured"
+        self._forgotten += 1
+        log.info("%s: what was traced is forgotten: %s", self._name, detail)
+        if self._forgotten > MAX_FORGOTTEN:
+            self._life.release(f"{detail}, and others before")
+        elif self._has_breaks:  # what Dynamo has compiled behind a break is not ours to let go
+            self._life.release(f"{detail}, and its graph breaks")
+        self.drop()
+
+    def drop(self) -> bool:
+        """Let go of what was traced, and of all that its guards hold; False where there is nothing."""
+        shapes = self._trial.shapes
+        if self.captured is None or all(shape.is_new and not shape.direct for shape in list(shapes.values())):
+            return False
+        assert self.capturer is not None
+        self.capturer.reset_root(self.captured)
+        self.captured = self._compile(self.capturer)
+        self._untimed.stop()
+        self.classes = Classes()
+        for shape in list(shapes.values()):
+            shape.forget()
+        self._services.context.disturbances += 1
+        return True
+
+    # ---- what was traced -------------------------------------------------------------------------------
+
+    def learn(
+        self, direct: DirectCalls, shape: Shape, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """After a call through Dynamo: the code it ran, for the next one."""
+        found: DirectCall | None = None
+        try:
+            found = direct.find(module, args, kwargs)
+            shape.learnt += 1 if found is not None else MAX_LEARNT // 4
+            self._has_breaks |= found is None
+        except Exception as error:  # calls go on through Dynamo
+            shape.learnt = MAX_LEARNT
+            log.debug("%s: no direct calls: %s", self._name, error)
+        try:
+            self.note_classes(module, found)
+            alive = [d for d in shape.direct if d.manager.cache_entry is not None and d is not found]
+            shape.direct = (*([found] if found is not None else []), *alive)[:MAX_DIRECT]
+        except Exception as error:  # here, for the call has its result: what is raised further up runs it again
+            self._life.give_up(module, error)
+
+    def note_classes(self, module: Target, direct: DirectCall | None = None) -> None:
+        """Of all objects that a trace has looked at, of the modules that hold them, and of what these hold.
+
+        Where the graph breaks, the guards of what follows are not ours to find: only the last two are known there.
+        """
+        kinds: set[type] = direct.types() if direct is not None else set()
+        if isinstance(module, torch.nn.Module):
+            for child in torch.nn.Module.modules(module):
+                kinds.add(type(child))
+                kinds |= {type(value) for value in vars(child).values()}
+        self.classes.note([*kinds, torch.nn.Parameter])  # and so torch.Tensor
+
+    def find_kept(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+        """What an earlier run has traced, for this call."""
+        captured = self.captured
+        if captured is None or captured.traces is None:
+            return None
+        direct = captured.direct.find_adopted(module, args, kwargs)
+        if direct is None:
+            with untouched():
+                direct = captured.traces.find(module, args, kwargs, tensors_by_path(args, kwargs))
+            if direct is not None:
+                captured.direct.adopt(direct)
+        return direct

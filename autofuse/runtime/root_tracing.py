@@ -1,0 +1,178 @@
+"""Runs what was traced of a root, and traces what is new: all that can go wrong with a capture goes wrong here.
+
+In: a call of a captured root. Out: its result, from code that was traced before, from the trace of an earlier run, or
+through Dynamo. Guarantee: where a trace fails, the original module answers, with eager's random numbers; what eager
+raises as well is the user's own error, and no failure of a capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from autofuse.capture.traced import ROOT_FILE
+from autofuse.observer.capture_policy import may_trace_again
+from autofuse.observer.root_tracker import RootTracker, Target, has_plain_call
+from autofuse.observer.signatures import tensors_by_path
+from autofuse.preserve_rng import keep_generators
+from autofuse.runtime.patched_classes import replaced_operator
+from autofuse.runtime.root_life import RootLife
+from autofuse.runtime.root_policy import RootPolicy
+from autofuse.runtime.root_services import Capturer, RootServices
+from autofuse.runtime.root_steps import Shape
+from autofuse.runtime.root_traces import MAX_LEARNT, RootTraces
+from autofuse.runtime.step_clock import Account
+
+if TYPE_CHECKING:
+    from autofuse.capture.dynamo import CapturedRoot
+
+
+class TracedCalls:
+    """Of one root."""
+
+    def __init__(
+        self, services: RootServices, traces: RootTraces, account: Account, policy: RootPolicy, life: RootLife
+    ) -> None:
+        self.kept_graphs = 0  # that earlier runs had traced
+        self._services = services
+        self._context = services.context
+        self._tracker = services.tracker
+        self._clock = services.tools.clock
+        self._traces = traces
+        self._account = account
+        self._policy = policy
+        self._life = life
+        self._traced = 0  # times that a graph was
+        self._spent_at_trace = 0.0  # in eager, when one was traced last
+
+    def run(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> Any:
+        """Not in eager."""
+        for direct in shape.direct:
+            if direct.fits(module, args, kwargs):
+                shape.is_new = False
+                return direct.run(module, *args, **kwargs)
+        captured = self._traces.captured
+        assert captured is not None
+        if shape.learnt >= MAX_LEARNT:  # its graph breaks, or it is never twice the same: traced often enough
+            return captured.settled(module, *args, **kwargs)
+        self._traces.note_classes(module)  # as they are before the trace: another thread may change them meanwhile
+        result = self._trace(captured, module, args, kwargs, shape)
+        if self._life.state == "captured":
+            self._traces.learn(captured.direct, shape, module, args, kwargs)
+        return result
+
+    def run_recorded(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None) -> Any:
+        """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
+        captured = self._traces.captured
+        if shape is not None and not shape.is_new and captured is not None:
+            return captured.settled(module, *args, **kwargs)
+        return self._tracker.call_original(module, args, kwargs)
+
+    def may_trace(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> bool:
+        """Whether a shape may run captured: it fits a graph there is, or calls in eager have paid for one more."""
+        if any(direct.fits(module, args, kwargs) for direct in shape.direct):
+            return True
+        ledger = self._account.ledger
+        if self._traced and not self._policy.is_asked:
+            expected = ledger.trace_seconds / self._traced
+            spent = ledger.eager_seconds - self._spent_at_trace
+            if not may_trace_again(spent, expected, self._services.budget()):
+                return False
+        # Of a lazy module eager makes the parameters, and the numbers that they begin with.
+        return not (isinstance(module, torch.nn.Module) and any(map(is_lazy, module.parameters())))
+
+    def take_kept(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Captured for a trace of an earlier run. If none fits, the root is observed on: to trace has another price."""
+        context, capturer = self._context, self._traces.capturer
+        assert capturer is not None
+        graphs, began = len(context.routers), self._clock()
+        with capturer.capture_settings(context.settings.capture.recompile_limit):
+            direct = self._traces.find_kept(module, args, kwargs)
+        self._account.note("tracing", self._clock() - began)
+        if direct is not None:
+            self.kept_graphs += len(context.routers) - graphs
+            context.disturbances += 1
+            return
+        self._policy.trace_bytes = 0
+        self._life.reopen()
+
+    # ---- a call that may trace -------------------------------------------------------------------------
+
+    def _trace(
+        self, captured: CapturedRoot, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape
+    ) -> Any:
+        """Its shape or something else is new."""
+        context, capturer = self._context, self._traces.capturer
+        assert capturer is not None
+        problem = _untraceable(module)
+        if problem:
+            self._life.release(problem)
+            return self._tracker.call_original(module, args, kwargs)
+        graphs, paused = len(context.routers), context.paused_seconds
+        read, planned = capturer.graphs_read(), context.planning_seconds
+        restore_generators = keep_generators()
+        began = self._clock()
+        try:
+            with capturer.capture_settings(context.settings.capture.recompile_limit):
+                result = self._trace_or_read(capturer, captured, module, args, kwargs)
+        except Exception as error:
+            from_kept = capturer.graphs_read() != read
+            if not isinstance(error, capturer.CAPTURE_ERRORS) and not from_kept:
+                raise
+            restore_generators()  # half of the call may have run
+            self._account.note("tracing", self._clock() - began)
+            result = self._tracker.call_original(module, args, kwargs)
+            self._life.fail(error, from_kept)  # only now: what eager raises as well is the user's own error
+            return result
+        shape.is_new = False
+        if len(context.routers) != graphs:
+            seconds = self._clock() - began - (context.paused_seconds - paused)
+            self._account.note("tracing", seconds - (context.planning_seconds - planned))
+            self.kept_graphs += capturer.graphs_read() - read
+            self._traced += 1
+            self._spent_at_trace = self._account.ledger.eager_seconds
+            context.disturbances += 1
+        return result
+
+    def _trace_or_read(
+        self, capturer: Capturer, captured: CapturedRoot, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The call of a module by what an earlier run has traced, where that fits; else through Dynamo."""
+        dims = self._traces.dynamic_dims()
+        if not isinstance(module, torch.nn.Module):  # may have done half of its work, of which it must do nothing twice
+            capturer.mark_dynamic(tensors_by_path(args, kwargs), dims)
+            with capturer.suppressed_errors():
+                return captured.trace(module, *args, **kwargs)
+        tensors = tensors_by_path(args, kwargs)
+        direct = self._traces.find_kept(module, args, kwargs)
+        if direct is not None:
+            capturer.note_read()
+            return direct.run(module, *args, **kwargs)
+        capturer.mark_dynamic(tensors, dims)
+        with captured.traces.watching(dims) if captured.traces is not None else contextlib.nullcontext():
+            return captured.trace(module, *args, **kwargs)
+
+
+def _untraceable(module: Target) -> str:
+    """What a script has replaced that a trace would take for torch's own, or do twice; "" for nothing."""
+    if isinstance(module, torch.nn.Module) and not has_plain_call(type(module)):
+        return f"{type(module).__qualname__}.__call__ is not torch's"  # what it puts around us would be traced as well
+    return replaced_operator()
+
+
+def ran_forward(error: BaseException) -> bool:
+    """Whether the module had begun to run, captured or not, when this was raised: it is the user's then."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code in _ITS_OWN or code.co_filename.startswith(ROOT_FILE):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+# A trace knows what to do where it fails.
+_ITS_OWN = {RootTracker.call_original.__code__, TracedCalls._trace.__code__}

@@ -1,0 +1,66 @@
+"""Calls of a captured root with short steps that are neither timed nor held out: 4 us less of ours each.
+
+In: a shape whose steps are known. Out: for the calls that follow, as many as need not be held out, the code to run.
+Guarantee: a call runs no other code than one whose guards hold for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofuse.observer.root_tracker import Target
+from autofuse.runtime.graph_trial import GraphTrial
+from autofuse.runtime.root_steps import Shape
+
+if TYPE_CHECKING:
+    from autofuse.capture.guarded_call import DirectCall
+
+
+class UntimedCalls:
+    """Of one root."""
+
+    def __init__(self, trial: GraphTrial) -> None:
+        self.left = 0  # calls that need not be timed
+        self.began: float | None = None  # when the first of them did; None while calls are timed
+        self._trial = trial
+        self._has_gradients = False
+        self._direct: tuple[DirectCall, ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        """Calls are not timed."""
+        return self.began is not None
+
+    def begin(self, shape: Shape, now: float, has_gradients: bool) -> bool:
+        """Whether this call and some that follow need not be timed."""
+        shapes = self._trial.shapes
+        free = self._trial.free_calls(shape)
+        if not free or not all(known.direct and not known.is_eager for known in shapes.values()):
+            return False
+        self._trial.skip(free)
+        found = {id(direct.manager): direct for known in shapes.values() for direct in known.direct}
+        self._direct, self._has_gradients = tuple(found.values()), has_gradients
+        self.began, self.left = now, free
+        return True
+
+    def find(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
+        """The code to run, None where this call is not as those before."""
+        self.left -= 1
+        if torch.is_grad_enabled() is self._has_gradients:
+            for direct in self._direct:
+                if direct.fits(module, args, kwargs):
+                    return direct
+        return None
+
+    def end(self, now: float) -> None:
+        """The next call is timed."""
+        began = self.began
+        if began is not None:
+            self._trial.end_untimed(began, now)
+            self.stop()
+
+    def stop(self) -> None:
+        """The next call is timed, and of those so far nothing is said."""
+        self.left, self.began, self._direct = 0, None, ()
