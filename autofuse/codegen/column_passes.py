@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from autofuse.codegen.dtypes import DTYPES
-from autofuse.codegen.loops import COST, SINKS, Access, LoopKernel, Region, Store, regions
+from autofuse.codegen.loops import COST, SINKS, Access, LoopKernel, Region, Store, live_values, regions
 
 _WORTH_KEEPING = 8  # cost of a value, in arithmetic operations, from which a row buffer is cheaper
 
@@ -63,7 +63,7 @@ def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:
     """The passes of a kernel. ``keep``: costly values go through a row buffer; ``widen``: narrow loads do."""
     found = regions(kernel)
     places = [(s, store_region(kernel, s, found)) for s in kernel.stores]
-    live = _live(kernel)
+    live = live_values(kernel)
     in_columns = {n for n in live if found[n].cols and not found[n].post}
     full_stores = [(s, r) for s, r in places if r.name == "full"]
     row_reduces = [n for n in live if kernel.values[n].op == "row_reduce"]
@@ -159,14 +159,6 @@ def _narrow_loads(kernel: LoopKernel, numbers: list[int]) -> list[int]:
 def _without_unread(phase: ColumnPass, read_later: set[int]) -> ColumnPass:
     writes = tuple(n for n in phase.buffer_writes if n in read_later)
     return dataclasses.replace(phase, buffer_writes=writes)
-
-
-def _live(kernel: LoopKernel) -> list[int]:
-    wanted = {s.value for s in kernel.stores}
-    for n in range(len(kernel.values) - 1, -1, -1):
-        if n in wanted:
-            wanted.update(kernel.values[n].args)
-    return sorted(wanted)
 
 
 def _closure(kernel: LoopKernel, roots: list[int], inside: set[int], stop: set[int]) -> set[int]:

@@ -102,6 +102,15 @@ class LoopKernel:
         return tuple(i for i, v in enumerate(self.values) if v.op in SINKS)
 
 
+def live_values(kernel: LoopKernel) -> list[int]:
+    """The values that some store needs, in order."""
+    wanted = {s.value for s in kernel.stores}
+    for n in range(len(kernel.values) - 1, -1, -1):
+        if n in wanted:
+            wanted.update(kernel.values[n].args)
+    return sorted(wanted)
+
+
 SINKS = ("col_reduce", "full_reduce", "rows_reduce")
 REDUCTIONS = ("row_reduce", *SINKS)
 REDUCE_KINDS = ("sum", "max", "min", "peak", "prod", "any", "all")  # peak: a maximum that may overlook NaN

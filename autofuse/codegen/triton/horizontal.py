@@ -15,44 +15,43 @@ import dataclasses
 from collections.abc import Mapping
 
 from autofuse.codegen.loops import LoopKernel
-from autofuse.codegen.triton.body import Body, Piece
+from autofuse.codegen.triton.index_width import Limit
 from autofuse.codegen.triton.knobs import is_crossed
+from autofuse.codegen.triton.one_tile import OneTile
+from autofuse.codegen.triton.program import Program
+from autofuse.codegen.triton.signature import Piece, make_piece
 from autofuse.ir.records import Config, make_config
-from autofuse.ir.shape import Dim
 
 
-class NestsBody(Body):
-    """Prints a loop kernel of several nests; the body itself has the signature of the kernel that calls them."""
+class NestsProgram(Program):
+    """Several nests as functions, and the kernel that calls them."""
 
     def __init__(self, kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> None:
+        self.kernel = kernel
         nests = (dataclasses.replace(kernel, rest=()), *kernel.rest)
         self.nests = [
-            Body(dataclasses.replace(nest, name=f"{kernel.name}_{k}"), _with_tile(config, nest, k), constants, True)
+            OneTile(dataclasses.replace(nest, name=f"{kernel.name}_{k}"), _with_tile(config, nest, k), constants, True)
             for k, nest in enumerate(nests)
         ]
-        super().__init__(kernel, _with_tile(config, kernel, 0), constants)
 
-    def limits(self) -> tuple[tuple[Dim, int], ...]:
+    def limits(self) -> tuple[Limit, ...]:
         return tuple(dict.fromkeys(limit for nest in self.nests for limit in nest.limits()))
-
-    def _blocks(self) -> dict[str, int]:
-        return {}  # sides of tiles are constants of the nests
 
     def first(self) -> Piece:
         parts = [nest.first() for nest in self.nests]
-        last = len(parts) - 1
-        lines, branches = [f"pid = {self._pid()}"], []
+        one, last = self.nests[0], len(parts) - 1
+        lines, branches = [one.number()], []
         for k, part in enumerate(parts):
             launch = part.launch
             if k < last:
-                tiles = " * ".join(f"tl.cdiv({self.size(extent)}, {block})" for extent, block in launch.tiles)
+                tiles = " * ".join(f"tl.cdiv({one.tile.size(extent)}, {block})" for extent, block in launch.tiles)
                 lines.append(f"start_{k + 1} = " + (f"start_{k} + " if k else "") + tiles)
             names = [f"pid - start_{k}" if k else "pid", *(a.name for a in launch.arguments)]
             names += [f"{name}={block}" for name, block in launch.constants]
             branches.append("else:" if k == last else f"{'elif' if k else 'if'} pid < start_{k + 1}:")
             branches.append(f"    {launch.function}({', '.join(names)})")
-        arguments = [*self._parameters(), *self._symbols()]
-        kernel = self._piece(self.kernel.name, arguments, [*lines, *branches], parts[0].launch.tiles, 0)
+        tiles = parts[0].launch.tiles  # whose sides are constants of the nests
+        kernel = make_piece(self.kernel.name, [*lines, *branches], one.arguments(), {}, tiles)
         beside = tuple(part.launch.tiles for part in parts[1:])
         text = "\n\n".join([*(part.text for part in parts), kernel.text])
         return Piece(text, dataclasses.replace(kernel.launch, beside=beside))

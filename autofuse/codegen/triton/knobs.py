@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from autofuse.codegen.knobs import Knob, Sizes
 from autofuse.codegen.loops import Access, LoopKernel
-from autofuse.codegen.triton.body import INDEX_BOUND, extents
+from autofuse.codegen.triton.index_width import INDEX_BOUND, extents
 from autofuse.codegen.triton.scalar import FAST
 from autofuse.ir.shape import Dim, evaluate, product
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofuse.codegen.loops import LoopKernel
-from autofuse.codegen.triton.body import Body
-from autofuse.codegen.triton.horizontal import NestsBody
+from autofuse.codegen.triton.horizontal import NestsProgram
+from autofuse.codegen.triton.looped_columns import LoopedColumns
+from autofuse.codegen.triton.one_tile import OneTile
+from autofuse.codegen.triton.program import Program, Spread
 from autofuse.codegen.triton.scalar import HELPERS
+from autofuse.codegen.triton.shared_tiles import SharedRows, SharedTiles
 from autofuse.codegen.triton.source import TritonSource
 from autofuse.ir.records import Config
 
@@ -22,26 +25,40 @@ from autofuse.ir.records import Config
 def print_triton(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None = None) -> TritonSource:
     """The Triton module of a kernel. Raises LoweringError where a size or an operation has no exact form."""
     known = dict(constants or {})
-    body = (NestsBody if kernel.rest else Body)(kernel, config, known)
-    second = body.second()
-    pieces = [body.first(), *([second] if second is not None else [])]
+    return source_of(kernel, program_of(kernel, config, known), config, known)
+
+
+def source_of(kernel: LoopKernel, program: Program, config: Config, constants: Mapping[str, int]) -> TritonSource:
+    """A program's kernels as a module. ``kernel`` has the name, the tensors and the symbols of the node."""
+    second = program.second()
+    pieces = [program.first(), *([second] if second is not None else [])]
     text = "\n\n".join(piece.text for piece in pieces)
     helpers = [definition for name, definition in HELPERS if name in text]
     knobs = dict(config)
     return TritonSource(
         name=kernel.name,
-        text="\n\n".join([header(kernel, known), *helpers, text]),
+        text="\n\n".join([_header(kernel, constants), *helpers, text]),
         passes=tuple(piece.launch for piece in pieces),
-        scratch=body.scratch(),
-        symbols=tuple(s for s in kernel.symbols if s not in known),
+        scratch=program.scratch(),
+        symbols=tuple(s for s in kernel.symbols if s not in constants),
         num_warps=int(knobs.get("num_warps", 4)),
         num_stages=int(knobs.get("num_stages", 1)),
-        programs=body.programs,
-        limits=body.limits(),
+        programs=program.programs,
+        limits=program.limits(),
     )
 
 
-def header(kernel: LoopKernel, constants: Mapping[str, int]) -> str:
+def program_of(kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> Program:
+    """The program in the shape that the kernel and the configuration ask for."""
+    if kernel.rest:
+        return NestsProgram(kernel, config, constants)
+    spread = Spread.of(kernel, config)
+    if spread.sinks:
+        return (SharedRows if spread.is_looped else SharedTiles)(kernel, config, constants)
+    return (LoopedColumns if spread.is_looped else OneTile)(kernel, config, constants)
+
+
+def _header(kernel: LoopKernel, constants: Mapping[str, int]) -> str:
     """What stands above the kernels: a summary for people, and what the text imports."""
     lines = kernel.summary()
     if constants:

@@ -13,16 +13,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autofuse.codegen.loops import LoopKernel
 from autofuse.codegen.templates import ATTENTION, Template
-from autofuse.codegen.triton.body import Piece
-from autofuse.codegen.triton.printer import header
-from autofuse.codegen.triton.scalar import HELPERS
+from autofuse.codegen.triton.index_width import Limit, index_limits, open_limits
+from autofuse.codegen.triton.printer import source_of
+from autofuse.codegen.triton.program import Program
+from autofuse.codegen.triton.signature import Piece, make_piece, program_number
 from autofuse.codegen.triton.source import TritonSource
 from autofuse.codegen.triton.templates.attention_knobs import attention_knobs
 from autofuse.codegen.triton.templates.attention_plan import Attention, plan_attention
 from autofuse.codegen.triton.templates.epilogue import parameters
-from autofuse.codegen.triton.templates.matmul import arguments_of
-from autofuse.codegen.triton.templates.tile import Tile, load, with_constants
+from autofuse.codegen.triton.templates.tile import Tile, arguments_of, load, with_constants
+from autofuse.codegen.triton.tile_text import indented
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim
@@ -32,53 +34,45 @@ def print_attention(form: NodeForm, config: Config, constants: Mapping[str, int]
     """The Triton module of a node. Raises LoweringError where it is none: see `attention_plan`."""
     known = dict(constants or {})
     plan = plan_attention(form)
-    body = AttentionBody(form, plan, config, known)
-    piece = body.first()
-    helpers = [definition for name, definition in HELPERS if name in piece.text]
-    described = dataclasses.replace(plan.result.kernel, params=parameters(form))
-    knobs = dict(config)
-    return TritonSource(
-        name=described.name,
-        text="\n\n".join([header(described, known), *helpers, piece.text]),
-        passes=(piece.launch,),
-        scratch=(),
-        symbols=tuple(s for s in form.symbols if s not in known),
-        num_warps=int(knobs["num_warps"]),
-        num_stages=int(knobs["num_stages"]),
-        limits=body.limits(),
-    )
+    described = dataclasses.replace(plan.result.kernel, params=parameters(form), symbols=form.symbols)
+    return source_of(described, AttentionProgram(described, plan, config, known), config, known)
 
 
-class AttentionBody(Tile):
+class AttentionProgram(Program):
     """The kernel: a tile of scores, and after the loop over keys a tile of the result."""
 
-    def __init__(self, form: NodeForm, plan: Attention, config: Config, constants: Mapping[str, int]) -> None:
+    def __init__(self, kernel: LoopKernel, plan: Attention, config: Config, constants: Mapping[str, int]) -> None:
+        """``kernel`` has the name, the tensors and the symbols of the node."""
         knobs = dict(config)
-        rows, keys = int(knobs["BLOCK_M"]), int(knobs["BLOCK_N"])
-        super().__init__(plan.scores, (rows, keys), knobs, constants)
-        self.result = Tile(plan.result, (rows, block_of(plan.width)), knobs, constants)
-        self.form = form
+        self.blocks = {name: int(knobs[name]) for name in ("BLOCK_M", "BLOCK_N")}
+        self.blocks |= {"BLOCK_D": block_of(plan.depth), "BLOCK_E": block_of(plan.width)}
+        rows = self.blocks["BLOCK_M"]
+        self.kernel = kernel
         self.attention = plan
-        self.exp = "tl.exp" if self.fast else "libdevice.exp"
+        self.scores = Tile(plan.scores, (rows, self.blocks["BLOCK_N"]), knobs, constants)
+        self.result = Tile(plan.result, (rows, self.blocks["BLOCK_E"]), knobs, constants)
+        self.text = self.scores.text
+        self.exp = "tl.exp" if self.text.config.is_fast else "libdevice.exp"
         precision = knobs.get("input_precision", "ieee")
         self.dot = f'input_precision="{precision}", out_dtype=tl.float32'
 
     def first(self) -> Piece:
-        """The kernel."""
         plan = self.attention
         lines = [*self._rows_of_program(), "for start in tl.range(0, ncols, BLOCK_N):"]
-        lines += [f"    {line}" for line in self._step()]
+        lines += indented(self._step())
         lines += self._end()
-        tiles: list[tuple[Dim, int]] = [(plan.rows, self.block_rows)]
+        tiles: list[tuple[Dim, int]] = [(plan.rows, self.blocks["BLOCK_M"])]
         if plan.batch != 1:
             tiles.append((plan.batch, 1))
-        return self._piece(
-            plan.result.kernel.name, [*arguments_of(self.form), *self._symbols()], lines, tuple(tiles), 0
-        )
+        return make_piece(self.kernel.name, lines, arguments_of(self.kernel, self.text), self.blocks, tuple(tiles))
+
+    def limits(self) -> tuple[Limit, ...]:
+        return open_limits(index_limits(self.attention.extents, self.text.config.is_wide))
 
     def _rows_of_program(self) -> list[str]:
-        plan = self.attention
-        lines = [f"nrows = {self.size(plan.rows)}", f"ncols = {self.size(plan.keys)}", f"pid = {self._pid()}"]
+        plan, scores, text = self.attention, self.scores, self.text
+        lines = [f"nrows = {text.size(plan.rows)}", f"ncols = {text.size(plan.keys)}"]
+        lines.append(f"pid = {program_number(text.config.is_wide)}")
         if plan.batch == 1:
             lines.append("row_tile = pid")
         else:
@@ -86,12 +80,12 @@ class AttentionBody(Tile):
             lines += ["b = pid // row_tiles + tl.full([1, 1], 0, tl.int32)", "row_tile = pid % row_tiles"]
         return [
             *lines,
-            f"r = {self._arange('row_tile * BLOCK_M', 'BLOCK_M', 0)}",
+            f"r = {text.arange('row_tile * BLOCK_M', 'BLOCK_M', 0)}",
             "row_mask = r < nrows",
-            f"d = {self._arange('0', 'BLOCK_D', 1)}",
-            f"dk = {self._arange('0', 'BLOCK_D', 0)}",
-            f"e = {self._arange('0', 'BLOCK_E', 1)}",
-            f"q = {load(self.matrix(plan.query, 'r', 'd'), self.row_mask, _within('d', plan.depth))}",
+            f"d = {text.arange('0', 'BLOCK_D', 1)}",
+            f"dk = {text.arange('0', 'BLOCK_D', 0)}",
+            f"e = {text.arange('0', 'BLOCK_E', 1)}",
+            f"q = {load(scores.matrix(plan.query, 'r', 'd'), scores.row_mask, _within('d', plan.depth))}",
             'top = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)',
             "weight = tl.zeros([BLOCK_M, 1], tl.float32)",
             "mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)",
@@ -99,50 +93,45 @@ class AttentionBody(Tile):
 
     def _step(self) -> list[str]:
         """Some keys; a row that has met none yet has the largest score -inf, from which nothing can be subtracted."""
-        plan = self.attention
-        mask = "(n < ncols)" if self.col_mask else ""
+        plan, scores, text = self.attention, self.scores, self.text
+        mask = "(n < ncols)" if scores.col_mask else ""
         return [
-            f"c = {self._arange('start', 'BLOCK_N', 1)}",
+            f"c = {text.arange('start', 'BLOCK_N', 1)}",
             "col_mask = c < ncols",
-            f"k = {load(self.matrix(plan.key, 'dk', 'c'), _within('dk', plan.depth), self.col_mask)}",
+            f"k = {load(scores.matrix(plan.key, 'dk', 'c'), _within('dk', plan.depth), scores.col_mask)}",
             f"acc = tl.dot(q, k, {self.dot})",
-            *self.values(),
+            *scores.values(),
             f'score = tl.where(col_mask, {self._score()}, float("-inf"))',
             "above = tl.maximum(top, tl.max(score, axis=1, keep_dims=True))",
             'base = tl.where(above == float("-inf"), 0.0, above)',
             f"p = {self.exp}(score - base)",
             f"kept = {self.exp}(top - base)",
             "weight = weight * kept + tl.sum(p, axis=1, keep_dims=True)",
-            f"n = {self._arange('start', 'BLOCK_N', 0)}",
-            f"v = {load(self.matrix(plan.value, 'n', 'e'), mask, _within('e', plan.width))}",
+            f"n = {text.arange('start', 'BLOCK_N', 0)}",
+            f"v = {load(scores.matrix(plan.value, 'n', 'e'), mask, _within('e', plan.width))}",
             f"mixed = tl.dot(p.to(v.dtype), v, mixed * kept, {self.dot})",
             "top = above",
         ]
 
     def _score(self) -> str:
-        text, name = self.text(self.attention.score), self.kernel.values[self.attention.score].dtype
+        score = self.attention.score
+        text, name = self.text.text(score), self.scores.kernel.values[score].dtype
         return text if name == "float32" else f"{text}.to(tl.float32)"
 
     def _end(self) -> list[str]:
         lines = []
-        keys = with_constants(self.attention.keys, self.constants)
+        keys = with_constants(self.attention.keys, self.text.constants)
         if not (isinstance(keys, int) and keys > 0):  # without keys, eager's sum of nothing is 0
             lines.append("weight = tl.where(tl.full([1, 1], ncols, tl.int64) > 0, weight, 1.0)")
-        lines += ["acc = mixed / weight", "c = e", f"ncols = {self.size(self.attention.width)}", "col_mask = c < ncols"]
+        lines += [
+            "acc = mixed / weight",
+            "c = e",
+            f"ncols = {self.text.size(self.attention.width)}",
+            "col_mask = c < ncols",
+        ]
         if any("col_tile" in line for line in self.result.stores()):
             lines.append("col_tile = row_tile * 0")
         return [*lines, *self.result.alone(), *self.result.values(), *self.result.stores()]
-
-    # ---- what the parent asks
-
-    def _extents(self) -> tuple[Dim, ...]:
-        return self.attention.extents
-
-    def _blocks(self) -> dict[str, int]:
-        return {
-            "BLOCK_M": self.block_rows, "BLOCK_N": self.block_cols,
-            "BLOCK_D": block_of(self.attention.depth), "BLOCK_E": block_of(self.attention.width),
-        }  # fmt: skip
 
 
 def block_of(size: int) -> int:

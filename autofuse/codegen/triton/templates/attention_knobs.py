@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autofuse.codegen.dtypes import dtype
 from autofuse.codegen.knobs import Knob, Sizes
-from autofuse.codegen.triton.body import INDEX_BOUND
+from autofuse.codegen.triton.index_width import INDEX_BOUND
 from autofuse.codegen.triton.templates.attention_plan import plan_attention
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.shape import evaluate

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autofuse.codegen.loops import Access
 from autofuse.codegen.matmul_operands import ANCHORS, Operand, live, read_operand
-from autofuse.codegen.triton.body import extents
+from autofuse.codegen.triton.index_width import extents
 from autofuse.codegen.triton.templates.epilogue import Epilogue, follow, kernel_name
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef

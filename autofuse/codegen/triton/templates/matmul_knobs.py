@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from autofuse.codegen.dtypes import dtype
 from autofuse.codegen.knobs import Knob, Sizes
-from autofuse.codegen.triton.body import INDEX_BOUND
+from autofuse.codegen.triton.index_width import INDEX_BOUND
 from autofuse.codegen.triton.scalar import FAST
 from autofuse.codegen.triton.templates.matmul_plan import Matmul, plan_matmul
 from autofuse.ir.operation import NodeForm

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from autofuse.codegen.matmul_operands import ANCHORS, Operand, read_operand
-from autofuse.codegen.triton.body import extents
+from autofuse.codegen.triton.index_width import extents
 from autofuse.codegen.triton.templates.epilogue import DTYPES, Epilogue, follow, kernel_name
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation

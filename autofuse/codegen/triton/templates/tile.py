@@ -11,32 +11,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autofuse.codegen.loops import Access, Store
+from autofuse.codegen.loops import LoopKernel, Store
 from autofuse.codegen.matmul_operands import Operand
-from autofuse.codegen.triton.body import Body
+from autofuse.codegen.triton.signature import pointer_arguments, symbol_arguments
+from autofuse.codegen.triton.source import Argument
 from autofuse.codegen.triton.templates.epilogue import Epilogue
-from autofuse.ir.records import make_config
+from autofuse.codegen.triton.tile_text import Knobs, TileConfig, TileText
 from autofuse.ir.shape import Dim, SymbolicShape, free_symbols, product
 
 
-class Tile(Body):
-    """What follows one product."""
+class Tile:
+    """What follows one product, at the places of a tile of it."""
 
-    def __init__(
-        self,
-        following: Epilogue,
-        block: tuple[int, int],
-        knobs: Mapping[str, int | str | bool],
-        constants: Mapping[str, int],
-    ) -> None:
+    def __init__(self, following: Epilogue, block: tuple[int, int], knobs: Knobs, constants: Mapping[str, int]) -> None:
         """``block``: rows and columns of the tile."""
         self.batch_dims, rows, cols = following.dims
         # A batch is one place for all of a program: to what follows it is neither a row nor a column.
+        outer = {d: "b" if len(self.batch_dims) == 1 else f"b{d}" for d in self.batch_dims}
         kernel = dataclasses.replace(following.kernel, rows=rows, cols=cols)
-        config = make_config({**knobs, "BLOCK_ROWS": block[0], "BLOCK_COLS": block[1]})
-        super().__init__(kernel, config, constants)
-        self.block_rows = block[0]  # one row has a tile all the same
-        self.product = following.product
+        self.kernel = kernel
+        self.text = TileText(kernel, TileConfig.of(knobs, *block), constants, {following.product: "acc"}, outer)
 
     # ---- lines
 
@@ -52,8 +46,8 @@ class Tile(Body):
     def values(self) -> list[str]:
         """All values of the tile."""
         spread = (("b", self.batch_dims), ("r", self.kernel.rows), ("c", self.kernel.cols))
-        lines = [line for what, dims in spread if len(dims) > 1 for line in self._positions(what, dims)]
-        return lines + self._values(self.live)
+        lines = [line for what, dims in spread if len(dims) > 1 for line in self.text.positions(what, dims)]
+        return lines + self.text.values(self.text.live)
 
     def stores(self) -> list[str]:
         """All outputs; what rows or columns do not reach is written by the first tile alone."""
@@ -61,25 +55,20 @@ class Tile(Body):
 
     @property
     def row_mask(self) -> str:
-        """Where rows may end within a tile: its mask."""
-        return self._row_mask or ("" if self.kernel.rows else "row_mask")
+        """Where rows may end within a tile: its mask. One row has a tile all the same."""
+        return self.text.row_mask if self.kernel.rows else "row_mask"
 
     @property
     def col_mask(self) -> str:
-        return self._col_mask
+        return self.text.col_mask
 
     def matrix(self, operand: Operand, rows: str, cols: str) -> str:
         """Pointers to the elements of an operand at positions of rows and columns."""
         places = ((rows, operand.rows), (cols, operand.cols))
-        start = [] if operand.offset == 0 else [self.size(operand.offset)]
+        start = [] if operand.offset == 0 else [self.text.size(operand.offset)]
         terms = [operand.name, *start, *self._of_batch(operand)]
-        terms += [self.times(place, stride) if stride != 0 else f"{place} * 0" for place, stride in places]
+        terms += [self.text.times(place, stride) if stride != 0 else f"{place} * 0" for place, stride in places]
         return " + ".join(terms)
-
-    def times(self, place: str, stride: Dim) -> str:
-        """A product as text."""
-        text = self.size(stride)
-        return place if text == "1" else f"{place} * {text}"
 
     # ---- inside
 
@@ -89,29 +78,24 @@ class Tile(Body):
         sizes = [size for size, _ in operand.batch]
         for at, (size, stride) in enumerate(operand.batch):
             inner = product(sizes[at + 1 :])
-            place = "b" if inner == 1 else f"b // ({self.size(inner)})"
+            place = "b" if inner == 1 else f"b // ({self.text.size(inner)})"
             if at > 0:
-                place = f"{place} % ({self.size(size)})"
+                place = f"{place} % ({self.text.size(size)})"
             if stride != 0:
-                terms.append(self.times(place if place == "b" else f"({place})", stride))
+                terms.append(self.text.times(place if place == "b" else f"({place})", stride))
         return terms
 
-    def _loop(self, dim: int) -> str:
-        if dim not in self.batch_dims:
-            return super()._loop(dim)
-        return "b" if len(self.batch_dims) == 1 else f"b{dim}"
-
-    def _compute(self, number: int) -> str:
-        attr = self.kernel.values[number].attr
-        if isinstance(attr, Access) and attr.param == self.product:
-            return "acc"
-        return super()._compute(number)
-
     def _store_once(self, store: Store) -> str:
-        place = self._places[id(store)]
+        place = self.text.place(store)
         first = [] if place.rows else ["(row_tile == 0)"]
         first += [] if place.cols else ["(col_tile == 0)"]
-        return self._store(store, " & ".join(first))
+        return self.text.store(store, " & ".join(first))
+
+
+def arguments_of(kernel: LoopKernel, text: TileText) -> list[Argument]:
+    """All tensors and symbols of a node as arguments; the text has some symbols built in."""
+    symbols = symbol_arguments(kernel.symbols, text.constants, text.config.is_wide)
+    return [*pointer_arguments(kernel.params), *symbols]
 
 
 def load(pointer: str, *masks: str) -> str:

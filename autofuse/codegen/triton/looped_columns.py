@@ -1,0 +1,102 @@
+"""Looped columns: rows longer than a tile, with a pass over the columns for each row reduction that the next one needs.
+
+In: the tile's text and the passes. Out: the lines of the passes, for programs that have rows of their own
+(`LoopedColumns`) and for those that share them (`shared_tiles.SharedRows`).
+Beside looped columns no register can hold a column's sum until the next row: it grows in scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autofuse.codegen.column_passes import ColumnPass, Plan
+from autofuse.codegen.loops import Store
+from autofuse.codegen.triton.program import NestProgram
+from autofuse.codegen.triton.tile_text import TileText, broadcast, indented
+
+COLUMN_LOOP = "for start in tl.range(0, ncols, BLOCK_COLS):"
+
+
+class GrowingSums:
+    """Reductions to columns whose accumulators are in scratch memory, a row of it for each program."""
+
+    def __init__(self, tile: TileText, places: dict[int, str]) -> None:
+        """``places``: of each reduction, the pointers to the program's part of it."""
+        self.tile = tile
+        self.places = places
+
+    def start(self) -> list[str]:
+        """Neutral elements: a share of no rows has results too."""
+        if not self.places:
+            return []
+        inner = self.tile.col_positions("start")
+        for n, place in self.places.items():
+            start = self.tile.reducer(n).start("[1, BLOCK_COLS]")
+            inner.append(f"tl.store({place}, {start}{self.tile.col_mask_argument})")
+        return [COLUMN_LOOP, *indented(inner), "tl.debug_barrier()"]
+
+    def add(self, number: int) -> list[str]:
+        """Add the rows of a tile to what scratch memory holds of its columns."""
+        tile, place, name = self.tile, self.places[number], f"a{number}"
+        reducer, mask = tile.reducer(number), tile.col_mask_argument
+        before = f"tl.load({place}{mask}{f', other={reducer.neutral}' if mask else ''})"
+        element = tile.element(number, True, True)
+        if not tile.regions[tile.kernel.values[number].args[0]].rows:  # each row adds it all the same
+            element = broadcast(element)
+        return [
+            f"{name} = {element}",
+            f"{name} = {reducer.reduced(name, 0)}",
+            f"{name} = {reducer.merged(name, before)}",
+            f"tl.store({place}, {name}{mask})",
+        ]
+
+
+def passes_over_columns(tile: TileText, passes: Plan, growing: GrowingSums, hoisted: set[int]) -> list[str]:
+    """Row reductions in stages, each stage a loop that makes anew what it needs. ``hoisted`` values are there."""
+    lines: list[str] = []
+    for found in passes.phases:
+        lines += tile.values(n for n in found.row_values if n not in hoisted)
+        lines += _pass_over_columns(tile, found, growing)
+    return lines + tile.values(n for n in passes.last_row_values if n not in hoisted)
+
+
+def _pass_over_columns(tile: TileText, found: ColumnPass, growing: GrowingSums) -> list[str]:
+    lines = [tile.accumulator(n) for n in found.reductions]
+    lines.append(f"for start in tl.range(0, ncols, BLOCK_COLS, num_stages={tile.config.stages}):")
+    grown = [n for n in found.sinks if n in growing.places]
+    inner = [*tile.col_positions("start"), *tile.values(found.values)]
+    inner += [tile.accumulate(n) for n in (*found.reductions, *found.sinks) if n not in grown]
+    inner += [line for n in grown for line in growing.add(n)]
+    inner += [tile.store(s) for s in found.stores]
+    lines += indented(inner)
+    lines += ["tl.debug_barrier()"] * bool(grown)  # other threads read the sums for the next rows
+    for n in found.reductions:
+        reducer = tile.reducer(n)
+        lines.append(f"x{n} = {reducer.finished(reducer.reduced(f'a{n}', 1))}")
+    return lines
+
+
+class LoopedColumns(NestProgram):
+    """Some rows a program."""
+
+    def lines(self) -> list[str]:
+        tile, passes = self.tile, self.spread.passes
+        lines = [self.number(), *tile.row_positions("pid"), *tile.values(passes.entry_values)]
+        lines += passes_over_columns(tile, passes, GrowingSums(tile, {}), set())
+        lines += [tile.store(s) for s in passes.row_stores]
+        return lines + self._stores_without_rows("(pid == 0)" if self.kernel.rows else "")
+
+    def _stores_without_rows(self, first: str) -> list[str]:
+        """Outputs that no row changes: written by the first program, in a loop of their own."""
+        tile, passes = self.tile, self.spread.passes
+        single, along = split_by_columns(tile, passes.post_stores)
+        lines = [tile.store(s, first) for s in single]
+        if along:
+            inner = [*tile.col_positions("start"), *tile.values(n for n in passes.post_values if tile.regions[n].cols)]
+            lines += [COLUMN_LOOP, *indented([*inner, *(tile.store(s, first) for s in along)])]
+        return lines
+
+
+def split_by_columns(tile: TileText, stores: Sequence[Store]) -> tuple[list[Store], list[Store]]:
+    """Stores of single elements, and those along columns."""
+    return [s for s in stores if not tile.place(s).cols], [s for s in stores if tile.place(s).cols]
