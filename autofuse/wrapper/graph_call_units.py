@@ -1,13 +1,15 @@
 """Units of a generated call, and the nodes of an imported FX graph that they stand for.
 
-In: nodes, and names of values as fusion nodes have them. Out: what a node's target is named, its kind, whether it has
-effects; whether units make what later ones read. Torch's operators are named as in the operator table; other callables
-get names that no operator has.
+In: nodes, and names of values as fusion nodes have them; units. Out: what a node's target is named, its kind, whether
+it has effects; units in an order in which each reads what an earlier one makes, without those that nobody reads.
+Torch's operators are named as in the operator table; other callables get names that no operator has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch import fx
 
 from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.errors import ShapeError
-from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.optable import OpKind, info
 
@@ -35,6 +36,58 @@ class Unit:
     size: sympy.Expr | None = None  # what the line computes, where that is a size
     arity: int | None = None  # inputs that are arguments of its callable, the first ones; all if None
     half: int | None = None  # half of an attention: its number
+    dead: list[fx.Node] = field(default_factory=list)  # what nobody reads behind it
+
+
+def in_order(units: list[Unit], position: Mapping[fx.Node, int]) -> list[Unit]:
+    """Topological order that stays near the program's; effects keep their order among themselves.
+
+    ``position``: of each node in the program. Raises ShapeError where units need each other.
+    """
+    producer = {n: unit for unit in units for n in unit.nodes}
+    before: dict[int, set[int]] = {id(u): set() for u in units}
+    after: dict[int, list[Unit]] = {id(u): [] for u in units}
+
+    def edge(first: Unit, second: Unit) -> None:
+        if first is not second and id(first) not in before[id(second)]:
+            before[id(second)].add(id(first))
+            after[id(first)].append(second)
+
+    for unit in units:
+        for n in unit.inputs:
+            if n in producer:
+                edge(producer[n], unit)
+    # A node runs at its last operation, but draws in the order of the one that draws.
+    drawn = [(min(position[n] for n in u.nodes if has_effect(n)), u) for u in units if have_effects(u)]
+    effects = [unit for _, unit in sorted(drawn, key=lambda item: item[0])]
+    for first, second in itertools.pairwise(effects):
+        edge(first, second)
+    ready = [(u.position, i) for i, u in enumerate(units) if not before[id(u)]]
+    heapq.heapify(ready)
+    index_of = {id(u): i for i, u in enumerate(units)}
+    ordered: list[Unit] = []
+    while ready:
+        unit = units[heapq.heappop(ready)[1]]
+        ordered.append(unit)
+        for other in after[id(unit)]:
+            before[id(other)].discard(id(unit))
+            if not before[id(other)]:
+                heapq.heappush(ready, (other.position, index_of[id(other)]))
+    if len(ordered) != len(units):
+        raise ShapeError("expected an acyclic graph of nodes, found a cycle; this is an error of the planner")
+    return ordered
+
+
+def without_unread(units: list[Unit], leaving: Sequence[fx.Node]) -> list[Unit]:
+    """Without what nothing reads any more, such as views of values that stayed inside a node."""
+    needed = set(leaving)
+    kept: list[Unit] = []
+    for unit in reversed(units):
+        if unit.slot is None and not needed.intersection(unit.outputs) and not have_effects(unit):
+            continue
+        needed.update(unit.inputs)
+        kept.append(unit)
+    return kept[::-1]
 
 
 def check_made(units: Sequence[Unit], placeholders: Sequence[fx.Node], output: fx.Node) -> None:
@@ -54,11 +107,6 @@ def check_made(units: Sequence[Unit], placeholders: Sequence[fx.Node], output: f
 
 def have_effects(unit: Unit) -> bool:
     return any(map(has_effect, unit.nodes))
-
-
-def in_code(size: sympy.Expr) -> str:
-    """A size in the names that the code has for symbols."""
-    return dim_text(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}), PYTHON)
 
 
 def short_name(node: fx.Node) -> str:

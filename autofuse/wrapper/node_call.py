@@ -14,9 +14,9 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 
 from autofuse.dynamo_skip import define
@@ -27,12 +27,10 @@ from autofuse.gpu.launcher import CtypesLaunch, Launch, launch_of
 from autofuse.gpu.modules import LoadedArtifact
 from autofuse.gpu.philox import draw_of, drawing_launch
 from autofuse.gpu.torch_calls import TorchCalls, torch_calls
-from autofuse.ir.dims import PYTHON, dim_text
-from autofuse.ir.operation import NodeForm, Operation, ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.operation import NodeForm
 from autofuse.ir.shape import evaluate
-from autofuse.wrapper.aten_call import render_call
 from autofuse.wrapper.liveness import deaths, deleted
+from autofuse.wrapper.operation_text import dims_text, operation_text, value_name
 
 if TYPE_CHECKING:
     from autofuse.codegen.in_place import Pairs
@@ -48,6 +46,22 @@ NodeCall = Callable[..., Any]
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 
+def raise_error(error: Exception, *inputs: torch.Tensor) -> Any:
+    raise error
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """What a callable is made for: one shape, at one place of use."""
+
+    form: NodeForm
+    symbol_values: Sequence[int]
+    threads: int  # of C kernels
+    allocate: Callable[..., torch.Tensor] | None = None  # replaces the allocation of outputs in tests
+    failed: Callable[..., Any] = raise_error  # ``failed(error, *inputs)`` answers in place of a call that raised
+    kept: dict[str, Any] = field(default_factory=dict)  # by the callables for all sizes, such as packed weights
+
+
 class Composed(ABC):
     """Several kernels and vendor's calls that together run a group (`wrapper.strategy_call.LoadedStrategy`).
 
@@ -55,15 +69,7 @@ class Composed(ABC):
     """
 
     @abstractmethod
-    def make_call(
-        self,
-        form: NodeForm,
-        symbol_values: Sequence[int],
-        threads: int,
-        allocate: Callable[..., torch.Tensor] | None = None,
-        failed: Callable[..., Any] | None = None,
-        kept: dict[str, Any] | None = None,
-    ) -> NodeCall:
+    def make_call(self, site: CallSite) -> NodeCall:
         """As `make_launcher`."""
 
     @property
@@ -110,7 +116,8 @@ def make_launcher(
     if isinstance(entry, LoadedArtifact):
         return make_device_launcher(form, entry, symbol_values, allocate, failed)
     if isinstance(entry, Composed):
-        return entry.make_call(form, symbol_values, threads, allocate, failed, kept)
+        own = {} if kept is None else kept
+        return entry.make_call(CallSite(form, symbol_values, threads, allocate, failed or raise_error, own))
     sizes = array("q", [*symbol_values, threads])
     address = sizes.buffer_info()[0]
     answer = _unless_odd(form, symbol_values, failed or raise_error)
@@ -197,10 +204,6 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 empty_like_spec: Allocate = empty_strided_cpu or _empty_strided
 
 
-def raise_error(error: Exception, *inputs: torch.Tensor) -> Any:
-    raise error
-
-
 def expected_outputs(
     form: NodeForm, symbol_values: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
@@ -225,20 +228,11 @@ def _unfused_factory(form: NodeForm) -> Callable[..., NodeCall]:
     first = [*dict.fromkeys(name for names in reads for name in names)]
     dead = deaths(reads, lambda name: name.startswith("v") and name not in leaving)
     for op, names in zip(form.operations, dead, strict=True):
-        lines.append(f"        {op.name} = {render_operation(op, form, namespace)}")
+        lines.append(f"        {op.name} = {operation_text(op, form, namespace)}")
         lines += deleted(sorted(names, key=first.index), "        ")
     lines.append(f"        return {', '.join(value_name(ref, form) for ref in form.outputs)}")
     lines.append("    return unfused")
     return _compile(lines, namespace, "unfused")
-
-
-def render_operation(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
-    """The call of one operation of a form, in Python; ``device`` must be known where it runs."""
-    args = [render_arg(a, form) for a in op.args]
-    kwargs = {k: render_arg(v, form, k) for k, v in op.kwargs}
-    if info(op.target).kind is OpKind.CREATION and not op.inputs:
-        kwargs["device"] = "device"  # import drops the argument: a node runs on one device
-    return render_call(op.target, _fix_dtypes(op, args), kwargs, namespace)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -306,45 +300,6 @@ def _compile(lines: list[str], namespace: dict[str, Any], what: str) -> Callable
     define("\n".join(lines), f"{what} node", namespace)
     make: Callable[..., NodeCall] = namespace["make"]
     return make
-
-
-def value_name(ref: ValueRef, form: NodeForm) -> str:
-    """How generated Python reads a value: results of operations with several are tuples."""
-    for op in form.operations:
-        if op.name == ref.name:
-            return ref.name if len(op.outputs) == 1 else f"{ref.name}[{ref.index}]"
-    return ref.name
-
-
-def dims_text(dims: Sequence[Any]) -> str:
-    """A tuple of sizes in Python."""
-    return "(" + "".join(f"{dim_text(d, PYTHON)}, " for d in dims) + ")"
-
-
-def render_arg(arg: Any, form: NodeForm | None = None, name: str = "") -> str:
-    """Python text of an argument; symbols stand for themselves."""
-    if isinstance(arg, ValueRef):
-        return arg.name if form is None else value_name(arg, form)
-    if isinstance(arg, sympy.Expr):
-        return dim_text(arg, PYTHON)
-    if isinstance(arg, tuple):
-        return "[" + ", ".join(render_arg(a, form) for a in arg) + "]"
-    if isinstance(arg, float):
-        return f"float('{arg}')" if arg != arg or arg in (float("inf"), float("-inf")) else repr(arg)
-    if isinstance(arg, str) and name in ("dtype", "memory_format"):
-        return f"torch.{arg}"
-    return repr(arg)
-
-
-# Overloads that take a dtype by position, and where.
-_DTYPE_POSITION = {"_softmax_backward_data": 3, "_log_softmax_backward_data": 3}
-
-
-def _fix_dtypes(op: Operation, args: list[str]) -> list[str]:
-    position = _DTYPE_POSITION.get(op.short_name)
-    if position is not None and position < len(args):
-        args[position] = f"torch.{op.args[position]}"
-    return args
 
 
 def node_symbol_values(symbols: Sequence[Any], values: Mapping[str, int]) -> tuple[int, ...]:

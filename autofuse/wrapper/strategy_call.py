@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,19 +26,17 @@ from autofuse.strategies.extern_kernels import KEEPING, VENDORS, all_promised, a
 from autofuse.strategies.strategy import Rows, Strategy, flat_ref
 from autofuse.wrapper.liveness import deaths, deleted
 from autofuse.wrapper.node_call import (
+    CallSite,
     Composed,
     Entry,
     NodeCall,
     device_type,
-    dims_text,
     empty_like_spec,
     expected_outputs,
     make_launcher,
     raise_error,
-    render_arg,
-    render_operation,
-    value_name,
 )
+from autofuse.wrapper.operation_text import dims_text, form_argument, operation_text, value_name
 
 
 @dataclass(frozen=True)
@@ -48,45 +46,29 @@ class LoadedStrategy(Composed):
     strategy: Strategy
     entries: tuple[Entry, ...]  # of the parts, in order
 
-    def make_call(
-        self,
-        form: NodeForm,
-        symbol_values: Sequence[int],
-        threads: int,
-        allocate: Callable[..., torch.Tensor] | None = None,
-        failed: Callable[..., Any] | None = None,
-        kept: dict[str, Any] | None = None,
-    ) -> NodeCall:
-        """The callable for one shape; ``failed(error, *inputs)`` answers in place of a call that raised."""
-        values = dict(zip(form.symbols, symbol_values, strict=True))
+    def make_call(self, site: CallSite) -> NodeCall:
+        """The callable for one shape."""
         if self.strategy.rows is None:
-            return self._program(values, threads, allocate, failed or raise_error, {} if kept is None else kept)
-        return self._in_blocks(
-            self.strategy.rows, form, values, threads, allocate or empty_like_spec, failed or raise_error
-        )
+            values = dict(zip(site.form.symbols, site.symbol_values, strict=True))
+            return self._program(values, site)
+        return self._in_blocks(self.strategy.rows, site)
 
     @functools.cached_property
     def keeps(self) -> bool:
         return any(isinstance(step, Operation) and step.target in KEEPING for step in self.strategy.steps)
 
-    def _program(
-        self,
-        values: Mapping[str, int],
-        threads: int,
-        allocate: Callable[..., torch.Tensor] | None,
-        failed: Callable[..., Any],
-        kept: dict[str, Any],
-    ) -> NodeCall:
+    def _program(self, values: Mapping[str, int], site: CallSite) -> NodeCall:
+        """``values``: of the symbols of the strategy's own form."""
         kernels = []
         for kernel, entry, reuse in zip(self.strategy.kernels, self.entries, self._reuse, strict=True):
             own = [evaluate(size, values) for size in kernel.sizes]
-            answer = failed if self._is_one_kernel else None
-            kernels.append(make_launcher(kernel.node.form, entry, own, threads, allocate, answer, reuse))
+            answer = site.failed if self._is_one_kernel else None
+            kernels.append(make_launcher(kernel.node.form, entry, own, site.threads, site.allocate, answer, reuse))
         if self._is_one_kernel:
             return kernels[0]
         device = torch.device(device_type(self.strategy.form))
         symbols = [values[name] for name in self.strategy.form.symbols]
-        call: NodeCall = self._make(*symbols, device, kernels, failed, kept)
+        call: NodeCall = self._make(*symbols, device, kernels, site.failed, site.kept)
         return call
 
     @functools.cached_property
@@ -118,31 +100,26 @@ class LoadedStrategy(Composed):
         make: Callable[..., NodeCall] = namespace["make"]
         return make
 
-    def _in_blocks(
-        self,
-        rows: Rows,
-        form: NodeForm,
-        values: Mapping[str, int],
-        threads: int,
-        allocate: Callable[..., torch.Tensor],
-        failed: Callable[..., Any],
-    ) -> NodeCall:
+    def _in_blocks(self, rows: Rows, site: CallSite) -> NodeCall:
+        values = dict(zip(site.form.symbols, site.symbol_values, strict=True))
         total = evaluate(rows.total, values)
+        allocate = site.allocate or empty_like_spec
         thread = _Outputs()  # two threads may run the same node
 
         def place(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return thread.waiting.pop(0)
 
+        inside = replace(site, allocate=place, failed=raise_error)
         starts = range(0, total, rows.count)
         ends = [min(start + rows.count, total) for start in starts]
         programs = {
-            count: self._program({**values, rows.symbol: count}, threads, place, raise_error, {})
+            count: self._program({**values, rows.symbol: count}, replace(inside, kept={}))
             for count in {end - start for start, end in zip(starts, ends, strict=True)}
         }
         blocks = [(slice(start, end), programs[end - start]) for start, end in zip(starts, ends, strict=True)]
         kernel = self.strategy.kernels[0].node
         order = [self.strategy.form.outputs.index(ref) for ref in kernel.outputs]
-        specs = expected_outputs(form, [values[name] for name in form.symbols])
+        specs = expected_outputs(site.form, site.symbol_values)
 
         def run(*inputs: torch.Tensor) -> Any:
             try:
@@ -156,7 +133,7 @@ class LoadedStrategy(Composed):
                     program(*[t[block] if cut else t for t, cut in zip(flat, rows.is_cut, strict=True)])
                 return outputs[0] if len(outputs) == 1 else tuple(outputs)
             except Exception as error:
-                return failed(error, *inputs)
+                return site.failed(error, *inputs)
 
         return run
 
@@ -238,7 +215,7 @@ def _part_line(strategy: Strategy, index: int) -> tuple[str, set[str]]:
 
 def _operation_text(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
     """An operation of aten: how its results lie follows from its inputs, which a rewrite may have changed."""
-    text = render_operation(op, form, namespace)
+    text = operation_text(op, form, namespace)
     specs = [*(form.spec(ref) for ref in op.inputs), *op.outputs]
     if info(op.target).kind in VIEWS or all(map(is_contiguous, specs)):
         return text
@@ -250,7 +227,7 @@ def _operation_text(op: Operation, form: NodeForm, namespace: dict[str, Any]) ->
 
 
 def _vendor_line(op: Operation, form: NodeForm) -> str:
-    call = f"f_{op.name}({', '.join(render_arg(arg, form) for arg in op.args)})"
+    call = f"f_{op.name}({', '.join(form_argument(arg, form) for arg in op.args)})"
     if len(op.outputs) == 1:
         return f"{op.name} = as_promised({call}, {_layout(op.outputs[0])})"
     names = [f"{op.name}_{i}" for i in range(len(op.outputs))]

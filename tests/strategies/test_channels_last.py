@@ -15,6 +15,7 @@ from autofuse.strategies.channels_last import DEEPEST_NET, LARGEST_NET
 from autofuse.strategies.enumeration import GENERATED_CONVOLUTION, LAST_GENERATED, strategies_of
 from autofuse.strategies.groups import Group
 from autofuse.strategies.strategy import Strategy
+from autofuse.wrapper.node_call import CallSite
 from tests.strategies.harness import check, load, plan
 
 T = torch.Tensor
@@ -225,7 +226,7 @@ def test_nan_is_where_eager_has_it() -> None:
         expected = module(x)
         assert expected.isnan().any() and not expected.isnan().all()
         for strategy in last_ways(group):
-            found = load(strategy).make_call(group.node.form, (), 2)(*inputs)
+            found = load(strategy).make_call(CallSite(group.node.form, (), 2))(*inputs)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
             assert found.stride() == expected.stride()
 

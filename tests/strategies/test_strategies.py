@@ -31,7 +31,7 @@ from autofuse.strategies.strategy import Part, Strategy
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.verify import GuardedAllocator, Verifier
 from autofuse.wrapper.load_strategy import unpack
-from autofuse.wrapper.node_call import make_launcher
+from autofuse.wrapper.node_call import CallSite, make_launcher
 from autofuse.wrapper.strategy_call import LoadedStrategy
 from tests.strategies.harness import GENERATOR, Planned, check, load, plan
 
@@ -249,7 +249,7 @@ def test_folded_weights_follow_every_change_of_parameters(how: str) -> None:
         group = one_group([planned])
         loaded = load(strategy(group, "onednn_conv"))
         form = group.node.form
-        call = loaded.make_call(form, (), 2)
+        call = loaded.make_call(CallSite(form, (), 2))
         by_name = {
             "conv.weight": module.conv.weight,
             "conv.bias": module.conv.bias,
@@ -362,7 +362,7 @@ def test_a_row_without_any_key_gives_what_softmax_gives() -> None:
     with torch.no_grad():
         (planned,) = plan(heads(masked), inputs)
         group = one_group([planned])
-        call = load(strategy(group, "sdpa")).make_call(group.node.form, (), 2)
+        call = load(strategy(group, "sdpa")).make_call(CallSite(group.node.form, (), 2))
         views = {i.name: i.spec for i in group.node.form.inputs}
         expected = heads(masked)(*inputs)
     assert expected.isnan().any() and views
@@ -600,7 +600,7 @@ def test_what_is_folded_is_one_for_all_callables_of_a_place() -> None:
         group = one_group([planned])
         loaded, kept = load(strategy(group, "onednn_conv")), dict[str, Any]()
         assert loaded.keeps
-        calls = [loaded.make_call(group.node.form, (), 2, kept=kept) for _ in range(2)]
+        calls = [loaded.make_call(CallSite(group.node.form, (), 2, kept=kept)) for _ in range(2)]
         ((_, folded),) = kept.items()
         order = _inputs_of(group, module, x)
         for _ in range(2):  # both with the parameters as they are now

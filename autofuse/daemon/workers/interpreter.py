@@ -23,7 +23,14 @@ from autofuse.ir.operation import NodeForm  # noqa: E402
 from autofuse.tuner.node_bench import DeviceRunner  # noqa: E402
 from autofuse.tuner.timing import CallSampler, Sampler  # noqa: E402
 from autofuse.tuner.verify import GuardedAllocator  # noqa: E402
-from autofuse.wrapper.node_call import Composed, empty_like_spec, expected_outputs, make_launcher, make_unfused  # noqa: E402
+from autofuse.wrapper.node_call import (  # noqa: E402
+    CallSite,
+    Composed,
+    empty_like_spec,
+    expected_outputs,
+    make_launcher,
+    make_unfused,
+)
 
 
 class Interpreted(Composed):
@@ -37,19 +44,11 @@ class Interpreted(Composed):
         """For these values of the module's symbols."""
         self._run(values, tensors)
 
-    def make_call(
-        self,
-        form: NodeForm,
-        symbol_values: Sequence[int],
-        threads: int,
-        allocate: Callable[..., torch.Tensor] | None = None,
-        failed: Callable[..., Any] | None = None,
-        kept: dict[str, Any] | None = None,
-    ) -> Callable[..., Any]:
+    def make_call(self, site: CallSite) -> Callable[..., Any]:
         """The callable for one shape; what it raises goes to the caller."""
-        table = dict(zip(form.symbols, symbol_values, strict=True))
-        layouts = expected_outputs(form, symbol_values)
-        empty = allocate or empty_like_spec
+        table = dict(zip(site.form.symbols, site.symbol_values, strict=True))
+        layouts = expected_outputs(site.form, site.symbol_values)
+        empty = site.allocate or empty_like_spec
 
         def launch(*inputs: torch.Tensor) -> Any:
             outputs = tuple(empty(*layout) for layout in layouts)

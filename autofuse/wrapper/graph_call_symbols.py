@@ -1,0 +1,56 @@
+"""Where the generated call of a graph finds the values of symbols.
+
+In: an imported graph. Out: for each symbol an expression of the graph's inputs, and the lines that bind symbols.
+Guarantee: no tensor but the graph's inputs has to be there for a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import sympy
+
+from autofuse.capture.graph_import import ImportedGraph
+from autofuse.errors import ShapeError
+from autofuse.ir.dims import PYTHON, dim_text
+from autofuse.ir.shape import Dim, free_symbols
+
+
+def symbol_sources(imported: ImportedGraph, unsized: Collection[str]) -> dict[str, str]:
+    """Where the graph's inputs hold the value of each symbol. ``unsized``: inputs whose sizes may be others."""
+    sources: dict[str, str] = {}
+    placeholders = [n for n in imported.module.graph.nodes if n.op == "placeholder"]
+    for n in placeholders:
+        dim = imported.dims.get(n)
+        if isinstance(dim, sympy.Symbol):
+            sources.setdefault(str(dim), n.name)
+    for n in placeholders:
+        ref = imported.refs.get(n)
+        if ref is None or n.name in unsized:
+            continue
+        for axis, size in enumerate(imported.inputs[ref.name].shape):
+            if isinstance(size, sympy.Symbol):
+                sources.setdefault(str(size), f"{n.name}.size({axis})")
+    return sources
+
+
+def symbol_bindings(
+    wanted: Sequence[str], sizes: Iterable[Dim], derived: Mapping[str, sympy.Expr], sources: Mapping[str, str]
+) -> list[str]:
+    """The lines that give symbols their values: those ``wanted``, and those of ``sizes``.
+
+    ``derived``: symbols that follow from others. Raises ShapeError where a symbol is not among the inputs.
+    """
+    calculated = {name: expr for name, expr in derived.items() if name in wanted}
+    needed = dict.fromkeys(s for s in wanted if s not in calculated)
+    needed |= dict.fromkeys(s for size in [*calculated.values(), *sizes] for s in free_symbols(size))
+    missing = [s for s in needed if s not in sources]
+    if missing:
+        raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")
+    lines = [f"af_{s} = {sources[s]}" for s in needed]
+    return [*lines, *(f"af_{name} = {in_code(expr)}" for name, expr in calculated.items())]
+
+
+def in_code(size: sympy.Expr) -> str:
+    """A size in the names that the code has for symbols."""
+    return dim_text(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}), PYTHON)

@@ -1,0 +1,202 @@
+"""The flat call of a graph as Python text.
+
+In: a `CallPlan`. Out: the text of ``call`` and ``timed_call``, and the constants that it reads under names of its own.
+A group is a branch: its own callable where the plan of a call has one, else its nodes and products one by one. The two
+functions differ in what takes the time of each node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+
+from autofuse.wrapper.aten_call import render_call
+from autofuse.wrapper.below_autograd import BELOW
+from autofuse.wrapper.graph_call_plan import CallPlan
+from autofuse.wrapper.graph_call_symbols import in_code, symbol_bindings
+from autofuse.wrapper.graph_call_units import Unit, attribute, target_name
+from autofuse.wrapper.liveness import deleted
+from autofuse.wrapper.operation_text import argument_text
+
+
+class CallText(NamedTuple):
+    """Two functions in one text."""
+
+    source: str
+    constants: dict[str, Any]  # by the names that the text has for them
+
+
+def call_text(plan: CallPlan) -> CallText:
+    """Raises ShapeError where a symbol is not among the graph's inputs."""
+    return _Writer(plan).text()
+
+
+class _Lines(NamedTuple):
+    """Lines of the function, without and with measuring."""
+
+    plain: list[str]
+    timed: list[str]
+
+    def add(self, plain: Iterable[str], timed: Iterable[str]) -> None:
+        self.plain.extend(plain)
+        self.timed.extend(timed)
+
+    def indented(self) -> _Lines:
+        return _Lines([f"    {line}" for line in self.plain], [f"    {line}" for line in self.timed])
+
+
+class _Writer:
+    """Writes one call."""
+
+    def __init__(self, plan: CallPlan) -> None:
+        self.plan = plan
+        self.namespace: dict[str, Any] = {"torch": torch}  # and what `link` adds
+        for number, half in enumerate(plan.halves):
+            if not any(slot.half is half for slot in plan.slots):
+                self.namespace[_half_name(number)] = half.pair
+
+    def text(self) -> CallText:
+        nodes = self.plan.imported.module.graph.nodes
+        output = next(n for n in nodes if n.op == "output")
+        head = self._head([n.name for n in nodes if n.op == "placeholder"])
+        body = self._body()
+        back = f"    return {self._argument(output.args[0])}"
+        lines = ["def call(plans, miss, args):", *head, *body.plain, back, ""]
+        lines += ["def timed_call(plans, miss, args, times):", *head, *body.timed, back]
+        del self.namespace["torch"]
+        return CallText("\n".join(lines), self.namespace)
+
+    def _head(self, inputs: list[str]) -> list[str]:
+        """The lines that take the inputs, bind the symbols and look up the plan."""
+        plan = self.plan
+        lines = [f"    ({_tuple(inputs)}) = args", "    args.clear()"] if inputs else []
+        bindings = symbol_bindings(plan.symbols, plan.sizes, plan.imported.derived, plan.sources)
+        lines += [f"    {line}" for line in bindings]
+        key = f"({_tuple(f'af_{s}' for s in plan.symbols)})"
+        lines += [f"    af_plan = plans.get({key})", "    if af_plan is None:", f"        af_plan = miss({key})"]
+        lines.append("    af_plan.count += 1")
+        if plan.slots:
+            lines.append(f"    ({_tuple(f'af_n{i}' for i in range(len(plan.slots)))}) = af_plan.calls")
+        return lines
+
+    def _body(self) -> _Lines:
+        """The lines of all units."""
+        body = _Lines([], [])
+        for unit in self.plan.booked:
+            body.add(*self._lines(unit))
+        if self.plan.is_below:
+            below = _Lines([], [])
+            for unit in self.plan.units:
+                below.add(*self._lines(unit))
+            head = [f"    with {BELOW}:"]
+            body.add(head, head)
+            body.add(*below.indented())
+        return body
+
+    # ---- units
+
+    def _lines(self, unit: Unit) -> _Lines:
+        """A unit, and the end of what dies there."""
+        if unit.inner:
+            found = self._branch(unit)
+        else:
+            line = [f"    {self._call(unit)}"]
+            found = _Lines(line, line)
+        dead = deleted([n.name for n in unit.dead], "    ")
+        return _Lines([*found.plain, *dead], [*self._measured(unit, found.timed), *dead])
+
+    def _measured(self, unit: Unit, lines: list[str]) -> list[str]:
+        """The lines of a unit, between those that take their time where it is a node or a group."""
+        if unit.slot is None:
+            return lines
+        if self.plan.slots[unit.slot].device.type == "cpu":
+            start = f"af_t{unit.slot}"
+            return [f"    {start} = clock()", *lines, f"    times[{unit.slot}] += clock() - {start}"]
+        timer = f"    af_plan.timers[{unit.slot}]"
+        return [f"{timer}.start()", *lines, f"{timer}.stop()"]
+
+    def _branch(self, unit: Unit) -> _Lines:
+        """A group: its own callable, or what it is made of."""
+        parts = _Lines([], [])
+        for part in unit.inner:
+            parts.add(*self._lines(part))
+        head, tail = self._ends_of_group(unit) if unit.half is None else self._ends_of_half(unit, unit.half)
+        plain, timed = parts.indented()
+        return _Lines([*head, *plain, *tail], [*head, *timed, *tail])
+
+    def _ends_of_group(self, unit: Unit) -> tuple[list[str], list[str]]:
+        """The lines before and behind the members one by one."""
+        return [f"    if af_n{unit.slot} is None:"], ["    else:", f"        {self._call(unit)}"]
+
+    def _ends_of_half(self, unit: Unit, number: int) -> tuple[list[str], list[str]]:
+        """A half of an attention: the lines before and behind its operations one by one."""
+        inputs = [n.name for n in unit.inputs[: unit.arity]]
+        outputs = ", ".join(n.name for n in unit.outputs)
+        count = f"        af_plan.skipped[{number}] += 1"
+        if unit.slot is None:  # what forward kept tells which half it ran
+            lead = _tuple(in_code(sympy.sympify(dim)) for dim in self.plan.halves[number].pair.lead)
+            call = f"{_half_name(number)}(({lead}), {', '.join(inputs)})"
+            return [f"    if {inputs[0]}.dim() != 1:"], ["    else:", f"        {outputs} = {call}", count]
+        whole = f"af_whole{number}"
+        asked = f"    {whole} = None if af_n{unit.slot} is None else af_n{unit.slot}({', '.join(inputs)})"
+        taken = ["    else:", f"        {outputs} = {whole}", f"        del {whole}", count]
+        return [asked, f"    if {whole} is None:"], taken
+
+    def _call(self, unit: Unit) -> str:
+        """The line of a unit without units inside."""
+        if unit.slot is not None:
+            inputs = ", ".join(n.name for n in unit.inputs[: unit.arity])
+            return f"{', '.join(n.name for n in unit.outputs)} = af_n{unit.slot}({inputs})"
+        node = unit.nodes[0]
+        return f"{node.name} = {self._operation(node) if unit.size is None else in_code(unit.size)}"
+
+    def _operation(self, node: fx.Node) -> str:
+        """An operation as eager runs it."""
+        args = [self._argument(a) for a in node.args]
+        kwargs = {k: self._argument(v) for k, v in node.kwargs.items()}
+        named = [f"{k}={v}" for k, v in kwargs.items()]
+        if node.target is operator.getitem:
+            return f"{args[0]}[{args[1]}]"
+        if node.op == "call_method":
+            return f"{args[0]}.{node.target}({', '.join([*args[1:], *named])})"
+        module = self.plan.imported.module
+        if node.op == "get_attr":
+            return self._constant(f"af_attr_{node.name}", attribute(module, str(node.target)))
+        if node.op == "call_module":
+            callee = self._constant(f"af_attr_{node.name}", module.get_submodule(str(node.target)))
+            return f"{callee}({', '.join([*args, *named])})"
+        name = target_name(node)
+        if name == "aten._unsafe_view.default" and self.plan.is_below:  # it differs from a view in what is noted of it
+            name = "aten.view.default"
+        return render_call(name, args, kwargs, self.namespace, node.target)
+
+    # ---- arguments
+
+    def _argument(self, arg: Any) -> str:
+        return argument_text(arg, self._leaf)
+
+    def _leaf(self, arg: Any) -> str | None:
+        if isinstance(arg, fx.Node):
+            return str(arg.name)
+        if arg is None or isinstance(arg, bool | int | float | str | tuple | list | slice | dict):
+            return None
+        return self._constant(f"af_c{len(self.namespace)}", arg)  # dtypes, devices, layouts
+
+    def _constant(self, name: str, value: Any) -> str:
+        """Note what the text reads under a name."""
+        self.namespace[name] = value
+        return name
+
+
+def _half_name(number: int) -> str:
+    return f"af_half{number}"
+
+
+def _tuple(items: Iterable[str]) -> str:
+    """What stands between the brackets of a tuple."""
+    return "".join(f"{item}, " for item in items)
