@@ -8,6 +8,7 @@ Guarantee: a pass uses only row reductions of earlier passes; every store and re
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.dtypes import DTYPES
@@ -57,6 +58,14 @@ def store_region(kernel: LoopKernel, store: Store, found: list[Region]) -> Regio
         post=value.post,
         stage=value.stage,
     )
+
+
+def split_by_columns(
+    kernel: LoopKernel, stores: Sequence[Store], found: list[Region]
+) -> tuple[list[Store], list[Store]]:
+    """Stores of single elements, and those along columns."""
+    along = {id(s) for s in stores if store_region(kernel, s, found).cols}
+    return [s for s in stores if id(s) not in along], [s for s in stores if id(s) in along]
 
 
 def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:

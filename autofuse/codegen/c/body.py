@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from autofuse.codegen.c.knobs import can_stream, is_streamable
 from autofuse.codegen.c.scalar import memory_type, store_text
 from autofuse.codegen.c.values import ValuePrinter
-from autofuse.codegen.column_passes import ColumnPass, Plan
+from autofuse.codegen.column_passes import ColumnPass, Plan, split_by_columns
 from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
 from autofuse.codegen.loops import COST, Access, LoopKernel, Store
 from autofuse.ir.dims import dim_text
@@ -349,8 +349,8 @@ class Body(ValuePrinter):
         lines += self._declare_all(
             [n for n in plan.post_values if not self.regions[n].cols and n not in plan.entry_values], "  "
         )
-        along = [s for s in plan.post_stores if self._has_columns(s)]
-        lines += [f"  {self.store(s)}" for s in plan.post_stores if s not in along]
+        single, along = split_by_columns(kernel, plan.post_stores, self.regions)
+        lines += [f"  {self.store(s)}" for s in single]
         if not along:
             return lines
         depth = "  "
@@ -383,7 +383,3 @@ class Body(ValuePrinter):
             depth = depth[:-2]
             lines.append(f"{depth}}}")
         return lines
-
-    def _has_columns(self, store: Store) -> bool:
-        dims = {d for d, _ in store.access.strides}
-        return self.regions[store.value].cols or bool(dims & set(self.kernel.cols))

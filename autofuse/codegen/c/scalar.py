@@ -15,6 +15,7 @@ from autofuse.codegen.c.math import INLINE_CALLS, INLINE_MATH
 from autofuse.codegen.c.register_transpose import TURN, WIDTH
 from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
 from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
+from autofuse.codegen.scalar import INFIX, ScalarPrinter
 
 # ---- constants ------------------------------------------------------------------------------------------
 
@@ -48,20 +49,6 @@ _CALLS = {
     "trunc": "trunc",
 }
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
-    "ge": ">=", "and": "&", "or": "|", "xor": "^", "bitand": "&", "bitor": "|", "bitxor": "^",
-}  # fmt: skip
-
-_SUFFIX = {
-    "float32": "f32", "float64": "f64", "bool": "b8", "uint8": "u8", "int8": "i8", "int16": "i16",
-    "int32": "i32", "int64": "i64",
-}  # fmt: skip
-
-
-def suffix(name: str) -> str:
-    return _SUFFIX[name]
-
 
 def _one(name: str) -> str:
     return "1.0f" if name == "float32" else "1.0"
@@ -86,68 +73,55 @@ _UNARY: Mapping[str, Callable[[str, str], str]] = {
     "reciprocal": lambda n, a: f"{_one(n)} / {a}",
     "not": lambda n, a: f"!{a}",
     "bitnot": lambda n, a: f"({VALUE_TYPE[n]})(~{a})",
+    "isnan": lambda n, a: f"{a} != {a}",
+    "isinf": lambda n, a: f"{_absolute(n, a)} == INFINITY",
 }
 
 
-def expression(
-    value: LoopValue, args: Sequence[str], arg_dtypes: Sequence[str], constants: Sequence[bool], inline: bool = False
-) -> str:
-    """The C text of a scalar op.
+class CScalars(ScalarPrinter):
+    """C. ``fast``: functions of `c.math`, which the compiler inlines, in place of the library's."""
 
-    ``constants`` tells which operands are literals that are not NaN; with ``inline``, functions of `c_math`
-    replace the library's.
-    """
-    op, name = value.op, value.dtype
-    source = arg_dtypes[0] if arg_dtypes else name
-    if op == "cast":
-        return cast(args[0], source, name)
-    if op == "round_to":
-        return f"af_round_{value.attr}({args[0]})"
-    if op == "where":
-        return f"{args[0]} ? {args[1]} : {args[2]}"
-    if op in ("maximum", "minimum"):
-        return _extreme(op, name, args, constants)
-    if op == "isnan":
-        return f"{args[0]} != {args[0]}"
-    if op == "isinf":
-        return f"{_absolute(source, args[0])} == INFINITY"
-    if op in _UNARY:
-        return _UNARY[op](source, args[0])
-    if op in ("fmod", "remainder", "pow") and not is_float(name):
-        return f"{args[0]} % {args[1]}" if op == "fmod" else f"({VALUE_TYPE[name]})af_{op}_i64({args[0]}, {args[1]})"
-    if op in ("fmod", "remainder"):
-        return f"af_{op}_{suffix(name)}({', '.join(args)})"
-    if inline and (op, name) in INLINE_CALLS:
-        return f"{INLINE_CALLS[op, name]}({args[0]})"
-    if op in _CALLS:
-        return f"{_CALLS[op]}{'f' if name == 'float32' else ''}({', '.join(args)})"
-    infix = f"{args[0]} {_INFIX[op]} {args[1]}"
-    wraps = op in ("add", "sub", "mul", "div", "bitand", "bitor", "bitxor") and not is_float(name) and name != "bool"
-    return f"({VALUE_TYPE[name]})({infix})" if wraps else infix
+    unary = _UNARY
 
+    def cast(self, a: str, source: str, name: str) -> str:
+        if source == "bool" and name != "bool":
+            # a select is a masked move; a conversion of _Bool is 8 times slower (gcc 12)
+            return f"{a} ? {literal(1, name)} : {literal(0, name)}"
+        return super().cast(a, source, name)
 
-def _extreme(op: str, name: str, args: Sequence[str], constants: Sequence[bool]) -> str:
-    """NaN in either operand wins, as in aten; with a constant bound the comparison alone does it."""
-    a, b = args
-    sign = ">" if op == "maximum" else "<"
-    if constants[1] or not is_float(name):
-        flipped = "<" if op == "maximum" else ">"
-        return f"{a} {flipped} {b} ? {b} : {a}"
-    return f"(({a} {sign} {b}) | ({a} != {a})) ? {a} : {b}"
+    def converted(self, a: str, name: str) -> str:
+        return f"({VALUE_TYPE[name]}){a}"
 
+    def rounded(self, a: str, memory: str, name: str) -> str:
+        return f"af_round_{memory}({a})"
 
-def cast(a: str, source: str, name: str) -> str:
-    """A conversion between compute dtypes, as C++ and aten do it."""
-    if source == name:
-        return a
-    if name == "bool":
-        return f"{a} != 0"
-    if source == "bool":  # a select is a masked move; a conversion of _Bool is 8 times slower (gcc 12)
-        return f"{a} ? {literal(1, name)} : {literal(0, name)}"
-    if is_float(source) and not is_float(name) and dtype(name).nbytes < 4:
-        # out of range is undefined in C; aten's kernels go through a wider integer
-        return f"({VALUE_TYPE[name]})({'int64_t' if name == 'uint8' else 'int32_t'}){a}"
-    return f"({VALUE_TYPE[name]}){a}"
+    def selected(self, condition: str, a: str, b: str) -> str:
+        return f"{condition} ? {a} : {b}"
+
+    def extreme(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        a, b = args
+        sign, flipped = (">", "<") if value.op == "maximum" else ("<", ">")
+        is_number = operands[1].op == "const" and operands[1].attr != "nan"
+        if is_number or not is_float(value.dtype):  # the comparison alone lets NaN through
+            return f"{a} {flipped} {b} ? {b} : {a}"
+        return f"(({a} {sign} {b}) | ({a} != {a})) ? {a} : {b}"
+
+    def of_integers(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        if value.op == "fmod":
+            return f"{args[0]} % {args[1]}"
+        return f"({VALUE_TYPE[value.dtype]})af_{value.op}_i64({args[0]}, {args[1]})"
+
+    def function(self, op: str, name: str, args: Sequence[str]) -> str | None:
+        if op in ("fmod", "remainder"):
+            return f"af_{op}_{'f32' if name == 'float32' else 'f64'}({', '.join(args)})"
+        if self.fast and (op, name) in INLINE_CALLS:
+            return f"{INLINE_CALLS[op, name]}({args[0]})"
+        return f"{_CALLS[op]}{'f' if name == 'float32' else ''}({', '.join(args)})" if op in _CALLS else None
+
+    def infix(self, op: str, name: str, source: str, args: Sequence[str]) -> str:
+        text = f"{args[0]} {INFIX[op]} {args[1]}"
+        wraps = name != "bool" and not is_float(name)
+        return f"({VALUE_TYPE[name]})({text})" if wraps else text
 
 
 # ---- memory ---------------------------------------------------------------------------------------------

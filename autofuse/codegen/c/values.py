@@ -11,16 +11,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autofuse.codegen.c.reduce import REDUCERS, Reducer
-from autofuse.codegen.c.scalar import expression, literal, load_text, memory_type, store_text
+from autofuse.codegen.c.scalar import CScalars, literal, load_text, memory_type, store_text
 from autofuse.codegen.column_passes import Plan
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.in_place import overlaps
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Store, regions
+from autofuse.codegen.scalar import INFIX
 from autofuse.errors import LoweringError
 from autofuse.ir.dims import dim_text
 from autofuse.ir.shape import Dim
 
-_COMPARISON = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _INLINE_LIMIT = 12  # operations of a truth value that is written out at each use
 
@@ -32,7 +32,7 @@ class ValuePrinter:
         self.kernel = kernel
         self.plan = plan
         self.regions = regions(kernel)
-        self.inline_math = knobs.get("math", "inline") == "inline"
+        self.scalars = CScalars(fast=knobs.get("math", "inline") == "inline")
         self.last = kernel.cols[-1]
         self._widened = frozenset(n for p in plan.phases for n in p.widened)
         self._place = "lin + c" if len(kernel.cols) > 1 else "c"  # a column's place in a row buffer
@@ -104,13 +104,10 @@ class ValuePrinter:
             )
         if (narrow := self._position_test(number, c)) is not None:
             return narrow
-        if value.op == "exp" and self.inline_math and self._is_nonpositive(value.args[0]):
+        if value.op == "exp" and self.scalars.fast and self._is_nonpositive(value.args[0]):
             value = dataclasses.replace(value, op="exp_nonpositive" if value.dtype == "float32" else "exp")
         operands = [self.kernel.values[a] for a in value.args]
-        plain = [o.op == "const" and o.attr != "nan" for o in operands]
-        return expression(
-            value, [self.text(a) for a in value.args], [o.dtype for o in operands], plain, self.inline_math
-        )
+        return self.scalars.expression(value, [self.text(a) for a in value.args], operands)
 
     def _is_nonpositive(self, number: int) -> bool:
         """Whether a value is never above 0: what is left of a row's values without the largest of them."""
@@ -134,7 +131,7 @@ class ValuePrinter:
         for here, other, op in ((a, b, value.op), (b, a, _MIRRORED[value.op])):
             position = self.kernel.values[here]
             if position.op == "index" and position.attr == ((self.last, 1),) and not self.regions[other].cols:
-                return f"(int32_t){c} {_COMPARISON[op]} af_narrow({self.text(other)})"
+                return f"(int32_t){c} {INFIX[op]} af_narrow({self.text(other)})"
         return None
 
     @property

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autofuse.codegen.column_passes import Plan
-from autofuse.codegen.triton.looped_columns import COLUMN_LOOP, split_by_columns
+from autofuse.codegen.column_passes import Plan, split_by_columns
+from autofuse.codegen.triton.looped_columns import COLUMN_LOOP
 from autofuse.codegen.triton.program import Spread, blocks_of
 from autofuse.codegen.triton.signature import Piece, make_piece, program_number
 from autofuse.codegen.triton.source import Argument
@@ -25,7 +25,7 @@ FINISH_COLS = 128  # columns of its tiles
 def after_nest(tile: TileText, passes: Plan, within: bool, known: set[int]) -> list[str]:
     """Values and outputs that follow the nest. ``within``: the columns of the tile are at hand; ``known``: values."""
     along_columns = [n for n in passes.post_values if tile.regions[n].cols and n not in known]
-    single, along = split_by_columns(tile, passes.post_stores)
+    single, along = split_by_columns(tile.kernel, passes.post_stores, tile.regions)
     lines = tile.values(n for n in passes.post_values if not tile.regions[n].cols)
     lines += [tile.store(s) for s in single]
     if not along:
@@ -43,7 +43,7 @@ def print_second(spread: Spread, wide: TileText, partial_columns: Dim, arguments
     """
     config = dataclasses.replace(wide.config, block_cols=min(wide.config.block_cols, FINISH_COLS))
     tile = TileText(spread.kernel, config, wide.constants)
-    _, along = split_by_columns(tile, spread.passes.post_stores)
+    _, along = split_by_columns(tile.kernel, spread.passes.post_stores, tile.regions)
     lines = tile.sizes()
     if along:
         lines += [f"pid = {program_number(config.is_wide)}", *tile.col_positions("pid * BLOCK_COLS")]

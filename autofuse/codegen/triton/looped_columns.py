@@ -7,10 +7,7 @@ Beside looped columns no register can hold a column's sum until the next row: it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from autofuse.codegen.column_passes import ColumnPass, Plan
-from autofuse.codegen.loops import Store
+from autofuse.codegen.column_passes import ColumnPass, Plan, split_by_columns
 from autofuse.codegen.triton.program import NestProgram
 from autofuse.codegen.triton.tile_text import TileText, broadcast, indented
 
@@ -89,14 +86,9 @@ class LoopedColumns(NestProgram):
     def _stores_without_rows(self, first: str) -> list[str]:
         """Outputs that no row changes: written by the first program, in a loop of their own."""
         tile, passes = self.tile, self.spread.passes
-        single, along = split_by_columns(tile, passes.post_stores)
+        single, along = split_by_columns(self.kernel, passes.post_stores, tile.regions)
         lines = [tile.store(s, first) for s in single]
         if along:
             inner = [*tile.col_positions("start"), *tile.values(n for n in passes.post_values if tile.regions[n].cols)]
             lines += [COLUMN_LOOP, *indented([*inner, *(tile.store(s, first) for s in along)])]
         return lines
-
-
-def split_by_columns(tile: TileText, stores: Sequence[Store]) -> tuple[list[Store], list[Store]]:
-    """Stores of single elements, and those along columns."""
-    return [s for s in stores if not tile.place(s).cols], [s for s in stores if tile.place(s).cols]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autofuse.codegen.dtypes import dtype, is_float
+from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
+from autofuse.codegen.scalar import INFIX, ScalarPrinter
 from autofuse.errors import LoweringError
 
 TYPES: Mapping[str, str] = {
@@ -59,11 +60,7 @@ def can_be_literal(name: str) -> bool:
 
 # ---- ops ------------------------------------------------------------------------------------------------
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-    "and": "&", "or": "|", "xor": "^", "bitand": "&", "bitor": "|", "bitxor": "^",
-}  # fmt: skip
-TAKES_LITERALS = frozenset([*_INFIX, "where", "maximum", "minimum"]) - {"and", "or", "xor"}
+TAKES_LITERALS = frozenset([*INFIX, "where", "maximum", "minimum"]) - {"div", "and", "or", "xor"}
 
 _LIBRARY = {
     **{op: op for op in TRANSCENDENTAL},
@@ -90,61 +87,52 @@ def _divide(name: str, a: str, b: str) -> str:
     return f"{a} / {b}" if is_float(name) else f"{a} // {b}"
 
 
-def expression(value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue], fast: bool = False) -> str:
-    """The text of a scalar op. Raises LoweringError for a power of integers that is no small constant."""
-    op, name = value.op, value.dtype
-    source = operands[0].dtype if operands else name
-    if op == "cast":
-        return cast(args[0], source, name)
-    if op == "round_to":
-        return f"{args[0]}.to({TYPES[str(value.attr)]}).to({TYPES[name]})"
-    if op == "where":
-        return f"tl.where({', '.join(args)})"
-    if op in ("maximum", "minimum"):
-        keep_nan = ", propagate_nan=tl.PropagateNan.ALL" if is_float(name) else ""
-        return f"tl.{op}({', '.join(args)}{keep_nan})"
-    if op in _UNARY:
-        return _UNARY[op](source, args[0])
-    if op == "div":
-        return _divide(name, *args)
-    if op in ("fmod", "remainder", "pow") and not is_float(name):
-        return _of_integers(op, args, operands)
-    if op == "remainder":
-        rest = f"libdevice.fmod({args[0]}, {args[1]})"
-        return f"tl.where(({rest} != 0) & (({rest} < 0) != ({args[1]} < 0)), {rest} + {args[1]}, {rest})"
-    if fast and op in FAST and name == "float32":
-        return f"tl.{op}({args[0]})"
-    if op in _LIBRARY:
-        return f"libdevice.{_LIBRARY[op]}({', '.join(args)})"
-    left, right = args
-    if source == "bool" and op in ("lt", "le", "gt", "ge"):  # a truth value of one bit would be -1
-        left, right = f"{left}.to(tl.int32)", f"{right}.to(tl.int32)"
-    return f"{left} {_INFIX[op]} {right}"
+class TritonScalars(ScalarPrinter):
+    """Triton. ``fast``: approximate instructions in place of the device library's functions."""
 
+    unary = _UNARY
 
-def _of_integers(op: str, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
-    a, b = args
-    if op == "fmod":
-        return f"{a} % {b}"  # rounds towards zero, as C does
-    if op == "remainder":
-        return f"tl.where(({a} % {b} != 0) & (({a} % {b} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})"
-    exponent = operands[1]
-    power = exponent.attr if exponent.op == "const" else None
-    if not isinstance(power, int) or not 1 <= power <= _MAX_POWER:
-        raise LoweringError("pow", f"expected a constant integer power of 1 to {_MAX_POWER}, found {power}")
-    return " * ".join([a] * power)
+    def converted(self, a: str, name: str) -> str:
+        return f"{a}.to({TYPES[name]})"
 
+    def rounded(self, a: str, memory: str, name: str) -> str:
+        return f"{a}.to({TYPES[memory]}).to({TYPES[name]})"
 
-def cast(a: str, source: str, name: str) -> str:
-    """A conversion between compute dtypes, as C++ and aten do it."""
-    if source == name:
-        return a
-    if name == "bool":
-        return f"{a} != 0"
-    if is_float(source) and not is_float(name) and dtype(name).nbytes < 4:
-        # out of range is undefined; aten's kernels go through a wider integer
-        return f"{a}.to({'tl.int64' if name == 'uint8' else 'tl.int32'}).to({TYPES[name]})"
-    return f"{a}.to({TYPES[name]})"
+    def selected(self, condition: str, a: str, b: str) -> str:
+        return f"tl.where({condition}, {a}, {b})"
+
+    def extreme(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        keep_nan = ", propagate_nan=tl.PropagateNan.ALL" if is_float(value.dtype) else ""
+        return f"tl.{value.op}({', '.join(args)}{keep_nan})"
+
+    def of_integers(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        """Raises LoweringError for a power that is no small constant."""
+        a, b = args
+        if value.op == "fmod":
+            return f"{a} % {b}"  # rounds towards zero, as C does
+        if value.op == "remainder":
+            return f"tl.where(({a} % {b} != 0) & (({a} % {b} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})"
+        exponent = operands[1]
+        power = exponent.attr if exponent.op == "const" else None
+        if not isinstance(power, int) or not 1 <= power <= _MAX_POWER:
+            raise LoweringError("pow", f"expected a constant integer power of 1 to {_MAX_POWER}, found {power}")
+        return " * ".join([a] * power)
+
+    def function(self, op: str, name: str, args: Sequence[str]) -> str | None:
+        if op == "div":
+            return _divide(name, *args)
+        if op == "remainder":
+            rest = f"libdevice.fmod({args[0]}, {args[1]})"
+            return f"tl.where(({rest} != 0) & (({rest} < 0) != ({args[1]} < 0)), {rest} + {args[1]}, {rest})"
+        if self.fast and op in FAST and name == "float32":
+            return f"tl.{op}({args[0]})"
+        return f"libdevice.{_LIBRARY[op]}({', '.join(args)})" if op in _LIBRARY else None
+
+    def infix(self, op: str, name: str, source: str, args: Sequence[str]) -> str:
+        left, right = args
+        if source == "bool" and op in ("lt", "le", "gt", "ge"):  # a truth value of one bit would be -1
+            left, right = f"{left}.to(tl.int32)", f"{right}.to(tl.int32)"
+        return f"{left} {INFIX[op]} {right}"
 
 
 def load_text(pointer: str, memory: str, mask: str, policy: str = "") -> str:

@@ -20,9 +20,9 @@ from autofuse.codegen.triton.scalar import (
     TAKES_LITERALS,
     TYPES,
     Reducer,
+    TritonScalars,
     can_be_literal,
     constant,
-    expression,
     literal,
     load_text,
     store_text,
@@ -79,6 +79,7 @@ class TileText:
         self.regions = regions(kernel)
         self.nrows: Dim = as_dim(product(self._known(kernel.dims[d]) for d in kernel.rows)) if kernel.rows else 1
         self.ncols: Dim = as_dim(product(self._known(kernel.dims[d]) for d in kernel.cols))
+        self.scalars = TritonScalars(config.is_fast)
         self._given = given or {}
         self._outer = outer or {}
         self._places = {id(s): store_region(kernel, s, self.regions) for s in kernel.stores}
@@ -202,7 +203,7 @@ class TileText:
         operands = [self.kernel.values[a] for a in value.args]
         # a literal takes its type from the operand beside it: one must not be a constant
         inline = value.op in TAKES_LITERALS and any(o.op != "const" for o in operands[-2:])
-        return expression(value, [self.text(a, inline) for a in value.args], operands, self.config.is_fast)
+        return self.scalars.expression(value, [self.text(a, inline) for a in value.args], operands)
 
     def _load(self, number: int, access: Access) -> str:
         value, region = self.kernel.values[number], self.regions[number]

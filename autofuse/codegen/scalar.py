@@ -1,0 +1,86 @@
+"""Scalar ops as text: what printers for all targets have in common.
+
+In: an op, its dtype, and its operands as text. Out: the text of the result. A target fills in how it writes what
+languages write differently: tables for ops of one operand, and the methods that are abstract here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from autofuse.codegen.dtypes import dtype, is_float
+from autofuse.codegen.loops import LoopValue
+
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
+    "ge": ">=", "and": "&", "or": "|", "xor": "^", "bitand": "&", "bitor": "|", "bitxor": "^",
+}  # fmt: skip
+
+
+class ScalarPrinter(ABC):
+    """Prints scalar ops in the language of one target."""
+
+    unary: ClassVar[Mapping[str, Callable[[str, str], str]]]  # from the operand's dtype and its text
+
+    def __init__(self, fast: bool = False) -> None:
+        """``fast``: faster functions than the library's, where the target has some."""
+        self.fast = fast
+
+    def expression(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        """The text of a scalar op. ``args``: the texts of ``operands``."""
+        op, name = value.op, value.dtype
+        source = operands[0].dtype if operands else name
+        if op == "cast":
+            return self.cast(args[0], source, name)
+        if op == "round_to":
+            return self.rounded(args[0], str(value.attr), name)
+        if op == "where":
+            return self.selected(*args)
+        if op in ("maximum", "minimum"):
+            return self.extreme(value, args, operands)
+        if op in self.unary:
+            return self.unary[op](source, args[0])
+        if op in ("fmod", "remainder", "pow") and not is_float(name):
+            return self.of_integers(value, args, operands)
+        return self.function(op, name, args) or self.infix(op, name, source, args)
+
+    def cast(self, a: str, source: str, name: str) -> str:
+        """A conversion between compute dtypes, as C++ and aten do it."""
+        if source == name:
+            return a
+        if name == "bool":
+            return f"{a} != 0"
+        if is_float(source) and not is_float(name) and dtype(name).nbytes < 4:
+            # out of range is undefined; aten's kernels go through a wider integer
+            a = self.converted(a, "int64" if name == "uint8" else "int32")
+        return self.converted(a, name)
+
+    @abstractmethod
+    def converted(self, a: str, name: str) -> str:
+        """In another compute dtype, as the language converts."""
+
+    @abstractmethod
+    def rounded(self, a: str, memory: str, name: str) -> str:
+        """To the precision of a 16-bit float."""
+
+    @abstractmethod
+    def selected(self, condition: str, a: str, b: str) -> str:
+        """One of two."""
+
+    @abstractmethod
+    def extreme(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        """Maximum or minimum: NaN in either operand wins, as in aten."""
+
+    @abstractmethod
+    def of_integers(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        """fmod, remainder and pow of integers."""
+
+    @abstractmethod
+    def function(self, op: str, name: str, args: Sequence[str]) -> str | None:
+        """The call of a function; None where the op is an operator of the language."""
+
+    @abstractmethod
+    def infix(self, op: str, name: str, source: str, args: Sequence[str]) -> str:
+        """An operator between its operands. ``source``: the dtype of these."""
