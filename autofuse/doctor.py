@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.triton.key import find_triton
@@ -66,12 +66,22 @@ _GPU_FILES = (("/dev/nvidiactl", "NVIDIA", "cuda"), ("/dev/kfd", "AMD", "rocm"))
 _NOT_NEEDED = "not needed: torch sees no GPU"
 
 
+class Gpu(NamedTuple):
+    """One GPU, as torch sees it."""
+
+    name: str
+    isa: str
+    multiprocessors: int
+    memory_bytes: int
+    has_bf16: bool  # in hardware
+
+
 @dataclass(frozen=True)
 class GpuFacts:
     """What a process with torch says of the GPUs."""
 
     build: str  # "CUDA 12.8", "ROCm 6.4"; empty for a torch of the CPU
-    gpus: tuple[tuple[str, str, int, int, bool], ...]  # name, isa, multiprocessors, bytes, bf16 in hardware
+    gpus: tuple[Gpu, ...]
     driver: str  # its library
     problem: str  # why that cannot be loaded
 
@@ -215,7 +225,7 @@ def gpu_facts() -> GpuFacts:
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip().splitlines() or ["the probe ended without a word"])[-1])
     found = json.loads(done.stdout.splitlines()[-1])
-    return GpuFacts(found["build"], tuple(tuple(gpu) for gpu in found["gpus"]), found["driver"], found["problem"])
+    return GpuFacts(found["build"], tuple(Gpu(*gpu) for gpu in found["gpus"]), found["driver"], found["problem"])
 
 
 def _check_gpu(settings: Settings) -> Finding:
@@ -223,10 +233,11 @@ def _check_gpu(settings: Settings) -> Finding:
     build = f"torch is built for {facts.build or 'the CPU only'}"
     if facts.gpus:
         described = [
-            f"{name} ({isa}, {cores} multiprocessors, {memory / 2**30:.0f} GiB{'' if bf16 else ', no bf16'})"
-            for name, isa, cores, memory, bf16 in facts.gpus
+            f"{gpu.name} ({gpu.isa}, {gpu.multiprocessors} multiprocessors, {gpu.memory_bytes / 2**30:.0f} GiB"
+            f"{'' if gpu.has_bf16 else ', no bf16'})"
+            for gpu in facts.gpus
         ]
-        unknown = [gpu for gpu in facts.gpus if target_of(gpu[1]) not in LIMITS]
+        unknown = [gpu for gpu in facts.gpus if target_of(gpu.isa) not in LIMITS]
         remedy = "nothing to do: its nodes run on eager's kernels, since its limits are not known"
         return Finding("GPU", not unknown, f"{', '.join(described)}; {build}", remedy, False)
     for path, vendor, wheel in _GPU_FILES:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from autofuse import doctor
-from autofuse.doctor import Finding, GpuFacts, examine
+from autofuse.doctor import Finding, Gpu, GpuFacts, examine
 from autofuse.errors import CompilerError
 from autofuse.settings.layers import Settings
 
-H200 = ("NVIDIA H200", "sm_90", 132, 141 * 2**30, True)
-V100 = ("Tesla V100", "sm_70", 80, 16 * 2**30, False)
+H200 = Gpu("NVIDIA H200", "sm_90", 132, 141 * 2**30, True)
+V100 = Gpu("Tesla V100", "sm_70", 80, 16 * 2**30, False)
 NO_GPU = GpuFacts("", (), "", "")
 NAMES = ("GPU", "GPU driver", "Triton", "GPU launcher")
 

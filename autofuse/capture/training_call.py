@@ -13,7 +13,7 @@ Why: of a call of three operators and its backward pass, 71 us, eager's took 43 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch._aot_autograd import runtime_wrappers
@@ -131,8 +131,16 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
     return forward, backward
 
 
-def _tangents(meta: Any) -> list[tuple[int, Any, Any, Any]]:
-    """Of each gradient that the backward graph reads: its place among all, and how it has to lie in memory."""
+class _Tangent(NamedTuple):
+    """A gradient that the backward graph reads, and how it has to lie in memory."""
+
+    place: int  # among all gradients
+    layout: Any  # a memory format; None where size and stride tell
+    size: tuple[int, ...] | None
+    stride: tuple[int, ...] | None
+
+
+def _tangents(meta: Any) -> list[_Tangent]:
     kinds = runtime_wrappers.OutputType
     plain = (kinds.non_alias, kinds.unsafe_view_alias, kinds.custom_function_view)
     places = [
@@ -144,7 +152,7 @@ def _tangents(meta: Any) -> list[tuple[int, Any, Any, Any]]:
     if len(layouts) != len(places):
         raise AttributeError("expected a layout for each tangent")
     return [
-        (place, layout.memory_format, _known(layout.size), _known(layout.stride))
+        _Tangent(place, layout.memory_format, _known(layout.size), _known(layout.stride))
         for place, layout in zip(places, layouts, strict=True)
     ]
 

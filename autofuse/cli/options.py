@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from autofuse.cli.output import say
 from autofuse.errors import StoreError
 from autofuse.settings.layers import Settings, load, parse_assignment, profile_names
+from autofuse.startup.script import Target
 
 if TYPE_CHECKING:
     from autofuse.db.store import Store
@@ -39,6 +41,22 @@ def effort_options(function: Function) -> Function:
     return click.option("--profile", metavar="NAME", help=f"How much effort to spend: {', '.join(profile_names())}.")(
         function
     )
+
+
+def script_arguments(is_required: bool) -> Callable[[Function], Function]:
+    """SCRIPT, ARGS and ``-m`` as one parameter ``target``, which is None where no script is given."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def with_target(is_module: bool, script: str | None, arguments: tuple[str, ...], **options: Any) -> Any:
+            return function(target=None if script is None else Target(script, arguments, is_module), **options)
+
+        made = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(with_target)
+        made = click.argument("script", required=is_required)(made)
+        made = click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")(made)
+        return cast(Function, made)
+
+    return decorate
 
 
 def open_store(settings: Settings) -> Store:

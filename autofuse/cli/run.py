@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from autofuse.cli.job import RunJob
-from autofuse.cli.options import effort_options, load_settings, store_option
+from autofuse.cli.options import effort_options, load_settings, script_arguments, store_option
 from autofuse.settings.layers import disabled_by_environment
 from autofuse.startup.script import Target, check_target
 
@@ -41,9 +41,7 @@ AUTOFUSE_DISABLE=1 switches autofuse off.
 @effort_options
 @click.option("--frozen", is_flag=True, default=None, help="Use what is stored; queue nothing new.")
 @click.option("--quiet", "-q", is_flag=True, default=None, help="Print nothing of autofuse's own.")
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@script_arguments(is_required=True)
 def command(
     tune: str | None,
     store: Path | None,
@@ -51,16 +49,13 @@ def command(
     assignments: tuple[str, ...],
     frozen: bool | None,
     quiet: bool | None,
-    is_module: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    target: Target,
 ) -> RunJob:
     """Run a Python script and make it faster.
 
     SCRIPT is a Python file, or a folder with a __main__.py. It runs exactly as under python: same arguments, same
     output, same exit code. All ARGS after SCRIPT belong to the script.
     """
-    target = Target(script, arguments, is_module)
     check_target(target)
     if disabled_by_environment():
         return RunJob(target, None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autofuse.cli.options import effort_options, load_settings, store_option
+from autofuse.cli.options import effort_options, load_settings, script_arguments, store_option
 from autofuse.cli.output import err_console, out_console
 from autofuse.report.wording import plural
 from autofuse.settings.layers import Settings
@@ -40,9 +40,7 @@ Examples:
 @click.option(
     "--steps", metavar="N", type=click.IntRange(min=10), default=60, show_default=True, help="How many steps."
 )
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.argument("script", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@script_arguments(is_required=False)
 def command(
     store: Path | None,
     profile: str | None,
@@ -50,9 +48,7 @@ def command(
     again: bool,
     process_settings: bool,
     steps: int,
-    is_module: bool,
-    script: str | None,
-    arguments: tuple[str, ...],
+    target: Target | None,
 ) -> int:
     """Work off the tuning queue now, in the foreground.
 
@@ -61,12 +57,13 @@ def command(
     """
     settings = load_settings(assignments, store=store, profile=profile)
     if not process_settings:
-        if script is not None:
-            raise click.UsageError(f"SCRIPT is only for --process-settings. To run it, type: autofuse run {script}")
+        if target is not None:
+            raise click.UsageError(
+                f"SCRIPT is only for --process-settings. To run it, type: autofuse run {target.name}"
+            )
         return _drain(settings, again)
-    if script is None:
+    if target is None:
         raise click.UsageError("--process-settings needs a SCRIPT, for example: autofuse tune --process-settings x.py")
-    target = Target(script, arguments, is_module)
     check_target(target)
     _measure(settings, target, steps)
     return 0

@@ -69,7 +69,7 @@ from autofuse.tuner.ipc import Interrupted
 from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.tune_node import Job, JobLimits, Outcome
-from autofuse.tuner.worker_process import NotReady, WorkerProcess
+from autofuse.tuner.worker_process import Main, NotReady, WorkerProcess
 
 log = logging.getLogger("autofuse.daemon")
 
@@ -451,9 +451,11 @@ class TuningLoop:
                 timeout_seconds=tuner.worker_timeout_seconds,
                 is_stopping=lambda: self.is_stopping,
                 stderr=self._worker_log,
-                module=backend.worker_module,
-                arguments=backend.worker_arguments,
-                environment=lambda variables: as_seen_by(self._asking_pid(), variables),
+                main=Main(
+                    backend.worker_module,
+                    backend.worker_arguments,
+                    lambda variables: as_seen_by(self._asking_pid(), variables),
+                ),
                 tend=self._yielding.tend,
             )
             # One compilation of Triton at a time: its process has one conversation.

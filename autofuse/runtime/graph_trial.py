@@ -19,7 +19,7 @@ from autofuse.observer.held_out import Held, HeldOutCalls
 from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, is_unsure, magnitude
 from autofuse.observer.signatures import count_elements, without_sizes
 from autofuse.runtime.root_services import RootServices
-from autofuse.runtime.root_steps import OpenStep, Shape, Sizes
+from autofuse.runtime.root_steps import OpenStep, Shape, Sizes, TimedStep
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
@@ -237,8 +237,9 @@ class GraphTrial:
         assert shape is not None
         held_out = held is not Held.NO
         if self._context.store_thread.usable:  # else nobody takes them
+            fused = 0 if held_out else shape.fused
             self._context.steps.append(
-                (self.key, shape.sizes.text, held_out, 0 if held_out else shape.fused, number, step_us, shape.elements)
+                TimedStep(self.key, shape.sizes.text, held_out, fused, number, step_us, shape.elements)
             )
         if step_us and self.is_on:
             self._context.step_us_total += step_us

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
 
 
+class TimedStep(NamedTuple):
+    """The fields of a `StepSample`, which is made of it in the background: a record costs more at each step."""
+
+    root: str
+    signature: str
+    held_out: bool
+    fused_nodes: int
+    number: int
+    step_us: float
+    elements: int
+
+
 class OpenStep(NamedTuple):
     """A step that the next call of the root ends."""
 

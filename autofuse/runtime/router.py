@@ -9,7 +9,7 @@ graph everything stands still: what is loaded is launched, a new plan runs eager
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,13 @@ from autofuse.wrapper.node_call import Composed, NodeCall, make_launcher
 TRUSTED_AFTER = 4
 
 
-SharedKey = tuple[int, tuple[int, ...], str, int]  # place, values, tag, threads
+class SharedKey(NamedTuple):
+    """What decides a node's callable."""
+
+    place: int  # where it is used
+    values: tuple[int, ...]  # of the node's symbols
+    tag: str  # of the kernel
+    threads: int
 
 
 class GraphRouter:
@@ -245,7 +251,7 @@ class GraphRouter:
         """
         assert choice.entry is not None
         place = index if isinstance(choice.entry, Composed) and choice.entry.keeps else node.alike
-        key = (place, node.values, choice.tag, self.host.threads)
+        key = SharedKey(place, node.values, choice.tag, self.host.threads)
         if key in self._failed:
             return None
         if key in self._fused:

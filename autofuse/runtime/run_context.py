@@ -18,6 +18,7 @@ from autofuse.debug import Level, tell
 from autofuse.ir.records import Event, Refusal, RunStart
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
+from autofuse.runtime.root_steps import TimedStep
 from autofuse.runtime.store_thread import StoreThread
 from autofuse.settings.layers import Settings
 from autofuse.stderr import say
@@ -50,7 +51,7 @@ class RunContext:
         self.step_us_total = 0.0  # of all timed steps
         self.untimed_steps = 0  # on a GPU, whose times are not known
         self.held_out_calls = 0
-        self.steps: list[tuple[str, str, bool, int, int, float, int]] = []  # of step samples, until they are written
+        self.steps: list[TimedStep] = []  # until they are written
         self.routers: list[GraphRouter] = []
         self.refusals: list[Refusal] = []
         self.notes = GraphMetricsLog()

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autofuse.daemon import control
 from autofuse.daemon.peers import Peers, Script, peers_folder
@@ -38,6 +38,15 @@ START_CPU_SECONDS = 5.0  # imports of daemon and worker, and a first answer
 LOOK_SECONDS = 5.0  # over which a machine is full
 
 
+class _Asked(NamedTuple):
+    """What has a decision of its own."""
+
+    fusion_id: str
+    bucket: Bucket
+    device: str
+    threads: int
+
+
 class TuningClient:
     """Asks for tuning on behalf of one context."""
 
@@ -54,7 +63,7 @@ class TuningClient:
         self._kernels = kernels
         self._optimizer_requests = optimizer_requests
         self._has_begun = has_begun
-        self._posted: set[tuple[str, Bucket, str, int]] = set()  # what has been asked for
+        self._posted: set[_Asked] = set()  # what has been asked for
         self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
         self._lacks_daemon = False  # work was handed in that no daemon was started for
         self._script: Script | None = None  # as daemons see us
@@ -288,13 +297,13 @@ class TuningClient:
     def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
         """One request for each undecided node and bucket that has not been asked for, with the calls so far."""
         context = self._context
-        found: dict[tuple[str, Bucket, str, int], TuneRequest] = {}
+        found: dict[_Asked, TuneRequest] = {}
         for plan in plans:
             if plan.is_asked:
                 continue
             yield_gil()
             for index, node, place in self._open_nodes(plan):
-                known = (node.fusion_id, node.bucket, place.key, place.threads)
+                known = _Asked(node.fusion_id, node.bucket, place.key, place.threads)
                 if known in self._posted:
                     continue
                 request = TuneRequest(

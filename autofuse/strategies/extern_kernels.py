@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autofuse.strategies.channels_last import ATEN
 from autofuse.strategies.joined_matmuls import SUM
-from autofuse.strategies.sdpa_calls import both_passes, sdpa
+from autofuse.strategies.sdpa_calls import Rule, both_passes, sdpa
 from autofuse.strategies.sdpa_training_match import TRAINING
 
 # oneDNN's form of these gives a number where the product is NaN (torch 2.13); eager's gives NaN.
@@ -117,18 +117,32 @@ def _unpacked(weight: Tensor) -> Tensor:
     return weight.detach()
 
 
-def _packed(
-    padding: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int, sizes: Sequence[int]
-) -> Callable[..., Tensor]:
+class Convolution(NamedTuple):
+    """How a convolution runs: what stands behind its tensors in a call of ``vendor.convolution``."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    attr: str  # the activation
+    algorithm: str  # of the activation
+    scalars: Sequence[float]  # of the activation
+    packed: bool  # weights are kept in oneDNN's own layout
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """As oneDNN takes them."""
+        return self.padding, self.stride, self.dilation, self.groups
+
+
+def _packed(conv: Convolution, sizes: Sequence[int]) -> Callable[..., Tensor]:
     """oneDNN's own layout of weights for inputs of these sizes, which it would otherwise make at each call.
 
     For 2-D convolutions; made without the sizes, the layout was up to 1.6 times slower (torch 2.13, AVX-512).
     """
 
     def pack(weight: Tensor) -> Tensor:
-        made: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(
-            weight.detach().to_mkldnn(), padding, stride, dilation, groups, list(sizes)
-        )
+        made: Tensor = torch._C._nn.mkldnn_reorder_conv2d_weight(weight.detach().to_mkldnn(), *conv.sizes, list(sizes))
         return made
 
     return pack
@@ -168,44 +182,54 @@ def _convolution() -> Callable[..., Tensor]:
     folded = Folded()
 
     def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm: Sequence[Any],
-        other: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
-        attr: str,
-        algorithm: str,
-        scalars: Sequence[float],
-        packed: bool,
+        x: Tensor, weight: Tensor, bias: Tensor | None, norm: Sequence[Any], other: Tensor | None, *how: Any
     ) -> Tensor:
-        if norm or packed:
-            sizes = x.shape if packed else ()
-            pack = _packed(padding, stride, dilation, groups, sizes) if packed else _unpacked
+        conv = Convolution(*how)
+        if norm or conv.packed:
+            sizes = x.shape if conv.packed else ()
+            pack = _packed(conv, sizes) if conv.packed else _unpacked
             weight, bias = folded(weight, bias, norm, pack, sizes)
-        if x.device.type == "cpu":
-            # In place on a result that is still in the caches: cheaper than to look whether there could be NaN.
-            after = _LOSES_NAN.get(attr)
-            here = "none" if after is not None else attr
-            op, sizes = torch.ops.mkldnn._convolution_pointwise, (padding, stride, dilation, groups)
-            if other is None:
-                numbers = () if after is not None else scalars
-                made: Tensor = op(x, weight, bias, *sizes, here, numbers, algorithm)
-            else:
-                unary = None if here == "none" else here
-                made = op.binary(x, other, weight, bias, *sizes, "add", 1.0, unary, [], None)
-            return made if after is None else after(made, *scalars)
-        if attr == "relu" and other is None:
-            return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
-        if attr == "relu":
-            return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, bias, stride, padding, dilation, groups)
-        out = torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-        return out if other is None else out.add_(other)
+        return (_by_onednn if x.device.type == "cpu" else _by_cudnn)(x, weight, bias, other, conv)
 
     return run
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Convolution) -> Tensor:
+    # In place on a result that is still in the caches: cheaper than to look whether there could be NaN.
+    after = _LOSES_NAN.get(conv.attr)
+    here = "none" if after is not None else conv.attr
+    op = torch.ops.mkldnn._convolution_pointwise
+    if other is None:
+        numbers = () if after is not None else conv.scalars
+        made: Tensor = op(x, weight, bias, *conv.sizes, here, numbers, conv.algorithm)
+    else:
+        unary = None if here == "none" else here
+        made = op.binary(x, other, weight, bias, *conv.sizes, "add", 1.0, unary, [], None)
+    return made if after is None else after(made, *conv.scalars)
+
+
+def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Convolution) -> Tensor:
+    stride, padding, dilation, groups = conv[:4]
+    if conv.attr == "relu" and other is None:
+        return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
+    if conv.attr == "relu":
+        return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, bias, stride, padding, dilation, groups)
+    out = torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return out if other is None else out.add_(other)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, lead: Sequence[int], scale: float, *rest: Any) -> Tensor:
+    """``rest``: bias, what is masked, whether the result has heads last, and the fill of masked scores, else -inf."""
+    bias, masked, heads_last, fill = rest if len(rest) == 4 else (*rest, -math.inf)
+    return sdpa(query, key, value, bias, masked, Rule(tuple(lead), scale, fill), heads_last)
+
+
+def _both_passes(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lead: Sequence[int], scale: float, *rest: Any
+) -> tuple[Tensor, ...]:
+    """``rest``: bias, what is masked, and the fill of masked scores."""
+    bias, masked, fill = rest
+    return both_passes(gradient, query, key, value, bias, masked, Rule(tuple(lead), scale, fill))
 
 
 def _aten(target: str, *args: Any) -> Any:
@@ -227,9 +251,9 @@ VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
     "vendor.linear.default": lambda: _linear,
     "vendor.addmm_activation.default": lambda: _addmm_activation,
     "vendor.convolution.default": _convolution,
-    "vendor.sdpa.default": lambda: sdpa,
+    "vendor.sdpa.default": lambda: _sdpa,
     ATEN: lambda: _aten,
-    TRAINING: lambda: both_passes,
+    TRAINING: lambda: _both_passes,
     SUM: lambda: _sum_of_products,
 }
 

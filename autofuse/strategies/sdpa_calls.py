@@ -30,21 +30,29 @@ LARGEST_SCORE = 1e37  # far from where a sum of float32 products overflows
 LARGEST_LOGARITHM = 16.0
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What an attention does beside its products."""
+
+    lead: tuple[int, ...]  # batches and heads, or both in one
+    scale: float
+    fill: float  # of masked scores
+
+
 def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lead: Sequence[int],
-    scale: float,
     bias: Tensor | None,
     masked: Tensor | None,
+    rule: Rule,
     heads_last: bool,
-    fill: float = -math.inf,
 ) -> Tensor:
     """Attention of [B, H, T, D]; the result is [B, T, H, D], or [B*H, T, D]."""
-    batches, heads = lead if len(lead) == 2 else (1, lead[0])
+    scale, fill = rule.scale, rule.fill
+    batches, heads = rule.lead if len(rule.lead) == 2 else (1, rule.lead[0])
     q, k, v = (t if t.dim() == 4 else t.unflatten(0, (batches, heads)) for t in (query, key.transpose(-1, -2), value))
-    if len(lead) == 1:
+    if len(rule.lead) == 1:
         bias, masked = (t.unsqueeze(0) if t is not None and t.dim() == 3 else t for t in (bias, masked))
     if q.device.type == "cpu" and not stays_finite(q, k, v, scale, bias):
         scores = q @ k.transpose(-1, -2) * scale
@@ -136,15 +144,6 @@ def _numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 # ---- training --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What an attention does beside its products."""
-
-    lead: tuple[int, ...]  # batches and heads, or both in one
-    scale: float
-    fill: float  # of masked scores
 
 
 def is_kept(tensor: Tensor) -> bool:
@@ -286,13 +285,10 @@ def both_passes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lead: Sequence[int],
-    scale: float,
     bias: Tensor | None,
     masked: Tensor | None,
-    fill: float,
+    rule: Rule,
 ) -> tuple[Tensor, ...]:
     """The result and the three gradients, as a race of both passes wants them."""
-    rule = Rule(tuple(lead), scale, fill)
     out, kept = forward(query, key, value, bias, masked, rule) or by_products(query, key, value, bias, masked, rule)
     return out, *backward(kept, gradient, query, key, value, bias, masked, rule)

@@ -26,7 +26,7 @@ from autofuse.codegen.triton.key import clean_environment, find_triton
 from autofuse.codegen.triton.source import Assumptions, TritonSource
 from autofuse.debug import Level, tell
 from autofuse.errors import StoreError
-from autofuse.tuner.worker_process import CandidateProblem, Refused, WorkerProcess
+from autofuse.tuner.worker_process import CandidateProblem, Main, Refused, WorkerProcess
 
 MODULE = "autofuse.daemon.workers.triton_compile"
 TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; a block that is far too large may take hours
@@ -64,8 +64,7 @@ class TritonCompiler:
             timeout_seconds=timeout_seconds,
             is_stopping=is_stopping,
             stderr=stderr,
-            module=MODULE,
-            environment=self._folders.environment,
+            main=Main(MODULE, environment=self._folders.environment),
             answers={"load": self._answer_load, "save": self._answer_save},
             tend=tend,
         )

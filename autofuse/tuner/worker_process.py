@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from autofuse.detached import python_module
@@ -47,6 +48,18 @@ class NotReady(Exception):
     """The worker cannot work at all just now, such as on a GPU that is hidden or full: no fault of any candidate."""
 
 
+@dataclass(frozen=True)
+class Main:
+    """What a worker process runs."""
+
+    module: str = WORKER
+    arguments: Sequence[str] = ()  # that end its command line
+    environment: Callable[[Mapping[str, str]], dict[str, str]] = dict  # turns ours into its
+
+
+MAIN = Main()  # the CPU's worker
+
+
 class WorkerProcess:
     """A worker process, started at the first request and again after each loss."""
 
@@ -57,22 +70,17 @@ class WorkerProcess:
         timeout_seconds: float,
         is_stopping: Callable[[], bool] = lambda: False,
         stderr: IO[bytes] | int | None = None,
-        module: str = WORKER,
-        environment: Callable[[Mapping[str, str]], dict[str, str]] = dict,
+        main: Main = MAIN,
         answers: Mapping[str, Answer] | None = None,
-        arguments: Sequence[str] = (),
         tend: Callable[[int], float] | None = None,
     ) -> None:
         """``stderr`` takes what kernels print (None: ours does). Requests raise Interrupted once ``is_stopping``.
 
-        ``module`` is what is run; ``environment`` turns ours into its; ``answers`` are what it may ask back;
-        ``arguments`` end its command line; ``tend`` is given its process group again and again while it works, and
+        ``answers`` are what it may ask back; ``tend`` is given its process group again and again while it works, and
         returns for how many seconds it has made it stand still: these do not count as the worker's.
         """
-        self._module = module
-        self._environment = environment
+        self._main = main
         self._answers = answers or {}
-        self._arguments = tuple(arguments)
         self._tend = tend
         self._memory_bytes = memory_bytes
         self._timeout_seconds = timeout_seconds
@@ -92,15 +100,15 @@ class WorkerProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
-        command, environment = python_module(self._module)
+        command, environment = python_module(self._main.module)
         self._process = subprocess.Popen(
-            [*command, str(self._memory_bytes), str(os.getpid()), *self._arguments],
+            [*command, str(self._memory_bytes), str(os.getpid()), *self._main.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             bufsize=0,
             process_group=0,  # killed as a group; in our session, whose priority it shares
-            env=self._environment(environment),
+            env=self._main.environment(environment),
             cwd="/",
         )
         assert self._process.stdin is not None and self._process.stdout is not None

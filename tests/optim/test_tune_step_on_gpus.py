@@ -22,7 +22,7 @@ from autofuse.settings.layers import load
 from autofuse.tuner.backends import InterpreterBackend, TritonBackend
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.tune_node import JobLimits, Outcome
-from autofuse.tuner.worker_process import WorkerProcess
+from autofuse.tuner.worker_process import Main, WorkerProcess
 from tests.tuner.nodes import versions
 from tests.tuner.test_tune_node_on_gpus import compiled
 
@@ -35,7 +35,7 @@ FORM = StepForm("adam", ("decoupled_weight_decay", "weight_decay"), "float32", (
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
     module = InterpreterBackend.worker_module
-    started = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module=module)
+    started = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main(module))
     yield started
     started.kill()
 
@@ -87,7 +87,7 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
     """Counters are on a GPU for ``fused`` alone, so nothing else of torch's competes; the kernel has two passes."""
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
     form = StepForm("adam", (), "bfloat16", (600, 7), "fused", "cuda", "device")
-    artifacts = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module="tests.tuner.artifact_worker")
+    artifacts = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main("tests.tuner.artifact_worker"))
     with (
         Store.open(tmp_path / "store.sqlite3") as store,
         TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,

@@ -19,6 +19,7 @@ from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import session as session_module
 from autofuse.runtime import store_thread
+from autofuse.runtime.root_steps import TimedStep
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 
@@ -97,7 +98,7 @@ def test_a_store_that_never_answers_is_told_at_the_end(settings, monkeypatch):
 
 
 def test_nothing_is_kept_for_a_store_that_is_lost(session):
-    session.context.steps.append(("root", "sizes", False, 0, 1, 1.0, 1))
+    session.context.steps.append(TimedStep("root", "sizes", False, 0, 1, 1.0, 1))
     session.context.store_thread.post_event(Event("before", ""))
     session.context.store_thread._fail("garbage.")
     assert session.context.steps == [] and session.context._said["store_unusable"] == 1

@@ -34,7 +34,7 @@ from autofuse.tuner.gpu_sampler import DeviceCalls, GpuSampler
 from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.tune_node import Job, JobLimits, Outcome
-from autofuse.tuner.worker_process import Lost, NotReady, Refused, WorkerProcess
+from autofuse.tuner.worker_process import Lost, Main, NotReady, Refused, WorkerProcess
 from tests.cases import CASES
 from tests.tuner.nodes import chain_form, request
 
@@ -45,7 +45,7 @@ H200 = DeviceInfo("cuda", "NVIDIA H200", 132, "sm_90", 140 << 30).key
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[BenchmarkProvider]:
     backend = InterpreterBackend()
-    worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module=backend.worker_module)
+    worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main(backend.worker_module))
     yield BenchmarkProvider(backend, worker)
     worker.kill()
 
@@ -142,7 +142,7 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
         Store.open(tmp_path / "store.sqlite3") as store,
         TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,
     ):
-        worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, module="tests.tuner.artifact_worker")
+        worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main("tests.tuner.artifact_worker"))
         shop = BenchmarkProvider(TritonBackend(H200, compiler.compile), worker, stored=store.get_kernel)
         try:
             asked = asked_for(form, values, H200)
@@ -307,9 +307,7 @@ def test_a_busy_device_is_judged_by_its_own_time() -> None:
 
 
 def broken(how: str) -> WorkerProcess:
-    return WorkerProcess(
-        memory_bytes=2 << 30, timeout_seconds=60.0, module="tests.tuner.broken_gpu_worker", arguments=(how,)
-    )
+    return WorkerProcess(memory_bytes=2 << 30, timeout_seconds=60.0, main=Main("tests.tuner.broken_gpu_worker", (how,)))
 
 
 def ask_to_race(worker: WorkerProcess) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from autofuse.codegen.lowering.builder import AtomAccess, Builder, Val, linear_offset, linear_terms
 from autofuse.codegen.lowering.index import (
@@ -52,6 +52,14 @@ class Rule(Protocol):
         """The value of output ``output`` at ``index``."""
 
 
+class _Reading(NamedTuple):
+    """A value at a place, under a guard."""
+
+    ref: ValueRef
+    place: Index
+    guard: Val | None
+
+
 class Context:
     """What rule functions see of a node while it is lowered."""
 
@@ -63,7 +71,7 @@ class Context:
         self._params = {item.name: n for n, item in enumerate(form.inputs)}
         self._operations = {op.name: op for op in form.operations}
         self._canonical: dict[ValueRef, Index] = {}
-        self._values: dict[tuple[str, int, Index, Val | None], Val] = {}
+        self._values: dict[_Reading, Val] = {}
         # A reduction runs over all units of what is put together; then so do the stores.
         self._unrolls = not any(
             info(op.target).kind in _REDUCES and op.short_name not in _ELEMENT_BY_ELEMENT for op in form.operations
@@ -126,7 +134,7 @@ class Context:
 
     def operand(self, ref: ValueRef, index: Index) -> Val:
         """The value of a tensor at an index."""
-        key = (ref.name, ref.index, resolve_index(index), self.builder.guard)
+        key = _Reading(ref, resolve_index(index), self.builder.guard)
         found = self._values.get(key)
         if found is None:
             found = self._evaluate(ref, index)

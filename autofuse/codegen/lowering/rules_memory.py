@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autofuse.codegen.lowering.builder import Builder, Val
 from autofuse.codegen.lowering.context import Context, Rule
@@ -416,21 +417,30 @@ def _put_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
 # ---- padding --------------------------------------------------------------------------------------------
 
 
-def _margins(cx: Context, op: Operation) -> list[tuple[int, Dim, Dim, Dim]]:
-    """Padded dims with the places before, the size within, and the places after."""
+class _Margin(NamedTuple):
+    """What a padded dim has around it."""
+
+    dim: int
+    before: Dim  # places
+    size: Dim  # within
+    after: Dim
+
+
+def _margins(cx: Context, op: Operation) -> list[_Margin]:
+    """Those of the padded dims."""
     shape, amounts = cx.shape(op.args[0]), op.args[1]
     found = []
     for k in range(len(amounts) // 2):
         before, after, dim = amounts[2 * k], amounts[2 * k + 1], len(shape) - 1 - k
         if before != 0 or after != 0:
-            found.append((dim, before, shape[dim], after))
+            found.append(_Margin(dim, before, shape[dim], after))
     return found
 
 
 def _pad_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     index = cx.canonical(op.args[0])
-    for dim, *_ in _margins(cx, op):
-        index = replace_word(index, dim, fresh_loops(op.outputs[0].shape[dim]))
+    for margin in _margins(cx, op):
+        index = replace_word(index, margin.dim, fresh_loops(op.outputs[0].shape[margin.dim]))
     return [index]
 
 

@@ -50,8 +50,8 @@ class NestsProgram(Program):
             names += [f"{name}={block}" for name, block in launch.constants]
             branches.append("else:" if k == last else f"{'elif' if k else 'if'} pid < start_{k + 1}:")
             branches.append(f"    {launch.function}({', '.join(names)})")
-        tiles = parts[0].launch.tiles  # whose sides are constants of the nests
-        kernel = make_piece(self.kernel.name, [*lines, *branches], one.arguments(), {}, tiles)
+        # The sides of tiles are constants of the nests.
+        kernel = make_piece(self.kernel.name, [*lines, *branches], one.arguments(), {}, parts[0].launch.tiles)
         beside = tuple(part.launch.tiles for part in parts[1:])
         text = "\n\n".join([*(part.text for part in parts), kernel.text])
         return Piece(text, dataclasses.replace(kernel.launch, beside=beside))

@@ -47,7 +47,7 @@ class Attention:
     """One call as a node: where its tensors lie, and its sizes."""
 
     is_backward: bool
-    sizes: tuple[Dim, Dim, Dim, Dim]  # batches, heads, queries, keys
+    sizes: tuple[Dim, ...]  # batches, heads, queries, keys
     width: int  # of a head
     tensors: tuple[tuple[str, int, tuple[Dim, ...]], ...]  # name in C, number of the pointer, steps [B, H, T]
     mask: tuple[int, tuple[Dim, ...]] | None  # number of the pointer, steps [B, H, T, S]
