@@ -40,6 +40,7 @@ from autofuse.debug import Level, tell
 from autofuse.preserve_rng import untouched
 
 if TYPE_CHECKING:
+    from autofuse.capture.double_backward import Replay
     from autofuse.capture.graph_cache import GraphCache
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,69 @@ def compile_with(
     return _compile_whole(module, example_inputs, compile_graph, 1, keeper)
 
 
+class _Phases:
+    """Compiles the graphs that AOTAutograd makes of one of Dynamo's.
+
+    AOTAutograd keeps it until there is a backward graph: it holds none of the inputs, which would be a whole batch.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], compile_graph: CompileGraph, times: int
+    ) -> None:
+        has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
+        switches = (torch.is_grad_enabled() and has_gradients) or torch._C._is_any_autocast_enabled()
+        self.of_subclasses = has_subclasses(module, example_inputs)
+        self.replay: Replay | None = None
+        self._module = module
+        self._compile_graph = compile_graph
+        self._times = times
+        self._inputs = len(example_inputs)
+        self._needs_wrapper = switches or self.of_subclasses
+        self._writes = Writes(example_inputs)
+        self._statistics: list[int] = []
+        self._plain: list[Call] = []
+
+    def compile(self, graph: fx.GraphModule, phase: str, is_plain: bool | None) -> tuple[Call, bool]:
+        """As `GraphCache.compile_graph`."""
+        tell(Level.GRAPHS, lambda: f"{phase} graph of AOTAutograd:\n{readable(graph)}")
+        if phase == "forward" and self.replay is not None:
+            self.replay.note_graph(graph)
+        if phase == "backward" and self.replay is not None:
+            self.replay.note_backward(graph)
+        if phase != "backward":
+            refuse_checkpointed_writes(self._module)
+            self._writes.note(graph)
+            self._statistics.extend(written_statistics(graph))
+        if phase == "inference":  # the other two were simplified as one
+            simplify(graph.graph)
+            graph.recompile()
+        if is_plain is not None:
+            note_read(phase)
+        else:
+            is_plain = phase == "inference" and not self._needs_wrapper and is_plain_graph(graph, self._inputs)
+        call = self._compile_graph(graph, phase, self._times)
+        if is_plain and not self._needs_wrapper:
+            self._plain.append(call)
+        return call, is_plain
+
+    def finish(self, compiled: Callable[..., Any], example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """What AOTAutograd has made, and around it what it does not do."""
+        replay, traced = self.replay, being_traced()
+        if replay is not None:
+            replay.refuse_lost_outputs(example_inputs)
+        if len(self._plain) == 1:
+            note_plain_graph(compiled, self._plain[0])
+        if replay is not None and replay.apply is not None:
+            note_plain_training(compiled, replay.apply, replay.inputs)
+        if self._writes.are_watched and traced is not None:
+            traced.spoil("inputs that are written to")
+        if traced is not None:
+            traced.statistics = tuple(self._statistics)
+        whole = replay.around(plain_call(compiled)) if replay is not None and replay.reach.parted else compiled
+        module = self._module
+        return self._writes.around(unseen(whole, self._statistics), lambda: as_it_is(module))
+
+
 def _compile_whole(
     module: fx.GraphModule,
     example_inputs: Sequence[torch.Tensor],
@@ -86,42 +150,13 @@ def _compile_whole(
     times: int,
     keeper: Keeper | None,
 ) -> Callable[..., Any]:
-    def compile_phase(graph: fx.GraphModule, phase: str, is_plain: bool | None) -> tuple[Call, bool]:
-        tell(Level.GRAPHS, lambda: f"{phase} graph of AOTAutograd:\n{readable(graph)}")
-        if phase == "forward" and replay is not None:
-            replay.note_graph(graph)
-        if phase == "backward" and replay is not None:
-            replay.note_backward(graph)
-        if phase != "backward":
-            refuse_checkpointed_writes(module)
-            writes.note(graph)
-            statistics.extend(written_statistics(graph))
-        if phase == "inference":  # the other two were simplified as one
-            simplify(graph.graph)
-            graph.recompile()
-        if is_plain is not None:
-            note_read(phase)
-        else:
-            is_plain = phase == "inference" and not needs_wrapper and is_plain_graph(graph, inputs)
-        call = compile_graph(graph, phase, times)
-        if is_plain and not needs_wrapper:
-            plain.append(call)
-        return call, is_plain
-
-    plain: list[Call] = []
-    inputs = len(example_inputs)  # no more of them: what AOTAutograd keeps would keep a whole batch
-    writes = Writes(example_inputs)
-    statistics: list[int] = []
-    has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
-    needs_no_switch = not (torch.is_grad_enabled() and has_gradients) and not torch._C._is_any_autocast_enabled()
-    of_subclasses = has_subclasses(module, example_inputs)
-    needs_wrapper = not needs_no_switch or of_subclasses
-    keeping = _keeping(compile_phase, None if of_subclasses else keeper)
+    phases = _Phases(module, example_inputs, compile_graph, times)
+    keeping = _keeping(phases.compile, None if phases.of_subclasses else keeper)
 
     def compiler(phase: str) -> Any:
         if keeping is not None:
             return keeping.compiler(phase)
-        return lambda graph, examples: compile_phase(graph, phase, None)[0]
+        return lambda graph, examples: phases.compile(graph, phase, None)[0]
 
     backend = aot_autograd(
         fw_compiler=compiler("forward"),
@@ -135,6 +170,7 @@ def _compile_whole(
         replayed(module) as replay,
         contextlib.ExitStack() as stack,
     ):
+        phases.replay = replay
         if (traced := being_traced()) is not None:
             if traced.replay is not None:
                 traced.spoil("more than one graph")
@@ -143,18 +179,7 @@ def _compile_whole(
             stack.enter_context(not_of_our_traces.active())
             stack.enter_context(keeping.active())
         compiled: Callable[..., Any] = backend(module, example_inputs)
-    if replay is not None:
-        replay.refuse_lost_outputs(example_inputs)
-    if len(plain) == 1:
-        note_plain_graph(compiled, plain[0])
-    if replay is not None and replay.apply is not None:
-        note_plain_training(compiled, replay.apply, replay.inputs)
-    if writes.are_watched and traced is not None:
-        traced.spoil("inputs that are written to")
-    if traced is not None:
-        traced.statistics = tuple(statistics)
-    whole = replay.around(plain_call(compiled)) if replay is not None and replay.reach.parted else compiled
-    return writes.around(unseen(whole, statistics), lambda: as_it_is(module))
+    return phases.finish(compiled, example_inputs)
 
 
 def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> GraphCache | None:

@@ -1,4 +1,4 @@
-"""Phases: the passes over the columns of a row, and what each pass calculates.
+"""The passes over the columns of a row, and what each pass calculates.
 
 In: a loop kernel and whether costly values are kept between passes. Out: a list of passes in order, each with the
 values to calculate, those read from and written to the row buffer, and the reductions and stores it completes.
@@ -70,82 +70,102 @@ def split_by_columns(
 
 def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:
     """The passes of a kernel. ``keep``: costly values go through a row buffer; ``widen``: narrow loads do."""
-    found = regions(kernel)
-    places = [(s, store_region(kernel, s, found)) for s in kernel.stores]
-    live = live_values(kernel)
-    in_columns = {n for n in live if found[n].cols and not found[n].post}
-    full_stores = [(s, r) for s, r in places if r.name == "full"]
-    row_reduces = [n for n in live if kernel.values[n].op == "row_reduce"]
-    loop_sinks = [n for n in live if kernel.values[n].op in ("col_reduce", "full_reduce")]
-    stages = [found[n].stage - 1 for n in row_reduces]
-    stages += [found[kernel.values[n].args[0]].stage for n in loop_sinks] + [r.stage for _, r in full_stores]
-    roots_of: dict[int, list[int]] = {stage: [] for stage in range(max(stages, default=-1) + 1)}
-    for n in row_reduces:
-        roots_of[found[n].stage - 1].append(kernel.values[n].args[0])
-    for n in loop_sinks:
-        roots_of[found[kernel.values[n].args[0]].stage].append(kernel.values[n].args[0])
-    for s, r in full_stores:
-        roots_of[r.stage].append(s.value)
+    return _Planner(kernel, keep, widen).plan()
 
-    cost = cone_cost(kernel, found)
-    wanted = {stage: _closure(kernel, roots, in_columns, set()) for stage, roots in roots_of.items()}
-    available: set[int] = set()
-    phases: list[ColumnPass] = []
-    row_done: set[int] = set()
-    for stage, roots in roots_of.items():
-        reach = _closure(kernel, roots, in_columns, available)
-        reads = sorted(reach & available)
+
+class _Planner:
+    """Plans one kernel."""
+
+    def __init__(self, kernel: LoopKernel, keep: bool, widen: bool) -> None:
+        self.kernel = kernel
+        self.keep = keep
+        self.found = regions(kernel)
+        self.live = live_values(kernel)
+        self.places = [(s, store_region(kernel, s, self.found)) for s in kernel.stores]
+        self.full_stores = [(s, r) for s, r in self.places if r.name == "full"]
+        self.row_reduces = [n for n in self.live if kernel.values[n].op == "row_reduce"]
+        self.loop_sinks = [n for n in self.live if kernel.values[n].op in ("col_reduce", "full_reduce")]
+        self.widen = widen and bool(self.row_reduces)
+        self.cost = cone_cost(kernel, self.found)
+        in_columns = {n for n in self.live if self.found[n].cols and not self.found[n].post}
+        self.in_columns = in_columns
+        self.roots = self._roots()
+        self.wanted = {stage: _closure(kernel, roots, in_columns, set()) for stage, roots in self.roots.items()}
+
+    def plan(self) -> Plan:
+        found, live, values = self.found, self.live, self.kernel.values
+        passes = self._passes()
+        row_done = {n for p in passes for n in p.row_values}
+        post_stores = tuple(s for s, r in self.places if r.name in ("post", "col", "entry"))
+        sinks = {n for n in live if values[n].op in SINKS}
+        outside = {n for n in live if found[n].post or found[n].cols}
+        post = _closure(self.kernel, [s.value for s in post_stores], outside, sinks)
+        return Plan(
+            phases=tuple(passes),
+            entry_values=tuple(n for n in live if found[n].name == "entry"),
+            last_row_values=tuple(n for n in self._row_values() if n not in row_done),
+            row_sinks=tuple(n for n in live if values[n].op == "rows_reduce"),
+            row_stores=tuple(s for s, r in self.places if r.name == "row"),
+            post_values=tuple(sorted(n for n in post if values[n].op not in SINKS)),
+            post_stores=post_stores,
+            buffered=tuple(sorted({n for p in passes for n in p.buffer_reads})),
+            kept=tuple(sorted(n for p in passes for n in p.buffer_writes)),
+        )
+
+    def _reduced(self, number: int) -> int:
+        """What a reduction reduces."""
+        return self.kernel.values[number].args[0]
+
+    def _roots(self) -> dict[int, list[int]]:
+        """What each pass must calculate, by the row reductions that stand before it."""
+        needs = [(self.found[n].stage - 1, self._reduced(n)) for n in self.row_reduces]
+        needs += [(self.found[self._reduced(n)].stage, self._reduced(n)) for n in self.loop_sinks]
+        needs += [(region.stage, store.value) for store, region in self.full_stores]
+        roots: dict[int, list[int]] = {n: [] for n in range(max((stage for stage, _ in needs), default=-1) + 1)}
+        for stage, number in needs:
+            roots[stage].append(number)
+        return roots
+
+    def _row_values(self) -> list[int]:
+        """Values of a row that are no reductions."""
+        return [n for n in self.live if self.found[n].name == "row" and self.kernel.values[n].op != "row_reduce"]
+
+    def _passes(self) -> list[ColumnPass]:
+        passes: list[ColumnPass] = []
+        available: set[int] = set()  # in row buffers
+        row_done: set[int] = set()
+        for stage in self.roots:
+            passes.append(self._pass(stage, available, row_done))
+            available.update(passes[-1].widened, passes[-1].buffer_writes)
+            row_done.update(passes[-1].row_values)
+        read_later = {n for p in passes for n in p.buffer_reads}
+        return [_without_unread(p, read_later) for p in passes]
+
+    def _pass(self, stage: int, available: set[int], row_done: set[int]) -> ColumnPass:
+        reach = _closure(self.kernel, self.roots[stage], self.in_columns, available)
         computed = sorted(reach - available)
-        later = set().union(*(wanted[s] for s in wanted if s > stage))
-        fresh = _narrow_loads(kernel, computed) if row_reduces and widen else []
+        fresh = _narrow_loads(self.kernel, computed) if self.widen else []
         computed = [n for n in computed if n not in fresh]
-        reads = sorted({*reads, *fresh})
-        available.update(fresh)
-        writes = (
-            [
-                n
-                for n in computed
-                if kernel.values[n].dtype != "bool" and keep and n in later and cost[n] >= _WORTH_KEEPING
-            ]
-            if roots
-            else []
+        row_values = [n for n in self._row_values() if self.found[n].stage <= stage and n not in row_done]
+        return ColumnPass(
+            stage=stage,
+            widened=tuple(fresh),
+            row_values=tuple(row_values),
+            values=tuple(computed),
+            buffer_reads=tuple(sorted({*(reach & available), *fresh})),
+            buffer_writes=tuple(self._worth_keeping(stage, computed)),
+            reductions=tuple(n for n in self.row_reduces if self.found[n].stage - 1 == stage),
+            sinks=tuple(n for n in self.loop_sinks if self.found[self._reduced(n)].stage == stage),
+            stores=tuple(s for s, r in self.full_stores if r.stage == stage),
         )
-        writes = _frontier(kernel, writes, wanted, stage)
-        row_values = [n for n in live if found[n].name == "row" and found[n].stage <= stage and n not in row_done]
-        row_values = [n for n in row_values if kernel.values[n].op != "row_reduce"]
-        row_done.update(row_values)
-        phases.append(
-            ColumnPass(
-                stage=stage,
-                widened=tuple(fresh),
-                row_values=tuple(row_values),
-                values=tuple(computed),
-                buffer_reads=tuple(reads),
-                buffer_writes=tuple(writes),
-                reductions=tuple(n for n in row_reduces if found[n].stage - 1 == stage),
-                sinks=tuple(n for n in loop_sinks if found[kernel.values[n].args[0]].stage == stage),
-                stores=tuple(s for s, r in full_stores if r.stage == stage),
-            )
-        )
-        available.update(writes)
-    read_later = {n for p in phases for n in p.buffer_reads}
-    phases = [_without_unread(p, read_later) for p in phases]
-    last = [n for n in live if found[n].name == "row" and n not in row_done and kernel.values[n].op != "row_reduce"]
-    post_stores = tuple(s for s, r in places if r.name in ("post", "col", "entry"))
-    sinks = {n for n in live if kernel.values[n].op in SINKS}
-    outside = {n for n in live if found[n].post or found[n].cols}
-    post = _closure(kernel, [s.value for s in post_stores], outside, sinks)
-    return Plan(
-        phases=tuple(phases),
-        entry_values=tuple(n for n in live if found[n].name == "entry"),
-        last_row_values=tuple(last),
-        row_sinks=tuple(n for n in live if kernel.values[n].op == "rows_reduce"),
-        row_stores=tuple(s for s, r in places if r.name == "row"),
-        post_values=tuple(sorted(n for n in post if kernel.values[n].op not in SINKS)),
-        post_stores=post_stores,
-        buffered=tuple(sorted(read_later)),
-        kept=tuple(sorted(n for p in phases for n in p.buffer_writes)),
-    )
+
+    def _worth_keeping(self, stage: int, computed: list[int]) -> list[int]:
+        """Of a pass's values, those that are cheaper to read back in a later one than to make anew."""
+        if not self.keep or not self.roots[stage]:
+            return []
+        later = set().union(*(self.wanted[s] for s in self.wanted if s > stage))
+        costly = [n for n in computed if n in later and self.cost[n] >= _WORTH_KEEPING]
+        return _frontier(self.kernel, [n for n in costly if self.kernel.values[n].dtype != "bool"], self.wanted, stage)
 
 
 def _narrow_loads(kernel: LoopKernel, numbers: list[int]) -> list[int]:
