@@ -110,15 +110,14 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
         call = func._op if type(func) is OpOverload else func
         timer = self._timer
         gpu = -1 if timer is None else _gpu_of(args, kwargs, timer.index_of)
-        start: Any
-        stop: int | None
         if timer is not None and gpu >= 0:
             began = perf_counter_ns()
             stretch = timer.begin(gpu)
             launching = perf_counter_ns()
             out = call(*args, **kwargs) if kwargs else call(*args)
             launched = perf_counter_ns()
-            start, stop = timer.end(stretch), None
+            start: Any = timer.end(stretch)
+            stop: int | None = None
             now = perf_counter_ns()
             self.timing_ns += launching - began + now - launched
         else:
@@ -144,13 +143,14 @@ class ObserverMode(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to 
                 for a in kwargs.values():
                     if type(a) not in _SCALARS:
                         _describe(a, inputs, described)
-            output: int | tuple[int, ...]
             if type(out) is _Tensor:
-                output = id(out)
-                described += (out.shape, out.device)
+                output: int | tuple[int, ...] = id(out)
+                described.append(out.shape)
+                described.append(out.device)
             else:
                 output = tuple([id(o) for o in out]) if type(out) in _SEVERAL else (id(out),)
-                described += (None, args[0].device if args and isinstance(args[0], _Tensor) else None)
+                described.append(None)
+                described.append(args[0].device if args and isinstance(args[0], _Tensor) else None)
             description = tuple(described)
             self.events.append(
                 (func, start, stop, sequence, tuple(inputs), self._intern(description, description), output)

@@ -120,8 +120,8 @@ class Root:
             if direct is not None:
                 self._seen += 1
                 return direct.run(module, *args, **kwargs)
-        now, spent = self._clock(), self._observer.cost_seconds
-        trial, life = self.trial, self.life
+        trial, life, clock = self.trial, self.life, self._clock
+        now, spent = clock(), self._observer.cost_seconds
         if untimed.began is not None:
             untimed.end(now)
         was_watched = not self._unwatched.end(now)
