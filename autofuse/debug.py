@@ -18,7 +18,9 @@ from autofuse.stderr import say
 class Level(IntEnum):
     """What is told from which level on."""
 
-    ROUTES = 1  # the nodes of a graph and what each runs, whenever that changes for a shape
+    ROUTES = (
+        1  # each change of a module's state; the nodes of a graph and what each runs, when that changes for a shape
+    )
     TIMINGS = 2  # at the end: times of sampled calls, of each graph and of its nodes
     PLAN = 3  # a graph's nodes, and what was not fused and why; the traceback of whatever failed
     SOURCE = 4  # the generated Python of a graph, and the source of each kernel that is loaded

@@ -23,6 +23,8 @@ from __future__ import annotations
 import contextlib
 from typing import Literal
 
+from autofuse.debug import Level, tell
+from autofuse.ir.reasons import RootReason, in_words, words_of
 from autofuse.observer.capture_policy import UNTUNED, CaptureAdvice
 from autofuse.observer.release_policy import Loss
 from autofuse.observer.root_tracker import Target
@@ -52,10 +54,18 @@ class RootLife:
         self._untimed = untimed
         self._decided: tuple[str, str] | None = None  # why it was left in eager before; holds until it is captured
 
-    def _move(self, state: State) -> None:
-        self.state = state
+    def _move(self, state: State, reason: str | None = None, detail: str = "") -> None:
+        """``reason``, ``detail``: None leaves both as they are, as an advice has set them."""
+        before, self.state = self.state, state
+        if reason is not None:
+            self.reason, self.detail = reason, detail
         self._trial.is_on = state == "captured"
         self._unwatched.stop()
+        tell(Level.ROUTES, lambda: f"{self._name}: {before}, now {state}: {self._why()}")
+
+    def _why(self) -> str:
+        words = in_words(self.reason, words_of(RootReason))
+        return f"{words} ({self.detail})" if self.detail else words
 
     # ---- observed --------------------------------------------------------------------------------------
 
@@ -70,15 +80,13 @@ class RootLife:
 
     def reopen(self) -> None:
         """Captured for a trace of an earlier run, but none fits: observed on, for to trace has another price."""
-        self._move("observing")
-        self.reason, self.detail = "not_yet", "no trace of an earlier run fits"
+        self._move("observing", "not_yet", "no trace of an earlier run fits")
         self._services.observer.reopen(self._key)
 
     def reopen_sizes(self) -> None:
         """Observed for sizes that are new. Until it is captured, later runs read what is known of the others."""
         self._decided = self._decided or (self.reason, self.detail)
-        self._move("observing")
-        self.reason, self.detail = "not_yet", ""
+        self._move("observing", "not_yet")
         self._services.observer.reopen(self._key)
 
     # ---- captured --------------------------------------------------------------------------------------
@@ -98,37 +106,34 @@ class RootLife:
 
     def lose(self, loss: Loss, elements: int, is_all: bool) -> None:
         """Captured steps lose to held-out ones at calls of about so many elements; ``is_all``: of all sizes."""
-        self.detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
+        detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
         if is_all:
-            self._move("eager")
             # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
-            self.reason = UNTUNED if self._services.tuning.has_open() else loss.reason
+            self._move("eager", UNTUNED if self._services.tuning.has_open() else loss.reason, detail)
         else:
-            self.detail = f"calls of about {elements} elements stay in eager: {self.detail}"
+            self.detail = f"calls of about {elements} elements stay in eager: {detail}"
+            tell(Level.ROUTES, lambda: f"{self._name}: {self.detail}")
 
     def release(self, detail: str) -> None:
         """Its modules run in eager from now on: what was traced is no more what it was."""
-        self._move("eager")
-        self.reason, self.detail = "code_replaced", detail
+        self._move("eager", "code_replaced", detail)
         self._context.say_once("code_replaced", f"{self._name} goes on in eager: {detail}")
 
     def fail(self, error: BaseException, from_kept: bool) -> None:
         """``from_kept``: with graphs of an earlier run, which are given up: the next run traces anew."""
         error = getattr(error, "inner_exception", None) or error  # Dynamo's own says little
         self.failures += 1
-        self._move("eager")
-        self.reason = "kept_graph_failed" if from_kept else "capture_failed"
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+        self._move("eager", "kept_graph_failed" if from_kept else "capture_failed", text)
         if from_kept and (kept := self._context.notes_folder) is not None:
             kept.prune(0)
         self._services.observer.decide(self._key)
-        self.detail = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
         self._context.report_fallback("capture_failed", f"{self._name} stays eager: it could not be captured", error)
 
     def give_up(self, module: Target, error: BaseException) -> None:
         """Bookkeeping of ours has failed: the module is let go."""
         with contextlib.suppress(Exception):
-            self._move("eager")
-            self.reason, self.detail = "bookkeeping_failed", f"{type(error).__name__}: {error}"[:300]
+            self._move("eager", "bookkeeping_failed", f"{type(error).__name__}: {error}"[:300])
             self._untimed.stop()
             if self._services.tracker.is_installed:
                 self._services.tracker.release(module).is_final = True

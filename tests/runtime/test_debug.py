@@ -63,7 +63,11 @@ def run(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
 
 # What begins a text, or is in it, by its level.
 SIGNS = {
-    Level.ROUTES: ("inference graph: fused 0 of 1\n  af_", ": eager, not decided yet"),
+    Level.ROUTES: (
+        "Model: observing, now captured: captured at its first call, as asked for (capture.at_once is set)",
+        "inference graph: fused 0 of 1\n  af_",
+        ": eager, not decided yet",
+    ),
     Level.TIMINGS: (" calls, ", " us, eager"),
     Level.PLAN: ("inference graph, nodes: 1\n  af_", "  not fused: ", "ValueError: of the test"),
     Level.SOURCE: ("generated call of a graph:\n", "def call("),
