@@ -66,7 +66,12 @@ def _loader(key: CompileKey, name: str) -> Callable[[bytes], Any]:
 
 
 class FusionKernelGenerator(SourceGenerator[CSource]):
-    """Generates kernels for fusion nodes with the system compiler."""
+    """Generates kernels for fusion nodes with the system compiler; the tuner's kernels of CPUs come from here too.
+
+    Shapes are symbolic in the generic form and numbers of elements in the specialised one. Raises ShapeError for shapes
+    that do not fit the node, LoweringError for a node that no template prints, CompilerError where the compiler is
+    missing or refuses. Source: the templates of `codegen.c.templates`.
+    """
 
     templates = C_TEMPLATES
 
@@ -94,7 +99,7 @@ class FusionKernelGenerator(SourceGenerator[CSource]):
         return self._build(form, config, bind_shapes(form, concrete_shapes))
 
     def generate_generic_kernel(self, node: Any, config: Config | None = None) -> CompiledKernel:
-        """A kernel for every size: symbols are read when it is called."""
+        """A kernel for every size: symbols are read when it is called. Raises as `generate_fused_kernel`."""
         return self._build(form_of(node), config, {})
 
     def key(self, source: CSource, config: Config) -> CompileKey:

@@ -155,6 +155,7 @@ class FusionGraph:
     # ---- edges and costs ---------------------------------------------------------------------------
 
     def spec(self, ref: ValueRef) -> TensorSpec:
+        """Symbolic shape, strides (in elements), dtype and device of a value; raises KeyError for an unknown one."""
         if ref.name in self.inputs:
             return self.inputs[ref.name]
         return self.by_name[ref.name].outputs[ref.index]
@@ -185,9 +186,11 @@ class FusionGraph:
         return evaluate(dim, {name: self.hints.get(name, default) for name in free_symbols(dim)})
 
     def numel(self, spec: TensorSpec) -> int:
+        """Elements of a tensor, at the likely sizes."""
         return math.prod(self.size(d) for d in spec.shape)
 
     def nbytes(self, spec: TensorSpec) -> int:
+        """Bytes of a tensor's elements, at the likely sizes."""
         return self.numel(spec) * BYTES_PER_ELEMENT.get(spec.dtype, 4)
 
     def operation_bytes(self, op: Operation) -> int:

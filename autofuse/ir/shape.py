@@ -204,6 +204,7 @@ class SymbolicShape:
         return SymbolicShape(_broadcast_dim(a, b, self, other) for a, b in zip(longer.dims, padded, strict=True))
 
     def to_json(self) -> list[int | str]:
+        """Sizes as numbers and as text, in order."""
         return [d if isinstance(d, int) else str(d) for d in self.dims]
 
     @classmethod

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import autofuse
 from autofuse.codegen import templates
 from autofuse.codegen.c.templates.registry import C_TEMPLATES
 from autofuse.codegen.generator import FusionKernelGenerator
@@ -83,3 +86,15 @@ def test_a_template_in_the_table_of_gpus_prints_whole_groups(monkeypatch: pytest
     strategy = enumeration.strategies_of(FORM, has_tiles=True)[-1]
     assert (strategy.name, [part.printer for part in strategy.parts]) == (enumeration.TILED, ["mine"])
     assert type(strategy).from_json(strategy.to_json()) == strategy
+
+
+def test_generators_alone_print_templates() -> None:
+    """Whoever wants a kernel's text asks `SourceGenerator.source`, so what is tuned is what the public class gives."""
+    package = Path(autofuse.__file__).parent
+    calls = [
+        str(path.relative_to(package))
+        for path in sorted(package.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "render"
+    ]
+    assert [path for path in calls if not path.startswith("report/")] == ["codegen/templates.py"]

@@ -1,4 +1,4 @@
-"""Documents point to what exists: relative links, their anchors, and paths in backticks."""
+"""Documents point to what exists: relative links, their anchors, paths in backticks, and tests by their names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.test_layers import FLOORS
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 PATH = re.compile(r"`((?:[\w.*-]+/)+[\w.*-]*|[\w-]+\.(?:py|md))(?::[\w: .]*)?`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)(?::[: ]*(\w+))?`|`(test_\w+)`")  # a file, a test in it, one more in it
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 HISTORY = "CHANGELOG.md"  # names files as they were called then
@@ -53,12 +54,22 @@ def missing_paths(path: Path, text: str) -> Iterator[str]:
             yield name
 
 
+def missing_tests(text: str) -> Iterator[str]:
+    """Tests that a document names and that are not in the file it names for them, in the same paragraph or row."""
+    for block in re.split(r"\n\n|\n(?=[|\-*])", CODE_BLOCK.sub("", text)):
+        path = ""
+        for match in TEST.finditer(block):
+            path, test = match[1] or path, match[2] or match[3]
+            if test and not (path and re.search(rf"^(?:async )?def {test}\b", (ROOT / path).read_text(), re.MULTILINE)):
+                yield f"{path}: {test}"
+
+
 @pytest.mark.parametrize("name", documents())
 def test_links_and_paths_of_a_document_exist(name: str) -> None:
     path = ROOT / name
     text = path.read_text(encoding="utf-8")
     assert not list(broken_links(path, text))
-    assert name == HISTORY or not list(missing_paths(path, text))
+    assert name == HISTORY or not [*missing_paths(path, text), *missing_tests(text)]
 
 
 def test_the_page_of_floors_names_every_floor_in_order() -> None:
@@ -77,3 +88,5 @@ def test_what_does_not_exist_is_found() -> None:
         "../README.md#gone: the file has no such heading",
     ]
     assert list(missing_paths(page, text)) == ["ir/gone.py", "x/gone/"]
+    row = "`tests/docs/test_links.py: test_{}`, `test_gone`".format("what_does_not_exist_is_found")
+    assert list(missing_tests(f"{row}\n\n`test_alone`")) == ["tests/docs/test_links.py: test_gone", ": test_alone"]
