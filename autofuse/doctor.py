@@ -149,18 +149,27 @@ def _check_private_names(settings: Settings) -> Finding:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip().splitlines() or ["the probe ended without a word"])[-1])
-    return _names_finding(*json.loads(done.stdout.splitlines()[-1]))
+    names, lacks = json.loads(done.stdout.splitlines()[-1])
+    return _names_finding(names, [Lack(*lack) for lack in lacks])
 
 
-def _names_finding(count: int, lacks: Sequence[tuple[str, str, bool, Sequence[str]]]) -> Finding:
-    """``lacks``: for each purpose what is lost, whether all is, and the names that are gone."""
+class Lack(NamedTuple):
+    """Private names of torch that are gone."""
+
+    purpose: str
+    lost: str  # what does not work without them
+    is_essential: bool  # nothing does
+    names: Sequence[str]
+
+
+def _names_finding(count: int, lacks: Sequence[Lack]) -> Finding:
     name = "torch's private names"
     if not lacks:
         return Finding(name, True, f"all {count} that autofuse uses are there")
-    found = "; ".join(f"{', '.join(names)} gone ({purpose}): {lost}" for purpose, lost, _, names in lacks)
+    found = "; ".join(f"{', '.join(lack.names)} gone ({lack.purpose}): {lack.lost}" for lack in lacks)
     low, high = (".".join(map(str, version)) for version in TORCH_RANGE)
     remedy = f"pip install 'torch>={low},<{high}', or pip install --upgrade autofuse"
-    return Finding(name, False, found, remedy, any(is_essential for _, _, is_essential, _ in lacks))
+    return Finding(name, False, found, remedy, any(lack.is_essential for lack in lacks))
 
 
 def _check_compiler(settings: Settings) -> Finding:
