@@ -1,9 +1,9 @@
-"""Graphs that write to inputs: what autograd sees of it, and inputs that lie in the memory of another.
+"""Graphs that write to their inputs: what autograd sees of the writes, and inputs that share memory.
 
-In: a compiled graph, what AOTAutograd has found out about it, and the inputs that it was traced with. Out: a callable
-that runs Dynamo's graph in eager for calls whose inputs overlap. Guarantee: what a write does to the other inputs is
-eager's. AOTAutograd reads all inputs before it writes to any, and where they overlapped when it traced, it makes all of
-them from one tensor, in later calls too in which they lie apart (torch 2.13: other results, or memory beyond the end).
+In: a compiled graph, AOTAutograd's metadata of it, and the inputs that it was traced with. Out: a callable that runs
+Dynamo's graph in eager for calls whose inputs overlap. Guarantee: a write changes the other inputs as in eager.
+AOTAutograd reads all inputs before it writes to any. Where inputs overlapped in the trace, it makes all of them from
+one tensor, also in later calls whose inputs do not overlap (torch 2.13: other results, or memory beyond the end).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._guards import TracingContext
 from autofuse.capture.double_backward import COUNTERS, STATISTICS
 
 Run = Callable[..., Any]
-_OF_SEVERAL = re.compile("SyntheticBase|ViewBase")  # how AOTAutograd describes the one input that it makes of several
+_OF_SEVERAL = re.compile("SyntheticBase|ViewBase")  # how AOTAutograd describes the one input that it makes from several
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -35,7 +35,7 @@ class Writes:
     def note(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's graph, while it is compiled."""
         found = written_inputs(graph)
-        # Where AOTAutograd has put inputs together, it counts others than the graph has.
+        # Where AOTAutograd has merged inputs, its input numbers are not those of the graph.
         is_same = len(graph.graph.find_nodes(op="placeholder")) == self._inputs
         self._written = found if is_same or not found else list(self._tensors)
 
@@ -44,7 +44,7 @@ class Writes:
         return bool(self._written)
 
     def around(self, compiled: Run, original: Callable[[], Run]) -> Run:
-        """The graph as it is to be called; ``original()``: in eager."""
+        """The callable for the graph; ``original()`` runs it in eager."""
         if not self._written:
             return compiled
         eager = original()
@@ -63,7 +63,7 @@ class Writes:
 
 
 def written_inputs(graph: fx.GraphModule) -> list[int]:
-    """Inputs of AOTAutograd's forward graph, while that is compiled, that it writes to; without statistics."""
+    """Inputs that AOTAutograd's forward graph writes to, without statistics; called while that graph is compiled."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None:
@@ -77,7 +77,7 @@ def written_inputs(graph: fx.GraphModule) -> list[int]:
 
 
 def written_statistics(graph: fx.GraphModule) -> tuple[int, ...]:
-    """Inputs of AOTAutograd's forward graph, while that is compiled, that are running means and variances of norms."""
+    """Inputs of AOTAutograd's forward graph that are running means and variances of norms."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     values = graph.graph.find_nodes(op="placeholder")
@@ -102,10 +102,10 @@ def refuse_checkpointed_writes(module: fx.GraphModule) -> None:
 
 
 def unseen(run: Run, statistics: Sequence[int]) -> Run:
-    """The graph, whose writes to statistics autograd does not see, as it does not see those of eager's norms.
+    """The graph, with its writes to statistics hidden from autograd, as eager's norms hide theirs.
 
-    Else a norm that ran in eager would refuse its backward pass once a captured call has come after it, as in
-    discriminators, which are called twice before one backward pass.
+    Otherwise a captured call would make the backward pass of an earlier eager call of the norm fail. Discriminators are
+    called twice before one backward pass.
     """
     if not statistics:
         return run
@@ -124,7 +124,7 @@ def unseen(run: Run, statistics: Sequence[int]) -> Run:
 
 
 def _is_statistic(value: fx.Node) -> bool:
-    """What a norm reads only in order to write it, a counter of batches too: nothing else lies there."""
+    """Whether a norm reads the input only to update it (running statistics, counters of batches)."""
     readers = {user.target for user in value.users} - {torch.ops.aten.copy_.default}
     example = value.meta.get("val")
     is_counter = isinstance(example, torch.Tensor) and not example.is_floating_point() and readers <= COUNTERS

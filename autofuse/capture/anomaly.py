@@ -1,8 +1,8 @@
-"""Anomaly mode, which is the process's own and which AOTAutograd turns on while it traces, for all threads.
+"""Anomaly mode: one switch for all threads of the process, which AOTAutograd turns on while it traces.
 
 In: a backward pass of one thread, while another may compile. Out: whether the script has turned the mode on; and the
-mode off for a while. Guarantee: what a compilation turns on ends with it. Two who each put the mode back as they found
-it, one inside of the other's time, would leave it on for good: Dynamo's lock keeps them apart.
+mode off for a while. Guarantee: a mode that a compilation turns on ends with it. Two threads whose times overlap, and
+which each restore the mode that they found, would leave it on for good: Dynamo's lock keeps them apart.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autofuse.locks import make_rlock
 
 
 def is_on() -> bool:
-    """Whether the mode is on, and not for a compilation in another thread. 0.1 us where it is off."""
+    """Whether the script has the mode on; a compilation in another thread does not count. 0.1 us where it is off."""
     if not torch.is_anomaly_enabled():
         return False
     lock = _compile_lock()
     if not lock.acquire(blocking=False):
-        return False  # what the script would be told by eager is not known then
+        return False  # whether eager would have warned the script is unknown then
     try:
         return bool(torch.is_anomaly_enabled())
     finally:
@@ -32,7 +32,7 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def is_off() -> Iterator[None]:
-    """While this lasts; at the price of a wait for a compilation, where the mode is on."""
+    """Turn the mode off inside of this context; where it is on, wait for a running compilation first."""
     if not torch.is_anomaly_enabled():
         yield
         return
@@ -41,7 +41,7 @@ def is_off() -> Iterator[None]:
 
 
 def _compile_lock() -> Any:
-    """Dynamo's, where it has come at all: a run on traces of an earlier one does without."""
+    """Dynamo's lock, if Dynamo is imported: a run on an earlier run's traces does not import it."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return getattr(dynamo, "compile_lock", None) or _OURS
 

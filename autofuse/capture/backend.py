@@ -1,10 +1,10 @@
 """Compiles graphs of Dynamo with AOTAutograd.
 
 In: a graph from Dynamo, and a function that makes a callable of an aten graph. Out: the compiled callable, which runs
-forward, backward and inference graphs in aten operators.
-Importing this brings what only a trace needs: 0.2 s more than `dynamo` (torch 2.13).
-Guarantee: no decomposition is applied, so the unfused graph runs exactly the kernels that eager runs (some
-element-wise ones twice, see ``recompute``), dropout and all, and gradients are right by construction.
+forward, backward and inference graphs in aten operators. Importing this module imports what only a trace needs: 0.2 s
+more than `dynamo` (torch 2.13). Guarantee: no decomposition is applied, so the unfused graph runs exactly the kernels
+that eager runs (some element-wise ones twice, see ``recompute``), dropout included, and gradients are right by
+construction.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def compile_with(
 ) -> Callable[..., Any]:
     """``compile_graph(aten graph, phase, times)`` gets "forward", "backward" or "inference".
 
-    ``times``: how often the graph is called for one call of the whole; from ``min_blocks`` equal blocks in a row on (0:
-    never) one of them is compiled for all; ``keeper``: of graphs of earlier runs, None to keep none.
+    ``times``: calls of the graph in one call of the whole. With at least ``min_blocks`` equal blocks in a row (0:
+    never), one block is compiled for all of them. ``keeper``: the cache of graphs of earlier runs; None for no cache.
     """
     tell(Level.GRAPHS, lambda: f"Dynamo's graph:\n{readable(module)}")
     pass_idle_dropout(module)
@@ -83,7 +83,7 @@ def compile_with(
 class _Phases:
     """Compiles the graphs that AOTAutograd makes of one of Dynamo's.
 
-    AOTAutograd keeps it until there is a backward graph: it holds none of the inputs, which would be a whole batch.
+    AOTAutograd holds this object until the backward graph is compiled, so it must not hold the inputs: a whole batch.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _Phases:
         return call, is_plain
 
     def finish(self, compiled: Callable[..., Any], example_inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """What AOTAutograd has made, and around it what it does not do."""
+        """Wrap AOTAutograd's callable with what AOTAutograd does not handle."""
         replay, traced = self.replay, being_traced()
         if replay is not None:
             replay.refuse_lost_outputs(example_inputs)
@@ -183,7 +183,7 @@ def _compile_whole(
 
 
 def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> GraphCache | None:
-    """Where graphs are kept and with which they may be; needs much of torch that other versions may not have."""
+    """The cache for graphs of this compilation; it needs parts of torch that other versions may lack."""
     if keeper is None:
         return None
     try:
@@ -204,7 +204,7 @@ def as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def has_no_work(module: fx.GraphModule) -> bool:
-    """Whether Dynamo's graph only detaches: what follows a call of ``backward()`` in a step often does no more."""
+    """Whether Dynamo's graph only detaches; the code after a call of ``backward()`` often does no more."""
     return all(
         node.op in ("placeholder", "output") or (node.op == "call_method" and node.target == "detach")
         for node in module.graph.nodes

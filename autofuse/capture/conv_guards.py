@@ -1,9 +1,9 @@
-"""One trace of a convolution serves all batch sizes: its kernel is looked up without a guard on the sizes.
+"""One trace of a convolution serves all batch sizes: its kernel is selected without a guard on the sizes.
 
-In: torch's own question, while a root is traced, which kernel a convolution will run (`torch._C._select_conv_backend`).
-Out: the same answer. Only the layout of the result is taken from it, and the graph calls ``aten.convolution``, which
-asks again at every call. Yet the question compares the batch with 16 (oneDNN for 1x1 filters in one thread), and so a
-trace at 16 images was of no use for 8. Guarantee: guards are left out only where the layout is the same whatever the
+In: calls of `torch._C._select_conv_backend`, which selects a convolution's kernel, while a root is traced. Out: the
+same answer. The trace uses the answer only for the layout of the result; the graph calls ``aten.convolution``, which
+selects again at every call. The selection compares the batch with 16 (oneDNN for 1x1 filters in one thread), so a trace
+with 16 images could not be used for 8. Guarantee: guards are left out only where the layout is the same whatever the
 answer.
 """
 
@@ -42,7 +42,7 @@ def without_batch_guards() -> Iterator[None]:
 
 
 def _is_layout_settled(input: FakeTensor, weight: torch.Tensor) -> bool:
-    """On a CPU every kernel answers row by row where image and filter lie so."""
+    """Whether all kernels give one layout: on a CPU, contiguous where image and filter are contiguous."""
     if input.fake_device.type != "cpu" or input.is_mkldnn:
         return False
     return all(torch._prims_common.suggest_memory_format(t) in _DENSE for t in (input, weight))

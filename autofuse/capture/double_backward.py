@@ -2,11 +2,10 @@
 
 In: Dynamo's graph and AOTAutograd's compilation of it. Out: the same compiled graph; where its backward pass is to be
 differentiated itself (``create_graph=True``) or vectorised (``is_grads_batched``), Dynamo's graph is run again in eager
-and eager's gradients are returned.
-Guarantee: these gradients are eager's; torch's own would raise, or come out as zero where the graph's saved tensors
-need no gradient. What cannot be run twice raises: graphs that write to inputs other than a batch norm's statistics, and
-autograd functions of the user's own, whose second gradients Dynamo's graph loses.
-Nothing changes for compilations of the user's own, nor for any other backward pass.
+and eager's gradients are returned. Guarantee: these gradients are eager's; torch's own would raise, or give zeros where
+the graph's saved tensors need no gradient. What cannot be run twice raises: graphs that write to inputs other than a
+batch norm's statistics, and autograd functions of the user's own, whose second gradients Dynamo's graph loses. Nothing
+changes for compilations of the user's own, nor for any other backward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from autofuse.dynamo_skip import mark_all_below
 _FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
 _DEVICES = ("cpu", "cuda")
 _aten = torch.ops.aten
-# What reads a running statistic in training only in order to write it.
+# Operators that, in training, read a running statistic only to update it.
 STATISTICS = {_aten._native_batch_norm_legit_functional.default, _aten.copy_.default}
 if hasattr(_aten, "_batch_norm_with_update_functional"):
     STATISTICS.add(_aten._batch_norm_with_update_functional.default)
@@ -44,11 +43,11 @@ _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 
 
 class LostOutputs(RuntimeError):
-    """Zeros for outputs that a loss does not use would change gradients, and there is no second run without them."""
+    """Zeros for outputs that the loss does not use would change gradients, and the graph cannot run twice."""
 
 
 class CachedReplay(NamedTuple):
-    """A `Replay` as it is written; Dynamo's graph is only read where it is to run."""
+    """A `Replay` in its stored form; Dynamo's graph is unpickled only when it must run."""
 
     graph: bytes
     is_random: bool
@@ -58,7 +57,7 @@ class CachedReplay(NamedTuple):
 
 
 class Replay:
-    """How to run a graph once more, for one compilation."""
+    """How to run the graph of one compilation a second time."""
 
     def __init__(self, module: fx.GraphModule | CachedReplay) -> None:
         self._module = module
@@ -87,7 +86,7 @@ class Replay:
         return self._module
 
     def kept(self) -> CachedReplay:
-        """As it can be written. Raises what says that it cannot."""
+        """The stored form. Raises the pickler's error where there is none."""
         graph = self.module
         meta, graph.meta = graph.meta, {}
         try:
@@ -108,7 +107,7 @@ class Replay:
         self.reach = reach_of(graph)
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph, and Dynamo's in eager where someone watches what not every loss has a gradient for."""
+        """The compiled graph; Dynamo's in eager where hooks watch inputs that not every loss gives a gradient."""
 
         def call(*args: Any) -> Any:
             if is_watched([args[i] for i in parted]):
@@ -119,7 +118,7 @@ class Replay:
         return call if parted else compiled
 
     def refuse_lost_outputs(self, inputs: Sequence[Any]) -> None:
-        """Raises LostOutputs; once the graph is compiled. ``inputs``: that it was traced with."""
+        """Raises LostOutputs; to be called once the graph is compiled. ``inputs``: those of the trace."""
         if self.metadata is None:
             return
         if self.has_subclasses:  # the reach is that of what is inside of them
@@ -133,7 +132,7 @@ class Replay:
             )
 
     def runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
-        """Whether a second run would not be as the first: the graph may have written to what it reads."""
+        """Whether a second run may differ from the first, because the graph writes to what it reads."""
         written = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
         if self._has_functions or len(inputs) != len(self._reads):
             return True
@@ -183,7 +182,7 @@ class Replay:
             yield
 
     def random_state(self, inputs: Sequence[Any]) -> Any:
-        """State of the generators before the forward pass; None for a graph that draws nothing."""
+        """State of the generators before the forward pass; None for a graph without random numbers."""
         if not self.is_random:
             return None
         found = {t.device.index for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
@@ -209,14 +208,14 @@ def _pairs(outputs: Any, grads: Sequence[Any], metadata: Any) -> Iterator[tuple[
             raise RuntimeError(_NOT_TWICE)
 
 
-# ---- how AOTAutograd's function gets there ------------------------------------------------------------------------
+# ---- the hook into AOTAutograd's function ---------------------------------------------------------------------------
 
 _compiling = threading.local()
 
 
 @contextlib.contextmanager
 def replayed(module: fx.GraphModule | CachedReplay) -> Iterator[Replay | None]:
-    """While AOTAutograd compiles ``module``: its autograd function learns to run it again."""
+    """While AOTAutograd compiles ``module``, teach its autograd function to run the module again."""
     if _FACTORY is None or not hasattr(_FACTORY, "build"):
         yield None
         return
@@ -250,7 +249,7 @@ def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
 
 
 def _are_batched(grads: Sequence[torch.Tensor | None]) -> bool:
-    """Whether gradients come in batches: in a transform, or by ``is_grads_batched``, which has a mode of its own."""
+    """Whether gradients are batched: by a transform, or by ``is_grads_batched``, which has its own mode."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     if any(grad is not None and not grad.is_cpu for grad in grads):  # on a thread of autograd's own
@@ -284,7 +283,7 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
             or _are_batched(grads[0])
             or (anomaly.is_on() and not replay.runs_once(ctx.autofuse_inputs, metadata))  # who made the NaN?
             or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
-            or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's products are cast
+            or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's matmuls are cast
         ):
             return replay.gradients(ctx, grads[0], metadata)
         present = {i for i, place in enumerate(tangents) if grads[0][place] is not None}

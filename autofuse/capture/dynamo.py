@@ -1,8 +1,8 @@
-"""What a captured root needs of Dynamo: its function in three forms, settings for traces, what may go wrong.
+"""What a captured root needs of Dynamo: its function in three forms, settings for traces, its exceptions.
 
-In: a module's call. Out: its captured call, from a trace of this run or of an earlier one.
-Importing this brings Dynamo, 1 s unless an optimizer has (torch 2.13), so a script in which nothing is captured never
-does. What only a trace needs is in `backend`, which comes with the first.
+In: a module's call. Out: its captured call, from a trace of this run or of an earlier one. Importing this module
+imports Dynamo: 1 s unless an optimizer has imported it (torch 2.13). A script without a capture never imports it. What
+only a trace needs is in `backend`, which is imported with the first trace.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _read: Counter[str] = Counter()
 
 
 def note_read(what: str = "trace") -> None:
-    """A whole trace of an earlier run has been read, or the graph of a phase."""
+    """Count a whole trace of an earlier run, or the graph of one phase, as read."""
     _read[what] += 1
 
 
@@ -50,7 +50,7 @@ def graphs_read() -> int:
     return _read.total()
 
 
-# What Dynamo raises when it cannot capture; anything else is the user's own.
+# What Dynamo raises when it cannot capture; all other exceptions are the script's own.
 CAPTURE_ERRORS = (TorchDynamoException,)
 
 # Said once in a process, mostly before a module is captured (transformers).
@@ -59,9 +59,9 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 class _Silent(set[Any]):
-    """Functions that Dynamo leaves out of a trace: among others a logger's, for lines that it would not write.
+    """Functions that Dynamo leaves out of a trace, such as a logger's methods for levels that are off.
 
-    One that it writes is a graph break a call.
+    A line that the logger does write is one graph break per call.
     """
 
     def __contains__(self, function: object) -> bool:
@@ -78,8 +78,8 @@ class CapturedRoot(NamedTuple):
 
     trace: Callable[..., Any]  # traces what is new
     settled: Callable[..., Any]  # runs what is traced, else the module as it is
-    direct: DirectCalls  # what is traced, past Dynamo
-    traces: TraceCache | None  # those of earlier runs, None where none are kept
+    direct: DirectCalls  # calls traced code past Dynamo
+    traces: TraceCache | None  # traces of earlier runs; None without a trace cache
 
 
 def compile_root(
@@ -87,10 +87,10 @@ def compile_root(
 ) -> CapturedRoot:
     """A function of its own for each root: Dynamo's recompile limit counts per code object.
 
-    ``key``: the root's, which is the same in every run. The call also gives modules whose forward lives in torch itself
-    a frame that Dynamo does not skip.
+    ``key``: the root's key, the same in every run. The function also gives modules whose forward is torch's own a frame
+    that Dynamo does not skip.
     """
-    # Dynamo's first trace puts a function around Module.__init__: it is there before classes are noted or compared.
+    # Dynamo's first trace wraps Module.__init__; do so before classes are recorded or compared.
     install_generation_tagging_init()
     namespace: dict[str, Any] = {}
     text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
@@ -100,14 +100,16 @@ def compile_root(
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        with untouched():  # it brings functorch and networkx: 0.1 s that a run on kept traces never pays
+        with untouched():  # it imports functorch and networkx: 0.1 s that a run on kept traces never pays
             made: Callable[..., Any] = torch.compile(call_root, backend=backend)
             return made
 
     def trace(*args: Any, **kwargs: Any) -> Any:
-        if not _has_arrays(args, kwargs):  # numpy's numbers from numbers, as `np.sqrt(width)`, may be torch's
+        if not _has_arrays(
+            args, kwargs
+        ):  # numpy functions of plain numbers, such as `np.sqrt(width)`, may become torch's
             return compiled()(*args, **kwargs)
-        with torch._dynamo.config.patch(trace_numpy=False):  # what came as arrays of numpy's stays numpy's
+        with torch._dynamo.config.patch(trace_numpy=False):  # results of numpy arrays stay numpy arrays
             return compiled()(*args, **kwargs)
 
     return CapturedRoot(trace, torch._dynamo.run(call_root), DirectCalls(call_root, find_parted), traces)
@@ -127,13 +129,13 @@ def _has_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def reset_root(root: CapturedRoot) -> None:
-    """Let go of all that was traced, with the guards that hold weak references to parameters and code."""
+    """Drop all traces, with the guards that hold weak references to parameters and code."""
     torch._dynamo.eval_frame.reset_code(root.direct.function.__code__)
     root.direct.forget()
 
 
 def let_tensors_go() -> None:
-    """After `reset_root`: the weak references to parameters that torch keeps for as long as a graph's fake tensors."""
+    """After `reset_root`: drop the weak references to parameters that torch keeps as long as a graph's fake tensors."""
     gc.collect()
     for context in list(_contexts):
         context.tensor_to_context.clear()
@@ -149,7 +151,7 @@ _modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
 
 
 def note_trace(module: torch.fx.GraphModule) -> None:
-    """While a root is traced, by its back end, which has another mode than Dynamo."""
+    """Called by the backend while a root is traced: the backend runs in another mode than Dynamo."""
     context = TracingContext.try_get()
     if context is not None:
         _contexts.add(context)
@@ -159,7 +161,7 @@ def note_trace(module: torch.fx.GraphModule) -> None:
 
 
 def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceCache | None:
-    """As `_keeping`, and with much of Dynamo too."""
+    """The trace cache; like `_keeping`, it needs parts of torch, and of Dynamo, that other versions may lack."""
     try:
         with untouched():
             from autofuse.capture.graph_cache import IS_SUPPORTED
@@ -171,7 +173,7 @@ def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceCache
 
 
 class _NotOfOurTraces(logging.Filter):
-    """Keeps back what torch says about traces that the person never asked for, unless its logs are asked for."""
+    """Filters torch's log lines about traces that the user never requested, unless torch's logs are turned on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +202,7 @@ not_of_our_traces = _NotOfOurTraces()
 
 
 def _warn_those_who_trace(warn_once: Callable[..., None]) -> None:
-    """What Dynamo warns of, where it breaks a graph, is meant for those who have asked for the trace."""
+    """Drop Dynamo's warnings about graph breaks: they are meant for users who requested the trace."""
 
     def warn(message: str, stacklevel: int = 1) -> None:
         if not getattr(not_of_our_traces.tracing, "ours", False):
@@ -217,13 +219,13 @@ if hasattr(torch._dynamo.utils, "warn_once"):
 def capture_settings(recompile_limit: int) -> Iterator[None]:
     """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside.
 
-    The garbage collector rests meanwhile: in a process that has imported much it takes a tenth of a trace.
+    The garbage collector is off meanwhile: in a process with many imports it takes a tenth of a trace.
     """
     config = torch._dynamo.config
     ignored = _Silent({*config.ignore_logging_functions, *_SAID_ONCE})
     # Hooks that come or go after capture: eager would see them. 0.13 us a module of each call.
     hooks = {"skip_nnmodule_hook_guards": False} if hasattr(config, "skip_nnmodule_hook_guards") else {}
-    # A forward that draws from numpy's generator: Dynamo would draw from torch's in its place.
+    # For a forward with numpy's random numbers, Dynamo would use torch's generator instead.
     patched = config.patch(
         ignore_logging_functions=ignored, recompile_limit=recompile_limit, use_numpy_random_stream=True, **hooks
     )

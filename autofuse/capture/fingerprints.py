@@ -1,8 +1,8 @@
-"""What an object of one process is called in another: code by its instructions, classes and functions by their places.
+"""Names for objects that hold across processes: code by its instructions, classes and functions by their places.
 
 In: code objects, and objects that guards know by their address. Out: texts that are equal in two processes where the
-objects do the same, and places by which code is found again. Guarantee: of what cannot be told apart by text nothing is
-said (``Unknown``); a function is its code, its defaults and what it is called, never its name alone.
+objects do the same, and places by which code is found again. Guarantee: objects that a text cannot tell apart raise
+``Unknown``; a function is identified by its code, its defaults and its name, never by its name alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _constant_text(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-# ---- where code lies -------------------------------------------------------------------------------------------
+# ---- where code is ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Place:
     text: str
 
     def holds(self) -> bool:
-        """Whether the same code lies there in this process."""
+        """Whether the same code is there in this process."""
         found: Any = sys.modules.get(self.module)
         try:
             for kind, which in self.steps:
@@ -90,7 +90,7 @@ def _follow(value: Any, kind: str, which: Any) -> Any:
         return value.co_consts[which]
     if kind == "cell":
         return value.__closure__[which].cell_contents
-    # Of a class its own entry: what a descriptor makes of it is another thing.
+    # Read the class's own entry, not the object that a descriptor makes from it.
     for owner in value.__mro__ if isinstance(value, type) and which != "__code__" else ():
         if which in vars(owner):
             return vars(owner)[which]
@@ -98,7 +98,7 @@ def _follow(value: Any, kind: str, which: Any) -> Any:
 
 
 def find_places(codes: Iterable[types.CodeType], classes: Iterable[type]) -> list[Place]:
-    """Where each code lies. Raises Unknown where one cannot be found; ``classes``: that may hold code without a file.
+    """The place of each code. Raises Unknown where one cannot be found; ``classes``: may hold code without a file.
 
     Python's own library is left out: it is as old as the interpreter.
     """
@@ -130,7 +130,7 @@ _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
 
 
 def _place_in(modules: Iterable[str], code: types.CodeType) -> Place | None:
-    """In the module that its file makes, under its own name, perhaps behind decorators."""
+    """The code's place in the module of its file, under its own name, perhaps behind decorators."""
     parts = code.co_qualname.split(".")
     parts = parts[: parts.index("<locals>")] if "<locals>" in parts else parts
     parts = [part for part in parts if not part.startswith("<")]
@@ -150,7 +150,7 @@ def _place_in(modules: Iterable[str], code: types.CodeType) -> Place | None:
 
 
 def _place_among(classes: Iterable[type], code: types.CodeType) -> Place | None:
-    """In a class: methods that were made at run time, such as those of dataclasses."""
+    """The code's place in a class, for methods made at run time, such as those of dataclasses."""
     for owner in classes:
         value = vars(owner).get(code.co_name)
         if value is None or _class_text(owner) is None:
@@ -163,7 +163,7 @@ def _place_among(classes: Iterable[type], code: types.CodeType) -> Place | None:
 
 
 def _search(value: Any, code: types.CodeType) -> tuple[Step, ...] | None:
-    """The way from a function, method, property or wrapper to a code inside of it."""
+    """The path from a function, method, property or wrapper to a code object inside of it."""
     waiting: list[tuple[Any, tuple[Step, ...]]] = [(value, ())]
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_VISITED:
@@ -202,7 +202,7 @@ def _inside(value: Any) -> Iterator[tuple[Step, Any]]:
 def classes_text(classes: Iterable[type]) -> str:
     """Equal where all these classes, and what they inherit from, have the same methods, properties and operators.
 
-    Where each code lies does not tell whether another class has come to stand before it.
+    The places of code do not tell whether another class now overrides it.
     """
     owners: dict[type, str] = {}
 
@@ -239,7 +239,7 @@ def _member_text(value: Any, depth: int = 4) -> str:
 
 
 def object_text(value: Any) -> str:
-    """An object that code was specialised for. Raises Unknown where two processes could mean two things by a text."""
+    """A text for an object that code was specialised for. Raises Unknown where no text is unambiguous."""
     if value is None or isinstance(value, bool | type(Ellipsis) | type(NotImplemented)):
         return repr(value)
     if isinstance(value, type):
@@ -258,7 +258,7 @@ def object_text(value: Any) -> str:
         defaults += [f"{k}={_default_text(item)}" for k, item in sorted((value.__kwdefaults__ or {}).items())]
         return f"function {value.__module__}.{value.__qualname__} {code_text(value.__code__)} {defaults}"
     if isinstance(value, types.MethodType):
-        return f"method {object_text(value.__func__)}"  # what it is bound to is guarded by itself
+        return f"method {object_text(value.__func__)}"  # the object that it is bound to has its own guard
     if isinstance(value, enum.Enum):
         return f"member {_class_text(type(value))}.{value.name}"
     if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
@@ -318,12 +318,12 @@ _BUILTIN = (
 
 
 def _default_text(value: Any) -> str:
-    """A default argument; of what is no plain value only its type, since guards look at those that were read."""
+    """A text for a default argument; only its type if it is no plain value: guards check defaults that were read."""
     return repr(value) if isinstance(value, int | float | str | bytes | type(None)) else type(value).__name__
 
 
 def _class_text(value: type) -> str | None:
-    """None where the name leads to something else: a class made inside of a function, or replaced since."""
+    """None where the name leads to another object: a class made inside of a function, or replaced since."""
     found: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)

@@ -1,9 +1,9 @@
-"""Calls of a function that runs ``backward()`` inside, past Dynamo: the code before the break, the break, what follows.
+"""Calls past Dynamo of a function that runs ``backward()``: the code before the break, the break, the code after it.
 
 In: a function that Dynamo has compiled in pieces, and a call's arguments. Out: a `DirectCall` that runs the pieces one
-after the other, each under its own guards. Guarantee: the only thing between two pieces is the call of ``backward`` of
-a tensor: of what else stands at a break Dynamo may have compiled parts that would be missed. A piece that follows
-and whose guards do not hold runs as Python, as it does where Dynamo gives up.
+after the other, each under its own guards. Guarantee: between two pieces there is only a call of a tensor's
+``backward``. At any other break Dynamo may have compiled parts that would be missed. A later piece whose guards do not
+hold runs as Python, as where Dynamo gives up.
 
 Why: under Dynamo's frame evaluation all frames of a backward pass are looked at, and each piece is looked up; a step of
 200 us in eager (layer norm of 64 by 512) lost 30 us of it to that.
@@ -28,7 +28,7 @@ _MAX_PIECES = 8  # versions of one piece, for other shapes and flags
 
 
 def find_parted(function: Callable[..., Any], backend: Any, args: tuple[Any, ...]) -> DirectCall | None:
-    """The code of ``function`` for this call, None where it has none of this kind. ``backend``: that compiled it."""
+    """The compiled code of ``function`` for this call; None without such code. ``backend``: its compiler."""
     if not isinstance(function, FunctionType) or not _is_simple(function, len(args)):
         return None
     names = function.__code__.co_varnames[: len(args)]
@@ -85,7 +85,7 @@ def _piece(code: CodeType, function: FunctionType, backend: Any) -> FunctionType
 
 
 class _Following:
-    """What follows a break: its compiled code where that fits, else as Python."""
+    """The code after a break: compiled where its guards hold, else Python."""
 
     def __init__(self, function: FunctionType, backend: Any) -> None:
         code = function.__code__
@@ -98,7 +98,7 @@ class _Following:
         self.is_whole = self._look()
 
     def _look(self) -> bool:
-        """Learn what Dynamo has compiled; whether all of that is pieces, too."""
+        """Read what Dynamo has compiled; return whether all of it consists of pieces, too."""
         self._looks_left -= 1
         for entry in _debug_get_cache_entry_list(self._function.__code__)[:_MAX_PIECES]:
             manager = entry.guard_manager

@@ -1,13 +1,13 @@
-"""Graphs that AOTAutograd has made, kept in files beside the store: the next run need not trace and differentiate anew.
+"""AOTAutograd's graphs, cached in files beside the store: the next run need not trace and differentiate again.
 
-In: a compilation of AOTAutograd's, and a folder. Out: the same compilation; where the folder holds what an earlier run
-made of the same graph of Dynamo's with the same kinds of inputs, that is planned and called, and nothing is traced.
-Guarantee: a graph is the same where its code, the kinds of all its values and every switch that tracing asks are, and
-where torch's guards on sizes hold for the present ones; what cannot be kept or read is traced as ever.
-A kept graph brings the shape environment that it was traced in, so that what was proved of its sizes still is.
+In: an AOTAutograd compilation, and a folder. Out: the same compilation. Where the folder holds an earlier run's graph
+for the same Dynamo graph and the same kinds of inputs, that graph is planned and called, and nothing is traced.
+Guarantee: a graph is the same where its code, the kinds of all its values and every switch that tracing reads are the
+same, and where torch's guards hold for the present sizes. A graph that cannot be stored or read is traced. A kept graph
+contains the shape environment of its trace, with all that was proved of its sizes.
 
-Half of a capture is AOTAutograd's: see `docs/decisions/0018-traced-graphs-are-kept-across-runs.md`. To read a pickle is
-to run it: files are sealed, and none is read that another user may have written (`private_files`).
+Half of a capture is AOTAutograd's: see `docs/decisions/0018-traced-graphs-are-kept-across-runs.md`. Reading a pickle
+runs code: files are sealed, and a file that another user may have written is not read (`private_files`).
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _OPTIONS = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in 
 
 @dataclass
 class GraphCache:
-    """One call of AOTAutograd: what its graphs become, and what they were where they are kept.
+    """The cache for one call of AOTAutograd: it compiles new graphs, and those that an earlier run has kept.
 
-    ``compile_graph(graph, phase, is_plain)``: whether AOTAutograd's wrapper has nothing to do for an inference graph
-    (`is_plain_graph`), None where that is still to be found out; gives the callable, and the answer.
+    ``compile_graph(graph, phase, is_plain)``: ``is_plain`` says whether AOTAutograd's wrapper has nothing to do for an
+    inference graph (`is_plain_graph`), None where that is not yet known. Returns the callable, and the answer.
     """
 
     compile_graph: Callable[[fx.GraphModule, str, bool | None], tuple[Call, bool]]
@@ -70,7 +70,7 @@ class GraphCache:
     backward: fx.GraphModule | None = field(default=None, init=False)  # of a forward graph that was read
 
     def compile(self, graph: fx.GraphModule, phase: str) -> Call:
-        """A graph that AOTAutograd has just made."""
+        """Compile a graph that AOTAutograd has just made."""
         is_apart = self._is_guarded_apart() or (phase != "backward" and written_inputs(graph))
         data = None if is_apart else _written(graph, phase)
         call, is_plain = self.compile_graph(graph, phase, None)
@@ -79,7 +79,7 @@ class GraphCache:
 
     @staticmethod
     def _is_guarded_apart() -> bool:
-        """Whether one of several inputs in one storage is written to: AOTAutograd's guards on that are not kept."""
+        """Whether inputs that share a storage are written to: AOTAutograd's guards on that are not stored."""
         context = TracingContext.try_get()
         return context is None or bool(context.guards_context.aotautograd_guards)
 
@@ -92,7 +92,7 @@ class GraphCache:
         return SerializableAOTDispatchCompiler(OutputCode, compiler)
 
     def compile_kept(self, kept: CachedGraph) -> Call:
-        """A graph of an earlier run. Raises what reading it raises."""
+        """Compile a graph of an earlier run. Raises what reading it raises."""
         if kept.phase == "backward":
             graph = self.backward
             if graph is None:
@@ -103,7 +103,7 @@ class GraphCache:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """While AOTAutograd compiles: it looks into the folder first, and leaves there what it made."""
+        """While AOTAutograd compiles, let it look into the folder first and store its graphs there."""
         before = getattr(_active, "keeping", None)
         _active.keeping = self
         try:
@@ -145,7 +145,7 @@ class GraphCache:
                 else:
                     self._note(name)
                     yield entry, content, True
-                    self._note("")  # asked for another one: this does not fit
+                    self._note("")  # another one was requested: this does not fit
 
     @staticmethod
     def _note(name: str) -> None:
@@ -183,14 +183,14 @@ class CachedGraph(OutputCode):  # type: ignore[misc]
 
 @dataclass
 class _Reading:
-    """In the place of a `GraphCache` where no graph is compiled."""
+    """Stands for a `GraphCache` where no graph is compiled."""
 
     compile_kept: Callable[[CachedGraph], Call]
 
 
 @contextlib.contextmanager
 def reading_with(compile_kept: Callable[[CachedGraph], Call]) -> Iterator[None]:
-    """While torch puts a kept entry together: what its graphs become."""
+    """While torch rebuilds a kept entry: the function that compiles its graphs."""
     before = getattr(_active, "keeping", None)
     _active.keeping = _Reading(compile_kept)
     try:
@@ -203,10 +203,10 @@ def reading_with(compile_kept: Callable[[CachedGraph], Call]) -> Iterator[None]:
 
 
 def _written(graph: fx.GraphModule, phase: str) -> bytes | None:
-    """A graph as bytes, a forward graph with its backward graph; None where it holds what cannot be written."""
+    """A graph as bytes, a forward graph with its backward graph; None where it cannot be pickled."""
     counterpart = backward_of(graph) if phase == "forward" else None
     if phase == "backward":
-        return b""  # lies with its forward graph, which found the halves of attentions in it
+        return b""  # stored with its forward graph, which found the halves of attentions in it
     if phase == "forward" and counterpart is None:
         return None
     if _has_higher_order(graph) or (counterpart is not None and _has_higher_order(counterpart.backward)):
@@ -251,7 +251,7 @@ def _without_meta(*graphs: fx.GraphModule | None) -> Iterator[None]:
 
 # ---- torch's cache, for one compilation ------------------------------------------------------------------------------
 
-# What is replaced below is torch's for all threads: two that overlap would put it back in the wrong order.
+# The names replaced below are torch's, for all threads: overlapping users would restore them in the wrong order.
 _one_at_a_time = make_rlock()
 _active = threading.local()
 _SETTINGS = {
@@ -261,8 +261,8 @@ _SETTINGS = {
     "enable_remote_autograd_cache": False,
     "force_non_lazy_backward_lowering": True,  # both graphs lie in one file
 }
-# What is of use here is nobody's promise: with a torch that lacks some of it nothing is kept, nor with an older one, in
-# which names may mean something else. Not tried there.
+# This uses private names of torch. A torch that lacks some of them caches nothing, nor does an older torch, in which
+# the names may mean something else (not tried).
 IS_SUPPORTED = (
     torch.__version__ >= (2, 13)
     and all(hasattr(torch._functorch.config, name) for name in _SETTINGS)
@@ -275,10 +275,10 @@ IS_SUPPORTED = (
 
 
 def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -> tuple[str, list[str]]:
-    """Stands in for torch's key, which tells apart all that Inductor does, and imports it: 1 s and more.
+    """Replaces torch's key, which depends on all settings of Inductor and imports it: 1 s and more.
 
-    Raises what says that the graph cannot be kept. More than torch's key has the fake values of all nodes: what Dynamo
-    found while it traced, such as dtypes that follow from a default.
+    Raises where the graph cannot be cached. Unlike torch's key, this one has the fake values of all nodes, which hold
+    what Dynamo found in the trace, such as dtypes that follow from a default.
     """
     graph = module.gm if isinstance(module, GmWrapper) else module
     with autograd_cache.sanitize_gm_for_cache(graph):
@@ -292,7 +292,7 @@ def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -
 
 
 def _problem(node: fx.Node) -> str:
-    """Why what becomes of a node may change though its graph does not; "" where it may not."""
+    """Why a node may be compiled otherwise though its graph is the same; "" where it cannot."""
     if node.op == "call_module":
         return "a module that is called as a whole"
     target = node.target
@@ -311,14 +311,14 @@ _FUNCTIONS = ("torch", "_operator", "operator", "math", "builtins", "einops")
 
 
 def _unguarded(inputs: Sequence[Any]) -> str:
-    """Sizes that are no input themselves: the cache's guards cannot speak of them."""
+    """Symbolic sizes that are not inputs themselves: the cache's guards cannot mention them."""
     plain = {t.node.expr for t in inputs if isinstance(t, torch.SymInt)}
     unknown = {symbol for t in inputs for symbol in free_symbols_of(t)} - plain
     return f"sizes that are no inputs: {unknown}" if unknown else ""
 
 
 def _sharing(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Which inputs lie in one storage: for each the place of the first one there."""
+    """Inputs that share a storage: for each input the index of the first one in its storage."""
     plain = [t for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided]
     storages = [t.untyped_storage()._cdata for t in plain]
     return tuple(map(storages.index, storages))
@@ -336,7 +336,7 @@ def _kinds(value: Any) -> Any:
 
 
 def switches() -> dict[str, str]:
-    """What operators AOTAutograd's trace may choose by, beside its inputs; by name."""
+    """Global switches by which AOTAutograd's trace may choose operators, by name."""
     devices = torch._C._autocast_supported_devices()
     einsum, cuda = torch.backends.opt_einsum, torch.backends.cuda
     found = {
@@ -365,7 +365,7 @@ def switches() -> dict[str, str]:
 
 
 class _NoRecorder:
-    """Entries are not held in memory too, and are no part of what the script may save of torch's caches."""
+    """Keeps entries out of torch's in-memory cache, and out of the artifacts that a script may save."""
 
     def __init__(self, kind: str, key: str) -> None:
         pass
@@ -394,7 +394,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @cache
 def version() -> str:
-    """Of the code that makes graphs what they are."""
+    """The version of all code that shapes a graph."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

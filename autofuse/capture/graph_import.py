@@ -1,10 +1,10 @@
-"""From an aten FX graph to operations: what the planner sees of a captured graph.
+"""Turns an aten FX graph into operations, which are all that the planner sees of a captured graph.
 
-In: a GraphModule from AOTAutograd with fake tensors in ``meta["val"]``. Out: an `ImportedGraph`: the
-operations in program order, the specs of the inputs, likely values of the symbols.
-Guarantee: an operation that cannot be described as data becomes opaque, never wrong; so does one whose tensors live
-on several devices (a number on the CPU beside tensors of a GPU, two GPUs), hence all that a node touches lives on one.
-Sizes that the shape environment proves equal get one spelling, so that loops over them can be shared.
+In: a GraphModule from AOTAutograd with fake tensors in ``meta["val"]``. Out: an `ImportedGraph`: the operations in
+program order, the specs of the inputs, likely values of the symbols. Guarantee: an operation that cannot be described
+as data becomes opaque, never wrong. So does one whose tensors are on several devices (a number on the CPU beside
+tensors of a GPU, two GPUs): all tensors of a node are on one device. Sizes that the shape environment proves equal get
+one spelling, so that loops over them can be shared.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class ImportedGraph:
     inputs: dict[str, TensorSpec]
     outputs: tuple[ValueRef, ...]
     hints: dict[str, int]  # a likely value of each symbol
-    derived: dict[str, sympy.Expr]  # symbols of ours for rounded quotients, such as what a stride leaves of a size
+    derived: dict[str, sympy.Expr]  # our symbols for rounded quotients, such as a size divided by a stride
     refs: dict[fx.Node, ValueRef]  # FX nodes that hold tensors, as the operations name them
     dims: dict[fx.Node, Dim]  # FX nodes that hold sizes
-    devices: dict[ValueRef, torch.device]  # where each tensor lives
-    refusals: tuple[Refusal, ...]  # operations that could be fused if their tensors lived on one device
+    devices: dict[ValueRef, torch.device]  # the device of each tensor
+    refusals: tuple[Refusal, ...]  # operations that could be fused if their tensors were on one device
     parameters: frozenset[str] = frozenset()  # inputs that are parameters or buffers
 
     def for_fusion(self) -> FusionGraph:
@@ -215,7 +215,7 @@ _NOTE = "autofuse_parameters"
 
 
 def note_parameters(module: fx.GraphModule, names: frozenset[str]) -> None:
-    """Remember on a graph what is known of its placeholders only while AOTAutograd makes it."""
+    """Record on a graph which placeholders are parameters, which is known only while AOTAutograd makes it."""
     module.meta[_NOTE] = names
 
 
@@ -230,7 +230,7 @@ def parameters_of(module: fx.GraphModule) -> frozenset[str]:
     found = set()
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            description = node.meta.get("desc")  # of what was traced: its kind, and its place among all inputs
+            description = node.meta.get("desc")  # of each traced input: its kind, and its place among all inputs
             kind = type(description).__name__
             if kind in ("ParamAOTInput", "BufferAOTInput") or (kind == "PlainAOTInput" and description.idx in fixed):
                 found.add(node.name)
@@ -238,12 +238,12 @@ def parameters_of(module: fx.GraphModule) -> frozenset[str]:
 
 
 def _device(value: torch.Tensor) -> torch.device:
-    """With the index that a GPU's tensor always has; CPUs have none."""
+    """The device with the index that a GPU's tensor always has; CPUs have none."""
     return torch.device(value.device.type) if value.device.type == "cpu" else value.device
 
 
 def _devices_of(node: fx.Node) -> set[torch.device]:
-    """Devices of all tensors that an operation reads or makes; that of the CPU where there are none."""
+    """Devices of all tensors that an operation reads or makes; the CPU where it has no tensors."""
     values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
     flat = [t for v in values for t in _tensors(v)]
     return {_device(t) for t in flat if isinstance(t, torch.Tensor)} or {torch.device("cpu")}
@@ -315,7 +315,7 @@ def _operation(
 
 
 def _target(node: fx.Node) -> str | None:
-    """The name of the operator, None for what is none of aten's and none of ours."""
+    """The name of the operator; None for operators that are neither aten's nor ours."""
     if node.target in OURS:
         return OURS[node.target]
     if isinstance(node.target, torch._ops.OpOverload):

@@ -1,15 +1,15 @@
-"""Dynamo's guards, written down in one process and built anew in another, by torch's own builder.
+"""Dynamo's guards, recorded in one process and rebuilt in another by torch's own builder.
 
-In: what Dynamo guards a trace with. Out: a record of it; in a later process, guards that torch has built from it on the
-objects that are there, and the text of their whole tree, in which addresses are replaced by what lies there.
-Guarantee: guards are torch's own and as strict as after a trace. Where the text is the one of the traced process, each
-of them says what it said there; what a text cannot tell (`fingerprints.Unknown`), or a kind of guard that is not in the
-table, is not written down at all.
+In: what Dynamo guards a trace with. Out: a record of the guards; in a later process, guards that torch has built from
+the record on that process's objects, and the text of the whole guard tree, with each address replaced by a text for its
+object. Guarantee: guards are torch's own and as strict as after a trace. If both texts are equal, each guard checks
+what it checked in the first process. Guards that a text cannot describe (`fingerprints.Unknown`), or of a kind that is
+not in the table, make the record fail.
 
 torch can pickle guards (`torch._dynamo.package`, `GuardsStatePickler`), but not those on identities: it refuses
 ID_MATCH, CLOSURE_MATCH, CLASS_MATCH, FUNCTION_MATCH and MODULE_MATCH (`CheckFunctionManager.serialize_guards`) or drops
-them (`caching_precompile`), and every trace of a module has some: 129 of 1,366 for GPT-2. A code whose functions may be
-replaced without a guard to notice is not for us.
+them (`caching_precompile`), and every trace of a module has some: 129 of 1,366 for GPT-2. So we cannot use those: code
+may call functions that can be replaced without a guard that notices.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Built:
 
 
 def note_guards(manager: CheckFunctionManager, guards: list[Guard], output: Any) -> GuardRecord:
-    """Write down what Dynamo has just built. Raises Unknown."""
+    """Record the guards that Dynamo has just built. Raises Unknown."""
     kinds = {guard.create_fn_name() for guard in guards}
     if kinds - _KNOWN:
         raise Unknown(f"guards of the kinds {', '.join(sorted(kinds - _KNOWN))}")
@@ -129,7 +129,7 @@ def _installed_modules(output: Any) -> dict[str, str]:
 
 
 def _plain_guard(guard: Guard) -> Guard:
-    """Without this process's objects and stacks."""
+    """The guard without this process's objects and stacks."""
     create: Callable[..., Any] = guard.create_fn
     if isinstance(create, functools.partial):
         is_tensor = create.func is GuardBuilder.TENSOR_MATCH
@@ -172,7 +172,7 @@ def build_guards(record: GuardRecord, code: types.CodeType, scope: dict[str, Any
     manager.cache_entry = _ALIVE
     lines = tuple(_line(line, built.known) for line in str(manager).splitlines())
     found = tuple(value for value in built.known.values() if isinstance(value, type))
-    built.known.clear()  # or nothing that guards know would ever go
+    built.known.clear()  # otherwise no object that guards know would ever be freed
     return Built(manager, lines, built.ties, found, names)
 
 
@@ -180,9 +180,9 @@ _ALIVE = "built from a record"
 
 
 class _Building(CheckFunctionManager):  # type: ignore[misc]
-    """Notes what guards know by its address, and lets go of guards when some of that goes.
+    """Records the objects that guards know by address, and drops the guards when one of these objects is freed.
 
-    torch tells the cache entry of its own, which there is none of here: an address may then mean another object.
+    torch would invalidate its own cache entry, but here is none: a reused address may mean another object.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -222,7 +222,7 @@ def _line(line: str, known: Mapping[int, Any]) -> str:
 
 
 class Listening(CheckFunctionManager):  # type: ignore[misc]
-    """Dynamo's own guards, which hand themselves to a listener once they are built."""
+    """Dynamo's own guards, which call a listener once they are built."""
 
     listener: Callable[[CheckFunctionManager, types.CodeType, list[Guard], Any], None] | None = None
 

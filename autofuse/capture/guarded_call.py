@@ -1,9 +1,9 @@
 """Calls a captured root past the wrappers of Dynamo and AOTAutograd, under Dynamo's own guards.
 
 In: the function that Dynamo has compiled for a root. Out: for a call, the compiled code whose guards hold, as a plain
-function, to be called as long as they do. Guarantee: nothing runs whose guards do not hold for this very call, and
-nothing that Dynamo has dropped or invalidated. Code with a graph break needs Dynamo's frame evaluation for what follows
-the break, unless that is a call of ``backward`` (`graph_break_call`).
+function, to be called as long as they do. Guarantee: code runs only if its guards hold for this very call, and never
+after Dynamo has dropped or invalidated it. Code with a graph break needs Dynamo's frame evaluation for what follows the
+break, unless that is a call of ``backward`` (`graph_break_call`).
 
 Why: guards take 2 us of the 12 that a call of torch.compile's function takes before the graph begins (torch 2.13, AMD
 EPYC, 2026-11); the rest is bookkeeping for users' own compiled regions, which a root of ours is not.
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Run = Callable[..., Any]
 FindParted = Callable[[Callable[..., Any], Any, tuple[Any, ...]], Any]  # see `capture.graph_break_call`
-_KEPT = 64  # with more code than that Dynamo finds the right one itself
+_KEPT = 64  # with more code objects than this, Dynamo itself finds the right one
 
 
 class DirectCall(NamedTuple):
@@ -74,19 +74,19 @@ class DirectCalls:
         self._adopted: list[DirectCall] = []
 
     def adopt(self, direct: DirectCall) -> None:
-        """Code that an earlier run has traced: Dynamo does not know it."""
+        """Add code that an earlier run has traced, which Dynamo does not know."""
         self._adopted.append(direct)
 
     def forget(self) -> None:
-        """All there is."""
+        """Forget all code."""
         self._known, self._adopted = {}, []
 
     def find_adopted(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
-        """Code that was adopted, for this call."""
+        """The adopted code whose guards hold for this call."""
         return next((direct for direct in self._adopted if direct.fits(module, args, kwargs)), None)
 
     def find(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
-        """The code that Dynamo runs for this call, None where it has none that is whole or parted by ``backward``."""
+        """The code that Dynamo runs for this call; None unless it is whole or split only by calls of ``backward``."""
         known: dict[int, DirectCall] = {}
         entries = _debug_get_cache_entry_list(self.function.__code__)[:_KEPT]
         for found in entries:
@@ -147,13 +147,13 @@ def note_plain_graph(compiled: Callable[..., Any], graph: Callable[[list[Any]], 
 def note_plain_training(compiled: Callable[..., Any], apply: Callable[..., Any], inputs: int) -> None:
     """Of a graph with gradients: AOTAutograd's callable does nothing but call ``apply`` with so many arguments.
 
-    With more or fewer it does: it leaves out what comes twice.
+    With more or fewer arguments it does more: it drops duplicates.
     """
     vars(getattr(compiled, "_torchdynamo_orig_callable", compiled))[_TRAINING] = (apply, inputs)
 
 
 def plain_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What AOTAutograd has compiled, without what keeps Dynamo out: where this is called nobody asks it in."""
+    """AOTAutograd's callable without the wrapper that disables Dynamo, which is not active where this is called."""
     compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     noted = vars(compiled) if hasattr(compiled, "__dict__") else {}
     if _PLAIN in noted:
@@ -166,11 +166,11 @@ def plain_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain_graph(graph: fx.GraphModule, inputs: int) -> bool:
-    """Whether an inference graph that AOTAutograd is compiling leaves its wrapper nothing to do.
+    """Whether AOTAutograd's wrapper has nothing to do for the inference graph that is being compiled.
 
-    It does where outputs alias no input, no input is written, there are no subclasses (`has_subclasses`), and neither
-    autocast nor gradients are to be switched off meanwhile. ``inputs``: how many Dynamo's graph has, which the
-    wrapper passes on as they are.
+    So it is where outputs alias no input, no input is written, there are no subclasses (`has_subclasses`), and neither
+    autocast nor gradients are to be switched off meanwhile. ``inputs``: the number of inputs of Dynamo's graph, which
+    the wrapper passes on unchanged.
     """
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
@@ -192,7 +192,7 @@ def is_plain_graph(graph: fx.GraphModule, inputs: int) -> bool:
 def has_subclasses(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether Dynamo's graph takes or gives tensors of a subclass: AOTAutograd's wrapper takes them apart and back.
 
-    The metadata that a compiler sees is of what is inside of them.
+    The metadata that a compiler sees describes the tensors inside of them.
     """
     found: list[Any] = []
     for node in module.graph.find_nodes(op="output"):

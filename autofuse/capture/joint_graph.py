@@ -1,8 +1,8 @@
 """The forward and the backward graph of one capture, seen as one.
 
 In: what AOTAutograd's partition made, then both graphs as imported. Out: one graph of all operations, in which backward
-reads what forward made, and of each value the name under which each FX graph holds it.
-Guarantee: nothing is changed in either graph; the pairing is by the names that the partition keeps.
+reads what forward made, and the name of each value in each FX graph. Guarantee: neither graph is changed; values are
+paired by the names that the partition preserves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Counterpart:
     """The backward graph of a forward graph."""
 
     backward: fx.GraphModule
-    results: int  # the first outputs of forward are its caller's, the others are kept for backward
+    results: int  # the first outputs of forward are its caller's, the others are saved for backward
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class BothPasses:
     """One graph of two."""
 
     graph: FusionGraph
-    kept: dict[str, ValueRef]  # FX names of what forward keeps for backward, the values behind them
+    kept: dict[str, ValueRef]  # FX names of the values that forward saves for backward, and these values
     names: dict[ValueRef, str]  # FX names of all values, the same in both graphs
 
 
 def note_backward(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
-    """Remember on the forward graph which backward graph belongs to it."""
+    """Record on the forward graph which backward graph belongs to it."""
     forward.meta[_NOTE] = Counterpart(backward, results)
 
 
@@ -63,7 +63,7 @@ def join(forward: ImportedGraph, backward: ImportedGraph, results: int) -> BothP
 
 
 def _reading(op: Operation, values: dict[str, ValueRef], backward: ImportedGraph) -> Operation:
-    """An operation of the backward graph that reads forward's values where it read their names."""
+    """The operation of the backward graph, with forward's values in place of their names."""
 
     def renamed(ref: ValueRef) -> ValueRef:
         return values[ref.name] if ref.name in backward.inputs and ref.name in values else ref

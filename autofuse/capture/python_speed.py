@@ -1,9 +1,9 @@
 """How slow Python is on this machine: what a capture is expected to take is scaled by it.
 
-Out: a factor, 1.0 on the machine that the default costs are from.
-A capture is Python's work alone, and machines differ by three: GPT-2 of 12 layers was traced in 35 s by AOTAutograd on
-an AMD EPYC and in 88 on a shared Xeon (2 cores each, torch 2.13). Until the first capture here tells, the time of a
-small graph built, copied and printed as code, the same kind of work, does.
+Out: a factor, 1.0 on the machine that the default costs are from. A capture is pure Python work, and machines differ by
+a factor of three: GPT-2 of 12 layers was traced in 35 s by AOTAutograd on an AMD EPYC and in 88 on a shared Xeon (2
+cores each, torch 2.13). Before the first capture on this machine, we time the same kind of work: a small graph is
+built, copied and printed as code.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import fx
 
 _NODES = 100
-_TRIALS = 3  # the quickest counts: the first one fills caches
+_TRIALS = 3  # the fastest counts: the first one fills caches
 _REFERENCE_SECONDS = 3e-3  # of a trial, where a capture takes 0.025 s an operator
 
 
 @functools.cache
 def slowness() -> float:
-    """This machine's factor; 10 ms of work, once a process."""
+    """This machine's factor. Takes 10 ms, once per process."""
     return min(_trial() for _ in range(_TRIALS)) / _REFERENCE_SECONDS
 
 

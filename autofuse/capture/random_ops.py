@@ -1,9 +1,9 @@
 """Dropout taken apart: the random mask, which keeps eager's place in the stream, and the scaling, which fuses.
 
 In: an FX graph with ``aten.native_dropout``. Out: the same graph with `bernoulli_mask` and `dropout_scale` in its place
-on a CPU, with `philox_dropout` on a GPU whose numbers a kernel can draw by itself. Guarantee: the mask is drawn where
-eager draws it and from the same bits; the product is rounded as eager's (`x * mask * scale`, in that order).
-Source of the arithmetic: ATen/native/Dropout.cpp, native_dropout_cpu.
+on a CPU, with `philox_dropout` on a GPU whose random numbers a kernel can compute itself. Guarantee: the mask is
+sampled at eager's place in the stream and from the same bits; the result is rounded as eager's (`x * mask * scale`, in
+that order). Source of the arithmetic: ATen/native/Dropout.cpp, native_dropout_cpu.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autofuse.ir.optable import OpKind, info
 
 _PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
-# Set by the session once the generator has proved itself bit-equal to aten's; None means aten draws.
+# Set by the session once the generator has proved bit-equal to aten's; None: aten samples.
 _generator: Callable[[torch.Tensor, float], None] | None = None
 
 
@@ -32,11 +32,11 @@ def use_generator(generator: Callable[[torch.Tensor, float], None] | None) -> No
 def bernoulli_mask(x: torch.Tensor | Sequence[int], keep: float) -> torch.Tensor:
     """A bool mask like ``x``, each element True with probability ``keep``, from torch's default generator.
 
-    Of sizes instead of a tensor it is contiguous and on the CPU.
+    For sizes in place of a tensor, the mask is contiguous and on the CPU.
     """
     is_tensor = isinstance(x, torch.Tensor)
     mask = torch.empty_like(x, dtype=torch.bool) if is_tensor else torch.empty(x, dtype=torch.bool, device="cpu")
-    if keep == 0.0:  # eager multiplies by zero then, and draws nothing
+    if keep == 0.0:  # eager multiplies by zero then, and takes no random numbers
         return mask.zero_()
     if _generator is not None and mask.is_contiguous() and mask.device.type == "cpu":
         _generator(mask, keep)
@@ -50,7 +50,7 @@ def dropout_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Te
 
 
 def philox_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eager's own dropout, under a name that tells the planner that a kernel may draw the same numbers."""
+    """Eager's own dropout, under a name that tells the planner that a kernel may compute the same random numbers."""
     found: tuple[torch.Tensor, torch.Tensor] = torch.native_dropout(x, p, train)
     return found
 
@@ -77,9 +77,9 @@ def restore_dropout(module: fx.GraphModule) -> None:
 
 
 def pass_idle_dropout(module: fx.GraphModule) -> None:
-    """Dynamo's graph, without the dropouts of inference and of rate 0: in eager they give out what they were given.
+    """Dynamo's graph without the dropouts of inference and of rate 0, which in eager return their input.
 
-    AOTAutograd would make a copy, of which a script could tell that it shares no memory with the input.
+    AOTAutograd would make a copy, and a script could see that it shares no memory with the input.
     """
     count = 0
     for node in module.graph.find_nodes(op="call_function", target=F.dropout):
@@ -93,10 +93,10 @@ def pass_idle_dropout(module: fx.GraphModule) -> None:
 
 
 def _earliest_like(node: fx.Node) -> fx.Node:
-    """The first tensor on the way to ``node`` that has its sizes and strides.
+    """The first tensor of the chain that ends in ``node`` with the same sizes and strides.
 
-    The mask needs sizes only. Drawn from the end of a fusible chain it would stand between the chain and
-    the scaling, and keep them from being one kernel.
+    The mask needs sizes only. A mask made like the last tensor of a fusible chain would come between the chain and the
+    scaling, and they could not be one kernel.
     """
     while node.op == "call_function":
         kind = info(_target(node)).kind
@@ -111,7 +111,7 @@ def _earliest_like(node: fx.Node) -> fx.Node:
 
 
 def _sizes(node: fx.Node) -> list[int | fx.Node] | None:
-    """The sizes of a contiguous tensor as arguments that are known before it is; None where some are not."""
+    """The sizes of a contiguous tensor, as arguments that are known before the tensor is; None where some are not."""
     value = node.meta["val"]
     if not value.is_contiguous():
         return None
@@ -127,16 +127,16 @@ def _sizes(node: fx.Node) -> list[int | fx.Node] | None:
 
 
 def _is_of_product(node: fx.Node) -> bool:
-    """Whether a tensor comes from a product or a convolution, of which it may be a view."""
+    """Whether a tensor is the result of a matmul or a convolution, or a view of one."""
     while node.op == "call_function" and info(_target(node)).kind is OpKind.VIEW:
         node = node.all_input_nodes[0]
     return node.op == "call_function" and _target(node) in _PRODUCTS
 
 
 def _mask_like(node: fx.Node) -> fx.Node | list[int | fx.Node]:
-    """What a mask for ``node`` is drawn like: a tensor, or sizes where the tensor would be that of a product.
+    """What the mask for ``node`` is made like: a tensor, or sizes where that tensor would be a matmul's result.
 
-    What follows a product may become one kernel with it, which a mask that waits for the product would forbid.
+    A matmul's epilogue may be one kernel with it, which a mask that waits for the matmul's result would prevent.
     """
     like = _earliest_like(node)
     sizes = _sizes(like) if _is_of_product(like) else None

@@ -1,12 +1,12 @@
-"""Element-wise values that backward computes again in the kernel that needs them, instead of reading what was kept.
+"""Element-wise values that backward recomputes in the kernel that needs them, instead of reading saved tensors.
 
-In: the joint graph of forward and backward that AOTAutograd has traced, before it is parted. Out: the same graph, in
-which backward has its own copy of such a value. Guarantee: nothing that draws random numbers, nothing that is not
-element-wise, and no tensor is kept for it that would not be alive anyway; the values are the same bits.
+In: the joint graph of forward and backward that AOTAutograd has traced, before the partition. Out: the same graph, in
+which backward has its own copy of such a value. Guarantee: only element-wise operations without random numbers are
+recomputed, no tensor is saved that would not be alive anyway, and the values have the same bits.
 
-Eager keeps silu(a) of ``silu(a) * b`` for backward, though backward has ``a`` as well: one write and one read of a
-tensor that a fused kernel does without. An own pass and not torch's min-cut, which moves whole chains: what is not
-fused in the end runs as eager's kernels, and should then be few more.
+Eager saves silu(a) of ``silu(a) * b`` for backward, though backward has ``a`` as well: a fused kernel saves one write
+and one read of a tensor. This is our own pass, not torch's min-cut, which moves whole chains: operations that are not
+fused in the end run as eager's kernels, and we want few extra ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autofuse.capture.simplify import is_view, simplify
 
 
 def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's default partition of a graph which computes cheap values again; forward knows its backward."""
+    """AOTAutograd's default partition, with cheap values recomputed; the forward graph knows its backward graph."""
     if not _is_checkpointed(joint.graph):
         simplify(joint.graph)
         recompute(joint.graph)
@@ -45,14 +45,14 @@ def recompute(graph: fx.Graph) -> int:
     order = list(graph.nodes)
     forward = set(order[: order.index(last) + 1])
     copies = 0
-    output = graph.find_nodes(op="output")  # what the user gets is written anyway
+    output = graph.find_nodes(op="output")  # graph outputs are written anyway
     for node in [n for n in order if n in forward]:
         later = [user for user in node.users if user not in forward and user.op != "output"]
         if not later or not _is_elementwise(node) or output[0] in node.users:
             continue
         sooner = [user for user in node.users if user in forward]
         if not all(_is_elementwise(user) for user in (*sooner, *later)):
-            continue  # it is written for someone else's kernel; to read it then costs no more than its inputs
+            continue  # another kernel needs it written anyway; reading it then costs no more than reading its inputs
         if all(_is_alive_in_backward(n, node, forward) for n in node.all_input_nodes):
             first = min(later, key=order.index)
             with graph.inserting_before(first):
@@ -61,20 +61,20 @@ def recompute(graph: fx.Graph) -> int:
             for user in later:
                 user.replace_input_with(node, copy)
             copies += 1
-    # Last: what backward sees again it no longer reads of forward, which is asked above.
+    # Last: the views of backward's own change which values backward reads, which is tested above.
     return copies + _see_again(graph, list(graph.nodes), forward)
 
 
 def _is_checkpointed(graph: fx.Graph) -> bool:
-    """The user's checkpoints say what is computed again."""
+    """Whether the user's checkpoints already decide what is recomputed."""
     return any("recompute" in node.meta for node in graph.nodes)
 
 
 def _see_again(graph: fx.Graph, order: Sequence[fx.Node], forward: set[fx.Node]) -> int:
-    """Backward's kernels look themselves at what forward has looked at: kept is the one tensor behind all its views.
+    """Give backward its own views, so that one base tensor is saved instead of several views of it.
 
-    No memory more, for a view holds all of it; but autograd detaches each view that it keeps, and element-wise kernels
-    read through views of their own graph at no cost. A product would gain nothing.
+    This takes no more memory, because a view holds all of its base. But autograd detaches each view that it saves, and
+    element-wise kernels read through views of their own graph at no cost. Matmuls gain nothing from it.
     """
     first = next((node for node in order if node not in forward and node.op == "call_function"), None)
     if first is None:
@@ -104,7 +104,7 @@ def _see_again(graph: fx.Graph, order: Sequence[fx.Node], forward: set[fx.Node])
 
 
 def _is_seen(node: fx.Node) -> bool:
-    """A view, or one of several that one operation makes."""
+    """Whether the node is a view, or one of several views that one operation makes."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return is_view(node)
@@ -116,7 +116,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _is_alive_in_backward(source: fx.Node, node: fx.Node, forward: set[fx.Node]) -> bool:
-    """Sizes are; a tensor is where backward reads it for something else (an input may be overwritten by then)."""
+    """Sizes are alive; a tensor is where backward reads it for something else (an input may be overwritten by then)."""
     if not isinstance(source.meta.get("val"), torch.Tensor):
         return bool(source.op != "get_attr")
     return any(user is not node and user not in forward for user in source.users)

@@ -1,12 +1,12 @@
 """A graph of many equal blocks as one block that runs many times: it is captured, planned and tuned once.
 
-In: Dynamo's graph, before AOTAutograd sees it. Out: what lies before the blocks, one block, what lies after them, and a
-graph that calls these; None where nothing repeats. Guarantee: every block does the same with the same kinds of tensors,
-node by node; the order of all nodes, so that of random numbers too, is kept.
+In: Dynamo's graph, before AOTAutograd sees it. Out: the nodes before the blocks, one block, the nodes after the blocks,
+and a graph that calls these; None where nothing repeats. Guarantee: every block does the same with the same kinds of
+tensors, node by node. The order of all nodes, and so of random numbers, is preserved.
 
 Traced one by one, the twelfth layer of a transformer costs as much as the first, most of it in AOTAutograd (torch
 2.13). The price is a call of AOTAutograd's wrapper a block, and a block's last kernels do not fuse with the first of
-the next: 3 to 4 % of a step of GPT-2 or Llama with 4 layers 256 wide, wherever the blocks begin. They begin where the
+the next: 3 to 4 % of a step of GPT-2 or Llama with 4 layers 256 wide, wherever the blocks begin. Blocks begin where the
 fewest values cross from one to the next.
 """
 
@@ -42,7 +42,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Repeats:
-    """Blocks of ``length`` nodes each; inputs and outputs are those of each block, in the same order."""
+    """Blocks of ``length`` nodes each, with the inputs and outputs of each block in the same order."""
 
     start: int  # of the first block, among the nodes that compute
     length: int
@@ -59,10 +59,10 @@ class Pieces:
 
     def __init__(self, outer: fx.GraphModule, examples: dict[str, list[Any]]) -> None:
         self.outer = outer
-        self._examples = examples  # inputs of each piece, as AOTAutograd wants them
+        self._examples = examples  # inputs of each piece, as AOTAutograd needs them
 
     def compile(self, compile_piece: Callable[[fx.GraphModule, list[Any], int], Call]) -> Call:
-        """``compile_piece(piece, examples, times)`` makes what stands in for a piece that is called so often."""
+        """``compile_piece(piece, examples, times)`` makes the callable of a piece that is called ``times`` times."""
         calls = Counter(node.target for node in self.outer.graph.find_nodes(op="call_module"))
         for name, examples in self._examples.items():
             piece = getattr(self.outer, name)
@@ -100,10 +100,10 @@ def _saved(repeats: Repeats) -> int:
 
 
 def _unreached(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Values with gradients that no gradient will reach, since they lead to no output, or only where gradients end.
+    """Values that require gradients but get none: they lead to no output, or only through nodes that stop gradients.
 
-    A piece that hands out such a value beside another gets zeros for it, and its parameters then have gradients of
-    zeros where eager's have none.
+    A piece that returns such a value beside others gets zeros as its gradient, so its parameters would have gradients
+    of zeros where eager's have none.
     """
     found: set[fx.Node] = set()
     for node in reversed(nodes):
@@ -121,7 +121,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _may_be_apart(node: fx.Node) -> bool:
-    """Neither a graph of its own nor a write, which another piece could see."""
+    """Whether a node may be in any piece: it is neither a subgraph nor a write that another piece could see."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     name = _name(node)
@@ -144,12 +144,12 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _may_be_shared(node: fx.Node) -> bool:
-    """Nothing that is kept for one block only, and no switch."""
+    """Whether the value is not specific to one block, and no switch."""
     return _name(node) not in _CONVOLUTIONS and node.target is not _SWITCH
 
 
 def _leaves_gradients_as_they_are(nodes: Sequence[fx.Node]) -> bool:
-    """Whether gradients are on behind the nodes if they are on before them, as they are or are not for all pieces."""
+    """Whether gradient mode is the same after the nodes as before them, as all pieces need."""
     switches = [node.args[0] for node in nodes if node.target is _SWITCH]
     return not switches or switches[-1] is torch.is_grad_enabled()
 
@@ -163,13 +163,13 @@ _WRITES = {name for name in vars(operator) if name.startswith("i") and f"__{name
 
 
 def _label(node: fx.Node) -> int:
-    """Equal for nodes that do the same with tensors of the same kinds, wherever these come from."""
+    """A text that is equal for nodes that do the same with the same kinds of tensors, wherever these come from."""
     arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Of(_kind(_value(n))))
     return hash((node.op, str(node.target), repr(arguments), _kind(_value(node))))
 
 
 class _Of(str):
-    """A value of some kind, in the place of a node."""
+    """The kind of a value, in place of a node."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -191,8 +191,8 @@ def _kind(value: Any) -> str:
 def _lengths(labels: Sequence[int], min_blocks: int) -> list[int]:
     """Lengths that a block may have: distances between nodes of one label, the most frequent ones.
 
-    Labels that are equally frequent are counted together: what a block holds once is a whole block away from its like,
-    what it holds twice is not.
+    Labels of equal frequency are counted together: a node that a block holds once is a whole block away from the next
+    one like it; a node that it holds twice is not.
     """
     where: dict[int, list[int]] = {}
     for index, label in enumerate(labels):
@@ -218,7 +218,7 @@ def _runs(labels: Sequence[int], length: int, min_blocks: int) -> Iterator[tuple
 def _blocks(
     nodes: list[fx.Node], unreached: set[fx.Node], start: int, stop: int, length: int, min_blocks: int
 ) -> Repeats | None:
-    """Blocks of a stretch, as many as fit, from where the fewest values cross from one to the next."""
+    """As many blocks as fit into a stretch, cut where the fewest values cross from one to the next."""
     count = (stop - start) // length
     offsets = range(start, stop - count * length + 1)
     found = (_linked(nodes, unreached, offset, count, length, min_blocks) for offset in offsets)
@@ -232,7 +232,7 @@ def _blocks(
 def _linked(
     nodes: list[fx.Node], unreached: set[fx.Node], start: int, count: int, length: int, min_blocks: int
 ) -> Repeats | None:
-    """As many blocks as take their inputs alike, in a row from ``start`` on."""
+    """The consecutive blocks from ``start`` on whose inputs are wired alike."""
     blocks = [nodes[start + n * length : start + (n + 1) * length] for n in range(count)]
     place = {node: index for index, node in enumerate(blocks[0])}
     if not all(_may_be_shared(node) for node in blocks[0]) or not _leaves_gradients_as_they_are(nodes[:start]):
@@ -261,7 +261,7 @@ def _linked(
 def _outside(
     first: Sequence[fx.Node], block: Sequence[fx.Node], place: dict[fx.Node, int]
 ) -> tuple[fx.Node, ...] | None:
-    """What the block takes from outside, in the first block's order; None where it is wired otherwise."""
+    """The block's inputs, in the first block's order; None where it is wired otherwise."""
     inside = set(block)
     found: dict[fx.Node, fx.Node] = {}
     for model, node in zip(first, block, strict=True):
@@ -279,7 +279,7 @@ def _outside(
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
-    """Nodes among the arguments in their order, each as often as it stands there."""
+    """Nodes among the arguments, in order, with repetitions."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
@@ -291,7 +291,7 @@ def _given(block: Sequence[fx.Node]) -> Iterator[int]:
 
 
 def _inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What nodes take from outside, in order, each once."""
+    """The inputs of a range of nodes, in order, each once."""
     inside = set(nodes)
     return list(dict.fromkeys(n for node in nodes for n in _arguments(node) if n not in inside))
 
@@ -337,15 +337,15 @@ def take_apart(module: fx.GraphModule, inputs: Sequence[Any], min_blocks: int) -
 
 
 def _sizes(examples: Mapping[fx.Node, Any]) -> dict[Any, fx.Node]:
-    """Inputs that are symbols of the shape environment, by these."""
+    """Inputs that are symbols of the shape environment, by symbol."""
     found = {node: value.node.expr for node, value in examples.items() if isinstance(value, torch.SymInt)}
     return {expr: node for node, expr in found.items() if expr.is_Symbol}
 
 
 def _unread_sizes(taken: Sequence[fx.Node], sizes: Mapping[Any, fx.Node]) -> list[fx.Node]:
-    """Symbols in the shapes of what a piece takes: as a whole graph has them, whether it reads them or not.
+    """Symbols in the shapes of a piece's inputs that the piece does not read; a whole graph has them as inputs too.
 
-    Guards of a kept graph are about inputs (`graph_cache`), and a size that is none would go unguarded.
+    Guards of a kept graph mention inputs only (`graph_cache`): a size that is no input would have no guard.
     """
     symbols = {symbol for node in taken for symbol in free_symbols_of(_value(node))}
     return [sizes[symbol] for symbol in sorted(symbols, key=str) if symbol in sizes and sizes[symbol] not in taken]
@@ -390,5 +390,5 @@ def _piece(
 
 
 def _example(value: Any) -> Any:
-    """A value as if it came from outside: without a history of gradients."""
+    """A value as an input has it: without a gradient history."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

@@ -1,13 +1,13 @@
-"""What a trace says in a roundabout way, said plainly: detached values, views of views, gradients of pieces.
+"""Cleans up the joint FX graph: drops detach aliases, folds views of views, stacks gradients of rows.
 
-In: the joint graph of forward and backward that AOTAutograd has traced, before it is parted. Out: the same graph with
-fewer nodes. Guarantee: every value that is left has the bits that it had, but that a sum of nothing but -0.0 with zeros
-stays -0.0; what the graph returns is returned as before.
+In: the joint graph of forward and backward that AOTAutograd has traced, before the partition. Out: the same graph with
+fewer nodes. Guarantee: every remaining value keeps its bits, except that a sum of -0.0 and zeros stays -0.0; the graph
+returns the same outputs.
 
-A trace keeps what autograd keeps: sigmoid's result and a detached alias of it, the transpose of a transpose, a tensor
-of zeros with one row filled for each step of a loop over rows. Each costs a call in both passes, each alias is kept for
-backward beside what it is an alias of, and the gradients of all rows together are as many tensors as there are rows,
-each as large as all of them.
+A trace contains what autograd saves: sigmoid's result and a detached alias of it, the transpose of a transpose, a
+tensor of zeros with one row filled for each step of a loop over rows. Each costs a call in both passes, and each alias
+is saved for backward beside its base. The gradients of the rows are as many tensors as there are rows, each as large as
+all rows together.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autofuse.ir.optable import VIEWS, info
 
 aten = torch.ops.aten
 
-LEAST_PIECES = 3  # rows of a gradient that are worth a concatenation of their own
+LEAST_PIECES = 3  # a gradient of at least so many rows is made by concatenation
 
 
 def simplify(graph: fx.Graph) -> int:
-    """Returns how many nodes went."""
+    """Returns the number of removed nodes."""
     before = len(graph.nodes)
     (output,) = graph.find_nodes(op="output")
     leaving = set(output.all_input_nodes)
@@ -41,7 +41,7 @@ def simplify(graph: fx.Graph) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node looks at the memory of its first argument, and does nothing else."""
+    """Whether a node is only a view of its first argument."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.is_view and info(str(target)).kind in VIEWS
 
@@ -68,7 +68,7 @@ def _drop_aliases(graph: fx.Graph, leaving: set[fx.Node]) -> None:
         if same is not None and not is_view(node) and (node in seen_outside or not _lies_like(node, same)):
             same = None
         if same is None and is_view(node) and node not in leaving:
-            # Of one pass: what forward has seen, it would have to keep for backward.
+            # Within one pass only: otherwise forward would have to save the value for backward.
             key = (node.target, _hashable(node.args), _hashable(node.kwargs), node.meta.get("partitioner_tag"))
             first = seen.setdefault(key, node)
             if first._erased:
@@ -77,7 +77,7 @@ def _drop_aliases(graph: fx.Graph, leaving: set[fx.Node]) -> None:
         if same is not None:
             node.replace_all_uses_with(same)
             if node in leaving:
-                leaving.add(same)  # no other result may become it as well
+                leaving.add(same)  # no second result may be replaced by it
             inputs = node.all_input_nodes
             graph.erase_node(node)
             _erase_unused(graph, inputs)
@@ -109,7 +109,7 @@ def _transposed_twice(node: fx.Node) -> fx.Node | None:
 
 
 def _whole_slice(node: fx.Node) -> fx.Node | None:
-    """A slice of all there is, whose node is the slice or its gradient."""
+    """A slice of the whole tensor, where the node is the slice or its gradient."""
     given = list(node.args[1 if node.target is aten.slice.Tensor else 2 :])
     _, start, end, step = given + [0, 0, sys.maxsize, 1][len(given) :]
     is_whole = start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end == sys.maxsize))
@@ -118,7 +118,7 @@ def _whole_slice(node: fx.Node) -> fx.Node | None:
 
 
 def _as_it_is(node: fx.Node) -> fx.Node | None:
-    """Looked at with the sizes that it has."""
+    """A view with the sizes that its base already has."""
     source = node.args[0]
     if isinstance(source, fx.Node) and _is_like(source, node) and _lies_like(node, source):
         return source
@@ -136,12 +136,14 @@ _SAME: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
 
 
 def _view_of_view(node: fx.Node) -> fx.Node | None:
-    """What the source of a view is a view of, where its elements lie in a row, so that any sizes can be looked at."""
+    """The base of a view's source, where that base is contiguous, so that it can be viewed with any sizes."""
     source = node.args[0]
     if node.target is not aten.view.default or not isinstance(source, fx.Node) or source.target is not node.target:
         return None
     base = source.args[0]
-    tags = {n.meta.get("partitioner_tag") for n in (node, source)}  # of one pass: else forward had to keep another
+    tags = {
+        n.meta.get("partitioner_tag") for n in (node, source)
+    }  # within one pass: otherwise forward would have to save another tensor
     if not isinstance(base, fx.Node) or len(tags) > 1 or not _lies_in_a_row(base):
         return None
     return base
@@ -210,7 +212,7 @@ def _stack_rows(graph: fx.Graph, root: fx.Node) -> None:
     if len(rows) < LEAST_PIECES or len(others) > 1:
         return
     if not all(isinstance(number, int) for row in rows for number in row.args[2:4]):
-        return  # which row it is, is only known when it runs
+        return  # the row is known only at run time
     gradients: dict[int, Any] = {}
     dims = {row.args[2] % root.meta["val"].dim() for row in rows}
     (dim, *more) = dims

@@ -1,11 +1,11 @@
-"""Dynamo's traces, kept in files beside AOTAutograd's graphs: the next run of a script starts with its fused graphs.
+"""Dynamo's traces, cached in files beside AOTAutograd's graphs: the next run of a script starts with its fused graphs.
 
-In: a root that is traced, and what its graph was planned as. Out: a file; in a later run, for a call that the trace
-fits, the same code with guards of this process around it. Guarantee: a trace is used only where its guards, built anew
-on the objects that are there (`guard_record`), read as they did when it was traced and hold for the call, where all
-code that Dynamo looked into is still in its place (`fingerprints`), and where torch, Python, autofuse and every switch
-are the same. Whatever differs, or cannot be told, is traced anew. Code with a graph break is not kept, nor pieces of
-equal blocks (`repeated_blocks`), nor graphs of a GPU.
+In: a root that is traced, and its planned graphs. Out: a file. In a later run, a call that the trace fits gets the same
+code under guards of that process. Guarantee: a trace is used only where its guards, built anew on the objects that are
+there (`guard_record`), have the text that they had in the trace and hold for the call, where all code that Dynamo
+inlined is still in its place (`fingerprints`), and where torch, Python, autofuse and every switch are the same.
+Otherwise the root is traced again. Not cached: code with a graph break, pieces of equal blocks (`repeated_blocks`),
+graphs of a GPU.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _SUFFIX = ".trace"
 
 @dataclass(frozen=True)
 class CachedTrace:
-    """One trace as it is written."""
+    """One trace in its stored form."""
 
     dims: tuple[tuple[str, int], ...]  # marked as varying while it was traced
-    places: tuple[Place, ...]  # of all code that Dynamo looked into
+    places: tuple[Place, ...]  # of all code that Dynamo inlined
     classes: str  # the code of all that guards look at
     packages: tuple[tuple[str, str], ...]  # that it belongs to, with their versions
     guards: GuardRecord
@@ -86,13 +86,13 @@ class _Noted(Traced):
 
 
 class Plans(Protocol):
-    """The planner's part: graphs as they were planned."""
+    """The planner's part: stores planned graphs and reads them."""
 
     def switches(self) -> dict[str, str]:
-        """All that a plan depends on beside its graph, by name."""
+        """All settings that a plan depends on besides its graph, by name."""
 
     def to_bytes(self, plans: Mapping[str, Any]) -> bytes:
-        """What the planner has noted, by phase. Raises what says that it cannot be kept."""
+        """The planned graphs by phase, as bytes. Raises where they cannot be stored."""
 
     def from_bytes(self, data: bytes) -> Callable[[str], Call]:
         """A routed call for each phase."""
@@ -102,7 +102,7 @@ _OF_A_CALL = {"gradients", "autocast", "autocast's cache"}  # switches that diff
 
 
 class _OtherState(Exception):
-    """A trace for calls in another state, as of evaluation."""
+    """A trace for calls in another state, such as evaluation mode."""
 
 
 class TraceCache:
@@ -124,7 +124,7 @@ class TraceCache:
         self._report = report
         self._plans = plans
         self._prefix = trace_prefix(root)
-        self._files: list[str] | None = None  # newest first; looked for when first asked for
+        self._files: list[str] | None = None  # newest first; listed on first use
         self._kept: dict[str, CachedTrace] = {}  # those read, by file
         self._refused: dict[str, str] = {}  # why, by file
         self.used = 0
@@ -133,7 +133,7 @@ class TraceCache:
 
     @contextmanager
     def watching(self, dims: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """While the root may be traced; what was traced is kept afterwards."""
+        """Wrap a call that may trace the root; store its traces afterwards."""
         traced = _Noted()
 
         def listen(manager: CheckFunctionManager, code: CodeType, guards: list[Guard], output: Any) -> None:
@@ -155,7 +155,7 @@ class TraceCache:
                 log.info("a trace is not kept: %s: %s", type(error).__name__, error)
 
     def _note(self, traced: _Noted, manager: CheckFunctionManager, guards: list[Guard], output: Any) -> None:
-        """Right after Dynamo has built its guards, when all objects are still as it saw them."""
+        """Record the guards right after Dynamo has built them, while all objects are as it saw them."""
         if traced.problem:
             return
         try:
@@ -222,7 +222,7 @@ class TraceCache:
     def find(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Mapping[str, Any]
     ) -> DirectCall | None:
-        """The code of an earlier run for this call, None where none fits; ``tensors``: of the call, by path."""
+        """The code of an earlier run for this call; None where none fits. ``tensors``: the call's tensors, by path."""
         scope = {"module": module, "args": args, "kwargs": kwargs}
         for name in self._names():
             if name in self._refused:
@@ -275,11 +275,11 @@ class TraceCache:
         return found
 
     def _fit(self, kept: CachedTrace, scope: dict[str, Any], tensors: Mapping[str, Any]) -> Built | str:
-        """The guards for this call, or why there are none; "" where another call may yet fit."""
+        """The guards for this call, or why there are none; "" where the trace may fit another call."""
         with _marked(tensors, kept.dims):
             try:
                 built = build_guards(kept.guards, self._function.__code__, scope, Ambient.of_now())
-            except Exception as error:  # something that guards look at is not there
+            except Exception as error:  # an object that guards read is missing
                 log.info("a kept trace does not fit this call: %s: %s", type(error).__name__, error)
                 return ""
         expected = zlib.decompress(kept.lines).decode().split("\n")
@@ -297,7 +297,7 @@ class TraceCache:
         return built
 
     def _install(self, kept: CachedTrace, built: Built) -> DirectCall:
-        """The code as a function under its guards. Raises what reading graphs raises."""
+        """Make the code a function under its guards. Raises what reading graphs raises."""
         entry = pickle.loads(self._folder.read(kept.graphs))
         entry.guards_expr = None  # Dynamo's guards hold them
         plain: list[Call] = []
@@ -342,7 +342,7 @@ _VALUES = (torch.device, torch.dtype, torch.layout, torch.memory_format, torch.S
 
 
 def _code_apart(code: CodeType) -> tuple[bytes, tuple[tuple[int, Any], ...]]:
-    """Code as bytes, and its constants that are no plain values. Raises Unknown, or ValueError of marshal."""
+    """Code as bytes, and those of its constants that are not plain values. Raises Unknown, or marshal's ValueError."""
     constants = list(code.co_consts)
     apart: list[tuple[int, Any]] = []
     for index, value in enumerate(constants):
@@ -358,7 +358,7 @@ def _code_apart(code: CodeType) -> tuple[bytes, tuple[tuple[int, Any], ...]]:
         raise Unknown(f"code with the constants {constants}") from error
 
 
-_NOT_OF_TRACES = ("debug_dir_root",)  # Dynamo's settings that depend on the current folder, and no trace on them
+_NOT_OF_TRACES = ("debug_dir_root",)  # Dynamo's settings that depend on the current folder; no trace depends on them
 
 
 def _dynamo_settings() -> dict[str, str]:
@@ -395,7 +395,7 @@ _MARK = "_dynamo_weak_dynamic_indices"
 
 @contextmanager
 def _marked(tensors: Mapping[str, Any], dims: Sequence[tuple[str, int]]) -> Iterator[None]:
-    """Tensors marked as they were when the trace was made, and as they are afterwards."""
+    """Mark tensors as varying as they were for the trace, and restore their marks afterwards."""
     before = {path: vars(tensor).get(_MARK) for path, tensor in tensors.items()}
     for tensor in tensors.values():
         vars(tensor).pop(_MARK, None)

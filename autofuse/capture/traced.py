@@ -1,7 +1,7 @@
-"""What is found out about a trace while it is made, by the stages that see a part of it.
+"""Collects what the stages learn about a trace while it is made.
 
-In: notes of Dynamo's backend, of AOTAutograd's cache and of the planner, on the thread that traces. Out: a `Traced`
-for whoever keeps it. Guarantee: where nobody keeps traces, nothing is noted.
+In: notes of Dynamo's backend, of AOTAutograd's cache and of the planner, on the thread that traces. Out: a `Traced` for
+the trace cache. Guarantee: without a trace cache nothing is collected.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _active = threading.local()
 
 
 class Keeper(NamedTuple):
-    """Where traces are kept from one run to the next, and who is told what was refused there."""
+    """The folder in which traces are kept across runs, and the function that is told of refusals."""
 
     folder: PrivateFolder
     report: Callable[[str, str], None]  # kind, message
 
 
 def trace_prefix(root: str) -> str:
-    """How names of files begin that hold traces of a root by this version: others need not be opened, nor Dynamo."""
+    """The prefix of files with a root's traces by this version. Other files need not be opened, nor Dynamo imported."""
     return f"{_prefix(root)}{version()}."
 
 
 def is_of_another_version(name: str, root: str) -> bool:
-    """Whether a file holds a trace of a root that another autofuse, torch or Python has made."""
+    """Whether a file holds a trace of a root by another version of autofuse, torch or Python."""
     return name.startswith(_prefix(root)) and not name.startswith(trace_prefix(root))
 
 
@@ -52,7 +52,7 @@ def _prefix(root: str) -> str:
 
 @cache
 def version() -> str:
-    """Of the code that makes traces and plans what they are: all of ours, torch, Python. 7 ms."""
+    """The version of all code that shapes traces and plans: autofuse, torch, Python. Takes 7 ms."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version}".encode())
     for path in sorted(Path(autofuse.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -81,7 +81,7 @@ def being_traced() -> Traced | None:
 
 @contextmanager
 def noted_in(traced: Traced) -> Iterator[None]:
-    """While a trace is made."""
+    """Collect notes into this trace while it is made."""
     before = being_traced()
     _active.traced = traced
     try:

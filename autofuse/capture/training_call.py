@@ -1,13 +1,13 @@
-"""Calls of a captured training graph without what AOTAutograd asks anew at each of them.
+"""Calls of a captured training graph without the checks that AOTAutograd repeats at each call.
 
 In: the autograd function that AOTAutograd has built for a graph, and its specification. Out: its forward and backward
-pass as two plain functions (`lean_passes`), and a call past the wrapper around it (`plain_apply`); None where they have
-more to do: subclasses, inputs that are written to, aliases, tokens, autocast, generators of a GPU.
-Guarantee: what is saved, checked for writes and freed is as AOTAutograd has it; what is seldom (tangents laid out in
-another way, a backward graph that is not compiled yet) goes AOTAutograd's own way.
+pass as two plain functions (`lean_passes`), and a call past the wrapper around it (`plain_apply`); None where
+AOTAutograd has more to do: subclasses, inputs that are written to, aliases, tokens, autocast, generators of a GPU.
+Guarantee: tensors are saved, checked for writes and freed as AOTAutograd does it. Rare cases (tangents with other
+strides, a backward graph that is not compiled yet) are left to AOTAutograd.
 
-Why: of a call of three operators and its backward pass, 71 us, eager's took 43 (64 elements, torch 2.13, AMD EPYC,
-2026-11): checks of each argument's class, a closure and two contexts a pass.
+Why: a call of three operators and its backward pass took 71 us, and eager's 43 (64 elements, torch 2.13, AMD EPYC,
+2026-11). The difference is checks of each argument's class, a closure and two contexts per pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass] | None:
 
 
 def plain_apply(function: Any, spec: Any) -> Pass | None:
-    """What AOTAutograd's wrapper calls in the end, where it only passes on its arguments and what comes back."""
+    """The function that AOTAutograd's wrapper calls, where the wrapper only passes on arguments and results."""
     try:
         meta = spec.fw_metadata
         is_plain = (
@@ -40,7 +40,7 @@ def plain_apply(function: Any, spec: Any) -> Pass | None:
             # Inputs without a gradient of their own that need one elsewhere, which others detach for nothing.
             and not any(meta.input_info[i].requires_grad for i in spec.indices_of_inps_to_detach)
             and meta.grad_enabled_mutation is None
-            and torch.is_grad_enabled()  # as Dynamo's guards will ask
+            and torch.is_grad_enabled()  # as Dynamo's guards will read it
             and not runtime_wrappers._should_disable_saved_tensors_hooks()
         )
         mark: Pass = runtime_wrappers.mark_dynamo_propagated_dynamic_indices
@@ -132,7 +132,7 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
 
 
 class _Tangent(NamedTuple):
-    """A gradient that the backward graph reads, and how it has to lie in memory."""
+    """A gradient that the backward graph reads, and the layout that it must have."""
 
     place: int  # among all gradients
     layout: Any  # a memory format; None where size and stride tell

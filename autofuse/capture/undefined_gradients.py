@@ -1,9 +1,9 @@
 """Gradients of outputs that the loss does not use, in graphs that AOTAutograd compiles for all outputs at once.
 
 In: a backward graph, and the gradients that a backward pass has for a graph's outputs, None where the loss does not use
-one. Out: what the graph takes in their place (zeros), which of its results there are, and whether zeros would do.
-Guarantee: an input gets a gradient exactly if an output that the loss uses depends on it, as in eager; an optimizer
-skips what has none, and would decay and move what has zeros.
+one. Out: the graph's inputs in place of the missing ones (zeros), which of its results are defined, and whether zeros
+are correct. Guarantee: an input gets a gradient exactly if an output that the loss uses depends on it, as in eager. An
+optimizer skips parameters without a gradient, but would decay and move parameters whose gradient is zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 _aten = torch.ops.aten
 _DIVISIONS = {_aten.div.Tensor}
 _PRODUCTS = {_aten.mul.Tensor}
-# What may be infinite though all that was kept is finite.
+# Operators whose result may be infinite though all saved tensors are finite.
 _UNBOUNDED = {
     *(_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar),
     *(_aten.rsqrt.default, _aten.reciprocal.default, _aten.exp.default),
@@ -28,7 +28,7 @@ _UNBOUNDED = {
 
 
 class UndefinedGradients(NamedTuple):
-    """What of a backward graph is made of which tangents, by their numbers."""
+    """Which results of a backward graph depend on which tangents, by number."""
 
     tangents: int = 0
     results: tuple[tuple[int, ...], ...] = ()  # of each input's gradient
@@ -36,20 +36,20 @@ class UndefinedGradients(NamedTuple):
 
     @property
     def parted(self) -> list[int]:
-        """Inputs that some tangents lead to, and others do not."""
+        """Inputs whose gradient depends on some tangents, and not on others."""
         return [i for i, found in enumerate(self.results) if 0 < len(found) < self.tangents]
 
     @property
     def has_risks(self) -> bool:
-        """Whether some loss may use outputs for which zeros in the place of the others would not do."""
+        """Whether some loss may use outputs such that zeros for the others would be wrong."""
         return any(len(found) < self.tangents for found in self.risks)
 
     def may_be_zero(self, present: set[int]) -> bool:
-        """Whether zeros in the place of the others change nothing: 0 * inf would be NaN where eager adds nothing."""
+        """Whether zeros for the other tangents change nothing: 0 * inf would be NaN where eager adds nothing."""
         return all(not present.isdisjoint(found) for found in self.risks)
 
     def only_reached(self, results: Sequence[Any], present: set[int]) -> tuple[Any, ...]:
-        """The gradients that eager has. What is made of no tangent at all stays."""
+        """The gradients that eager has. Results that depend on no tangent stay."""
         if len(results) != len(self.results):
             return tuple(results)
         return tuple(
@@ -59,7 +59,7 @@ class UndefinedGradients(NamedTuple):
 
 
 def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
-    """The data flow of a backward graph is the reach of autograd: what is made of a tangent, the output leads to."""
+    """Read the reach of each output from the backward graph: the gradients that depend on its tangent."""
     found: dict[fx.Node, frozenset[int]] = {}
     tangents, risks = 0, set()
     for node in backward.graph.nodes:
@@ -79,7 +79,7 @@ def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
 
 
 def _may_meet_infinity(node: fx.Node, found: dict[fx.Node, frozenset[int]]) -> bool:
-    """A gradient that is divided by a tensor, or multiplied by what backward computes from what was kept."""
+    """Whether a gradient is divided by a tensor, or multiplied by what backward computes from saved tensors."""
     if node.target in _DIVISIONS:
         return isinstance(node.args[1], fx.Node)
     kept = [n for n in node.all_input_nodes if not found[n]]
@@ -106,7 +106,7 @@ def tangent_places(metadata: Any) -> list[int]:
 
 
 def filled(grads: Sequence[Any], places: Sequence[int], ctx: Any) -> list[Any]:
-    """With zeros for tangents that are absent, which the graph adds up with the others."""
+    """The tangents, with zeros for absent ones that the graph adds to others."""
     found = list(grads)
     for place in places:
         if found[place] is None:
@@ -116,7 +116,7 @@ def filled(grads: Sequence[Any], places: Sequence[int], ctx: Any) -> list[Any]:
 
 
 def is_watched(tensors: Sequence[Any]) -> bool:
-    """Whether someone waits for gradients of these: a hook is called, with None, also for what the loss did not use."""
+    """Whether hooks watch gradients of these tensors: a hook is called, with None, also where the loss used nothing."""
     distributed = sys.modules.get("torch.nn.parallel.distributed")
     if distributed is not None and getattr(distributed.DistributedDataParallel, "_active_ddp_module", None) is not None:
         return True
