@@ -1,8 +1,8 @@
-"""What is decided and what is loaded, in memory: the script's side of the store, and the devices it is for.
+"""Decisions and loaded kernels in memory: the script's side of the store, for the devices in use.
 
-In: decisions and kernels that the background thread reads. Out: the choice for a node in one shape, at one place.
-Guarantee: a look-up never blocks and never touches a file; of several decisions for a model of device the narrowest
-bucket wins, then the latest. Kernels are loaded once for each device, and none while the script records a CUDA graph.
+In: decisions and kernels, which the background thread reads. Out: the choice for a node in one shape, at one place.
+Guarantee: a look-up never blocks and never touches a file. Among several decisions for a device model, the narrowest
+bucket wins, then the latest. Kernels are loaded once per device, and never during CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DecisionTable:
         return sum(len(decisions) for decisions in self._by_node.values())
 
     def update(self, decisions: Iterable[Decision]) -> int:
-        """Take over decisions, later ones replacing earlier ones of the same bucket; returns how many."""
+        """Add decisions; later ones replace earlier ones of the same bucket. Returns how many."""
         count = 0
         for decision in decisions:
             key = decision.key
@@ -64,7 +64,7 @@ class DecisionTable:
 
 
 class KernelShelf:
-    """Kernels by compile key, loaded for each device that asks."""
+    """Kernels by compile key, loaded for each device that requests them."""
 
     def __init__(self, load: Callable[[KernelRecord, torch.device], Entry]) -> None:
         self._load = load
@@ -73,7 +73,7 @@ class KernelShelf:
         self._lock = make_lock()
 
     def add(self, digest: str, record: KernelRecord | None) -> None:
-        """Keep what the store gave for ``digest``; None where it had nothing."""
+        """Keep the store's kernel for ``digest``; None where it had none."""
         self._records[digest] = record
 
     def was_read(self, digest: str) -> bool:
@@ -83,7 +83,7 @@ class KernelShelf:
         return self._records.get(digest) is not None
 
     def entry(self, digest: str, device: torch.device) -> Entry | None:
-        """The kernel, ready to launch; None where it is not here (yet). Loading takes 0.2 ms, once."""
+        """The kernel, ready to launch; None where it has not been read (yet). Loading takes 0.2 ms, once."""
         key = (digest, device)
         if key in self._entries:
             return self._entries[key]
@@ -102,7 +102,7 @@ class KernelShelf:
 
 
 def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Sequence[int], place: Place) -> Choice:
-    """What the table says, as far as its kernel is here."""
+    """The table's decision, if its kernel has been read."""
     decision = table.find(fusion_id, values, place)
     if decision is None:
         return UNKNOWN
@@ -110,21 +110,21 @@ def choose(table: DecisionTable, shelf: KernelShelf, fusion_id: str, values: Seq
         return Choice(known=True, in_one=decision.candidate.config == IN_ONE)
     entry = shelf.entry(decision.compile_key, place.device)
     if entry is None:
-        # Eager until its kernel is here. One that the store has not (any more) counts as not tuned.
+        # Eager until the kernel has been read. A kernel that is not in the store (any more) counts as not tuned.
         return Choice(known=shelf.has(decision.compile_key))
     return Choice(known=True, entry=entry, tag=decision.compile_key)
 
 
 @dataclass(frozen=True)
 class Absorbed:
-    """What was new."""
+    """The new decisions and kernels of one read."""
 
     has_decisions: bool
     fusion_ids: frozenset[str] | None  # of the nodes concerned, None: any
 
 
 class Catalogue:
-    """All of it: devices in use, decisions for their models, kernels."""
+    """The devices in use, decisions for their models, kernels."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class Catalogue:
         report: Callable[[str, str, BaseException], None],
         folder: PrivateFolder | None = None,
     ) -> None:
-        """``versions``: of the decisions that count; ``report(kind, what, error)`` says what failed; ``folder``: for
-        notes that later runs start sooner with."""
+        """``versions``: of valid decisions; ``report(kind, what, error)`` takes failures; ``folder``: for notes with
+        which later runs start sooner."""
         self.backends = Backends(settings.cc or None, cpu, folder)
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
@@ -152,7 +152,7 @@ class Catalogue:
         return self.backends.cpu.toolchain
 
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
-        """What is decided for a node, as far as its kernel is here and ``run.fuel`` lasts."""
+        """The choice for a node, if its kernel has been read and ``run.fuel`` is not used up."""
         place = self.backends.place(device)
         if place is None:
             return UNKNOWN
@@ -178,7 +178,7 @@ class Catalogue:
                 self._absorbed[key] = max(number for number, _ in found)
                 rows += found
         self.table.update(d for _, d in rows)
-        # A kernel that was not there is looked for once more when a decision names it anew.
+        # A missing kernel is looked up again when a new decision names it.
         new = {d.compile_key for _, d in rows}
         wanted = [
             key

@@ -1,7 +1,7 @@
 """``AUTOFUSE_CHECK=1``: each routed call beside eager's, to find a wrong kernel.
 
-In: the fused and the unfused callable of a node. Out: a callable that runs both, answers with eager's
-result where they differ, and says so once.
+In: the fused and the unfused callable of a node. Out: a callable that runs both; where they differ it returns eager's
+result and reports it once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLACK = 64.0
 
 
 def check_against(node: NodeState, fused: NodeCall, unfused: NodeCall, say: Callable[[str, str], None]) -> NodeCall:
-    """A callable of the node's inputs that compares before it answers."""
+    """A callable of the node's inputs that compares both results before it returns."""
 
     def checked(*inputs: torch.Tensor) -> Any:
         if node.slot.device.type != "cpu" and capturing.is_capturing():

@@ -1,7 +1,7 @@
-"""What is decided about a node in one shape, and what routers ask of the session that owns them.
+"""The choice for a node in one shape, and the protocol by which routers query their session.
 
-In: nothing; these are the words between those who route and those who know. Out: `Choice`, `RouterHost`.
-Guarantee: neither side needs to import the other.
+In: nothing; these are the types that router and catalogue share. Out: `Choice`, `RouterHost`. Guarantee: neither side
+needs to import the other.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Choice:
     known: bool  # a decision exists, for or against fusing
     entry: Entry | None = None  # the loaded kernel of the winner, None for eager
     tag: str = ""  # tells one kernel from another
-    in_one: bool = False  # eager, and a group as a whole: its parts lost against eager's operations in their order
+    in_one: bool = False  # eager for a whole group: its parts lost to eager's operations in their order
 
 
 UNKNOWN = Choice(known=False)
 
 
 class RouterHost(Protocol):
-    """What the router asks of the session. All of it in memory; none of it may block, but `settle_plan`."""
+    """The queries of the router. All are answered from memory; only `settle_plan` may block."""
 
     @property
     def threads(self) -> int: ...
@@ -42,7 +42,7 @@ class RouterHost(Protocol):
     def node_failed(self, node: NodeState, problem: str) -> None: ...
 
     def settle_plan(self, plan: Plan) -> bool:
-        """Called before a plan runs that may still change; True once it need not be asked again."""
+        """Called before a plan that may still change runs; True once it need not be called again."""
 
     def new_plan(self, plan: Plan) -> None: ...
 

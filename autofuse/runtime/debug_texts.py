@@ -1,4 +1,4 @@
-"""What ``run.debug`` tells of plans and graphs, as text (`autofuse.debug` says at which level).
+"""The texts of plans and graphs for ``run.debug`` (`autofuse.debug` has the levels).
 
 In: plans, routers, planned nodes and refusals. Out: blocks of lines, one for a graph in one shape.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def routes_text(phase: str, symbols: Sequence[str], plan: Plan) -> str:
-    """``forward graph with s0=8: fused 1 of 2``, and what each node runs."""
+    """``forward graph with s0=8: fused 1 of 2``, and the kernel of each node."""
     head = f"{_graph(phase, symbols, plan)}: fused {plan.fused_nodes} of {len(plan.nodes)}"
     return "\n".join(
         [head, *(f"  {node.slot.node.label}: {_route(index, node, plan)}" for index, node in _nodes(plan))]
@@ -25,7 +25,7 @@ def routes_text(phase: str, symbols: Sequence[str], plan: Plan) -> str:
 
 
 def timings_text(phase: str, symbols: Sequence[str], plans: Iterable[Plan]) -> str:
-    """Medians of the sampled calls of a graph, in each shape that it ran in."""
+    """Medians of a graph's sampled calls, for each shape that it ran in."""
     lines = []
     for plan in plans:
         whole = f", {plan.graph_us():.1f} us each" if plan.graph_us() else ""
@@ -40,7 +40,7 @@ def timings_text(phase: str, symbols: Sequence[str], plans: Iterable[Plan]) -> s
 
 
 def plan_text(phase: str, nodes: Sequence[FusionNode], refusals: Sequence[Refusal]) -> str:
-    """The nodes of a graph, then what was not fused and why."""
+    """The nodes of a graph, then the operations that were not fused, with the reasons."""
     words = words_of(RefusalReason, LoweringReason)
     lines = [f"{phase} graph, nodes: {len(nodes)}", *(f"  {node.label}: {node.operation_names}" for node in nodes)]
     refused = [refusal for refusal in refusals if not refusal.accepted]
@@ -54,7 +54,7 @@ def _graph(phase: str, symbols: Sequence[str], plan: Plan) -> str:
 
 
 def _nodes(plan: Plan) -> Iterable[tuple[int, NodeState]]:
-    """All but those that a group runs."""
+    """All nodes except those that a group runs."""
     return ((index, node) for index, node in enumerate(plan.nodes) if not node.covered)
 
 

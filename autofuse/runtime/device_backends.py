@@ -1,9 +1,9 @@
-"""The devices that a script's nodes run on: how their decisions are keyed, how their kernels are loaded.
+"""The devices of a script's nodes: the keys of their decisions, and the loading of their kernels.
 
-In: the device of a graph's tensors. Out: its `Place`, and what stands in the way of tuning for it.
-Guarantee: decisions follow the model of a device, loaded kernels its index, so equal GPUs share what was tuned and
-different ones never do. A GPU is asked about only once the script itself has put tensors there: nothing here is the
-first to start CUDA. What one backend lacks does not touch the other.
+In: the device of a graph's tensors. Out: its `Place`, and why tuning for it is impossible, if it is. Guarantee:
+decisions belong to the model of a device and loaded kernels to its index, so equal GPUs share decisions and different
+ones never do. A GPU is queried only after the script has put tensors there: this module never starts CUDA first. A
+problem of one backend does not affect the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Place:
 
     device: torch.device
     key: str  # DeviceInfo.key of its model
-    threads: int  # that torch computes with on a CPU; 0 on a GPU
+    threads: int  # torch's threads on a CPU; 0 on a GPU
 
 
 class Backend(Protocol):
@@ -63,7 +63,7 @@ class CpuBackend:
 
     @functools.cached_property
     def _found(self) -> Toolchain | CompilerError | OSError:
-        """Looked for when somebody asks: 0.5 s of its probes."""
+        """The compiler, searched on first use: its probes take 0.5 s."""
         try:
             return find_toolchain(self._cc, self._folder)
         except (CompilerError, OSError) as error:  # the latter: no folder for temporary files
@@ -83,7 +83,7 @@ class CpuBackend:
         return self._device
 
     def threads(self) -> int:
-        """Read anew each time: the script may change it at any time."""
+        """Torch's thread count, read at each use: the script may change it at any time."""
         return int(torch.get_num_threads())
 
     def load(self, digest: str, name: str, binary: bytes, device: torch.device) -> Entry:
@@ -92,7 +92,7 @@ class CpuBackend:
 
 
 class GpuBackend:
-    """Triton kernels. Tuning needs Triton, launching what is tuned does not."""
+    """Triton kernels. Tuning needs Triton, launching tuned kernels does not."""
 
     def __init__(self) -> None:
         self.problem: tuple[str, str] | None = None
@@ -115,17 +115,17 @@ class Backends:
     """The devices in use."""
 
     def __init__(self, cc: str | None, cpu: DeviceInfo, folder: PrivateFolder | None = None) -> None:
-        """``cpu``: as it was before the script could pin its threads to some of the cores; ``folder``: for notes."""
+        """``cpu``: read before the script could pin its threads to some cores; ``folder``: for notes."""
         self.cpu = CpuBackend(cc, cpu, folder)
         self._by_type: dict[str, Backend] = {"cpu": self.cpu, "cuda": GpuBackend()}
         self._in_use: dict[torch.device, DeviceInfo] = {CPU: self.cpu.describe(CPU)}
         self._seen: set[torch.device] = set()
 
     def use(self, device: torch.device) -> bool:
-        """Take note of a device; True the first time, for one that nodes can run on."""
+        """Add a device; True the first time, for a device that nodes can run on."""
         if device in self._seen or device.type not in self._by_type:
             return False
-        self._seen.add(device)  # first: what cannot be described is not asked again
+        self._seen.add(device)  # first, so that a device that cannot be described is not queried again
         if device not in self._in_use:
             self._in_use = {**self._in_use, device: self._by_type[device.type].describe(device)}
         return True
@@ -153,7 +153,7 @@ class Backends:
         return backend.problem
 
     def load(self, record: KernelRecord, device: torch.device) -> Entry:
-        """A kernel of the store, or a strategy with all of its kernels, as this process can launch it."""
+        """Make a stored kernel, or a strategy with all of its kernels, launchable in this process."""
         backend = self._by_type[device.type]
         is_ours = device.type != "cpu" or is_for_this_cpu(record.key.target)
         if not is_ours and has_machine_code(record.binary):

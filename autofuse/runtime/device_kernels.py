@@ -1,7 +1,7 @@
-"""What is decided for the devices in use, and the kernels of it: brought by the first who asks.
+"""Decisions and kernels for the devices in use; the catalogue is imported on first use.
 
-In: the context of a run. Out: the choice for a node on a device, and where a node's decisions belong. Guarantee: a
-device that cannot be used is said once, and its nodes run on eager's kernels; until somebody asks nothing is imported.
+In: the context of a run. Out: the choice for a node on a device, and the place of its decisions. Guarantee: a device
+that cannot be used is reported once, and its nodes run eager's kernels. Nothing is imported before the first use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeviceKernels:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the catalogue is there."""
+        """Whether the catalogue has been made."""
         return self._catalogue is not None
 
     @property
@@ -59,14 +59,14 @@ class DeviceKernels:
 
     @property
     def threads(self) -> int:
-        """Threads torch computes with now on the CPU."""
+        """The number of threads that torch now uses on the CPU."""
         return int(torch.get_num_threads())
 
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
         return self.catalogue.choose(fusion_id, values, device)
 
     def use_device(self, device: torch.device) -> None:
-        """The script has tensors there: read what is decided for its model."""
+        """Called when the script has tensors on a device: read the decisions for its model."""
         try:
             is_new = self.catalogue.backends.use(device)
         except Exception as error:
@@ -76,7 +76,7 @@ class DeviceKernels:
             self._context.store_thread.absorb_again(ABSORB_SECONDS)
 
     def tunable(self, device: torch.device) -> Place | None:
-        """Where a node's decisions belong; None where nothing can be tuned for the device, which is said once."""
+        """The place of a node's decisions; None where the device cannot be tuned for, which is reported once."""
         problem = self.catalogue.backends.problem(device)
         if problem is None:
             return self.catalogue.backends.place(device)

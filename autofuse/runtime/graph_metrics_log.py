@@ -1,7 +1,7 @@
-"""What reports say of captured graphs: before and after fusion, estimates and source lines of nodes.
+"""Metrics of captured graphs for reports: before and after fusion, estimates and source lines of nodes.
 
-In: a routed graph and what was found out when it was planned, in this run or in an earlier one. Out: one event a graph,
-when the run ends and its calls are known. Guarantee: never raises; a graph that cannot be measured is left out.
+In: a routed graph, and the findings of its planning in this run or an earlier one. Out: one event per graph, at the end
+of the run, when the number of its calls is known. Guarantee: never raises; a graph that cannot be measured is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Described:
-    """What reports say of a planned graph."""
+    """What reports need of a planned graph."""
 
     estimates: dict[str, float]  # fusion_id -> estimated speedup
     sources: dict[str, str]  # fusion_id -> first source line
@@ -43,14 +43,14 @@ class GraphMetricsLog:
         self._graphs: list[tuple[GraphRouter, dict[str, Any]]] = []
 
     def add(self, router: GraphRouter, described: Described) -> None:
-        """A graph is routed from now on."""
+        """Add a graph that is now routed."""
         self.estimates = described.estimates | self.estimates
         self.sources = described.sources | self.sources
         if described.metrics is not None:
             self._graphs.append((router, described.metrics | {"fusion": described.fusion.to_json()}))
 
     def post(self, post_event: Callable[[Event], None]) -> None:
-        """One event a graph, with its calls so far."""
+        """Post one event per graph, with its calls so far."""
         for router, data in self._graphs:
             message = f"{data['phase']}: {data['before']['nodes']} nodes, {data['after']['nodes']} after fusion"
             post_event(Event(GRAPH_METRICS, message, data | {"calls": router.calls()}))
@@ -62,7 +62,7 @@ def measure_graph(
     nodes: Sequence[FusionNode],
     wholes: Sequence[Collection[str]] = (),
 ) -> dict[str, Any] | None:
-    """A graph as it is and as it is planned, None where that fails; ``wholes``: names that one kernel may take in."""
+    """Metrics of a graph, unfused and as planned; None on failure. ``wholes``: names that one kernel may take in."""
     with untouched():
         from autofuse.fusion.metrics import has_kernel, measure_graph
         from autofuse.strategies.kernel_count import planned_kernels
@@ -74,13 +74,13 @@ def measure_graph(
     except Exception as error:
         log.debug("a %s graph has no metrics: %s", router.phase, error)
         return None
-    # Captured anew for other sizes, a graph has the same operators: reports add such graphs up.
+    # A graph that is captured again for other sizes has the same operators: reports add such graphs up.
     operators = " ".join(op.target for op in graph.operations if has_kernel(op))
     data = {
         "phase": router.phase,
         "times": router.times,  # calls in a step
         "operators": hashlib.sha256(operators.encode()).hexdigest()[:16],
-        # Not a line of ours: a torch container has no other.
+        # Skip autofuse's own lines: a torch container has no other source line.
         "source": next((op.source for op in graph.operations if op.source and op.source[0] != "<"), ""),
         "before": before.to_json(),
         "after": after.to_json(),

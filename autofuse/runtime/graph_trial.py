@@ -1,9 +1,9 @@
-"""A captured graph against the original: which calls run the original, what both take, and for which sizes it loses.
+"""A captured graph against the original: which calls are held out, the times of both, and the sizes for which it loses.
 
-In: calls of a root or of a graph, their shapes, and the clock. Out: what a call is for (`GraphTrial.choose`), step
-samples, and a verdict on each magnitude of sizes (`ReleasePolicy`), told to ``on_loss``. A step is the time from one
-call to the next, since a backward pass is nowhere else; where the call is all there is of it, its caller says what it
-took (`GraphTrial.call_took`). Guarantee: nothing is said of steps in which anything changed.
+In: calls of a root or of a graph, their shapes, and the clock. Out: the purpose of a call (`GraphTrial.choose`), step
+samples, and a verdict for each magnitude of sizes (`ReleasePolicy`), reported to ``on_loss``. A step lasts from one
+call to the next, because only so it includes the backward pass. Where a step is the call alone, the caller reports its
+time (`GraphTrial.call_took`). Guarantee: steps in which anything changed are not compared.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
     from autofuse.runtime.peak_memory import RootPeaks
 
-PAIRED = 3  # captured calls of a shape that a held-out one is compared with, at least
-# With more signatures than that each is seldom: all calls are timed.
+PAIRED = 3  # captured calls of a shape, at least, before a held-out one is compared with them
+# With more signatures than this, each is rare: all calls are timed.
 MAX_BRIEF = 4
-SHORT_CALL_US = 5000.0  # below this it shows whether a call finds its code in the caches
-# Signatures that are compared only with themselves; with more of them each is rare, and is compared with its like.
+SHORT_CALL_US = 5000.0  # shorter calls depend on whether their code is in the CPU's caches
+# Up to so many signatures are compared only with themselves; with more, each is rare and is compared with similar ones.
 MAX_EXACT = 16
-# A graph that loses while kernels for it are still to come rests for so many calls, each time for twice as many.
+# A graph that loses while its kernels are still being tuned rests for so many calls, each time for twice as many.
 FIRST_REST = 256
 LONGEST_REST = 1 << 14
-ASKED_EVERY = 32  # resting calls: whether kernels are still to come
-MAX_SHAPES = 4096  # kept; a shape that is let go is met as a new one should it come again
+ASKED_EVERY = 32  # resting calls between tests whether kernels are still to come
+MAX_SHAPES = 4096  # kept; an evicted shape counts as new if it comes again
 OnLoss = Callable[[Shape, Loss, bool, bool], None]  # shape, loss, whether calls are short, whether all sizes have lost
 
 
 class Costs(NamedTuple):
-    """What a captured call costs more than a released one, in microseconds, where caches are full of other things."""
+    """Extra cost of a captured call over a released one, in microseconds, with cold CPU caches."""
 
     brief: float  # of a call that is not timed
     timed: float
@@ -64,7 +64,7 @@ class GraphTrial:
         self.shapes: dict[Any, Shape] = {}  # by signature
         self.verdicts = ReleasePolicy()
         self.gain = 0.0  # of the present kernels, see `ReleasePolicy.gain`; 0 while it is not known
-        self.late = LateTimes(services.timer)  # what the device has not told yet
+        self.late = LateTimes(services.timer)  # steps whose device times are not known yet
         self._costs = costs
         self._peaks = peaks
         self._on_loss = on_loss
@@ -73,15 +73,15 @@ class GraphTrial:
         self._held_out = self._new_held_out()
         self._resting: dict[int, int] = {}  # calls left, by magnitude
         self._rests: dict[int, int] = {}  # how often each has rested
-        self._is_marked = False  # the plans that run in the open step are noted
-        self._is_watched = False  # so are the allocations of the call that was chosen last
+        self._is_marked = False  # plans of the open step are recorded
+        self._is_watched = False  # allocations of the call that was chosen last are recorded
         self._call_us: float | None = None  # of the open step, where it has no backward pass
 
     def _new_held_out(self) -> HeldOutCalls:
         return HeldOutCalls(self._context.settings.capture.held_out_share, PAIRS_BEFORE_RELEASE)
 
     def restart(self) -> None:
-        """Hold out calls as if nothing had been captured before."""
+        """Hold out calls again, as after a first capture."""
         self._held_out = self._new_held_out()
 
     # ---- a call ----------------------------------------------------------------------------------------
@@ -95,13 +95,13 @@ class GraphTrial:
         is_one = text in self._sizes or len(self._sizes) < MAX_EXACT
         text = text if is_one else str(without_sizes(signature))
         sizes = self._sizes.setdefault(text, Sizes(text, is_one))
-        # What the last new one ran may fit this one too: a graph with symbolic sizes does.
+        # The code of the last new shape may fit this one too: a graph with symbolic sizes does.
         direct: tuple[DirectCall, ...] = self._newest.direct if self._newest is not None else ()
         shape = self.shapes[signature] = self._newest = Shape(sizes, count_elements(signature), direct, is_eager)
         return shape
 
     def choose(self, shape: Shape, number: int) -> Held:
-        """What the next call, the ``number``-th, is for."""
+        """Choose the purpose of the next call, the ``number``-th."""
         context = self._context
         near = shape.sizes.near(shape.elements)
         has_pair = len(near) >= PAIRED
@@ -135,16 +135,16 @@ class GraphTrial:
 
     @property
     def is_resting(self) -> bool:
-        """All sizes that come run the original module, for now."""
+        """Whether calls of all sizes run the original module for now."""
         sizes = {magnitude(shape.elements) for shape in self.shapes.values()} if self._resting else set()
         return bool(sizes) and sizes <= {*self._resting}
 
     def _is_settled(self, shape: Shape) -> bool:
-        """Whether the kernels of a shape are those that stay."""
+        """Whether the kernels of a shape are final."""
         return shape.fused_at == self._context.disturbances and not self._tuning.expects_more()
 
     def begin(self, shape: Shape | None, held: Held, number: int, now: float, stretch: Stretch | None = None) -> None:
-        """The call that was chosen begins, and with it a step; ``shape``: None where nothing is compared."""
+        """Begin the chosen call, and with it a step; ``shape``: None where nothing is compared."""
         is_watched, self._is_watched = self._is_watched, False
         if held is Held.RESTING:
             shape, held = None, Held.NO
@@ -153,11 +153,11 @@ class GraphTrial:
             self._context.held_out_calls += 1
 
     def call_took(self, seconds: float) -> None:
-        """The call that has begun is all of its step that is to be compared."""
+        """Note the time of the call, where the call is all of its step that is compared."""
         self._call_us = seconds * 1e6
 
     def free_calls(self, shape: Shape) -> int:
-        """How many calls, this one among them, need neither be timed nor held out; 0 for none."""
+        """How many calls, including this one, need neither be timed nor held out; 0 for none."""
         shapes = self.shapes
         if self._resting or self._is_watched or self.on_gpu or not shape.is_short or len(shapes) > MAX_BRIEF:
             return 0
@@ -167,7 +167,7 @@ class GraphTrial:
             return 0
         if (
             self.verdicts.any_lost and not self.skips_lost
-        ):  # a code that fits all sizes would run those as well that stay in eager
+        ):  # code that fits all sizes would also run the sizes that stay in eager
             return 0
         if any(len(known.sizes.recent) < PAIRED for known in shapes.values()):
             return 0
@@ -175,11 +175,11 @@ class GraphTrial:
         return free if free >= 2 else 0
 
     def skip(self, calls: int) -> None:
-        """So many of the free calls will not be asked about."""
+        """Skip so many of the free calls: `choose` is not called for them."""
         self._held_out.skip(calls)
 
     def end_untimed(self, began: float, now: float) -> None:
-        """Calls that were not timed are over."""
+        """End a stretch of untimed calls."""
         us = (now - began) * 1e6
         self.total_us += us
         self._context.step_us_total += us
@@ -187,7 +187,7 @@ class GraphTrial:
     # ---- steps -----------------------------------------------------------------------------------------
 
     def end_step(self, now: float) -> None:
-        """A step is the time from one call to the next: the host's, on a GPU that of the root's stream."""
+        """End the step, which lasts from one call to the next: by the host's clock, on a GPU by the root's stream."""
         if self.opened is not None:
             self._end(self.opened, now)
         if self.late:
@@ -210,7 +210,7 @@ class GraphTrial:
         is_disturbed = disturbances != context.disturbances
         if shape.fused_at != disturbances and held is Held.NO:
             if fused != shape.fused:
-                if shape.is_counted:  # what was measured before is no longer so
+                if shape.is_counted:  # earlier measurements are no longer valid
                     shape.sizes.recent.clear()
                     self.verdicts.clear()
                     self.gain = 0.0
@@ -232,7 +232,7 @@ class GraphTrial:
         self._add_step(opened, (nanoseconds or 0) / 1e3)
 
     def _add_step(self, opened: OpenStep, step_us: float) -> None:
-        """A time of 0 stands for one that is not to be compared."""
+        """Add the time of a step; 0 stands for a step that is not compared."""
         _, shape, held, number, _, _, _ = opened
         assert shape is not None
         held_out = held is not Held.NO
@@ -253,7 +253,7 @@ class GraphTrial:
             return
         near = shape.sizes.near(shape.elements)
         if len(near) >= PAIRED:
-            # Released, the original would be as fast as a held-out call is without us.
+            # A released root would be as fast as a held-out call without autofuse.
             outside_us = 0.0 if self._call_us is not None else self._costs.timed
             has_briefs = len(self.shapes) <= MAX_BRIEF and (self.skips_lost or not self.verdicts.any_lost)
             added_us = self._costs.brief if has_briefs else self._costs.timed
@@ -269,16 +269,16 @@ class GraphTrial:
             self._rest(loss)
         elif loss is not None:
             self.verdicts.lose(loss)
-            # A shape that came once or twice has no say: no pair of it will ever be known.
+            # A shape that came once or twice does not count: it will never have a pair of samples.
             seen = [known for known in self.shapes.values() if len(known.sizes.near(known.elements)) >= PAIRED]
             self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
         elif is_unsure(ratios):
             self._held_out.extend(magnitude(shape.elements))
 
     def _rest(self, loss: Loss) -> None:
-        """What loses before its kernels are there may yet win with them; the script runs in eager meanwhile."""
+        """Run eager for a while: a graph that loses before its kernels are tuned may yet win with them."""
         self.verdicts.forget(loss.magnitudes)
-        self.gain = 0.0  # later runs would take it for what the kernels to come gain
+        self.gain = 0.0  # later runs would read it as the gain of the kernels to come
         for size in loss.magnitudes:
             times = self._rests.get(size, 0)
             self._rests[size] = times + 1

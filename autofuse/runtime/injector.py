@@ -1,10 +1,10 @@
-"""`RuntimeShapeInjector`: what is checked of a node's inputs when it runs, and what answers where they do not fit.
+"""`RuntimeShapeInjector`: checks a node's inputs at run time, and makes the fallback for inputs that do not fit.
 
 In: a node or its form, a kernel's callable. Out: the checks as operations (data); callables of the inputs of the node.
 The router takes each node's first call and its fallback from here; its plans are the dispatch on shapes, one look-up
-for all nodes of a graph.
-Guarantee: a call that fails a check, or a shape without a specialised kernel, still gets eager's answer. Only the first
-call of a fused callable is checked: sizes and strides of the calls that follow come from the same plan.
+for all nodes of a graph. Guarantee: a call that fails a check, or a shape without a specialised kernel, still gets
+eager's result. Only the first call of a fused callable is checked: sizes and strides of the calls that follow come from
+the same plan.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class RuntimeShapeInjector:
         settle: Callable[[str | None], None],
         device: torch.device | None = None,
     ) -> NodeCall:
-        """The first call of a fused node: run it only if the inputs are what the form promises, and on ``device``.
+        """The first call of a fused node: run the kernel only if the inputs are on ``device`` and as the form promises.
 
-        ``values`` are those of the form's symbols. ``settle(problem)`` is told the outcome once, None for good; it then
-        puts the plain callable in place.
+        ``values``: of the form's symbols. ``settle(problem)`` is called once with the outcome, None for success; it
+        then installs the plain callable.
         """
 
         def first_call(*inputs: torch.Tensor) -> Any:

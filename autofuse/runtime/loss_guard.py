@@ -1,8 +1,8 @@
-"""Losses that eager refuses: a target outside of the classes raises there, and makes the loss of a kernel NaN.
+"""Losses that eager refuses: a target outside of the classes raises in eager, but makes a kernel's loss NaN.
 
-In: the callable of a node's kernel on a CPU. Out: one that leaves a call to eager where the loss has come out as NaN,
-for targets that eager refuses or for scores that are NaN. Guarantee: what eager raises is raised. A look takes 1 us a
-call; on a GPU it would wait for the device, whose own kernels end the process there, so the loss stays NaN.
+In: the callable of a node's kernel on a CPU. Out: a callable that repeats a call in eager where the loss is NaN,
+because eager refuses the targets or because scores are NaN. Guarantee: eager's errors are raised. The test takes 1 us
+per call. On a GPU it would wait for the device, where eager's own kernels end the process, so there the loss stays NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _REFUSE = ("aten.nll_loss_forward.default",)
 
 
 def refuses(form: NodeForm) -> tuple[int, ...]:
-    """Outputs that such a loss is in, by their numbers."""
+    """The numbers of the outputs that contain such a loss."""
     inside: set[str] = set()
     for op in form.operations:
         if op.target in _REFUSE or any(ref.name in inside for ref in op.inputs):

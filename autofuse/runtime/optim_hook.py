@@ -1,9 +1,9 @@
-"""Stands in for torch's functional optimizers, and brings what replaces their steps once that can pay.
+"""Replaces torch's functional optimizers, and imports the fused steps once they can pay.
 
-In: the calls that ``Optimizer.step`` makes, one for each parameter group. Out: the same updates, by torch or by the
-`OptimizerRouter`. Guarantee: until the router is there a step is torch's own, and costs 1 us more.
-Kernels, their printers and what those need take a good half second to import. So a script pays for them by the rule for
-captures too: once it has spent as much in torch's own steps, or has paid already for a capture, or waits for tuning.
+In: the calls that ``Optimizer.step`` makes, one per parameter group. Out: the same updates, by torch or by the
+`OptimizerRouter`. Guarantee: before the router is imported, a step is torch's own and costs 1 us more. Kernels and
+their printers take a good half second to import. As for captures, they are imported once the script has spent as much
+in torch's own steps, or has paid for a capture, or waits for tuning.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from autofuse.runtime.run_context import RunContext
 if TYPE_CHECKING:
     from autofuse.runtime.optim_router import OptimizerRouter
 
-IMPORT_SECONDS = 0.7  # what the router's modules take to import
-# So many times as long torch's own steps have taken by then: a fifth of a script's, which so loses a twentieth at most.
+IMPORT_SECONDS = 0.7  # seconds to import the router's modules
+# Torch's own steps must have taken so many times as long: at a fifth of a script's time it loses a twentieth at most.
 RENT = 4.0
 
 
@@ -48,7 +48,7 @@ class OptimizerHook:
         self.router: OptimizerRouter | None = None
 
     def install(self) -> None:
-        """Stand in for torch's functions; what cannot be replaced stays as it is."""
+        """Replace torch's functions, except those that cannot be replaced."""
         for name in ALGORITHMS:
             module = importlib.import_module(f"torch.optim.{name}")
             original = getattr(module, name, None)
@@ -90,16 +90,16 @@ class OptimizerHook:
                 bound = signature.bind(*args, **kwargs)
                 bound.apply_defaults()
             except TypeError:
-                return original(*args, **kwargs)  # it says what is wrong
+                return original(*args, **kwargs)  # which reports what is wrong
             if not router.step(algorithm, original, bound.arguments):
                 original(*args, **kwargs)
 
         return step
 
     def _pays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it is time for the router; on a GPU at once, for there the host's time says nothing of a step's."""
+        """Whether to import the router; on a GPU at once, since the host's time there is not the step's."""
         context = self._context
-        if self._failed or not context.store_thread.usable:  # a forked child could read no decision
+        if self._failed or not context.store_thread.usable:  # a forked child cannot read decisions
             return False
         if self._kernels.is_loaded or context.mode == "wait" or self._spent >= RENT * IMPORT_SECONDS:
             return True
@@ -112,7 +112,7 @@ class OptimizerHook:
             with untouched():
                 from autofuse.runtime.optim_router import OptimizerRouter
 
-                assert self._kernels.catalogue is not None  # brings it
+                assert self._kernels.catalogue is not None  # imports it
                 self.router = OptimizerRouter(self._context, self._kernels, self._wait_for)
             self._context.capture_seconds += perf_counter() - began
         except Exception as error:

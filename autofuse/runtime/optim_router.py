@@ -1,11 +1,10 @@
-"""The script's side of optimizer steps: each asks what has won.
+"""The script's side of optimizer steps: each step runs the winner of its tuning.
 
-In: a call of torch's functional optimizers, one for each parameter group, as `optim_hook` hands it on. Out: the same
-update, by the winner.
-Guarantee: states are torch's own, so ``state_dict`` is what it always was; what a kernel may not have (sparse, complex,
-tensor learning rates, gradient scalers, tensors laid out unlike each other or on several devices) goes to torch as the
-script called it, and so does everything after a failure; version counters move as torch moves them. While a CUDA graph
-is recorded, torch's own functions are.
+In: a call of a functional optimizer of torch, one per parameter group, from `optim_hook`. Out: the same update, by the
+winner. Guarantee: states are torch's own, so ``state_dict`` is unchanged. Calls that kernels cannot run (sparse or
+complex tensors, tensor learning rates, gradient scalers, tensors with different layouts or devices) go to torch
+unchanged, and so does everything after a failure. Version counters move as torch moves them. CUDA graph capture records
+torch's own functions.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from autofuse.runtime.run_context import RunContext
 
 STATIC = Bucket(())
 DEVICES = ("cpu", "cuda")
-# Kept; new tensors make a new group, and some scripts make new ones again and again. Others step each tensor by itself,
-# as soon as its gradient is there: they have some hundreds in turn.
+# Groups that are kept. New tensors make a new group, and some scripts make new tensors again and again. Others step
+# each tensor by itself, as soon as it has its gradient: they alternate between hundreds of groups.
 MOST_GROUPS = 4096
-STEPS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}  # of a group: the first makes its states
+STEPS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2}  # steps of a group: the first makes its states
 # Arguments that torch treats apart from plain steps.
 UNUSUAL = ("has_complex", "has_sparse_grad", "capturable", "differentiable", "grad_scale", "found_inf")
 
 
 class Group:
-    """One parameter group, as far as its steps are alike."""
+    """One parameter group, while its steps are alike."""
 
     def __init__(self, form: StepForm, device: torch.device) -> None:
         self.form = form
@@ -45,7 +44,7 @@ class Group:
         self.fused_steps = 0
         self.is_broken = False
         self.is_posted = False
-        self.is_settled = False  # in ``wait`` mode: the script need not pause for it again
+        self.is_settled = False  # ``wait`` mode: the script need not pause for it again
         self.decision: Decision | None = None
         self.call: StepCall | None = None
 
@@ -61,10 +60,10 @@ class OptimizerRouter:
         self._kernels = kernels
         self._wait_for = wait_for
         self._groups: dict[tuple[Any, ...], Group] = {}
-        self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused ones, of groups that are not kept
+        self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused steps, of evicted groups
 
     def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
-        """Whether the step was made; otherwise it is torch's."""
+        """Make the step; False where torch must make it."""
         try:
             group = self._group(algorithm, arguments)
         except Exception as error:
@@ -75,7 +74,7 @@ class OptimizerRouter:
     # ---- one step ------------------------------------------------------------------------------------
 
     def _group(self, algorithm: str, arguments: Mapping[str, Any]) -> Group | None:
-        """The group that these arguments belong to, None for what is left to torch."""
+        """The group of these arguments; None for a step that is left to torch."""
         params = arguments["params"]
         if not params or any(_is_given(arguments.get(name)) for name in UNUSUAL):
             return None
@@ -131,20 +130,20 @@ class OptimizerRouter:
                     self._leave(group, problem)
                 return False
             if not isinstance(call, ExternCall):
-                call.run()  # what it raises, it raises before it has written anything
+                call.run()  # an exception of it comes before anything is written
         except Exception as error:
             group.is_broken = True
             self._context.report_fallback("optimizer_failed", f"{group.form.label} stays torch's own", error)
             return False
         if isinstance(call, ExternCall):
-            call.run()  # what torch's own function raises, and what it has written by then, is torch's as ever
+            call.run()  # exceptions of torch's own function, and its partial writes, are torch's as usual
         # torch's own fused kernels on a CPU move no version counters either (2.13).
         torch.autograd.graph.increment_version(written(group.form, arguments))
         group.fused_steps += 1
         return True
 
     def _leave(self, group: Group, problem: str) -> None:
-        """To torch, for good: no trouble, such a step is torch's to begin with."""
+        """Leave the group to torch for good; this is no failure, torch's step is the default."""
         group.is_broken = True
         event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
         self._context.store_thread.post_event(event)
@@ -175,10 +174,10 @@ class OptimizerRouter:
             group.is_settled = True
             self._wait_for(self.requests())
 
-    # ---- what is asked and told --------------------------------------------------------------------------
+    # ---- requests and reports ----------------------------------------------------------------------------
 
     def requests(self) -> list[TuneRequest]:
-        """Steps that nobody has decided on and nobody has asked about, as far as they are hot."""
+        """Hot steps without a decision that have not been requested."""
         context, kernels = self._context, self._kernels
         found: dict[str, TuneRequest] = {}
         for group in list(self._groups.values()):
@@ -219,5 +218,5 @@ class OptimizerRouter:
 
 
 def _is_given(value: Any) -> bool:
-    """Not by comparison: ``found_inf`` is a tensor, and one of 0 equals False."""
+    """Whether an argument is given. Not by comparison: ``found_inf`` is a tensor, and a tensor of 0 equals False."""
     return value is not None and value is not False

@@ -1,12 +1,12 @@
-"""What a script changes in classes, or for all modules there are, after a module has been captured.
+"""Notices changes that a script makes to classes, or to hooks of all modules, after a capture.
 
-In: classes of which a trace has looked at objects; a call that is about to run the trace. Out: whether it must not.
-Guarantee: hooks for all modules, and whatever can be called (methods, properties, operators) that is put into a class
-or one of its bases, in the place of another or as a new one, are seen at the next call. Dynamo guards on none of the
-first and on few of the second; on data of classes, and on all that is put into single objects, it does.
+In: the classes of the objects that a trace has read; a call that is about to run the trace. Out: whether it must not.
+Guarantee: global module hooks, and callables (methods, properties, operators) that replace others or are added in a
+class or one of its bases, are noticed at the next call. Dynamo does not guard the hooks and guards few of the
+callables; it does guard data of classes and all attributes of single objects.
 
-Python gives a class another version whenever it or one of its bases is written to. As long as the versions are those
-that were noted, nothing has changed: 0.02 us a class. Where one is not, all that can be called is compared.
+Python gives a class another version whenever it or one of its bases is written to. While the versions are the recorded
+ones, nothing has changed: 0.02 us per class. Where a version differs, all callables are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _forward, _before, _backward, _backward_before = (
 
 
 def must_be_eager() -> bool:
-    """Whether the script watches the calls of all modules, or wants to know which operation made a NaN."""
+    """Whether the script has hooks on all modules, or has anomaly mode on."""
     return bool(_forward or _before or _backward or _backward_before or torch.is_anomaly_enabled())
 
 
@@ -40,17 +40,17 @@ _NONE = bytes(4)
 
 
 def _version_of(kind: type) -> memoryview:
-    """Where its version lies: 0 after each change, until something is looked up in the class."""
+    """The address of the class's version: 0 after each change, until a look-up in the class."""
     return memoryview((ctypes.c_char * 4).from_address(id(kind) + _VERSION_OFFSET)).cast("B")
 
 
 def _look_up(kind: type) -> None:
-    """After which the class has a version."""
+    """Look up a name in the class, which gives it a version."""
     type.__getattribute__(kind, "__init__")
 
 
 def _versions_are_there() -> bool:
-    """Whether this Python keeps versions of classes where they are looked for, and as it is known to."""
+    """Whether this Python stores class versions at the expected place and changes them as expected."""
 
     class Base:
         pass
@@ -80,13 +80,13 @@ class Classes:
 
     def __init__(self) -> None:
         self._kinds: dict[type, tuple[type, ...]] = {}  # with what it inherits from
-        self._members: dict[type, dict[str, Any]] = {}  # what can be called, by the class that has it
-        self._leaves: list[type] = []  # those that none of the others inherits from
-        self._versions: list[memoryview] = []  # theirs
-        self._noted: bytes | None = b""  # None: they say nothing
+        self._members: dict[type, dict[str, Any]] = {}  # callables, by the class that defines them
+        self._leaves: list[type] = []  # classes that no other one inherits from
+        self._versions: list[memoryview] = []  # their versions
+        self._noted: bytes | None = b""  # None: versions cannot be used
 
     def note(self, kinds: Iterable[type]) -> None:
-        """More of them, after a trace; those that are noted already are as they were."""
+        """Record more classes, after a trace; those already recorded stay as they are."""
         new = [kind for kind in dict.fromkeys(kinds) if kind not in self._kinds and not kind.__flags__ & _IMMUTABLE]
         if not new:
             return
@@ -104,23 +104,26 @@ class Classes:
     def _present_versions(self) -> bytes | None:
         for kind in self._leaves:
             _look_up(kind)
-        # Python gives up on versions of a class that changes again and again.
+        # Python stops giving versions to a class that changes again and again.
         return b"".join(self._versions) if _HAS_VERSIONS and _NONE not in self._versions else None
 
     def are_as_noted(self) -> bool:
-        """0.02 us a class, some 20 us for each that has been written to."""
+        """Whether all classes are as recorded: 0.02 us per class, some 20 us for each that has been written to."""
         before = self._noted
         if b"".join(self._versions) == before:
             return True
-        now, changed = self._present_versions(), self._leaves  # before the look, or a change between would go unseen
+        now, changed = (
+            self._present_versions(),
+            self._leaves,
+        )  # before the comparison, or a change in between would be missed
         if before is not None and now is not None:
             changed = [kind for i, kind in enumerate(changed) if before[4 * i :][:4] != now[4 * i :][:4]]
         is_whole = not self.replaced(changed)
-        self._noted = now if is_whole else None  # only now: another thread may ask meanwhile
+        self._noted = now if is_whole else None  # only now: another thread may call this meanwhile
         return is_whole
 
     def replaced(self, kinds: Iterable[type] | None = None) -> str:
-        """The name of something that is not what it was, in these classes or in all; "" where all is."""
+        """The name of something that was replaced, in these classes or among operators; "" if nothing was."""
         looked_at = self._leaves if kinds is None else kinds
         for owner in dict.fromkeys(base for kind in looked_at for base in self._kinds[kind]):
             if owner not in self._members:
@@ -134,11 +137,11 @@ class Classes:
 
 
 def _members(kind: type) -> dict[str, Any]:
-    """What can be called, or answers by itself when it is read."""
+    """Members that are callable, or run code when they are read."""
     return {n: value for n, value in list(vars(kind).items()) if callable(value) or hasattr(type(value), "__get__")}
 
 
-# Those that a forward may call: what prints a tensor, or compares it in a test, may be anybody's.
+# Methods that a forward may call: those that print a tensor, or compare it in a test, may be patched by anyone.
 _NAMES = {
     f"__{before}{name}__"
     for name in (
@@ -163,7 +166,7 @@ _OPERATORS = _operators()
 
 
 def replaced_operator() -> str:
-    """An operator of tensors that is not the one there was before the script: Dynamo sees through some only."""
+    """A tensor operator that the script has replaced; Dynamo traces through only some of these."""
     present = _operators()
     changed = (n for n in present.keys() | _OPERATORS.keys() if present.get(n) is not _OPERATORS.get(n))
     return next((f"torch.Tensor.{name} is not torch's" for name in changed), "")

@@ -1,13 +1,12 @@
-"""Peak memory of single steps, through autofuse and in eager: what ``observe.memory`` asks for.
+"""Peak memory of single steps, with autofuse and in eager, for ``observe.memory``.
 
-In: steps of captured roots. Out: for a signature of a root, the most that a step's tensors took above what was held
-when the step began, once with the captured graph and once held out; an ``Event`` for the report.
-Guarantee: one step of each kind for a signature, from the third of its settled steps on, and larger inputs after
-smaller ones; none of them counts as timed. A profiler that the script starts takes precedence: the step under way is
-given up.
+In: steps of captured roots. Out: for each signature of a root, the peak of a step's tensors above the memory held when
+the step began, once with the captured graph and once held out; an ``Event`` for the report. Guarantee: one step of each
+kind is measured per signature, from the third of its settled steps on, and again for larger inputs; a measured step is
+not timed. A profiler that the script starts takes precedence: the step under way is dropped.
 
-How: torch's own profiler is told of each allocation. The one of Kineto takes 2 s to start for the first time and may
-print to stderr (torch 2.13); the older one takes neither.
+How: torch's own profiler is told of each allocation. Kineto's profiler takes 2 s for its first start and may print to
+stderr (torch 2.13); the older one does neither.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from autofuse.ir.records import PEAK_MEMORY, Event
 
 log = logging.getLogger(__name__)
 
-LARGER = 1.1  # a signature with so many times the elements of the one measured before is measured too
-MAX_OPEN = 16  # signatures of which one of the two steps is known
+LARGER = 1.1  # a signature is measured again with so many times the elements
+MAX_OPEN = 16  # signatures with one of the two steps measured
 _ERROR = 2  # c10's log level
 
 
@@ -46,7 +45,7 @@ class AllocationLog:
         os.register_at_fork(after_in_child=self.give_up)
 
     def begin(self) -> bool:
-        """Whether it has begun: not while anything else profiles, nor where torch lacks what is needed."""
+        """Begin to watch; False while another profiler runs, or where torch lacks what is needed."""
         self.give_up()
         if self._owner is not None or self.fault is not None or _profiler_enabled():
             return False
@@ -54,7 +53,8 @@ class AllocationLog:
             if self._level is None:
                 self._level = _log_level()
             self._said = self._level.value
-            # Of blocks that were allocated before, it logs that their sizes are unknown: not the script's output.
+            # Silence torch's log of unknown sizes, for blocks that were allocated before: it is not the script's
+            # output.
             self._level.value = max(self._said, _ERROR)
             _enable_profiler_legacy(
                 ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
@@ -67,7 +67,7 @@ class AllocationLog:
         return True
 
     def end(self, on_gpu: bool) -> int | None:
-        """The most that was held above what was held at the beginning, bytes; None where that was not watched."""
+        """The peak above the memory held at the beginning, in bytes; None where nothing was watched."""
         if self._owner is not threading.current_thread():
             return None
         held = peak = 0
@@ -99,14 +99,14 @@ class AllocationLog:
             self._level.value = self._said
 
     def give_up(self) -> None:
-        """End what is under way on this thread, or was on one that has ended."""
+        """Drop the measurement of this thread, or of a thread that has ended."""
         if self._owner is threading.current_thread():
             self._stop()
-        elif self._owner is not None and not self._owner.is_alive():  # its profiler ended with it
+        elif self._owner is not None and not self._owner.is_alive():  # its profiler ended with the thread
             self._restore()
 
     def _yield(self, *args: Any, **kwargs: Any) -> Any:
-        """The script starts a profiler: two at a time on one thread would be an error of its own."""
+        """Stop for a profiler that the script starts: two at a time on one thread are an error."""
         self.give_up()
         return self._own_start(*args, **kwargs)
 
@@ -117,13 +117,13 @@ def _log_level() -> ctypes.c_int:
 
 
 class RootPeaks:
-    """Which steps of one root are watched, and what they took."""
+    """Chooses the watched steps of one root, and stores their peaks."""
 
     def __init__(self, allocations: AllocationLog, root: str, name: str, post: Callable[[Event], None]) -> None:
         self._allocations = allocations
         self._root, self._name = root, name
         self._post = post
-        # By signature and elements, since some signatures are without sizes; then by whether it was held out.
+        # By signature and elements (some signatures have no sizes), then by whether it was held out.
         self._peaks: dict[tuple[str, int], dict[bool, int]] = {}
         self._largest = 0  # elements of the signatures done so far
         self._last = -1  # number of the last call watched
@@ -131,7 +131,7 @@ class RootPeaks:
     def begin(self, signature: str, elements: int, number: int) -> bool | None:
         """Watch the step that call ``number`` begins: True if it is to be held out, False if not, None: not watched.
 
-        Never two in a row: what the first one leaves behind, the second would seem to free.
+        Never two in a row: the second would seem to free what the first one leaves allocated.
         """
         if number <= self._last + 1 or elements < LARGER * self._largest:
             return None
@@ -144,11 +144,11 @@ class RootPeaks:
         return False in known
 
     def is_half_known(self, signature: str, elements: int) -> bool:
-        """Whether one step of the two has been watched: the next calls are needed one by one."""
+        """Whether one of the two steps has been watched: the next calls must be seen one by one."""
         return (signature, elements) in self._peaks
 
     def end(self, signature: str, elements: int, held_out: bool, on_gpu: bool, is_changed: bool) -> None:
-        """The step is over; what it took is not kept where it did not run what the next one will."""
+        """End the step; its peak is dropped where the next step will run other code."""
         peak = self._allocations.end(on_gpu)
         if peak is None or is_changed:
             return

@@ -1,8 +1,8 @@
-"""Graphs as they were planned, as bytes: what a kept trace needs so that nothing is imported or planned again.
+"""Planned graphs as bytes, so that a run on a kept trace imports and plans nothing.
 
 In: routed graphs of one trace, forward and backward. Out: bytes; in a later run, the same graphs routed anew.
-Guarantee: a plan is that of the graph it was made for: it is only used with the graphs of its trace, under the same
-settings, patterns and code of autofuse. Kernels are no part of it: routers ask for decisions as ever.
+Guarantee: a plan is only used with the graphs of its own trace, under the same settings, patterns and code of autofuse.
+A plan contains no kernels: routers query decisions as usual.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Written:
-    """The same as data."""
+    """A `Planned` as data."""
 
     phase: str
     times: int
@@ -59,7 +59,7 @@ _MOST_NUMBERS = 4096
 
 
 class PlanCache:
-    """As `capture.trace_cache` asks for it."""
+    """The planner's part of `capture.trace_cache`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PlanCache:
         make_timer: Callable[[torch.device], Timer],
         draws: Callable[[], RngKernels],
     ) -> None:
-        """``host``, ``make_timer``: of graphs that are routed; ``draws()`` brings what may draw random numbers."""
+        """``host``, ``make_timer``: for the routed graphs; ``draws()`` gives the `RngKernels`."""
         self._context = context
         self._kernels = kernels
         self._host = host
@@ -77,7 +77,7 @@ class PlanCache:
         self._draws = draws
 
     def switches(self) -> dict[str, str]:
-        """All that a plan depends on beside its graph, by name."""
+        """All settings that a plan depends on besides its graph, by name."""
         settings = self._context.settings
         path = settings.fusion.patterns
         found = {
@@ -95,7 +95,7 @@ class PlanCache:
         return {name: str(value) for name, value in found.items()}
 
     def to_bytes(self, plans: Mapping[str, Planned]) -> bytes:
-        """Raises PicklingError where a graph holds what is no data: tensors, modules, a GPU."""
+        """Raises PicklingError where a graph holds tensors or modules, or runs on a GPU."""
         written = {}
         for phase, planned in plans.items():
             program = planned.router.program
@@ -146,7 +146,7 @@ def _halves(forward: _Written | None) -> list[NodeSlot]:
 
 
 class _Pickler(pickle.Pickler):
-    """Operators by their names. Of tensors only what the traced code has made of numbers: others come in as inputs."""
+    """Pickles operators by name, and only those tensors that the traced code made from numbers: others are inputs."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch._ops.OpOverload):

@@ -1,7 +1,7 @@
-"""How many plans a session keeps: a run may see new shapes without end.
+"""Limits the plans of a session: a run may see new shapes without end.
 
-In: plans as they are made. Out: those that were used least are let go, and made anew should their shapes come again.
-Guarantee: counters of plans that are let go are kept (`GraphRouter.past`); plans that have not run yet stay.
+In: new plans. Out: the least used plans are evicted, and made again if their shapes come again. Guarantee: counters of
+evicted plans are kept (`GraphRouter.past`); plans that have not run yet stay.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from autofuse.runtime.router import GraphRouter
 
 MAX_NODES = 1 << 15
-LEAST_SIZE = 8  # in nodes, of a plan with few: it is more than them
-KEPT_SHARE = 0.75  # of the most nodes, when some are let go: looking at all plans pays for many new ones
+LEAST_SIZE = 8  # least weight of a plan, in nodes: a plan is more than its nodes
+KEPT_SHARE = 0.75  # share of the limit left by an eviction: it reads all plans, so it should make room for many
 
 
 class PlanLimit:
@@ -30,7 +30,7 @@ class PlanLimit:
         most_nodes: int = MAX_NODES,
         before: Callable[[Sequence[Plan]], None] = lambda plans: None,
     ) -> None:
-        """``before(plans)`` is called before these are let go."""
+        """``before(plans)`` is called before these are evicted."""
         self._routers = routers
         self._most = most_nodes
         self._before = before
@@ -38,7 +38,7 @@ class PlanLimit:
         self._lock = make_lock()
 
     def add(self, plan: Plan) -> None:
-        """A plan was made. Not to be called under a router's lock."""
+        """Count a new plan. Not to be called under a router's lock."""
         with self._lock:
             self._nodes += _size(plan)
             if self._nodes > self._most and not capturing.is_capturing():
@@ -48,7 +48,7 @@ class PlanLimit:
         routers = list(self._routers)
         left = sum(_size(plan) for router in routers for plan in router.all_plans())
         plans = [(plan, router) for router in routers for plan in list(router.plans.values()) if plan.count]
-        # Those first that were used least since the last time, of these the oldest.
+        # The plans least used since the last eviction first, the oldest of these first.
         plans.sort(key=lambda item: (item[0].count - item[0].count_before, item[0].number))
         number = 0
         while number < len(plans) and left > KEPT_SHARE * self._most:

@@ -1,7 +1,8 @@
-"""Plans captured graphs: which nodes, halves of attention and groups.
+"""Plans captured graphs: nodes, halves of attentions, groups.
 
 In: graphs of a session, its settings and patterns. Out: nodes and groups for `build_program`; refusals, estimates and
-metrics for the report. Guarantee: what cannot be lowered is no node; patterns that cannot be read are said once.
+metrics for the report. Guarantee: operations that cannot be lowered are in no node; unreadable patterns are reported
+once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Planner:
         self.load_patterns()
 
     def load_patterns(self) -> None:
-        """Patterns of the file that is set; `autofuse run` has refused a bad one, other ways in go on without."""
+        """Patterns of the configured file; `autofuse run` refuses a bad file, other entry points ignore it."""
         path = self._settings.fusion.patterns
         if path is None:
             return
@@ -61,7 +62,7 @@ class Planner:
             self._context.say_once("patterns_unusable", str(error))
 
     def plan_nodes(self, graph: FusionGraph, apart: Sequence[Collection[str]] = ()) -> list[FusionNode]:
-        """Nodes of a graph; those of ``apart`` hold nothing else."""
+        """Nodes of a graph; operations in ``apart`` share a node with no others."""
         before = len(self.engine.refusals)
         nodes = graph.optimize(self.engine, apart)
         self._refuse(self.engine.refusals[before:])
@@ -70,7 +71,7 @@ class Planner:
     def plan_joint_attention(self, imported: ImportedGraph, phase: str) -> list[AttentionPass]:
         """Attentions of training in a graph (`find_joint_attention`), found with the forward graph for both.
 
-        None where each call is checked against eager: half of one has no counterpart there.
+        None where each call is checked against eager: eager has no counterpart for a half.
         """
         if not self.engine.enabled or not self.engine.config.enable_attention or self._settings.run.check:
             return []
@@ -89,7 +90,7 @@ class Planner:
         nodes: Sequence[FusionNode],
         halves: Sequence[AttentionPass] = (),
     ) -> list[Group]:
-        """Groups of a graph: products and convolutions with the nodes around them (`find_groups`)."""
+        """Groups of a graph: matmuls and convolutions with the nodes around them (`find_groups`)."""
         if not self.engine.enabled:
             return []
         taken = [half.names for half in halves]
@@ -98,7 +99,7 @@ class Planner:
         precision = torch.get_float32_matmul_precision()
         products = [op for op in graph.operations if op.short_name in MATMULS]
         if config.enable_matmul and products and precision != "highest":
-            # Races compare with aten's products in full precision: they would not know what is given up.
+            # Races compare with aten's matmuls in full precision, so they could not judge a loss of precision.
             config = FusionConfig.of(config, enable_matmul=False)
             detail = f"torch.set_float32_matmul_precision({precision!r}): products are left to torch"
             refusals = [Refusal("matmul_precision", False, op.short_name, detail) for op in products[:1]]
@@ -110,7 +111,7 @@ class Planner:
     def add_router(
         self, router: GraphRouter, graph: FusionGraph, nodes: Sequence[FusionNode], halves: Sequence[AttentionPass] = ()
     ) -> Described:
-        """A graph is planned and routed from now on."""
+        """Record that a graph is planned and routed."""
         notes = self._context.notes
         estimates, sources = {}, {}
         for node in [*nodes, *(half.pair.node for half in halves)]:

@@ -1,7 +1,7 @@
-"""Plans: what each node of a graph runs in one shape, its callables and counters.
+"""Plans: the callables and counters of a graph's nodes in one shape.
 
 In: a graph's slots, the values of its symbols. Out: the callables that the generated code unpacks, counts of calls and
-times of sampled ones. Guarantee: counters never go back, whatever a node is switched to.
+times of sampled ones. Guarantee: counters never decrease, whatever a node is switched to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Timer(Protocol):
     def stop(self) -> None: ...
 
     def poll(self) -> Sequence[float]:
-        """Seconds of the pairs that have finished since the last time."""
+        """Seconds of the pairs of events that have finished since the last call."""
 
 
 class Untimed:
@@ -64,17 +64,17 @@ class NodeState:
     fusion_id: str
     values: tuple[int, ...]  # of the node's own symbols
     alike: int  # the first slot of the graph with the same code
-    shared: dict[tuple[int, tuple[int, ...]], NodeCall]  # eager's operations, by such a slot and values
-    fused: NodeCall | None = None  # the kernel's callable in use, which others may share
+    shared: dict[tuple[int, tuple[int, ...]], NodeCall]  # eager's operations, by first slot and values
+    fused: NodeCall | None = None  # the kernel's callable in use, which other nodes may share
     tag: str = ""  # kernel in use, "" for eager
-    in_one: bool = False  # of a group: runs as eager does, its members' kernels left alone
+    in_one: bool = False  # a group that runs eager's operations, without its members' kernels
     broken: bool = False  # failed once in this plan: eager for good
     fused_before: int = 0  # calls on a fused kernel under earlier choices
     since: int = 0  # the plan's count when the present choice began
     covered: bool = False  # part of a group that runs as a whole: not called at all
     idle_before: int = 0  # calls of the plan that went to such a group instead
     covered_at: int = 0  # the plan's count when that began
-    skipped_by: int | None = None  # the half of an attention that may run in its place
+    skipped_by: int | None = None  # the half of an attention that may run in place of the group
     _bucket: Bucket | None = field(default=None, repr=False)
 
     @property
@@ -86,7 +86,7 @@ class NodeState:
 
     @property
     def unfused(self) -> NodeCall:
-        """Eager's operations; made where they are needed, since most plans run kernels."""
+        """Eager's operations, made on first use: most plans run kernels."""
         key = (self.alike, self.values)
         call = self.shared.get(key)
         if call is None:
@@ -96,7 +96,7 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class PlanScope:
-    """What all plans of one graph share."""
+    """Data that all plans of one graph share."""
 
     program: Program
     symbols: Sequence[tuple[Dim, ...]]  # of its slots, each once
@@ -108,17 +108,17 @@ class PlanScope:
 
 
 class Plan:
-    """All nodes of one graph resolved for one shape signature."""
+    """All nodes of one graph, resolved for one shape signature."""
 
     def __init__(self, scope: PlanScope, key: tuple[int, ...]) -> None:
         self._scope = scope
         self.key = key
         self.number = next(_numbers)  # of all plans, in the order they were made
         self.count = 0  # calls; the generated code counts
-        self.count_before = 0  # of calls when plans were last let go
+        self.count_before = 0  # calls at the last eviction
         self.fused_nodes = 0
         self.skipped = [0] * len(scope.program.skips)  # calls in which half of an attention ran as a whole
-        self.is_resolved = False  # the catalogue has been asked about its nodes
+        self.is_resolved = False  # the catalogue has been queried about its nodes
         program = scope.program
         graph_values = dict(zip(program.symbols, key, strict=True))
         values = {symbols: node_symbol_values(symbols, graph_values) for symbols in scope.symbols}
@@ -129,11 +129,11 @@ class Plan:
         for number, members in enumerate(program.skips):
             for index in members:
                 self.nodes[index].skipped_by = number
-        # A group without a callable runs its nodes and products one by one. Empty until the first call.
+        # A group without a callable runs its nodes and matmuls one by one. Empty until the first call.
         self.calls: tuple[NodeCall | None, ...] = ()
         self.open: set[int] = set()  # nodes that can run and for which the catalogue knows no decision
         self.is_asked = False  # all of these have been handed to the tuner
-        # Calls of plans of one bucket are added up. A number that the graph takes beside sizes may be negative.
+        # Calls of plans in one bucket are added up. A number that the graph takes besides sizes may be negative.
         self.bucket = bucket_of([max(value, 0) for value in key])
         # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
         self._node_times: dict[int, deque[float]] = {}
@@ -159,7 +159,7 @@ class Plan:
         return self.count - skipped - node.idle_before - (self.count - node.covered_at if node.covered else 0)
 
     def start_sample(self) -> None:
-        """Before a timed call: what earlier ones measured on GPUs has come in by now."""
+        """Before a timed call, collect the finished GPU measurements of earlier calls."""
         for index, node in enumerate(self.nodes):
             if node.slot.device.type != "cpu":
                 if index not in self.timers:
@@ -191,7 +191,7 @@ def _median_us(seconds: Collection[float]) -> float:
 
 
 def cover(plan: Plan, member: NodeState, covered: bool) -> None:
-    """A group begins or ends to run in place of a node."""
+    """Note that a group begins or stops running in place of a node."""
     if covered == member.covered:
         return
     if covered:

@@ -1,7 +1,7 @@
-"""Which of our kernels may draw random numbers: only those that draw eager's, bit by bit.
+"""Which kernels may compute random numbers: only those whose numbers are eager's, bit by bit.
 
-In: the devices and dtypes of a session's graphs. Out: a generator for masks on the CPU, and whether dropouts of a GPU
-may be drawn inside of kernels. Guarantee: whatever differs from eager's numbers is left to aten.
+In: the devices and dtypes of a session's graphs. Out: a generator for masks on the CPU, and whether kernels may compute
+a GPU's dropout masks. Guarantee: where the numbers would differ from eager's, aten samples them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RngKernels:
         self._draws: dict[tuple[torch.device, torch.dtype], bool] = {}
 
     def prepare_generator(self) -> None:
-        """Dropout's masks from our generator, once it has proved itself bit-equal to aten's."""
+        """Use our generator for dropout masks, once it has proved bit-equal to aten's."""
         toolchain = self._kernels.catalogue.toolchain
         if self._generator_ready or toolchain is None:
             return
@@ -39,7 +39,7 @@ class RngKernels:
             self._context.report_fallback("generator_unusable", "dropout masks come from aten", error)
 
     def draws_as_eager(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether kernels may draw a dropout's mask on a device: only where eager's numbers are known bit by bit."""
+        """Whether kernels may compute dropout masks on a device: only where they match eager's bit by bit."""
         key = (device, dtype)
         if key not in self._draws:
             self._draws[key] = False

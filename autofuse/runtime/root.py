@@ -1,12 +1,12 @@
 """A root: observed in eager, captured when that pays, released when it does not.
 
 In: calls of an outermost module. Out: the same results, from the original module or from its captured graph; a root
-record. Guarantee: whatever autofuse does wrong, the original module answers; what the user's own code raises, the user
-gets.
+record. Guarantee: if autofuse fails, the original module computes the result; exceptions of the user's own code reach
+the user.
 
-Here is to which of its parts each call goes, and when it is captured. `root_life` has its states, `root_observed` and
-`root_captured` the calls in two of them, `root_unwatched`, `root_untimed` and `root_bypass` the calls that cost least,
-`graph_trial` what its steps take and for which sizes it loses.
+This module sends each call to one part of the root, and decides when to capture. `root_life` has the root's states;
+`root_observed` and `root_captured` have the calls in two of them; `root_unwatched`, `root_untimed` and `root_bypass`
+have the cheapest calls; `graph_trial` has step times, and the sizes for which the root loses.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Root:
         self._observer = services.observer
         self._tracker = services.tracker
         self._clock = services.tools.clock
-        self._seen = 0  # calls, but those that are only counted
+        self._seen = 0  # calls, without those that are only counted
 
     @property
     def state(self) -> str:
-        """As in its record, and why."""
+        """The state as in the root's record, with its reason."""
         return self.life.state
 
     @property
@@ -83,21 +83,21 @@ class Root:
 
     @property
     def calls(self) -> int:
-        """That came here, or were only counted."""
+        """Calls that came here or were only counted."""
         return self._seen + self._unwatched.taken
 
     @property
     def all_calls(self) -> int:
-        """With those of modules that were released."""
+        """All calls, with those of released modules."""
         return self.calls + self._bypass.calls
 
     @property
     def takes(self) -> Callable[[], bool]:
-        """Whether a call is only counted, and need not come here."""
+        """Whether a call is only counted and need not come here."""
         return self._unwatched.takes
 
     def close(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
         self._unwatched.settle(self._clock())
 
     # ---- a call --------------------------------------------------------------------------------------
@@ -150,19 +150,19 @@ class Root:
         return self._run_eager(module, args, kwargs, now)
 
     def _run_eager(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
-        """A call that is compared with none."""
+        """Run a call in eager, without comparing its time."""
         self.trial.begin(None, Held.NO, self.calls, now)
         return self._tracker.call_original(module, args, kwargs)
 
     def _leave_alone(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float) -> Any:
-        """A call of a size that stays in eager."""
+        """Run a call of a size that stays in eager."""
         self._bypass.leave_alone(module, args, kwargs, self.life.state == "eager")
         if self.life.state == "observing":
             self._observer.end_step(self.key)  # which would go on until the next call of another size
         return self._run_eager(module, args, kwargs, now)
 
     def _welcome(self, module: Target) -> None:
-        """A call of a size that did not lose, of a root some of whose sizes did."""
+        """Note a call of a size that did not lose, in a root that lost for other sizes."""
         self._bypass.wake(module)
         if self.life.state == "eager" and self.life.reason in BY_SIZE and not capturing.is_capturing():
             self.policy.reopen()
@@ -174,10 +174,10 @@ class Root:
     def _watch(
         self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], now: float, spent: float
     ) -> tuple[float, float]:
-        """Note an observed call, and capture the root or decline that where it is time to.
+        """Note an observed call, and capture or decline the root when that is due.
 
-        ``now`` and ``spent``: when the call began and what was on the observer's account; both are returned without
-        what advice took, which is no part of what watching takes.
+        ``now`` and ``spent``: when the call began and what was on the observer's account; both are returned less the
+        time of the advice, which is not part of the cost of watching.
         """
         observer, life, clock = self._observer, self.life, self._clock
         signature = call_signature(args, kwargs)
@@ -209,7 +209,7 @@ class Root:
             self.life.decline()
 
     def _capture_for(self, device: torch.device) -> None:
-        """Capture, unless there is nothing to run then: no kernel is known for the device yet, and none can be made."""
+        """Capture, unless the graph would have no kernel: none is known for the device, and none can be made."""
         kernels = self._services.kernels
         began = self._clock()
         kernels.use_device(device)
@@ -221,7 +221,7 @@ class Root:
             self.capture()
 
     def capture(self) -> None:
-        """From the next call on, run the captured graph."""
+        """Run the captured graph from the next call on."""
         began = self._clock()
         self._services.context.store_thread.wait_ready(2.0)  # dims that varied in earlier runs are known by then
         self.traces.load()
@@ -229,14 +229,14 @@ class Root:
         self.life.capture()
 
     def lose(self, shape: Shape, loss: Loss, is_short: bool, is_all: bool) -> None:
-        """Sizes of which captured steps lose to held-out eager ones."""
+        """Give up sizes whose captured steps lose to held-out eager ones."""
         self._bypass.is_small = is_short
         self.life.lose(loss, shape.elements, is_all)
 
     def record(self) -> RootRecord:
         known, ledger = self._services.known.get(self.key), self.account.ledger
         state, reason, detail = self.life.told()
-        # Captured before a step of it was sampled: as many as an earlier run saw.
+        # Captured before a step was sampled: take as many as an earlier run saw.
         operations = self._observer.ops_in_forward(self.key) or (known.operations if known is not None else 0)
         return RootRecord(
             root=self.key,
@@ -259,5 +259,5 @@ class Root:
 
 
 def elements_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How large a call is; 1 where its tensors do not tell, as nested ones do not."""
+    """The elements of a call's tensors; 1 where they are unknown, as for nested tensors."""
     return count_elements(call_signature(args, kwargs))

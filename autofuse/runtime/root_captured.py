@@ -1,7 +1,7 @@
-"""Calls of a captured root: which of them run what was traced, and what they take.
+"""Calls of a captured root: which of them run the trace, and their times.
 
 In: a call. Out: its result, from the captured graph, or from the original module where the call is held out, rests, or
-has a shape that does not pay for a trace. Once all is known of its shape, a call takes 4 us of ours.
+has a shape that does not pay for a trace. Once its shape is fully known, our part of a call takes 4 us.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CapturedCalls:
         stretch = self._device.begin_stretch() if trial.on_gpu else None
         if shape is None:
             is_eager = not is_training and not has_gradients and self._has_fast_path(module)
-            is_eager = is_eager or not has_plain_sizes(signature[0])  # Dynamo knows half of what nested tensors are
+            is_eager = is_eager or not has_plain_sizes(signature[0])  # Dynamo supports nested tensors only in part
             shape = trial.new_shape(signature, is_eager)
         account, clock = self._account, self._clock
         is_untraced = shape.is_new and not shape.is_eager
@@ -87,7 +87,7 @@ class CapturedCalls:
             result = self._tracker.call_original(module, args, kwargs)
         returned = clock()
         try:
-            # Without a backward pass the call is all there is of it: the rest of the script need not be compared.
+            # Without a backward pass the step is the call alone: the rest of the script need not be compared.
             if not has_gradients or not needs_gradients(result):
                 trial.call_took(returned - began)
             if account.ledger.is_open:
@@ -97,7 +97,7 @@ class CapturedCalls:
         return result
 
     def _has_fast_path(self, module: Target) -> bool:
-        """Whether torch itself runs other kernels for it in inference: padding becomes zeros there, nowhere else."""
+        """Whether torch's own fast path runs other kernels in inference, which turn padding into zeros."""
         found = self._fast_paths.get(module)
         if found is None:
             children = torch.nn.Module.modules(module) if isinstance(module, torch.nn.Module) else ()
@@ -107,11 +107,11 @@ class CapturedCalls:
 
 
 def needs_gradients(result: Any) -> bool:
-    """Whether a backward pass may follow, as far as a glance at a call's result tells."""
+    """Whether a backward pass may follow, judged by the call's result."""
     if isinstance(result, torch.Tensor):
         if type(result) is torch.Tensor:
             return bool(result.requires_grad)
-        with torch._C.DisableTorchFunction():  # a subclass is not told that it is looked at
+        with torch._C.DisableTorchFunction():  # without calling a subclass's ``__torch_function__``
             return bool(result.requires_grad)
     if isinstance(result, tuple | list):
         return any(needs_gradients(item) for item in result)

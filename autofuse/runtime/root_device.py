@@ -1,6 +1,7 @@
-"""Where a root runs, and the stretches of its stream that its calls take there.
+"""The device of a root, and the device times of its calls on its stream.
 
-In: a call. Out: the device of the root's parameters; on a GPU a stretch that begins with what is launched next.
+In: a call. Out: the device of the root's parameters; on a GPU a measured stretch of the stream, which begins with the
+next launch.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ class RootDevice:
     """Of one root."""
 
     def __init__(self, services: RootServices, trial: GraphTrial) -> None:
-        self.found: torch.device | None = None  # None until it was looked for
+        self.found: torch.device | None = None  # None until it has been looked up
         self._timer = services.timer
         self._device_of = services.tools.device_of
         self._trial = trial
 
     def find(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-        """By the present call."""
+        """Find the device by the present call."""
         self.found = device = self._device_of(module, args, kwargs)
         self._trial.on_gpu = device.type == "cuda"
         return device
 
     def begin_stretch(self) -> Stretch | None:
-        """None on a CPU, and while the device is not known."""
+        """Begin a stretch; None on a CPU, and while the device is not known."""
         device = self.found
         if device is None or device.type != "cuda":
             return None

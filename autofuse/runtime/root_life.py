@@ -1,8 +1,7 @@
-"""The states of a root, and what moves it from one to another.
+"""The states of a root, and its transitions.
 
-In: what its other parts have found out. Out: its state with a reason code and a detail for people; what the observer
-and the person are told of it. Guarantee: every change of state is one of the methods below, and none of them runs a
-call.
+In: the findings of its other parts. Out: its state with a reason code and a readable detail; messages to the observer
+and the user. Guarantee: every change of state is one of the methods below, and none of them runs a call.
 
 =========  =========  ==============  ================================================================================
 from       to         by              why
@@ -52,10 +51,10 @@ class RootLife:
         self._trial = trial
         self._unwatched = unwatched
         self._untimed = untimed
-        self._decided: tuple[str, str] | None = None  # why it was left in eager before; holds until it is captured
+        self._decided: tuple[str, str] | None = None  # why it was left in eager before; valid until it is captured
 
     def _move(self, state: State, reason: str | None = None, detail: str = "") -> None:
-        """``reason``, ``detail``: None leaves both as they are, as an advice has set them."""
+        """``reason``, ``detail``: None keeps those that the last advice has set."""
         before, self.state = self.state, state
         if reason is not None:
             self.reason, self.detail = reason, detail
@@ -70,21 +69,21 @@ class RootLife:
     # ---- observed --------------------------------------------------------------------------------------
 
     def note(self, advice: CaptureAdvice) -> None:
-        """Why it is not captured yet, or is about to be."""
+        """Note why it is not captured yet, or is about to be."""
         self.reason, self.detail = advice.reason, advice.detail
 
     def await_kernels(self) -> None:
-        """Still observed: there is no kernel that a graph could run."""
+        """Keep observing: there is no kernel that a graph could run."""
         self.reason = "nothing_to_run"
         self.detail = "no kernel is stored for this device, and none can be made for it"
 
     def reopen(self) -> None:
-        """Captured for a trace of an earlier run, but none fits: observed on, for to trace has another price."""
+        """Observe again: it was captured for a trace of an earlier run, but none fits, and tracing costs more."""
         self._move("observing", "not_yet", "no trace of an earlier run fits")
         self._services.observer.reopen(self._key)
 
     def reopen_sizes(self) -> None:
-        """Observed for sizes that are new. Until it is captured, later runs read what is known of the others."""
+        """Observe again, for new sizes. Until it is captured, later runs read what is known of the other sizes."""
         self._decided = self._decided or (self.reason, self.detail)
         self._move("observing", "not_yet")
         self._services.observer.reopen(self._key)
@@ -92,7 +91,7 @@ class RootLife:
     # ---- captured --------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Calls run what is traced from now on."""
+        """From now on, calls run the trace."""
         self._move("captured")
         self._decided = None
         self._services.observer.decide(self._key)
@@ -100,28 +99,28 @@ class RootLife:
     # ---- in eager --------------------------------------------------------------------------------------
 
     def decline(self) -> None:
-        """As the last advice says."""
+        """Stay in eager, as the last advice says."""
         self._move("eager")
         self._services.observer.decide(self._key)
 
     def lose(self, loss: Loss, elements: int, is_all: bool) -> None:
-        """Captured steps lose to held-out ones at calls of about so many elements; ``is_all``: of all sizes."""
+        """Captured steps lose to held-out ones at calls of about so many elements; ``is_all``: at all sizes."""
         detail = f"captured steps take {1 / loss.gain:.2f}x of eager's"
         if is_all:
-            # What an untuned graph loses says nothing of a tuned one: the next run may capture it again.
+            # The loss of an untuned graph tells nothing about the tuned graph: the next run may capture it again.
             self._move("eager", UNTUNED if self._services.tuning.has_open() else loss.reason, detail)
         else:
             self.detail = f"calls of about {elements} elements stay in eager: {detail}"
             tell(Level.ROUTES, lambda: f"{self._name}: {self.detail}")
 
     def release(self, detail: str) -> None:
-        """Its modules run in eager from now on: what was traced is no more what it was."""
+        """Run its modules in eager from now on: the traced code or objects have changed."""
         self._move("eager", "code_replaced", detail)
         self._context.say_once("code_replaced", f"{self._name} goes on in eager: {detail}")
 
     def fail(self, error: BaseException, from_kept: bool) -> None:
-        """``from_kept``: with graphs of an earlier run, which are given up: the next run traces anew."""
-        error = getattr(error, "inner_exception", None) or error  # Dynamo's own says little
+        """``from_kept``: graphs of an earlier run failed; they are dropped, and the next run traces again."""
+        error = getattr(error, "inner_exception", None) or error  # Dynamo's own message says little
         self.failures += 1
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
         self._move("eager", "kept_graph_failed" if from_kept else "capture_failed", text)
@@ -131,7 +130,7 @@ class RootLife:
         self._context.report_fallback("capture_failed", f"{self._name} stays eager: it could not be captured", error)
 
     def give_up(self, module: Target, error: BaseException) -> None:
-        """Bookkeeping of ours has failed: the module is let go."""
+        """Release the module: autofuse's own bookkeeping has failed."""
         with contextlib.suppress(Exception):
             self._move("eager", "bookkeeping_failed", f"{type(error).__name__}: {error}"[:300])
             self._untimed.stop()
@@ -145,10 +144,10 @@ class RootLife:
     # ---- for later runs --------------------------------------------------------------------------------
 
     def told(self) -> tuple[State, str, str]:
-        """State, reason and detail as in the root's record."""
+        """State, reason and detail for the root's record."""
         if self.state == "captured":
             if self._trial.is_resting:
                 return "eager", UNTUNED, "captured steps are slower as long as kernels are still to be tuned"
-        elif self._decided is not None:  # sizes of which nothing is known yet do not undo what is known of the others
+        elif self._decided is not None:  # unknown sizes do not invalidate what is known of other sizes
             return "eager", *self._decided
         return self.state, self.reason, self.detail

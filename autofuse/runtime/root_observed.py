@@ -1,7 +1,7 @@
-"""Calls of a root in eager that are watched: what each takes, on the account of the root and of the observer.
+"""Watched calls of a root in eager: the time of each, on the accounts of the root and of the observer.
 
-In: a call of a root that is neither captured nor decided. Out: its result; the seconds of its step, in which the device
-counts as well as the host; what it took to watch it.
+In: a call of a root that is neither captured nor decided. Out: its result; the seconds of its step, by host and device;
+the cost of watching it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ObservedCalls:
     ) -> Any:
         """The ``number``-th of the root.
 
-        ``entered``: when it came to us, less advice; ``spent``: what was on the observer's account then.
+        ``entered``: when autofuse got the call, less the time of advice; ``spent``: the observer's account then.
         """
         clock = self._clock
         self._observer.before_root_call(self._key, module if isinstance(module, torch.nn.Module) else None)
@@ -85,12 +85,12 @@ class ObservedCalls:
             self._trial.late.add(stretch, partial(self._add_device_time, seconds, was_plain))
 
     def _add_on_gpu(self, seconds: float) -> None:
-        """A forward pass; the host's clock does not tell how long the device is busy with the backward pass."""
+        """Add a forward pass. The host's clock does not tell the device time of the backward pass."""
         ratio = self._observer.backward_ratio(self._key) if torch.is_grad_enabled() else None
         self._account.ledger.count(seconds * (1.0 + (ratio or 0.0)))
 
     def _add_device_time(self, host_seconds: float, was_plain: bool, nanoseconds: int | None) -> None:
-        """What a call took is the larger of the host's time and the device's."""
+        """Add device time: a call's time is the larger of the host's and the device's."""
         seconds = max(host_seconds, (nanoseconds or 0) / 1e9)
         if was_plain:
             self._observer.on_root_seconds(self._key, seconds)

@@ -1,7 +1,7 @@
-"""When a root is captured: what its observed calls say, what earlier runs found out, what the budget allows.
+"""When to capture a root, by its observed calls, the findings of earlier runs, and the budget.
 
-In: the observed calls of a root. Out: advice, with its reason and what a capture is expected to cost. The rule is
-`observer.capture_policy.advise_capture`, here is what it goes by; the root acts.
+In: the observed calls of a root. Out: advice, with its reason and the expected cost of a capture. The rule is
+`observer.capture_policy.advise_capture`; this module collects its facts, and the root acts on the advice.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_traits import traits_of
 from autofuse.runtime.step_clock import Account
 
-# After so many calls of one and the same shape, a waiting run takes it for the only one.
+# After so many calls of a single shape, a waiting run assumes that it is the only one.
 CALLS_OF_ONE_SHAPE = 3
-LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
-BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that say nothing of much larger calls
-_FIRST_CALLS, _MORE = 32, 1.02  # advice is asked for at each of these, then when so many times the time was spent,
-_ADVICE_SHARE = 1e-3  # and not before it takes no more of that than this
-KNOWN_REACH = 16  # so many times as large a call is taken for one that an earlier run knew
+LOST = ("slower_than_eager", "no_gain")  # reasons that later runs use
+BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that do not hold for much larger calls
+_FIRST_CALLS, _MORE = 32, 1.02  # advice is requested at each of these calls, then after so many times the time spent,
+_ADVICE_SHARE = 1e-3  # but only once it takes no more than this share of that time
+KNOWN_REACH = 16  # a call up to so many times as large counts as known from an earlier run
 
 
 class RootPolicy:
-    """What is known of a root before it is captured."""
+    """Facts about a root before it is captured."""
 
     def __init__(self, services: RootServices, key: str, account: Account, verdicts: ReleasePolicy) -> None:
         self._traits: RootTraits | None = None
-        self.model_seconds = 0.0  # what its capture is expected to take on a machine of the usual speed
+        self.model_seconds = 0.0  # the expected time of its capture on the reference machine
         self.predicted_seconds = 0.0
-        self._factor = 1.0  # how slow captures were thought to be when the last one was weighed
-        self.trace_bytes = 0  # of what an earlier run has traced, 0 for nothing
-        self._has_looked_back = False  # what earlier runs have left is known
+        self._factor = 1.0  # the slowness factor of captures at the last advice
+        self.trace_bytes = 0  # of traces of earlier runs, 0 without any
+        self._has_looked_back = False  # findings of earlier runs have been read
         self._services = services
         self._context = services.context
         self._clock = services.tools.clock
         self._key = key
         self._account = account
         self._verdicts = verdicts
-        self._seen: object = None  # when the traits were looked for last
+        self._seen: object = None  # when the traits were last computed
         self.observed_calls = 0  # since the root was opened
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
-        self._is_reopened = False  # for sizes that nothing was known of
+        self._is_reopened = False  # for unknown sizes
         self._spent_before = 0.0  # in eager, when it was opened
-        self._spent_at_advice = 0.0  # in eager since then, when advice was asked for last
+        self._spent_at_advice = 0.0  # in eager since then, at the last advice
         self._is_due_again = False
         self._took = deque[float](maxlen=9)  # seconds, to find advice
 
     @property
     def is_asked(self) -> bool:
-        """Whether the person wants captures whatever they cost."""
+        """Whether the user has requested captures whatever they cost."""
         settings = self._context.settings
         return self._context.mode == "wait" or settings.run.frozen or settings.capture.at_once
 
@@ -71,9 +71,10 @@ class RootPolicy:
         self._observed_elements.append(elements)
 
     def is_due(self) -> bool:
-        """Whether to ask for advice: at each of the first calls, then where more time was spent. It takes 100 us.
+        """Whether to request advice: at each of the first calls, then after more time was spent. Advice takes 100 us.
 
-        At two calls then: time is added when a call has ended, so the first is always the one after a long one.
+        Then at two consecutive calls: time is added at the end of a call, so the first of them always follows a long
+        call.
         """
         spent = self._account.ledger.eager_seconds - self._spent_before
         pause = 2.0 * statistics.median(self._took) / _ADVICE_SHARE if self._took else 0.0
@@ -85,7 +86,7 @@ class RootPolicy:
         return is_due
 
     def reopen(self) -> None:
-        """All that is known is of other sizes: these pay for a capture of their own, as those of a new root do."""
+        """Start again for new sizes: they must pay for a capture of their own, as those of a new root."""
         self._is_reopened = True
         self._spent_before = self._account.ledger.eager_seconds
         self._spent_at_advice = 0.0
@@ -93,9 +94,9 @@ class RootPolicy:
         self._observed_elements.clear()
 
     def reach(self, is_small: bool) -> int:
-        """How large calls may be that a refusal for their size is about, in elements."""
+        """The largest calls, in elements, to which a refusal for their size applies."""
         known = self._services.known.get(self._key)
-        # A store of an older version does not tell how large the calls were that it knows of.
+        # A store of an older version does not have the sizes of its calls.
         times = 1 if is_small or (known is not None and known.judged_elements) else KNOWN_REACH
         return times * round(statistics.median(self._observed_elements))
 
@@ -117,7 +118,7 @@ class RootPolicy:
         return advice
 
     def _facts(self, failures: int, typical: float | None, known: RootRecord | None) -> CaptureFacts:
-        """``typical``: seconds of a call; ``known``: what earlier runs found out about calls like the present one."""
+        """``typical``: seconds of a call; ``known``: findings of earlier runs for calls like the present one."""
         context, capture, ledger = self._context, self._context.settings.capture, self._account.ledger
         smallest_inference = min(capture.min_root_us, capture.min_inference_root_us)
         return CaptureFacts(
@@ -134,7 +135,7 @@ class RootPolicy:
             known_seconds=self._known_seconds(known),
             has_kept_trace=self.trace_bytes > 0,
             at_first_call=capture.at_once,
-            # At once, but not blind: a first trace of one shape only would be thrown away at the next.
+            # Soon, but not at the first call: a trace of one shape would be thrown away at the next shape.
             at_once=context.mode == "wait",
             min_calls=1 if self._services.observer.dynamic_dims(self._key) else CALLS_OF_ONE_SHAPE,
             uses_known=context.settings.run.frozen,
@@ -144,7 +145,7 @@ class RootPolicy:
         )
 
     def _look_back(self, module: Target) -> None:
-        """Find out what earlier runs have left. It is read while the script imports; until then calls are observed."""
+        """Look up the findings of earlier runs, which are read while the script imports; until then we observe."""
         self._has_looked_back = True
         context, began = self._context, self._clock()
         context.store_thread.wait_ready(2.0)
@@ -154,7 +155,7 @@ class RootPolicy:
     def _find_model_seconds(self, module: Target) -> None:
         capture = self._context.settings.capture
         observer = self._services.observer
-        is_first = "autofuse.pipeline" not in sys.modules  # it comes with a process's first graph
+        is_first = "autofuse.pipeline" not in sys.modules  # it is loaded with a process's first graph
         seen = observer.sampled_steps(self._key), observer.dynamic_dims(self._key), is_first, torch.is_grad_enabled()
         if seen == self._seen:
             return
@@ -166,9 +167,9 @@ class RootPolicy:
             self.model_seconds = self._services.known[self._key].model_seconds
 
     def _known_seconds(self, known: RootRecord | None) -> float | None:
-        """What its capture took in an earlier run, or what is left of that where its graphs or its trace are kept."""
+        """The time of its capture in an earlier run, or the remaining part where its graphs or its trace are kept."""
         if self.trace_bytes:
-            # Where a trace was made, it says nothing of what reading one takes.
+            # The time to make a trace does not tell the time to read one.
             was_read = known is not None and known.reason == "kept_trace" and known.capture_seconds
             if known is not None and was_read:
                 return known.capture_seconds
@@ -180,7 +181,7 @@ class RootPolicy:
         return known.capture_seconds * (KEPT_SHARE if is_kept_now else 1.0)
 
     def _find_known(self) -> RootRecord | None:
-        """What earlier runs found out, where it is about calls like the present one."""
+        """Findings of earlier runs for calls like the present one."""
         known = None if self._is_reopened else self._services.known.get(self._key)
         if known is None or known.state != "eager" or known.reason not in LOST or not known.judged_elements:
             return known

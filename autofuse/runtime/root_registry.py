@@ -1,7 +1,7 @@
-"""All roots of a session: which module belongs to which, what earlier runs found out, what is written of them.
+"""All roots of a session: the root of each module, findings of earlier runs, records.
 
-In: calls of outermost modules. Out: calls of their `Root`; root records. Guarantee: whatever autofuse does wrong, the
-original module answers.
+In: calls of outermost modules. Out: calls of their `Root`; root records. Guarantee: if autofuse fails, the original
+module computes the result.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RootRegistry:
         self._written: dict[str, RootRecord] = {}
 
     def _allocations(self) -> AllocationLog | None:
-        """Only where asked for: it needs names of torch that are nobody's promise."""
+        """The log of allocations, only where requested: it needs private names of torch."""
         try:
             with untouched():
                 from autofuse.runtime.peak_memory import AllocationLog
@@ -130,7 +130,7 @@ class RootRegistry:
         return Root(self.services, key, name, self._peaks(key, name))
 
     def root_of_function(self, function: Target) -> Root:
-        """Of a function that was named as a root."""
+        """The root of a function that was named as one."""
         key, name = function_key(function)
         root = self.groups.get(key)
         if root is None:
@@ -138,7 +138,7 @@ class RootRegistry:
         return root
 
     def user_graph(self, module: fx.GraphModule, inputs: Sequence[Any], sizes: Sizes) -> UserGraph:
-        """Of a graph that Dynamo has made for the user's own torch.compile."""
+        """The record of a graph that Dynamo has made for the user's own torch.compile."""
         key, name = graph_key(module, inputs)
         found = self.graphs.get(key)
         if found is None:
@@ -155,7 +155,7 @@ class RootRegistry:
         return root.call(module, args, kwargs)
 
     def steps(self) -> int:
-        """Calls of the root that took the most time; of graphs where no root was called."""
+        """Calls of the root that took the most time; without roots, of the graph that did."""
         if self.groups:
             return max(self.groups.values(), key=lambda root: root.trial.total_us).all_calls
         if self.graphs:
@@ -164,18 +164,18 @@ class RootRegistry:
         return max(counts, default=0)
 
     def _let_traces_go(self) -> None:
-        """With all that leads to parameters."""
+        """Drop all traces, with all references to parameters."""
         dropped = [root.traces.drop() for root in list(self.groups.values())]
         if any(dropped):
             with untouched():
-                from autofuse.capture.dynamo import let_tensors_go  # is there, where there are traces
+                from autofuse.capture.dynamo import let_tensors_go  # is imported where there are traces
             let_tensors_go()
 
     def watched(self) -> dict[str, Root | UserGraph]:
         return {**self.groups, **self.graphs}
 
     def changed_records(self, final: bool) -> Iterator[RootRecord]:
-        """Records of roots that changed since the last time."""
+        """Records of roots that changed since the last call."""
         for key, watched in self.watched().items():
             record = watched.record()
             before = self._written.get(key)
@@ -184,19 +184,19 @@ class RootRegistry:
                 yield record
 
     def lost_seconds(self) -> float:
-        """What captures of roots have cost the script so far."""
+        """Seconds that captures of roots have cost the script so far."""
         return sum(root.account.ledger.lost_seconds for root in list(self.groups.values()))
 
     def budget(self) -> Budget:
-        """What captures may cost so far."""
+        """Seconds that captures may cost so far."""
         ledgers = [root.account.ledger for root in list(self.groups.values())]
         spent = sum(ledger.equal_seconds for ledger in ledgers)
-        # What the script's own calls of torch.compile take was asked for.
+        # The script has requested its own calls of torch.compile, so their time does not count.
         others = self.context.capture_seconds - sum(graph.capture_seconds for graph in list(self.graphs.values()))
         lost = others + sum(ledger.lost_seconds + ledger.behind_seconds for ledger in ledgers)
         return Budget(spent, lost, self.context.settings.capture.max_slowdown)
 
     def cost_factor(self) -> float:
-        """How slow captures are on this machine."""
+        """The slowness factor of captures on this machine."""
         captured = [root.record() for root in list(self.groups.values()) if root.state == "captured"]
         return learn_factor([*self.known.values(), *captured], slowness())

@@ -1,8 +1,8 @@
-"""What the roots and graphs of a session work with.
+"""The services that roots and graphs of a session use.
 
-In: the observer of a session and what else watches calls. Out: one record that each root and graph takes; `RootTools`,
-what they take from outside of the session, in whose place tests put their own. Guarantee: nothing here knows a root;
-what depends on all of them comes as a function.
+In: the observer of a session and other watchers of calls. Out: one record that each root and graph takes; `RootTools`,
+their dependencies from outside of the session, which tests replace. Guarantee: nothing here refers to a root; values
+that depend on all roots are functions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RootBackend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 class Capturer(Protocol):
-    """What captures a root: `capture.dynamo`, which says what each of these does."""
+    """The interface that captures a root; `capture.dynamo` implements and documents it."""
 
     @property
     def CAPTURE_ERRORS(self) -> tuple[type[BaseException], ...]: ...
@@ -60,7 +60,7 @@ class Capturer(Protocol):
 
 
 def _load_dynamo() -> Capturer:
-    """Brings Dynamo: 1 s that a script without a root worth capturing never pays."""
+    """Import Dynamo: 1 s that a script without a root worth capturing never pays."""
     from autofuse.capture import dynamo
 
     return dynamo
@@ -68,7 +68,7 @@ def _load_dynamo() -> Capturer:
 
 @dataclass(frozen=True)
 class RootTools:
-    """What comes from outside of a session."""
+    """Dependencies from outside of a session."""
 
     clock: Callable[[], float] = time.perf_counter  # seconds
     load_capturer: Callable[[], Capturer] = _load_dynamo
@@ -91,8 +91,8 @@ class RootServices:
     observer: Observer
     tracker: RootTracker
     timer: EventTimer
-    budget: Callable[[], Budget]  # what captures may cost so far
-    cost_factor: Callable[[], float]  # how slow captures are on this machine
+    budget: Callable[[], Budget]  # seconds that captures may cost so far
+    cost_factor: Callable[[], float]  # slowness factor of captures on this machine
     tools: RootTools = USUAL_TOOLS
     backwards: BackwardClock = field(default_factory=BackwardClock)
-    known: dict[str, RootRecord] = field(default_factory=dict)  # what earlier runs found out
+    known: dict[str, RootRecord] = field(default_factory=dict)  # findings of earlier runs

@@ -1,7 +1,7 @@
-"""What a root knows of its calls: shapes, the steps that are compared, the one that is open.
+"""Records of a root's calls: shapes, compared steps, the open step.
 
-In: signatures of a root's calls, and how large they are. Out: recent steps of like sizes; the code to run for a shape.
-Times in microseconds, ``began`` and ``now`` in seconds of ``perf_counter``.
+In: signatures and sizes of a root's calls. Out: recent steps of similar sizes; the code to run for a shape. Times in
+microseconds, ``began`` and ``now`` in seconds of ``perf_counter``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TimedStep(NamedTuple):
-    """The fields of a `StepSample`, which is made of it in the background: a record costs more at each step."""
+    """The fields of a `StepSample`, made from it in the background: making the record at each step costs more."""
 
     root: str
     signature: str
@@ -34,16 +34,16 @@ class OpenStep(NamedTuple):
     """A step that the next call of the root ends."""
 
     began: float
-    shape: Shape | None  # None: nothing is captured yet, or any more
+    shape: Shape | None  # None: nothing is captured now
     held: Held
     number: int  # of the call
     disturbances: int
     stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
-    is_watched: bool = False  # its allocations are, which takes time
+    is_watched: bool = False  # its allocations are recorded, which takes time
 
 
 class Sizes:
-    """Signatures whose steps are compared with each other: one, or where there are many all that have its ranks."""
+    """Signatures whose steps are compared with each other: one, or, where there are many, all with the same ranks."""
 
     def __init__(self, text: str, is_one: bool) -> None:
         self.text = text
@@ -51,7 +51,7 @@ class Sizes:
         self.recent = deque[tuple[int, float]](maxlen=PAIR_STEPS if is_one else PAIR_WINDOW)  # elements, us if captured
 
     def near(self, elements: int) -> list[float]:
-        """The last captured steps, or calls, of nearly so many elements: us, as if they had had exactly so many."""
+        """The last captured steps or calls of similar size, in us, scaled to exactly so many elements."""
         close = (at_size(us, n, elements) for n, us in reversed(self.recent) if is_close(n, elements))
         return list(itertools.islice(close, PAIR_STEPS))
 
@@ -69,13 +69,13 @@ class Shape:
         self.direct = direct
         self.is_eager = is_eager  # torch has a path of its own for it
         self.is_new = True
-        self.is_short = False  # its calls, as far as known
-        self.learnt = 0  # times that Dynamo was asked
+        self.is_short = False  # its known calls
+        self.learnt = 0  # calls through Dynamo
         self.fused = 0  # nodes on fused kernels in a step
         self.is_counted = False
         self.fused_at = -1  # the session's disturbances when they were counted
 
     def forget(self) -> None:
-        """What was traced for it, and what steps took with that."""
+        """Forget the shape's trace, and the step times with it."""
         self.direct, self.is_new, self.learnt, self.fused_at = (), True, 0, -1
         self.sizes.recent.clear()

@@ -1,7 +1,7 @@
-"""What was traced of a root: its graphs, the code that each shape runs, and the classes that all of it depends on.
+"""The traces of a root: its graphs, the code for each shape, and the classes that they depend on.
 
-In: calls that went through Dynamo. Out: code to run past Dynamo; whether what was traced is still what it was.
-Guarantee: what no more holds is let go, with all that its guards hold.
+In: calls that went through Dynamo. Out: code to run past Dynamo; whether the traced objects are unchanged. Guarantee:
+invalid traces are dropped, with all objects that their guards hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # Codes that a signature has learnt: one root may stand for several modules, or take flags beside its tensors.
 MAX_DIRECT = 4
 MAX_LEARNT = 32
-MAX_FORGOTTEN = 8  # times that code is replaced and traced anew; a script that goes on so stays in eager
+MAX_FORGOTTEN = 8  # times that replaced code is traced again; a script that replaces more stays in eager
 
 
 class RootTraces:
@@ -50,10 +50,10 @@ class RootTraces:
         self._life = life
         self._untimed = untimed
         self._has_breaks = False
-        self._forgotten = 0  # times that what was traced was no more what it was
+        self._forgotten = 0  # times that traced code or objects had changed
 
     def load(self) -> None:
-        """What traces. It brings Dynamo: 1 s that a script without a root worth capturing never pays."""
+        """The capturer. It imports Dynamo: 1 s that a script without a root worth capturing never pays."""
         with gc_pause.paused(), untouched():
             self.capturer = self._services.tools.load_capturer()
             if self.captured is None:
@@ -71,21 +71,21 @@ class RootTraces:
         seen = self._services.observer.dynamic_dims(self.key)
         return tuple(dict.fromkeys([*(known.dynamic_dims if known else ()), *seen]))
 
-    # ---- what holds no more ----------------------------------------------------------------------------
+    # ---- invalid traces --------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """What was traced is not what it was: it is traced anew once that pays, as a new shape is."""
+        """Drop traces whose code or objects have changed; the root is traced again once that pays, like a new shape."""
         detail = f"{self.classes.replaced()} was replaced after it was captured"
         self._forgotten += 1
         log.info("%s: what was traced is forgotten: %s", self._name, detail)
         if self._forgotten > MAX_FORGOTTEN:
             self._life.release(f"{detail}, and others before")
-        elif self._has_breaks:  # what Dynamo has compiled behind a break is not ours to let go
+        elif self._has_breaks:  # code that Dynamo has compiled after a break is not ours to drop
             self._life.release(f"{detail}, and its graph breaks")
         self.drop()
 
     def drop(self) -> bool:
-        """Let go of what was traced, and of all that its guards hold; False where there is nothing."""
+        """Drop all traces, and all objects that their guards hold; False where there are none."""
         shapes = self._trial.shapes
         if self.captured is None or all(shape.is_new and not shape.direct for shape in list(shapes.values())):
             return False
@@ -99,12 +99,12 @@ class RootTraces:
         self._services.context.disturbances += 1
         return True
 
-    # ---- what was traced -------------------------------------------------------------------------------
+    # ---- traces ----------------------------------------------------------------------------------------
 
     def learn(
         self, direct: DirectCalls, shape: Shape, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """After a call through Dynamo: the code it ran, for the next one."""
+        """After a call through Dynamo, remember the code that it ran for the next call."""
         found: DirectCall | None = None
         try:
             found = direct.find(module, args, kwargs)
@@ -117,13 +117,16 @@ class RootTraces:
             self.note_classes(module, found)
             alive = [d for d in shape.direct if d.manager.cache_entry is not None and d is not found]
             shape.direct = (*([found] if found is not None else []), *alive)[:MAX_DIRECT]
-        except Exception as error:  # here, for the call has its result: what is raised further up runs it again
+        except (
+            Exception
+        ) as error:  # caught here, because the call has its result: an exception further up would run it again
             self._life.give_up(module, error)
 
     def note_classes(self, module: Target, direct: DirectCall | None = None) -> None:
-        """Of all objects that a trace has looked at, of the modules that hold them, and of what these hold.
+        """Record the classes of all objects that a trace has read, of the modules that hold them, and of what these
+        hold.
 
-        Where the graph breaks, the guards of what follows are not ours to find: only the last two are known there.
+        After a graph break the guards of the later code are unknown to us: only the last two kinds are recorded.
         """
         kinds: set[type] = direct.types() if direct is not None else set()
         if isinstance(module, torch.nn.Module):
@@ -133,7 +136,7 @@ class RootTraces:
         self.classes.note([*kinds, torch.nn.Parameter])  # and so torch.Tensor
 
     def find_kept(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DirectCall | None:
-        """What an earlier run has traced, for this call."""
+        """An earlier run's trace that fits this call."""
         captured = self.captured
         if captured is None or captured.traces is None:
             return None

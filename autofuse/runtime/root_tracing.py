@@ -1,8 +1,8 @@
-"""Runs what was traced of a root, and traces what is new: all that can go wrong with a capture goes wrong here.
+"""Runs the traces of a root, and makes new ones; all failures of a capture are handled here.
 
 In: a call of a captured root. Out: its result, from code that was traced before, from the trace of an earlier run, or
-through Dynamo. Guarantee: where a trace fails, the original module answers, with eager's random numbers; what eager
-raises as well is the user's own error, and no failure of a capture.
+through Dynamo. Guarantee: where a trace fails, the original module computes the result, with eager's random numbers. An
+exception that eager raises as well is the user's own error, not a failed capture.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ class TracedCalls:
         self._spent_at_trace = 0.0  # in eager, when one was traced last
 
     def run(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> Any:
-        """Not in eager."""
+        """Run a call captured."""
         for direct in shape.direct:
             if direct.fits(module, args, kwargs):
                 shape.is_new = False
                 return direct.run(module, *args, **kwargs)
         captured = self._traces.captured
         assert captured is not None
-        if shape.learnt >= MAX_LEARNT:  # its graph breaks, or it is never twice the same: traced often enough
+        if (
+            shape.learnt >= MAX_LEARNT
+        ):  # the shape was traced often enough: its graph breaks, or every call needs a new trace
             return captured.settled(module, *args, **kwargs)
         self._traces.note_classes(module)  # as they are before the trace: another thread may change them meanwhile
         result = self._trace(captured, module, args, kwargs, shape)
@@ -65,14 +67,14 @@ class TracedCalls:
         return result
 
     def run_recorded(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None) -> Any:
-        """A call that the script records in a CUDA graph: nothing is traced, observed, held out or measured."""
+        """Run a call during CUDA graph capture: nothing is traced, observed, held out or measured."""
         captured = self._traces.captured
         if shape is not None and not shape.is_new and captured is not None:
             return captured.settled(module, *args, **kwargs)
         return self._tracker.call_original(module, args, kwargs)
 
     def may_trace(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape) -> bool:
-        """Whether a shape may run captured: it fits a graph there is, or calls in eager have paid for one more."""
+        """Whether a shape may run captured: it fits an existing graph, or calls in eager have paid for one more."""
         if any(direct.fits(module, args, kwargs) for direct in shape.direct):
             return True
         ledger = self._account.ledger
@@ -81,11 +83,11 @@ class TracedCalls:
             spent = ledger.eager_seconds - self._spent_at_trace
             if not may_trace_again(spent, expected, self._services.budget()):
                 return False
-        # Of a lazy module eager makes the parameters, and the numbers that they begin with.
+        # A lazy module's parameters, and their initial values, are made by eager.
         return not (isinstance(module, torch.nn.Module) and any(map(is_lazy, module.parameters())))
 
     def take_kept(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Captured for a trace of an earlier run. If none fits, the root is observed on: to trace has another price."""
+        """Read a trace of an earlier run. If none fits, the root is observed again, because tracing costs more."""
         context, capturer = self._context, self._traces.capturer
         assert capturer is not None
         graphs, began = len(context.routers), self._clock()
@@ -104,7 +106,7 @@ class TracedCalls:
     def _trace(
         self, captured: CapturedRoot, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape
     ) -> Any:
-        """Its shape or something else is new."""
+        """Run a call for which the shape or something else is new."""
         context, capturer = self._context, self._traces.capturer
         assert capturer is not None
         problem = _untraceable(module)
@@ -122,10 +124,12 @@ class TracedCalls:
             from_kept = capturer.graphs_read() != read
             if not isinstance(error, capturer.CAPTURE_ERRORS) and not from_kept:
                 raise
-            restore_generators()  # half of the call may have run
+            restore_generators()  # part of the call may have run
             self._account.note("tracing", self._clock() - began)
             result = self._tracker.call_original(module, args, kwargs)
-            self._life.fail(error, from_kept)  # only now: what eager raises as well is the user's own error
+            self._life.fail(
+                error, from_kept
+            )  # only now: an exception that eager raises as well is the user's own error
             return result
         shape.is_new = False
         if len(context.routers) != graphs:
@@ -140,9 +144,9 @@ class TracedCalls:
     def _trace_or_read(
         self, capturer: Capturer, captured: CapturedRoot, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The call of a module by what an earlier run has traced, where that fits; else through Dynamo."""
+        """Call the module by an earlier run's trace where one fits, else through Dynamo."""
         dims = self._traces.dynamic_dims()
-        if not isinstance(module, torch.nn.Module):  # may have done half of its work, of which it must do nothing twice
+        if not isinstance(module, torch.nn.Module):  # may have done part of its work, which must not be repeated
             capturer.mark_dynamic(tensors_by_path(args, kwargs), dims)
             with capturer.suppressed_errors():
                 return captured.trace(module, *args, **kwargs)
@@ -157,14 +161,14 @@ class TracedCalls:
 
 
 def _untraceable(module: Target) -> str:
-    """What a script has replaced that a trace would take for torch's own, or do twice; "" for nothing."""
+    """What the script has replaced that a trace would take for torch's, or run twice; "" for nothing."""
     if isinstance(module, torch.nn.Module) and not has_plain_call(type(module)):
-        return f"{type(module).__qualname__}.__call__ is not torch's"  # what it puts around us would be traced as well
+        return f"{type(module).__qualname__}.__call__ is not torch's"  # its wrapper around our code would be traced as well
     return replaced_operator()
 
 
 def ran_forward(error: BaseException) -> bool:
-    """Whether the module had begun to run, captured or not, when this was raised: it is the user's then."""
+    """Whether the module had begun to run, captured or not, when this was raised: then it is the user's exception."""
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -174,5 +178,5 @@ def ran_forward(error: BaseException) -> bool:
     return False
 
 
-# A trace knows what to do where it fails.
+# The traced call handles its own failures.
 _ITS_OWN = {RootTracker.call_original.__code__, TracedCalls._trace.__code__}

@@ -1,7 +1,7 @@
-"""What can be told of a root before anything is traced: how many operations, modules, equal blocks, sizes; its device.
+"""Traits of a root before anything is traced: its numbers of operations, modules, equal blocks, sizes; its device.
 
-In: a module, or a function with nothing known inside, and what the observer has seen of its calls. Out: `RootTraits`,
-None before a step was observed; where it runs.
+In: a module, or a function (whose inside is unknown), and the observer's records of its calls. Out: `RootTraits`, None
+before a step was observed; the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def traits_of(module: Target, observer: Observer, key: str, min_blocks: int) -> 
 
 
 def device_of(module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where the parameters of a module live, a function's tensors; the CPU where there are none."""
+    """The device of a module's parameters, or of a function's tensors; the CPU where there are none."""
     if isinstance(module, torch.nn.Module):
         found: torch.Tensor | None = next(module.parameters(), None)
     else:
@@ -40,7 +40,7 @@ def device_of(module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _share_once(module: torch.nn.Module, modules: int, min_blocks: int) -> float:
-    """Share of the work that is left if equal blocks in a row are done once (`capture.repeated_blocks`)."""
+    """Share of the work that remains if consecutive equal blocks are captured once (`capture.repeated_blocks`)."""
     if not min_blocks:
         return 1.0
     spared = 0.0

@@ -1,12 +1,12 @@
 """Calls of a root in eager that are only counted, between calls that are watched.
 
-In: the calls of a root that is neither captured nor decided, and what it takes to watch one: 50 us and more, which is
-seen in a call of a millisecond. Out: how many of the next ones are not looked at, at 2 to 5 us each. Guarantee: every
-call is counted, with the shapes of the watched one before it; it counts as long as watched ones take, and never longer
-than the clock says. A shape that stays, or takes its turn, is noticed at a watched call: the next one comes at most 16
-calls later, or, where watching takes more than its share of the root's time, as many later as it takes to pay for it
-(100 to 200 where calls take 1 ms), and at once where they have taken longer than such calls do. The counting itself is
-on no account.
+In: the calls of a root that is neither captured nor decided, and the cost of watching one: 50 us and more, which shows
+in a call of a millisecond. Out: how many of the next calls are only counted, at 2 to 5 us each. Guarantee: every call
+is counted, with the shapes of the watched call before it. A counted call is taken to last as long as watched ones do,
+and never longer than the clock says. A shape that stays, or that alternates with others, is noticed at a watched call.
+The next watched call comes at most 16 calls later; where watching takes more than its share of the root's time, it
+comes when it is paid for (100 to 200 calls later where calls take 1 ms); and at once where calls have taken longer than
+expected. The cost of counting is on no account.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.step_clock import Account
 
 WATCHED_AT_FIRST = 64
-SHORT_SECONDS = 2e-3  # of calls that take less,
-COUNTED = 12  # so many, or up to a third more, are counted between two that are watched
-LONGEST, LONGEST_SECONDS = 4096, 10.0  # whatever watching takes
-LATE = 4.0  # times as long as the calls are expected to take, with all between them: the next one is watched
-# Of what observing may take: for sampled steps, for watched calls, of short ones, where counting them is seen as well.
+SHORT_SECONDS = 2e-3  # of calls shorter than this,
+COUNTED = 12  # so many, or up to a third more, are counted between two watched ones,
+LONGEST, LONGEST_SECONDS = 4096, 10.0  # whatever watching costs
+LATE = 4.0  # after so many times the expected time of the calls and their gaps, the next one is watched
+# Shares of observing's budget: for sampled steps, for watched calls, for short watched calls, where counting shows too.
 SAMPLING_SHARE, WATCHING_SHARE, SHORT_SHARE = 0.6, 0.3, 0.1
 _KEPT = 16
 
@@ -37,7 +37,7 @@ class CountedCalls:
         self, services: RootServices, key: str, policy: RootPolicy, account: Account, trial: GraphTrial
     ) -> None:
         self.taken = 0  # calls that were only counted
-        self._left = 0  # that are to be
+        self._left = 0  # calls that are to be counted
         self._observer = services.observer
         self._clock = services.tools.clock
         self._most = services.context.settings.observe.max_overhead_percent / 100.0
@@ -46,15 +46,15 @@ class CountedCalls:
         self._account = account
         self._trial = trial
         self._began: float | None = None  # None while calls are watched
-        self._until = 0.0  # calls that begin later are watched, however many are left
-        self._calls = 0  # since it began, with those that are left
-        self._costs = deque[float](maxlen=_KEPT)  # seconds, of the last watched calls
-        self._begun = 0.0  # seconds that were taken to begin to count
-        # Sizes that take turns, however many, each have their turn to be watched only where no turn is like the last.
+        self._until = 0.0  # calls that begin after this time are watched, however many are left
+        self._calls = 0  # since the stretch began, including those left
+        self._costs = deque[float](maxlen=_KEPT)  # seconds of the last watched calls
+        self._begun = 0.0  # seconds spent to begin counting
+        # The stretches vary in length, so that each of several alternating sizes is watched at some time.
         self._random = random.Random(0)
 
     def takes(self) -> bool:
-        """Whether this call is only counted, which is done then. First of all that is asked of a call: 0.3 us."""
+        """Whether this call is only counted; if so, count it. This is the first test of each call: 0.3 us."""
         if self._left <= 0 or self._observer.is_sampling:
             return False
         clock = self._clock
@@ -66,14 +66,14 @@ class CountedCalls:
         return True
 
     def watched(self, seconds: float, spent: float) -> None:
-        """So much was taken to watch a call. ``spent``: what was on the observer's account before, who knew of some."""
+        """Note the cost of watching a call. ``spent``: the observer's account before, which has part of the cost."""
         seconds += self._begun - (self._observer.cost_seconds - spent)
         self._begun = 0.0
         self._costs.append(max(seconds, 0.0))
         self._observer.spend(max(seconds, 0.0))
 
     def begin(self, now: float) -> bool:
-        """Whether the call that begins now, after one that was watched, and some that follow are only counted."""
+        """Whether the present call, after a watched one, and some later calls are only counted."""
         if self._policy.observed_calls < WATCHED_AT_FIRST or self._policy.is_asked:
             return False
         if self._trial.on_gpu or self._trial.verdicts.any_lost or self._observer.is_sampling:
@@ -88,7 +88,7 @@ class CountedCalls:
         return True
 
     def _count(self, typical: float) -> int:
-        """How many calls are to be counted before one is watched; 0 where watching costs too little to be seen."""
+        """How many calls to count before the next watched one; 0 where the cost of watching does not show."""
         is_short = typical < SHORT_SECONDS
         affordable = (SHORT_SHARE if is_short else WATCHING_SHARE) * self._most * typical
         cost = median(self._costs) if self._costs else 0.0
@@ -97,12 +97,12 @@ class CountedCalls:
         return calls and self._random.randint(calls, calls + max(calls // 3, 1))
 
     def stop(self) -> None:
-        """The next call is not one of those that are only counted."""
+        """Stop counting: the next call is not only counted."""
         self._calls -= self._left
         self._left = 0
 
     def end(self, now: float) -> bool:
-        """The next call is watched; False where those before it were too."""
+        """End the stretch: the next call is watched. False where calls were not being counted."""
         if self._began is None:
             return False
         self._trial.total_us += (now - self._began) * 1e6
@@ -110,7 +110,7 @@ class CountedCalls:
         return True
 
     def settle(self, now: float) -> None:
-        """Account for the calls that were only counted so far."""
+        """Account for the calls counted so far."""
         if self._began is None:
             return
         self.stop()

@@ -1,9 +1,9 @@
 """The router: which callable each node of a graph runs, per shape signature.
 
-In: a `Program`, and a `RouterHost` that answers what is decided and loaded. Out: a callable graph.
-Guarantee: one dict look-up a call finds the plan of all nodes; plans change between calls by replacing
-one tuple, without a lock on the path; anything unknown or failed runs eager's kernels. While the script records a CUDA
-graph everything stands still: what is loaded is launched, a new plan runs eager's kernels and is settled later.
+In: a `Program`, and a `RouterHost` that knows decisions and loaded kernels. Out: a callable graph. Guarantee: one dict
+look-up per call finds the plan of all nodes. Plans change between calls by replacing one tuple, without a lock on the
+call path. Unknown or failed nodes run eager's kernels. Nothing changes during CUDA graph capture: loaded kernels are
+launched, and a new plan runs eager's kernels and is settled later.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
 from autofuse.wrapper.graph_call import Program
 from autofuse.wrapper.node_call import Composed, NodeCall, make_launcher
 
-# First calls of a node, each in another plan, whose inputs were checked; sizes and strides of all come from one graph.
+# So many plans check the inputs of a node's first call; one graph gives sizes and strides for all plans.
 TRUSTED_AFTER = 4
 
 
 class SharedKey(NamedTuple):
-    """What decides a node's callable."""
+    """The key by which nodes share a callable."""
 
-    place: int  # where it is used
+    place: int  # the place of use
     values: tuple[int, ...]  # of the node's symbols
     tag: str  # of the kernel
     threads: int
@@ -53,22 +53,22 @@ class GraphRouter:
         make_timer: Callable[[torch.device], Timer] = Untimed,
         times: int = 1,
     ) -> None:
-        """``make_timer(device)``: of a node that runs on a GPU, where the clock would tell the time to launch it;
-        ``times``: calls for one call of what was captured."""
+        """``make_timer(device)``: timer for a node on a GPU, where the host's clock only measures the launch;
+        ``times``: calls of this graph in one call of the captured root."""
         self.program = program
         self.host = host
         self.phase = phase  # "forward", "backward" or "inference"
         self.times = times
         self.on_gpu = any(slot.device.type != "cpu" for slot in program.slots)
-        self.plans: dict[tuple[int, ...], Plan] = {}  # settled: found without asking
+        self.plans: dict[tuple[int, ...], Plan] = {}  # settled plans: found without a query
         self.pending: dict[tuple[int, ...], Plan] = {}
-        self.past = Usage()  # of plans that were let go
-        self._lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # where calls find their plan
-        self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each who asked for them
+        self.past = Usage()  # counters of evicted plans
+        self._lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # the dict in which calls find their plan
+        self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each caller of `note_plans`
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
-        self._lock = make_lock()  # guards creation and change, never a call
-        # Groups first: the members of one that runs as a whole are not asked about.
+        self._lock = make_lock()  # held to create and change plans, never in a call
+        # Groups first: members of a group that runs as a whole are not queried.
         self._order = sorted(range(len(program.slots)), key=lambda index: not program.slots[index].is_group)
         self._places: dict[str, list[int]] = {}  # of each node and group, by its fusion_id
         for index, slot in enumerate(program.slots):
@@ -76,11 +76,14 @@ class GraphRouter:
         self._groups = frozenset(slot.node.fusion_id for slot in program.slots if slot.is_group)
         symbols = list(dict.fromkeys(slot.symbols for slot in program.slots))
         self._scope = PlanScope(program, symbols, _alike(program), self.on_gpu, make_timer)
-        # By code and sizes: layers that are alike share callables, and shapes that differ in other sizes.
+        # By code and sizes: equal layers share callables, and so do shapes that differ only in sizes that a node does
+        # not use.
         self._fused: dict[SharedKey, NodeCall] = {}
         self._failed: set[SharedKey] = set()
-        self._kept: dict[tuple[int, str], dict[str, Any]] = {}  # what entries keep for a place of use, by it and tag
-        self._checked: dict[int, int] = {}  # first calls of a node whose inputs were as promised, by its place
+        self._kept: dict[
+            tuple[int, str], dict[str, Any]
+        ] = {}  # data that entries keep for a place of use, by place and tag
+        self._checked: dict[int, int] = {}  # checked first calls of a node without a problem, by its place
 
     def __call__(self, args: list[Any]) -> Any:
         if self.host.sample_due() and not self._stands_still():
@@ -100,11 +103,11 @@ class GraphRouter:
         yield from list(self.pending.values())
 
     def calls(self) -> int:
-        """Of the graph, so far."""
+        """Calls of the graph so far."""
         return self.past.calls + sum(plan.count for plan in self.all_plans())
 
     def add_usage(self, usage: Usage, yield_gil: Callable[[], None] = lambda: None) -> None:
-        """Count all plans, those that were let go too; ``breathe`` is called between them."""
+        """Count all plans, evicted ones too; ``breathe`` is called between them."""
         with self._lock:
             usage.merge(self.past)
             plans = list(self.all_plans())
@@ -113,23 +116,23 @@ class GraphRouter:
             usage.add(plan)
 
     def let_go(self, plans: Sequence[Plan]) -> None:
-        """Forget plans, but not their counters."""
+        """Evict plans, but keep their counters."""
         with self._lock:
             for plan in plans:
                 self.past.add(plan)
                 self.plans.pop(plan.key, None)
                 self.pending.pop(plan.key, None)
             self.past.forget_rare_shapes()
-            self._scope.unfused.clear()  # plans that stay have theirs
+            self._scope.unfused.clear()  # remaining plans have their own
             self._fused.clear()
 
     def note_plans(self, whose: object) -> None:
-        """From now on, remember for someone which plans run."""
+        """From now on, record for a caller which plans run."""
         self._noted[whose] = set()
         self._lookup = _Noting(self)
 
     def fused_in_noted(self, whose: object) -> int:
-        """Nodes on fused kernels in the plans that have run since then, which ends it; 0 if it had not begun."""
+        """Nodes on fused kernels in the plans that have run since then; ends the recording. 0 if there was none."""
         noted = self._noted.pop(whose, ())
         if not self._noted:
             self._lookup = self.plans
@@ -140,7 +143,7 @@ class GraphRouter:
             noted.add(plan)
 
     def _stands_still(self) -> bool:
-        """Whether the script records a CUDA graph, so that nothing may change or be measured."""
+        """Whether a CUDA graph capture is under way, so that nothing may change or be measured."""
         return self.on_gpu and capturing.is_capturing()
 
     def _miss(self, key: tuple[int, ...]) -> Plan:
@@ -169,16 +172,16 @@ class GraphRouter:
         return plan
 
     def concerned(self, fusion_ids: Collection[str] | None) -> Sequence[int]:
-        """Nodes that new decisions on these may change, in the order in which they are to be asked; None: all.
+        """Nodes that new decisions on these may change, in the order of querying; None: all.
 
-        A group that begins or ends to run as a whole changes what its members do.
+        A group that begins or stops to run as a whole changes its members.
         """
         if fusion_ids is None or any(f in self._groups for f in fusion_ids):
             return self._order
         return [index for f in fusion_ids for index in self._places.get(f, ())]
 
     def refresh(self, plan: Plan, concerned: Sequence[int] | None = None) -> bool:
-        """Resolve the plan's nodes, or those ``concerned``, anew; returns whether a callable changed."""
+        """Resolve the plan's nodes, or those ``concerned``, again; returns whether a callable changed."""
         with self._lock:
             calls: list[NodeCall | None] = list(plan.calls) or [None] * len(plan.nodes)
             choices: dict[tuple[int, tuple[int, ...]], Choice] = {}
@@ -200,7 +203,7 @@ class GraphRouter:
                 node.in_one = choice.in_one
                 try:
                     calls[index] = self._callable(plan, index, node, choice)
-                    if node.broken:  # what it would run has failed in another plan
+                    if node.broken:  # its kernel has failed in another plan
                         node.in_one, tag = False, ""
                 except (ShapeError, DeviceError) as error:
                     node.broken, node.in_one = True, False
@@ -224,7 +227,7 @@ class GraphRouter:
                 return
             with self._lock:
                 if problem is None and node.slot.half is None and node.fused is not fused:
-                    return  # given up meanwhile, by a node that shares the kernel, or decided anew
+                    return  # given up meanwhile by a node that shares the kernel, or decided again
                 self._checked[index] = self._checked.get(index, 0) + (problem is None)
                 calls = list(plan.calls)
                 calls[index] = self.host.wrap(node, fused) if problem is None else _given_up(plan, node)
@@ -245,9 +248,9 @@ class GraphRouter:
         return INJECTOR.checked_call(node.form, node.values, fused, node.unfused, settle, node.slot.device)
 
     def _shared(self, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
-        """The callable of a kernel; nodes with the same code and sizes share it, but for what is kept for a place.
+        """The callable of a kernel, shared by nodes with the same code and sizes unless it keeps data for a place.
 
-        None for one that has failed.
+        None for a failed kernel.
         """
         assert choice.entry is not None
         place = index if isinstance(choice.entry, Composed) and choice.entry.keeps else node.alike
@@ -259,7 +262,7 @@ class GraphRouter:
         unfused = node.unfused
 
         def failed(error: Exception, *inputs: Any) -> Any:
-            if not _is_out_of_memory(error):  # of which a script may recover, with a smaller batch
+            if not _is_out_of_memory(error):  # a script may recover from this with a smaller batch
                 self._give_up(key, fused, _text_of(error))
             return unfused(*inputs)
 
@@ -270,7 +273,7 @@ class GraphRouter:
             node.values,
             self.host.threads,
             failed=failed,
-            reuse=() if is_odd else self.program.reuse.get(index, ()),  # its inputs may be needed once more
+            reuse=() if is_odd else self.program.reuse.get(index, ()),  # its inputs may be needed again
             kept=self._kept.setdefault((place, choice.tag), {}),
         )
         if is_odd:
@@ -279,7 +282,7 @@ class GraphRouter:
         return fused
 
     def _give_up(self, key: SharedKey, fused: NodeCall, problem: str) -> None:
-        """A kernel has failed: all nodes that share its callable run eager from now on."""
+        """Give up a failed kernel: all nodes that share its callable run eager from now on."""
         if self._stands_still():
             return
         with self._lock:
@@ -295,7 +298,7 @@ class GraphRouter:
 
 
 def _alike(program: Program) -> tuple[int, ...]:
-    """For each slot, the first one that runs the same code: the same form, device and memory to write to."""
+    """For each slot, the first slot with the same code: the same form, device and memory to write to."""
     first: dict[Any, int] = {}
     found = []
     for index, slot in enumerate(program.slots):
@@ -305,7 +308,7 @@ def _alike(program: Program) -> tuple[int, ...]:
 
 
 def _account(plan: Plan, node: NodeState, tag: str) -> None:
-    """Close the counter of the present choice and begin the next."""
+    """Close the counter of the present choice and begin that of the next."""
     node.fused_before = plan.fused_calls(node)
     node.since = plan.count
     node.tag = tag
@@ -314,20 +317,20 @@ def _account(plan: Plan, node: NodeState, tag: str) -> None:
 
 
 def _given_up(plan: Plan, node: NodeState) -> NodeCall | None:
-    """What a node runs that stays in eager for good."""
+    """The callable of a node that stays in eager for good."""
     node.broken, node.fused = True, None
     _account(plan, node, "")
     return _plain(node)
 
 
 def _put(plan: Plan, calls: Sequence[NodeCall | None]) -> None:
-    """Change what a plan runs, from its next call on."""
+    """Change a callable of a plan, from its next call on."""
     plan.calls = _filled(plan, calls)
     plan.fused_nodes = sum(1 for node in plan.nodes if node.tag and not node.covered)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # On a CPU a plain RuntimeError (torch 2.13).
+    # Out of memory on a CPU is a plain RuntimeError (torch 2.13).
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
@@ -336,7 +339,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _usable(node: NodeState, choice: Choice) -> Choice:
-    """Half of an attention runs only as torch's own: other programs for both passes are no programs for one."""
+    """A half of an attention may only run torch's own strategy: strategies for both passes cannot run one pass."""
     strategy = getattr(choice.entry, "strategy", None)
     if node.slot.half is None or not choice.known or (strategy is not None and strategy.name == SDPA_TRAINING):
         return choice
@@ -344,18 +347,18 @@ def _usable(node: NodeState, choice: Choice) -> Choice:
 
 
 def _plain(node: NodeState) -> NodeCall | None:
-    """What runs without a kernel: eager's operations; the parts of a group have callables of their own."""
+    """The callable without a kernel: eager's operations; parts of a group have callables of their own."""
     return None if node.slot.is_group else node.unfused
 
 
 def _filled(plan: Plan, calls: Sequence[NodeCall | None]) -> tuple[NodeCall | None, ...]:
-    """With eager's operations for nodes that nothing has been chosen for and that no group covers."""
+    """The callables, with eager's operations for nodes without a choice that no group covers."""
     nodes = zip(plan.nodes, calls, strict=True)
     return tuple(_plain(node) if call is None and not node.covered else call for node, call in nodes)
 
 
 class _Recorder:
-    """Stands in for the dict of plans in a timed call, to learn which plan ran."""
+    """Replaces the dict of plans in a timed call, to record which plan ran."""
 
     def __init__(self, router: GraphRouter, used: list[Plan]) -> None:
         self._router = router
@@ -369,7 +372,7 @@ class _Recorder:
 
 
 class _Noting:
-    """Stands in for the dict of plans where it is to be known which of them ran."""
+    """Replaces the dict of plans while it is recorded which plans run."""
 
     def __init__(self, router: GraphRouter) -> None:
         self._router = router

@@ -1,8 +1,8 @@
-"""One run as its parts know it: its settings, its graphs, what it has cost so far, and how to tell the person.
+"""The shared state of one run: its settings, its graphs, its costs so far, and messages to the user.
 
-In: settings and the thread of the store. Out: records and counters that all parts read and some raise. Guarantee: it
-knows none of the parts that are built on it; nothing here raises into the script. Each kind of trouble is said once, in
-one line on stderr, and stored as an event.
+In: settings and the thread of the store. Out: records that all parts read, and counters that some parts increase.
+Guarantee: it does not refer to the parts that are built on it; nothing here raises into the script. Each kind of
+trouble is reported once, in one line on stderr, and stored as an event.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class RunContext:
     ) -> None:
         self.settings = settings
         self.command = start.command
-        self.device = start.device  # of the run: the machine's CPU; nodes have places of their own
-        self.versions = start.versions  # what a decision depends on besides the device
+        self.device = start.device  # the run's device: the machine's CPU; nodes have places of their own
+        self.versions = start.versions  # versions that a decision depends on besides the device
         self.mode = "off" if settings.run.frozen else settings.run.tune
         self.store_thread = store_thread
         self.started = started  # by ``perf_counter``
         self.launched = launched  # when the process of the script began
-        self.disturbances = 0  # captures, pauses and swaps so far; a step that saw one is no sample
+        self.disturbances = 0  # captures, pauses and swaps so far; a step with one of them is not a sample
         self.paused_seconds = 0.0  # for tuning
-        self.capture_seconds = 0.0  # that are on no root's account
-        self.noted_seconds = 0.0  # lost to captures of roots, as far as the cause is known at once
+        self.capture_seconds = 0.0  # seconds that are on no root's account
+        self.noted_seconds = 0.0  # seconds lost to captures of roots, where the cause is known at once
         self.planning_seconds = 0.0  # of those
         self.step_us_total = 0.0  # of all timed steps
-        self.untimed_steps = 0  # on a GPU, whose times are not known
+        self.untimed_steps = 0  # on a GPU, whose times are unknown
         self.held_out_calls = 0
         self.steps: list[TimedStep] = []  # until they are written
         self.routers: list[GraphRouter] = []
         self.refusals: list[Refusal] = []
         self.notes = GraphMetricsLog()
-        self._marks: set[object] = set()  # who wants to know which plans run
+        self._marks: set[object] = set()  # the observers of which plans run
         self._said: Counter[str] = Counter()
 
-    # ---- telling the person -----------------------------------------------------------------------
+    # ---- messages to the user ---------------------------------------------------------------------
 
     def say_once(self, kind: str, message: str) -> None:
         """One line on stderr for each kind of trouble, and an event in the store."""
@@ -81,7 +81,7 @@ class RunContext:
         self.disturbances += 1
 
     def mark_plans(self, whose: object) -> None:
-        """A step of a root begins in which fused nodes are counted."""
+        """Begin to count fused nodes in a step of a root."""
         self._marks.add(whose)
         for router in list(self.routers):
             router.note_plans(whose)
@@ -95,7 +95,7 @@ class RunContext:
 
     @property
     def graphs_folder(self) -> Path | None:
-        """Where traced graphs are kept, None where none are."""
+        """The folder of traced graphs; None where none are kept."""
         settings = self.settings
         if not settings.capture.keep_graphs or not self.store_thread.usable:
             return None
@@ -103,20 +103,20 @@ class RunContext:
 
     @property
     def notes_folder(self) -> PrivateFolder | None:
-        """The same, for whatever else makes later runs start sooner."""
+        """The folder for other notes with which later runs start sooner."""
         folder = self.graphs_folder
         return PrivateFolder(folder) if folder is not None else None
 
     @property
     def keeper(self) -> Keeper | None:
-        """Keeps traced graphs there."""
+        """The `Keeper` for traced graphs in `graphs_folder`."""
         folder = self.notes_folder
         return Keeper(folder, self.say_once) if folder is not None else None
 
     def trace_bytes(self, root: str) -> int:
-        """How large the largest trace is that an earlier run has left of a root, 0 where there is none.
+        """Bytes of an earlier run's largest trace of a root, 0 where there is none.
 
-        Whether it fits shows when it is read.
+        Whether a trace fits is known only when it is read.
         """
         folder = self.graphs_folder
         names = PrivateFolder(folder).names() if folder is not None else []

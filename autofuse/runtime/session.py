@@ -1,9 +1,9 @@
-"""The session of one script: what ties observer, captured graphs, store and daemon together.
+"""The session of one script, which connects observer, captured graphs, store and daemon.
 
-In: settings and the script's calls. Out: routed graphs, rows in the store.
-Guarantee: nothing here raises into the script. All parts are put together here, and none of them knows the session:
-they take the `RunContext` and what else they work with. Planner and catalogue come when the first graph is captured:
-they bring sympy, code generators and a look for a compiler, 1.5 s that a script without one never pays.
+In: settings and the script's calls. Out: routed graphs, rows in the store. Guarantee: nothing here raises into the
+script. This module builds all parts, and none of them refers to the session: they take the `RunContext` and their other
+dependencies. Planner and catalogue are imported when the first graph is captured: sympy, the code generators and the
+search for a compiler take 1.5 s, which a script without a graph never pays.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from autofuse.runtime.rng_kernels import RngKernels
     from autofuse.wrapper.node_call import NodeCall
 
-PIECES_AT_END = 2  # of old runs' details: more than a run leaves behind, and soon done
-SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward take turns
+PIECES_AT_END = 2  # rows of old runs' details deleted at once: more than a run adds, and quickly done
+SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward alternate
 
 _current: Session | None = None
 _lock = make_lock()
@@ -73,8 +73,8 @@ class Session:
         tools: RootTools = USUAL_TOOLS,
     ) -> None:
         """``root_backend``: Dynamo's backend for modules that are captured. ``store``: of a process that keeps it;
-        without one this process opens it itself. ``launched``: when the process of the script began, by
-        ``perf_counter``; now where the script is under way. ``tools``: of its roots."""
+        without one this process opens the store itself. ``launched``: when the script's process began, by
+        ``perf_counter``; the present time where the script already runs. ``tools``: for its roots."""
         began = time.perf_counter()
         set_level(0 if settings.run.quiet else settings.run.debug)
         self._written_refusals = 0
@@ -122,12 +122,12 @@ class Session:
 
     @property
     def planner(self) -> Planner:
-        """Plans graphs; brought by the first who asks: a run that reads what earlier ones have planned needs none."""
+        """The planner, imported on first use: a run that reads the plans of earlier runs needs none."""
         return self._planner or self._bring_planner()
 
     @property
     def draws(self) -> RngKernels:
-        """Which kernels may draw random numbers; brought by the first who asks."""
+        """Which kernels may compute random numbers; imported on first use."""
         return self._draws or self._bring_draws()
 
     def _bring_planner(self) -> Planner:
@@ -152,7 +152,7 @@ class Session:
         return PlanCache(self.context, self.kernels, self, self.make_timer, lambda: self.draws)
 
     def make_timer(self, device: torch.device) -> NodeTimer:
-        """For one node of a GPU."""
+        """The timer for one node of a GPU."""
         return NodeTimer(self.roots.timer, device.index)
 
     # ---- the catalogue, as the router sees it -------------------------------------------------------
@@ -168,7 +168,7 @@ class Session:
         self.context.say_once("node_failed", f"{node.slot.node.label} runs eager in this run: {problem}")
 
     def new_plan(self, plan: Plan) -> None:
-        """Not a disturbance: where shapes vary without end, new ones are what a run consists of."""
+        """A new plan is no disturbance: where shapes vary without end, new plans are normal."""
         self._plan_limit.add(plan)
 
     def settle_plan(self, plan: Plan) -> bool:
@@ -189,12 +189,12 @@ class Session:
     # ---- the background thread ------------------------------------------------------------------------
 
     def _lose_store(self, kind: str, message: str) -> None:
-        """What was kept to be written is let go: nobody will write it."""
+        """Drop the records that wait to be written: the store is lost."""
         self.context.steps = []
         self.context.say_once(kind, message)
 
     def _absorb(self, store: Store) -> bool:
-        """Read new decisions and the kernels they name, then let the plans follow. On the background thread."""
+        """Read new decisions and their kernels, then update the plans. On the background thread."""
         if not self._knows_roots:
             self._knows_roots = True
             self.roots.known.update(store.roots())
@@ -207,7 +207,7 @@ class Session:
         return found.has_decisions
 
     def refresh_plans(self, fusion_ids: Collection[str] | None = None) -> None:
-        """Let plans follow what is decided anew on these nodes, on all where None."""
+        """Update plans for new decisions on these nodes, on all where None."""
         for router in list(self.context.routers):
             concerned = router.concerned(fusion_ids)
             for plan in router.all_plans() if concerned else ():
@@ -216,7 +216,7 @@ class Session:
                 yield_gil()
 
     def _collect(self, store: Store, run_id: int, final: bool) -> None:
-        """Write what was counted since the last time. On the background thread."""
+        """Write the counters since the last call. On the background thread."""
         if not final:
             self.tuning.post_new_work()
         context = self.context
@@ -241,7 +241,7 @@ class Session:
             self._forget_old_runs(store)
 
     def _forget_old_runs(self, store: Store) -> None:
-        """Some of what is too old or too much by now. All is written: whatever fails here is left to the next."""
+        """Delete some old details of runs. Everything new is written by now: failures are left to the next run."""
         cache = self.context.settings.cache
         with contextlib.suppress(AutofuseError):
             store.prune(cache.history_days, cache.history_bytes, PIECES_AT_END)
@@ -251,7 +251,7 @@ class Session:
             *node_uses(usage.nodes.values(), self.context.notes.sources, self.context.step_us_total),
             *self.optimizers.uses(),
         ]
-        if not final:  # shares of the run's time change all the time; at its end they are written
+        if not final:  # shares of the run's time change all the time; they are written at its end
             uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]
         self._written_calls |= {(use.fusion_id, use.bucket): use.calls for use in uses}
         if uses:
@@ -260,7 +260,7 @@ class Session:
             store.update_totals(run_id, self.totals(usage))
 
     def totals(self, usage: Usage | None = None) -> RunTotals:
-        """So far; ``usage``: of the session, if it is known."""
+        """Totals so far; ``usage``: of the session, if it is known."""
         sums = (usage or usage_of(self.context.routers)).nodes.values()
         fused = sum(total.fused_calls for total in sums)
         return RunTotals(
@@ -282,9 +282,9 @@ class Session:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def finish(self, exit_code: int | None) -> None:
-        """Stop observing, write everything, hand over what is still to be tuned.
+        """Stop observing, write everything, hand over the remaining tuning work.
 
-        Nothing in a forked child, which may come here when it ends: the session is its parent's.
+        Does nothing in a forked child, which may call this when it ends: the session is its parent's.
         """
         global _current
         if self._finished or self._pid != os.getpid():
@@ -307,7 +307,7 @@ class Session:
 
 
 def _opener(path: Path) -> Callable[[], Store]:
-    """How the background thread opens a store in this process: it may import nothing itself."""
+    """The function by which the background thread opens the store: the thread itself may import nothing."""
     with untouched():
         from autofuse.db.store import Store
     return partial(Store.open, path, timeout_seconds=BUSY_SECONDS)

@@ -1,10 +1,10 @@
-"""What a root's steps take by the script's clock: when its forward and its backward pass begin and end.
+"""Times a root's steps by the script's clock: when its forward and its backward pass begin and end.
 
-In: a root's calls, as they begin and return. Out: entries in its `Ledger`.
-The end of a backward pass is nowhere in a module's code. A hook on the node of autograd that made an output tells when
-backward reaches the module, a callback of the engine when it is over: 5 us a call, only while a root is observed or has
-just been captured. The hook lies on the node, where no script looks; tensors stay as they are. Seconds of a backward
-pass through several roots are shared among them, so that none counts twice.
+In: a root's calls, as they begin and return. Out: entries in its `Ledger`. A module's code does not show the end of a
+backward pass. A hook on the autograd node that made an output tells when backward reaches the module, and a callback of
+the engine tells when it is over: 5 us per call, only while a root is observed or has just been captured. The hook is on
+the autograd node, where scripts do not look; tensors stay as they are. The seconds of a backward pass through several
+roots are divided among them, so that no second counts twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOLLOWED = 4  # outputs of a call
 
 
 class Step:
-    """From one call of a root to the next."""
+    """One step: from one call of a root to the next."""
 
     __slots__ = (
         *("backward", "began", "context", "elements", "forward", "is_captured", "is_observed"),
@@ -38,7 +38,7 @@ class Step:
         self.began = began
         self.is_captured = is_captured
         self.is_observed = False
-        self.forward = 0.0  # this and the next without pauses for tuning
+        self.forward = 0.0  # this and the next field are without pauses for tuning
         self.backward = 0.0
         self.context = context
         self.paused = context.paused_seconds
@@ -47,26 +47,26 @@ class Step:
 
     @property
     def pauses(self) -> float:
-        """For tuning, so far."""
+        """Seconds of pauses for tuning so far."""
         return self.context.paused_seconds - self.paused
 
 
 class BackwardClock:
-    """Times backward passes of all roots of a session, by their clock."""
+    """Times the backward passes of all roots of a session."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._task = -1  # of autograd, the pass that is timed
+        self._task = -1  # autograd's number of the timed pass
         self._began = self._paused = 0.0
         self._steps: list[Step] = []
 
     def follow(self, step: Step, result: Any) -> None:
-        """The backward pass through these outputs belongs to the step."""
-        self._task = -1  # no root is called in a backward pass: what is still open has failed
+        """Assign the backward pass through these outputs to the step."""
+        self._task = -1  # no root is called in a backward pass: a pass that is still open has failed
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
-            return  # it would trace the hook
-        with torch._C.DisableTorchFunction():  # subclasses of the script's are not told
+            return  # Dynamo would trace the hook
+        with torch._C.DisableTorchFunction():  # without calling the ``__torch_function__`` of subclasses
             for tensor in islice(_made_by_autograd(result), _FOLLOWED):
                 assert tensor.grad_fn is not None
                 tensor.grad_fn.register_prehook(partial(self._reach, step))
@@ -103,12 +103,12 @@ class Account:
         self._step = Step(elements, began, is_captured, self._context)
 
     def note(self, cause: str, seconds: float) -> None:
-        """Of the step that is open or about to be."""
+        """Add a note to the step that is open or about to be."""
         self.ledger.note(cause, seconds)
         self._context.noted_seconds += seconds
 
     def returned(self, result: Any, now: float, is_observed: bool = False) -> None:
-        """The call of the open step has returned."""
+        """Note that the call of the open step has returned."""
         step = self._step
         if step is None:
             return
@@ -117,20 +117,20 @@ class Account:
             self._backwards.follow(step, result)
 
     def end(self, now: float, counts: bool = True) -> None:
-        """The step is over. ``counts``: what it took in eager; False where the device tells that."""
+        """End the step. ``counts``: whether its time counts as eager's; False where the device measures that."""
         step, self._step = self._step, None
         if step is None:
             return
         context, ledger = self._context, self.ledger
         busy = step.forward + step.backward
-        whole = now - step.began - step.pauses  # an optimizer's tuning pauses outside of both
+        whole = now - step.began - step.pauses  # tuning of an optimizer pauses outside of both
         if not step.is_captured:
             ledger.add_eager(step.elements, busy, whole, step.is_observed, counts)
             return
         planned = context.planning_seconds - step.planned
         if planned and ledger.is_open:
             self.note("planning", planned)
-        # What others than this root lost meanwhile is on their accounts.
+        # Time that other roots lost meanwhile is on their accounts.
         elsewhere = context.noted_seconds + context.capture_seconds - step.noted - ledger.noted_seconds
         ledger.add_captured(step.elements, busy, whole - max(elsewhere, 0.0))
 
@@ -139,7 +139,7 @@ def _made_by_autograd(result: Any) -> Iterator[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         if result.grad_fn is not None:
             yield result
-    elif isinstance(result, dict):  # results of Hugging Face's models are; by no method of the script's own
+    elif isinstance(result, dict):  # as results of Hugging Face's models; without calling the script's own methods
         for value in dict.values(result):
             yield from _made_by_autograd(value)
     elif isinstance(result, tuple):

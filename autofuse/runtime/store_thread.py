@@ -1,9 +1,9 @@
-"""The background thread of a script: everything that touches the store.
+"""The background thread of a script, which alone touches the store.
 
-In: records posted by the script. Out: decisions and kernels put into memory, plans refreshed.
-Guarantee: the script never waits for the store, except where it asked to (``wait`` mode). The thread imports no package
-that the script might import at the same time: two threads in one circle of imports see half of a module. A store that
-fails is reported in one line and then left alone; the script goes on with what is in memory.
+In: records posted by the script. Out: decisions and kernels in memory, refreshed plans. Guarantee: the script never
+waits for the store, except where it asked to (``wait`` mode). The thread imports no package that the script might
+import at the same time: two threads in one import circle can see a half-initialised module. A failing store is reported
+in one line and then no longer used; the script goes on with what is in memory.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from autofuse.locks import make_condition, make_event, make_lock
 if TYPE_CHECKING:
     from autofuse.db.store import Store
 
-TICK_SECONDS = {"wait": 0.1}  # by mode: how often the store is asked for news
+TICK_SECONDS = {"wait": 0.1}  # seconds between two reads of the store, by mode
 CALM_TICK_SECONDS = 0.25
 FLUSH_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0
-BUSY_SECONDS = 2.0  # how long another process may keep the store locked before this run goes on without it
-# A thread that computes in Python keeps another one from the interpreter for 5 ms whenever that comes back from an
-# operator. So work here is done in pieces, with rests in between in which the script finds the interpreter free.
+BUSY_SECONDS = 2.0  # seconds that another process may lock the store before this run goes on without it
+# A thread that runs Python code makes another one wait 5 ms for the GIL whenever that returns from an operator. So work
+# is done in pieces, with pauses in between in which the script finds the GIL free.
 BREATH_SECONDS = 0.0003
 AT_ONCE = 16  # requests written in one piece while the script runs
-MOST_SHARE = 0.02  # of the time, for what is counted again and again
+MOST_SHARE = 0.02  # share of the time, for counting that is repeated
 
 
 def yield_gil() -> None:
-    """Between two pieces of work in the background."""
+    """Release the GIL between two pieces of background work."""
     time.sleep(BREATH_SECONDS)
 
 
 class DutyCycle:
-    """When to do again what takes long if a run has seen many shapes: seldom enough for it to take a small share."""
+    """Spaces repeated work that takes long after many shapes, so that it takes a small share of the time."""
 
     def __init__(self, share: float = MOST_SHARE, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
@@ -53,7 +53,7 @@ class DutyCycle:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Around the work."""
+        """Measure the work inside of this context."""
         began = self._clock()
         try:
             yield
@@ -99,7 +99,7 @@ class StoreThread:
         self._is_new = is_new
         self._broken = False
         self._patience = PATIENCE_SECONDS
-        self._stale = False  # what was absorbed does not cover all devices in use
+        self._stale = False  # decisions have not been read for all devices in use
         self._absorbed_again = make_event()
         self._flushed = make_condition()
         self._posted = 0
@@ -118,13 +118,13 @@ class StoreThread:
 
     @property
     def is_ready(self) -> bool:
-        """Whether what earlier runs have left is in memory, or will never be."""
+        """Whether earlier runs' findings are in memory, or will never be."""
         return self._is_new or not self.usable or self._ready.is_set()
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait until what earlier runs have left is in memory; for a store that this run makes nobody need wait.
+        """Wait until earlier runs' findings are in memory; for a store that this run makes there is no wait.
 
-        All who ask wait PATIENCE_SECONDS together at most: a store that somebody has locked may take long.
+        All callers together wait PATIENCE_SECONDS at most: a locked store may take long.
         """
         if self.is_ready:
             return True
@@ -134,7 +134,7 @@ class StoreThread:
         return is_ready
 
     def absorb_again(self, seconds: float) -> bool:
-        """Read decisions and kernels anew, since more devices are in use; wait for it, so long at most."""
+        """Read decisions and kernels again, because more devices are in use; wait for that, so long at most."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return False
         self._absorbed_again.clear()
@@ -166,7 +166,7 @@ class StoreThread:
         return self._open_work
 
     def stop(self, seconds: float = 10.0) -> None:
-        """Write what is left and end the thread."""
+        """Write the remaining records and end the thread."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -211,7 +211,7 @@ class StoreThread:
             found = self._store.data_version()
             if found != version or self._stale:
                 version, self._stale = found, False
-                # In this order: who sees that no work is open finds its decisions in memory.
+                # In this order: a caller that sees no open work finds the decisions in memory.
                 left = self._count_open(self._store)
                 self._absorb(self._store)
                 self._open_work = left

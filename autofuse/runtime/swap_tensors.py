@@ -1,9 +1,9 @@
-"""Lets tensors change places (`torch.utils.swap_tensors`) that a trace has looked at.
+"""Lets a script swap tensors (`torch.utils.swap_tensors`) that a trace has read.
 
 In: a call of torch's function, which ``Module.to`` and ``load_state_dict`` make where
 ``torch.__future__.set_swap_module_params_on_conversion`` asks for it. Out: the same call. Guarantee: torch refuses
-tensors that weak references lead to, and traces hold such; so they are let go first, and made anew once that pays.
-What a script itself holds is refused as ever.
+tensors with weak references, and traces hold such references. So traces are dropped first, and made again once that
+pays. Weak references of the script itself are still refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Swaps:
-    """Stands in for torch's function; ``let_go()`` drops all traces."""
+    """Replaces torch's function; ``let_go()`` drops all traces."""
 
     def __init__(self, let_go: Callable[[], None]) -> None:
         self._let_go = let_go
@@ -36,7 +36,7 @@ class Swaps:
             if weakref.getweakrefs(t1) or weakref.getweakrefs(t2):
                 try:
                     self._let_go()
-                except Exception as error:  # torch says then what it says to tensors that are held
+                except Exception as error:  # torch then raises its usual error for tensors with weak references
                     log.warning("traces could not be let go: %s: %s", type(error).__name__, error)
             return original(t1, t2)
 

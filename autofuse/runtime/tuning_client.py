@@ -1,8 +1,8 @@
-"""The script's side of tuning: what is asked of the daemon, when, and whether the script waits for it.
+"""The script's side of tuning: what is requested from the daemon, when, and whether the script waits for it.
 
-In: plans with nodes that nobody has decided on. Out: requests in the store, a running daemon, in ``wait``
-mode a pause with a progress bar. Guarantee: a daemon that dies or a budget that ends never holds the
-script; without a store nothing is asked, and nothing for a device whose nodes cannot be compiled.
+In: plans with undecided nodes. Out: requests in the store, a running daemon, in ``wait`` mode a pause with a progress
+bar. Guarantee: a dead daemon or a spent budget never blocks the script. Nothing is requested without a store, nor for a
+device whose nodes cannot be compiled.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from autofuse.runtime.plans import NodeState, Plan
     from autofuse.settings.layers import Settings
 
-# In a bucket; a graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
+# Calls in a bucket. A graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
 CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2, "off": 3}
 POLL_SECONDS = 0.05
-START_CPU_SECONDS = 5.0  # imports of daemon and worker, and a first answer
-LOOK_SECONDS = 5.0  # over which a machine is full
+START_CPU_SECONDS = 5.0  # seconds for the imports of daemon and worker, and a first result
+LOOK_SECONDS = 5.0  # load above which a machine counts as full
 
 
 class _Asked(NamedTuple):
-    """What has a decision of its own."""
+    """The key of one decision."""
 
     fusion_id: str
     bucket: Bucket
@@ -57,30 +57,30 @@ class TuningClient:
         optimizer_requests: Callable[[], list[TuneRequest]],
         has_begun: Callable[[], bool],
     ) -> None:
-        """``optimizer_requests()``: steps of optimizers to be tuned; ``has_begun()``: whether the script has made a
-        first step."""
+        """``optimizer_requests()``: optimizer steps to be tuned; ``has_begun()``: whether the script has made its first
+        step."""
         self._context = context
         self._kernels = kernels
         self._optimizer_requests = optimizer_requests
         self._has_begun = has_begun
-        self._posted: set[_Asked] = set()  # what has been asked for
-        self._leaving: list[TuneRequest] = []  # to be asked for at the end, of plans that were let go before
-        self._lacks_daemon = False  # work was handed in that no daemon was started for
-        self._script: Script | None = None  # as daemons see us
+        self._posted: set[_Asked] = set()  # keys that have been requested
+        self._leaving: list[TuneRequest] = []  # requests of evicted plans, for the end of the run
+        self._lacks_daemon = False  # requests were written for which no daemon was started
+        self._script: Script | None = None  # our entry, as daemons read it
         self._neighbours: Peers | None = None  # from the moment on at which the store is open
-        self._machine: MachineLoad | None = None  # from the script's first step on: what it imports fills one core only
-        self.news_at = time.perf_counter()  # something was asked for, or decided
+        self._machine: MachineLoad | None = None  # from the script's first step on: its imports fill one core only
+        self.news_at = time.perf_counter()  # something was requested or decided
 
     @property
     def enabled(self) -> bool:
-        """Whether asking makes sense at all."""
+        """Whether requests make sense at all."""
         context = self._context
         return context.mode != "off" and context.store_thread.usable
 
     # ---- called on the script's path ---------------------------------------------------------------
 
     def settle(self, plan: Plan) -> bool:
-        """True once the plan need not be asked about again; in ``wait`` mode this is where the script pauses."""
+        """True once the plan needs no more requests; in ``wait`` mode the script pauses here."""
         if self._context.mode != "wait" or not self.enabled:
             return True
         if plan.is_decided or not self._open_nodes(plan):
@@ -93,13 +93,13 @@ class TuningClient:
         return True
 
     def wait_for(self, requests: list[TuneRequest]) -> None:
-        """Pause the script until these requests are done too, within what is left of the budget."""
+        """Pause the script until these requests are done too, within the remaining budget."""
         left = self._context.settings.tuner.budget_seconds - self._context.paused_seconds
         if self.enabled and left > 0 and requests:
             self._pause(left, requests)
 
     def _pause(self, budget_seconds: float, requests: Sequence[TuneRequest] = ()) -> None:
-        """Hand in all open work and wait until it is done or the budget is spent."""
+        """Write all open requests and wait until they are done or the budget is spent."""
         context = self._context
         began = time.perf_counter()
         context.disturbances += 1
@@ -148,14 +148,14 @@ class TuningClient:
                 time.sleep(POLL_SECONDS)
 
     def _touch(self) -> None:
-        """Tell the daemon that a script waits: it need not yield."""
+        """Tell the daemon that a script waits, so that it need not yield."""
         with contextlib.suppress(OSError):
             control.urgent_path(self._context.settings).touch(mode=0o600)
 
     def expects_more(self) -> bool:
-        """Whether kernels are still to come for what has been captured: in this run, or in the next one.
+        """Whether kernels for captured graphs are still to come, in this run or in the next one.
 
-        Beside the script not for ever: a daemon whose budget is spent, or that has died, decides nothing any more.
+        In background mode not for ever: a dead daemon, or one with a spent budget, decides nothing any more.
         """
         context = self._context
         silence = 0.0 if self._lacks_daemon else time.perf_counter() - self.news_at
@@ -164,17 +164,15 @@ class TuningClient:
         return self.has_open()
 
     def has_open(self) -> bool:
-        """Whether nodes that are called often enough are still to be tuned, now or ever."""
+        """Whether hot nodes are still to be tuned, now or later."""
         return any(self._open_nodes(plan) for plan in self._hot_plans(self._context.mode))
 
     # ---- called on the background thread ---------------------------------------------------------------
 
     def post_new_work(self) -> None:
-        """In background mode: ask for what has become hot since the last time.
+        """In background mode, request what has become hot since the last call.
 
-        A daemon's first seconds are imports, which a script that fills all cores feels; one that ends soon has nothing
-        of them. So beside a young script none is started, nor one whose time cannot pay for it yet, nor before its
-        steps have shown whether they fill all cores.
+        A daemon's first seconds are imports. They slow a script that fills all cores, and a script that ends soon gains nothing. So no daemon is started beside a young script, beside one whose time cannot pay for it yet, or before its steps have shown whether they fill all cores.
         """
         context = self._context
         if context.mode != "background" or not self.enabled:
@@ -186,7 +184,7 @@ class TuningClient:
             context.store_thread.post_requests(requests)
             self._lacks_daemon = True
         age = time.perf_counter() - context.started
-        # What an earlier run has asked for and nobody has worked on: its daemon ended with it, as in a container.
+        # Open requests of an earlier run: its daemon ended with it, as in a container.
         is_late = context.store_thread.has_leftovers or age >= context.settings.tuner.start_after_seconds
         if self._lacks_daemon and is_late and self._can_afford_daemon():
             self._lacks_daemon = False
@@ -194,7 +192,7 @@ class TuningClient:
             self.news_at = time.perf_counter()
 
     def _can_afford_daemon(self) -> bool:
-        """Whether a daemon that is started now has where to work, on idle cores or in the script's own time."""
+        """Whether a daemon that is started now can work, on idle cores or on the script's account."""
         if self._script is None or self._neighbours is None or control.running_pid(self._context.settings):
             return True
         if self._machine is None:
@@ -210,7 +208,7 @@ class TuningClient:
         return room_beside([self._script], time.time(), self._neighbours.spent(), percent) >= START_CPU_SECONDS
 
     def announce(self, store: Store) -> None:
-        """Let the daemons of this user know that a script runs, and for how long it is expected to."""
+        """Tell this user's daemons that a script runs, and for how long it is expected to run."""
         with contextlib.suppress(OSError):
             peers = self._neighbours = Peers(peers_folder(self._context.settings))
             expected = store.last_seconds(self._context.command)
@@ -218,13 +216,13 @@ class TuningClient:
             self._script = peers.announce(expected, time.time() - age)
 
     def withdraw(self) -> None:
-        """The script has ended."""
+        """Tell the daemons that the script has ended."""
         if self._neighbours is not None:
             with contextlib.suppress(OSError):
                 self._neighbours.withdraw()
 
     def hand_over(self) -> None:
-        """At the end of the script: in ``after`` mode the work begins now; a frozen run says what it missed."""
+        """At the end of the script: in ``after`` mode tuning begins now; a frozen run reports what it missed."""
         context = self._context
         if context.settings.run.frozen:
             self._report_misses()
@@ -239,19 +237,19 @@ class TuningClient:
             self._ensure_daemon()
 
     def note_leaving(self, plans: Sequence[Plan]) -> None:
-        """These plans are let go; what is asked for at the end only has to be taken down now. On the script's path."""
+        """Record the requests of plans about to be evicted, which are made at the end. On the script's path."""
         if self._context.mode == "after" and self.enabled:
             leaving = set(plans)
             self._leaving += self._requests([plan for plan in self._hot_plans("after") if plan in leaving])
 
     def leave_to_daemon(self) -> None:
-        """When all is written: work that a script too short for a daemon beside it has asked for begins now."""
+        """After all is written, start the daemon for requests of a script that was too short for one beside it."""
         if self._lacks_daemon and self.enabled:
             self._ensure_daemon(control.launch)
 
     def _report_misses(self) -> None:
         sums = usage_of(self._context.routers, in_haste=True).nodes.values()
-        # What a group covers is not called, and is not missed.
+        # Nodes that a group covers are not called, and so not missing.
         eager = [total.node for total in sums if total.calls > total.fused_calls]
         missed = sum(not self._kernels.choose(n.fusion_id, n.values, n.slot.device).known for n in eager)
         if missed:
@@ -264,7 +262,7 @@ class TuningClient:
     # ---- requests ----------------------------------------------------------------------------------------
 
     def _hot_plans(self, mode: str) -> list[Plan]:
-        """Undecided plans whose bucket has been called often enough; each shape by itself may come but once."""
+        """Undecided plans whose bucket has been called often enough; a single shape may come only once."""
         found: list[Plan] = []
         for router in list(self._context.routers):
             plans = list(router.all_plans())
@@ -295,7 +293,7 @@ class TuningClient:
         return [(index, node, place) for index, node, place in places if place is not None]
 
     def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
-        """One request for each undecided node and bucket that has not been asked for, with the calls so far."""
+        """One request for each undecided, unrequested node and bucket, with the calls so far."""
         context = self._context
         found: dict[_Asked, TuneRequest] = {}
         for plan in plans:
@@ -312,7 +310,7 @@ class TuningClient:
                     bucket=node.bucket,
                     shapes=(ObservedShape(node.values, plan.count),),
                     calls=plan.count,
-                    unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: a middling kernel
+                    unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: assume a medium kernel
                     estimated_speedup=context.notes.estimates.get(node.fusion_id, 1.0),
                     run_id=context.store_thread.run_id,
                 )
@@ -323,7 +321,7 @@ class TuningClient:
 
 
 def _merge(first: TuneRequest | None, second: TuneRequest) -> TuneRequest:
-    """The same node in the same bucket, from another layer or another shape."""
+    """Merge two requests for the same node and bucket, from other layers or shapes."""
     if first is None:
         return second
     calls = {shape.symbol_values: shape.calls for shape in first.shapes}

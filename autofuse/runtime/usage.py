@@ -1,7 +1,7 @@
 """How the nodes of a session were used, summed over the graphs and layers that share them.
 
-In: plans, those in use and those that were let go. Out: counters of nodes, `NodeUse` records; the time share is of all
-timed steps of the run.
+In: plans in use and evicted ones. Out: counters of nodes, `NodeUse` records; time shares refer to all timed steps of
+the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Usage:
         for index, node in enumerate(plan.nodes):
             total = self._sum_of(node)
             calls = fused = plan.fused_calls(node)
-            if not node.slot.is_group:  # until a strategy of it runs, its nodes are counted, each by itself
+            if not node.slot.is_group:  # until a strategy of the group runs, its nodes are counted one by one
                 calls = plan.calls_of(node)
             total.calls += calls
             total.fused_calls += fused
@@ -68,7 +68,7 @@ class Usage:
             total.shapes.update(found.shapes)
 
     def forget_rare_shapes(self) -> None:
-        """Keep the shapes that may be written, and not all that ever were."""
+        """Keep only as many shapes as may be written."""
         for total in self.nodes.values():
             if len(total.shapes) > 4 * MAX_SHAPES:
                 total.shapes = Counter(dict(total.shapes.most_common(2 * MAX_SHAPES)))
@@ -87,7 +87,7 @@ class Counted(Protocol):
 
 
 def usage_of(routers: Iterable[Counted], in_haste: bool = False) -> Usage:
-    """Of all routed graphs so far; in haste where nobody computes meanwhile."""
+    """Usage of all routed graphs so far; without pauses for the GIL where no thread computes meanwhile."""
     usage = Usage()
     for router in list(routers):
         router.add_usage(usage, (lambda: None) if in_haste else yield_gil)
@@ -101,7 +101,7 @@ def node_uses(sums: Iterable[NodeSum], sources: Mapping[str, str], step_us: floa
 
 def _record(total: NodeSum, sources: Mapping[str, str], step_us: float) -> NodeUse:
     node = total.node.slot.node
-    # Of shapes that come once none is sampled: they take what the sampled ones of their bucket take.
+    # Shapes that come once are not sampled: we take the times of sampled ones in their bucket.
     live_us = total.total_us / total.sampled if total.sampled else 0.0
     return NodeUse(
         fusion_id=total.node.fusion_id,

@@ -1,11 +1,10 @@
-"""Graphs of the user's own ``torch.compile(backend="autofuse")``: held out, judged by size and released as roots are.
+"""Graphs of the user's own ``torch.compile(backend="autofuse")``: held out, judged by size and released like roots.
 
-In: a graph of Dynamo's, and what autofuse made of it. Out: one callable for Dynamo, which runs the one or the other.
-Held-out and released calls run Dynamo's graph operator by operator, as its empty backend does, so they give what eager
-gives. Dynamo owns the call around it: whether a graph fits is asked before we come.
-Without gradients a call is timed by itself; with them from one call to the next, as of roots, since a backward pass is
-nowhere else and what a graph costs but no step shows is no loss. Guarantee: once all is known of its sizes, a call
-costs 0.2 us more than the callable that it runs.
+In: a Dynamo graph, and autofuse's callable for it. Out: one callable for Dynamo, which runs either of them. Held-out
+and released calls run Dynamo's graph operator by operator, as Dynamo's ``eager`` backend does, so they give eager's
+results. Dynamo owns the surrounding call and tests its guards before ours runs. Without gradients a call is timed by
+itself. With gradients, the time from one call to the next is taken, as for roots: only so it includes the backward
+pass. Guarantee: once its sizes are fully known, a call costs 0.2 us more than the callable that it runs.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_steps import Shape
 
 Call = Callable[..., Any]
-COSTS = Costs(brief=0.0, timed=0.0)  # what a call costs more if its graph is not released: nothing
-PROBE_EVERY = 31  # calls of a released graph whose sizes vary; a prime, for scripts alternate
+COSTS = Costs(brief=0.0, timed=0.0)  # extra cost of a call if its graph is not released: nothing
+PROBE_EVERY = 31  # calls of a released graph whose sizes vary; a prime, because scripts alternate
 FOR_GOOD = 1 << 62  # calls
 UNTUNED = "slower_untuned"
 LOST = ("slower_than_eager", "no_gain")  # reasons that later runs go by
@@ -50,10 +49,10 @@ class UserGraph:
         self.trial = GraphTrial(services, key, COSTS, None, self._lose)
         self.trial.is_on = True
         self._is_static = is_static
-        self._calls = 0  # that were looked at, and those before them
-        self._left = 0  # calls that are not looked at
+        self._calls = 0  # watched calls, and those before them
+        self._left = 0  # calls that are not watched
         self._free = 0  # of how many
-        self._free_since: float | None = None  # where they ran what was captured
+        self._free_since: float | None = None  # whether they ran the captured graph
         self._is_released = False
         known = services.known.get(key)
         if known is not None and known.state == "eager" and known.reason in LOST and known.judged_elements:
@@ -68,11 +67,11 @@ class UserGraph:
 
     @property
     def is_lost(self) -> bool:
-        """Nothing but Dynamo's graph will run: what autofuse would make of it is not needed."""
+        """Whether only Dynamo's graph will run, so that autofuse need not compile it."""
         return self._is_released and self._is_static
 
     def around(self, captured: Call, original: Call, sizes: Sizes, has_gradients: bool, device: torch.device) -> Call:
-        """What Dynamo calls."""
+        """The callable for Dynamo."""
         self.trial.on_gpu = device.type == "cuda"
 
         def call(*args: Any) -> Any:
@@ -98,7 +97,7 @@ class UserGraph:
         trial.end_step(now)
         self._calls += 1
         if capturing.is_capturing() or (has_gradients and _is_checkpointed()):
-            return captured(*args)  # a checkpoint must get the same twice
+            return captured(*args)  # a checkpoint must get the same result twice
         symbols = sizes.of(args)
         shape = trial.shapes.get(symbols)
         if shape is None:
@@ -163,17 +162,17 @@ class UserGraph:
 
 
 class Sizes:
-    """What varies from call to call of one graph."""
+    """The sizes that vary from call to call of one graph."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._symbols = tuple(i for i, value in enumerate(inputs) if isinstance(value, int | torch.SymInt))
-        # Parameters say nothing of how large a call is.
+        # Parameters do not tell the size of a call.
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         self._tensors = [i for i in tensors if not isinstance(inputs[i], torch.nn.Parameter)] or tensors
         self.is_static = not self._symbols
 
     def of(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Equal for calls with the same sizes."""
+        """A key that is equal for calls with the same sizes."""
         return tuple([args[i] for i in self._symbols])
 
     def elements(self, args: Sequence[Any]) -> int:
@@ -185,7 +184,7 @@ def _is_checkpointed() -> bool:
 
 
 def graph_key(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[str, str]:
-    """A name for a graph that is the same in every process, and one for people: the function that it begins in."""
+    """A key of a graph that is the same in every process, and a readable name: the function in which it begins."""
     places = (_PLACE.search(node.meta.get("stack_trace") or "") for node in module.graph.nodes)
     name = next((place.group(1) for place in places if place), "graph")
     kinds = [
