@@ -59,7 +59,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 WITHOUT_TORCH = (
     *("daemon/control.py", "daemon/loop.py", "daemon/files.py", "daemon/peers.py", "daemon/scheduler.py"),
-    *("daemon/throttle.py", "daemon/process_id.py", "report/", "db/", "settings/", "ir/"),
+    *("daemon/devices.py", "daemon/open_runs.py", "daemon/request_queue.py", "daemon/request_tuner.py"),
+    *("daemon/throttle.py", "daemon/tuning_results.py", "daemon/process_id.py", "report/", "db/", "settings/", "ir/"),
 )
 
 

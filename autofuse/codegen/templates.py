@@ -34,6 +34,8 @@ class Template(Generic[Source]):
     # Of a node, the sizes that it is timed on (None: not known) and the upper ends of their bucket.
     knobs: Callable[[NodeForm, Any, Any], tuple[Knob, ...]]
     render: Callable[[NodeForm, Config, Sizes], Source]  # with these symbols built in
+    # Additions and multiplications of a node at these values of its symbols; None: no choice depends on them.
+    flops: Callable[[NodeForm, Sequence[int]], int] | None = None
 
 
 Table = Mapping[str, Template[Source]]  # by name, in the order in which they are asked

@@ -19,6 +19,7 @@ from functools import partial
 from autofuse.daemon.peers import Peers, Script
 from autofuse.daemon.throttle import CpuThrottle, MachineLoad, allowed_percent, cpu_seconds, room_beside
 from autofuse.settings.groups import TunerSettings
+from autofuse.tuner.ipc import Interrupted
 
 SCRIPTS_SECONDS = 1.0  # how long it is believed that a script runs, or none
 SAVED_SECONDS = 30.0  # how long what our kernels have saved is believed
@@ -39,8 +40,8 @@ class Scheduler:
         """``saved``: seconds that kernels decided beside a script have saved it, by its process."""
         self._settings = settings
         self._neighbours = peers
-        self._is_urgent = is_urgent
-        self._is_stopping = is_stopping
+        self.is_urgent = is_urgent
+        self.is_stopping = is_stopping
         self._find_saved = saved
         self._scripts: list[Script] = []
         self._scripts_at = self._saved_at = 0.0
@@ -50,9 +51,9 @@ class Scheduler:
         self._owed = cpu_seconds() if self.scripts() else 0.0
         self._share = CpuThrottle(self._percent, cpu_seconds, account=self)
 
-    @property
-    def rested_seconds(self) -> float:
-        return self._share.rested_seconds
+    def clock(self) -> float:
+        """Seconds of work: rests do not count."""
+        return time.monotonic() - self._share.rested_seconds
 
     def scripts(self) -> list[Script]:
         """Those that run, as of the last second."""
@@ -62,7 +63,7 @@ class Scheduler:
 
     def may_begin(self) -> bool:
         """Whether a piece of work may be begun: nobody is disturbed by it, or it is our turn, from now on."""
-        return self._is_urgent() or not self.scripts() or self._neighbours.take_turn()
+        return self.is_urgent() or not self.scripts() or self._neighbours.take_turn()
 
     def end(self) -> None:
         """A piece of work is done; another daemon may have its turn."""
@@ -70,8 +71,13 @@ class Scheduler:
         self._neighbours.give_turn()
 
     def rest(self, ahead_seconds: float = 0.0) -> None:
-        """Before a step of the work, which is expected to take ``ahead_seconds`` where that is much."""
+        """Before a step of the work, which is expected to take ``ahead_seconds`` where that is much.
+
+        Raises Interrupted where the daemon is to end.
+        """
         self._share.rest(self._must_yield, ahead_seconds)
+        if self.is_stopping():
+            raise Interrupted
 
     def tend(self, group: int) -> float:
         """While a process group of ours works: let it stand still where it takes too much; for how many seconds."""
@@ -83,7 +89,7 @@ class Scheduler:
 
     def _must_yield(self) -> bool:
         """Whether there is anybody to yield to: a script, or whatever else keeps the machine busy."""
-        if self._is_stopping() or self._is_urgent():
+        if self.is_stopping() or self.is_urgent():
             return False
         return bool(self.scripts()) or self._others.is_busy()
 
@@ -95,7 +101,7 @@ class Scheduler:
     # ---- the account ----------------------------------------------------------------------------
 
     def charge(self, seconds: float) -> None:
-        if self.scripts() and not self._is_urgent() and self._others.is_full():
+        if self.scripts() and not self.is_urgent() and self._others.is_full():
             self._owed += seconds
 
     def room(self) -> float:

@@ -6,7 +6,7 @@ Guarantee: torch-free and deterministic, so that the daemon and a script mean th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autofuse.codegen.c.templates.registry import C_TEMPLATES
@@ -18,6 +18,8 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
+from autofuse.ir.records import Bucket
+from autofuse.ir.shape import evaluate
 from autofuse.strategies.channels_last import ATEN, CONVOLUTIONS, LAST, LEAST_NET, channels_last, layouts
 from autofuse.strategies.rewrites import BIAS_APART, rewrites
 from autofuse.strategies.row_blocks import block_of
@@ -169,6 +171,24 @@ def cut_strategies(form: NodeForm) -> list[Strategy]:
 def is_group(form: NodeForm) -> bool:
     """Whether a form has operations that no nest of loops is made of, so that it has strategies instead of a kernel."""
     return any(info(op.target).kind in (OpKind.OPAQUE, OpKind.RANDOM) for op in form.operations)
+
+
+def is_large(strategy: Strategy, form: NodeForm, bucket: Bucket) -> bool:
+    """Whether a bucket's sizes are worth a strategy: several blocks of rows, or a matmul that takes its time."""
+    largest = dict(zip(form.symbols, (high for _, high in bucket.ranges), strict=True))
+    if strategy.name == GENERATED:
+        return max(_flops(strategy, largest)) >= LEAST_FLOPS
+    return strategy.rows is None or evaluate(strategy.rows.total, largest) > strategy.rows.count
+
+
+def _flops(strategy: Strategy, values: Mapping[str, int]) -> list[int]:
+    """Of each part of a strategy of CPUs whose template counts them."""
+    counters = [C_TEMPLATES[part.printer].flops for part in strategy.parts]
+    return [
+        count(kernel.node.form, [evaluate(size, values) for size in kernel.sizes])
+        for count, kernel in zip(counters, strategy.kernels, strict=True)
+        if count is not None
+    ]
 
 
 def _parts(form: NodeForm) -> tuple[Part, ...]:

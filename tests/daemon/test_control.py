@@ -44,7 +44,17 @@ from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY
 from autofuse.errors import CompilerError, CompilerNotReady, DaemonError
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import NodeUse, RunStart, RunTotals, StepSample, TuneRequest
+from autofuse.ir.records import (
+    Bucket,
+    Candidate,
+    Decision,
+    DecisionKey,
+    NodeUse,
+    RunStart,
+    RunTotals,
+    StepSample,
+    TuneRequest,
+)
 from autofuse.private_files import Untrusted
 from autofuse.settings.layers import Settings, load
 from tests.tuner.nodes import chain_form, matmul_form, request
@@ -280,14 +290,14 @@ def test_requests_of_other_cores_and_versions_have_a_daemon_of_their_own(
                 other.setattr(daemon_files, what, value)
                 assert control.running_pid(settings) is None, "we would wait for it in vain"
                 assert [state.pid for state in control.statuses(settings)] == [bystander.pid], "but it is known"
-                loop = make_loop(settings)
-                assert loop._files.kind != theirs.kind
-                with loop._files.lock():
-                    assert loop._take_up() == 0, "it is still at work"
+                loop, ours = make_loop(settings), DaemonFiles(settings)
+                assert ours.kind != theirs.kind
+                with ours.lock():
+                    assert loop.queue.take_up() == 0, "it is still at work"
                 loop.close()
     loop = make_loop(settings)
-    with loop._files.lock():
-        assert loop._take_up() == 1
+    with theirs.lock():
+        assert loop.queue.take_up() == 1
     loop.close()
 
 
@@ -376,6 +386,11 @@ def test_drain_takes_the_largest_saving_first_and_tells_how_far_it_is(settings: 
     assert control.running_pid(settings) is None
 
 
+def won(key: DecisionKey, bucket: Bucket, gain_us: float) -> Decision:
+    """A kernel that takes 10 us."""
+    return Decision(key, bucket, Candidate("c_generic"), "digest", 10.0 + gain_us, 10.0, 1.2, 1.1, 1.3, "won")
+
+
 def make_loop(settings: Settings) -> TuningLoop:
     settings.run.store.parent.mkdir(parents=True, exist_ok=True)
     return TuningLoop(settings, is_urgent=lambda: False)
@@ -419,7 +434,7 @@ def test_requests_of_other_machines_and_versions_wait(settings: Settings) -> Non
     others = [{"device": "cpu:other:2:avx2"}, {"versions": "torch 1.0, codegen 0"}]
     queue(settings, *(TuneRequest(**{**vars(mine), "key": type(mine.key)(**{**vars(mine.key), **o})}) for o in others))
     loop = make_loop(settings)
-    assert loop._next() is None
+    assert loop.queue.next() is None
     loop.close()
 
 
@@ -434,16 +449,16 @@ def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings)
             asked.key.fusion_id, asked.node, "", "", asked.bucket, asked.calls, asked.calls, 0.0, 0.0, asked.shapes
         )
         store.put_node_uses(there, [fused])
-        loop._run_id = here
-        assert loop._asking_pid() is None, "it is not announced"
+        loop.runs.asking = here
+        assert loop.runs.asking_pid() is None, "it is not announced"
         script = peers.announce(10.0)
-        assert loop._asking_pid() == os.getpid()
-        loop._run_id = there
-        assert loop._asking_pid() is None, "it runs there, and ours has its number by chance"
-        loop._gains[fused.fusion_id, fused.bucket.label] = script.began + 1.0, 2.0
-        assert loop._saved([script]) == {os.getpid(): 0.0}
+        assert loop.runs.asking_pid() == os.getpid()
+        loop.runs.asking = there
+        assert loop.runs.asking_pid() is None, "it runs there, and ours has its number by chance"
+        loop.runs.note(won(asked.key, asked.bucket, gain_us=2.0), at=script.began + 1.0)
+        assert loop.runs.saved([script]) == {os.getpid(): 0.0}
         store.put_node_uses(here, [fused])
-        assert loop._saved([script]) == {os.getpid(): 10.0}
+        assert loop.runs.saved([script]) == {os.getpid(): 10.0}
     peers.withdraw()
     loop.close()
 
@@ -469,11 +484,11 @@ def test_a_run_whose_budget_is_spent_waits_and_the_others_do_not(settings: Setti
             store.start_run(RunStart("x.py", cpu_device(), versions(), "background", 2**22 - 1))
         store.add_requests(with_runs)
         loop = make_loop(first)
-        loop._spent[1] = 1.0
-        taken = loop._next()
+        loop.queue.charge(1, 1.0)
+        taken = loop.queue.next()
         assert taken is not None and taken.run_id == 2
         loop.work(taken)
-        assert loop._next() is None
+        assert loop.queue.next() is None
         assert (store.queue_length().done, store.queue_length().running) == (1, 2)
         loop.close()
         assert store.queue_length().queued == 2  # for the next daemon
@@ -499,8 +514,8 @@ def test_a_failure_of_the_moment_is_tried_again(settings: Settings, monkeypatch:
         assert store.decisions() == [], "eager has not won"
     monkeypatch.undo()
     loop = make_loop(settings)
-    loop._take_up()
-    assert loop._next() is not None
+    loop.queue.take_up()
+    assert loop.queue.next() is not None
     loop.close()
 
 
@@ -521,9 +536,9 @@ def test_winners_of_other_buckets_are_known_after_a_restart(settings: Settings) 
     queue(settings, request(FORM, (24,)))
     control.drain(settings)
     loop = make_loop(settings)
-    ((bucket, config),) = loop._known_winners(request(FORM, (12,))).items()
+    ((bucket, config),) = loop.results.winners(request(FORM, (12,)).key).items()
     assert bucket.label == "s0=17..32" and config
-    assert loop._known_winners(request(FORM, (12,), threads=7)) == {}
+    assert loop.results.winners(request(FORM, (12,), threads=7).key) == {}
     loop.close()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofuse.daemon.loop import _parts_lost
+from autofuse.daemon.request_tuner import parts_lost
 from autofuse.ir.records import EAGER, IN_ONE, Candidate, Measurement, Status, make_config
 from autofuse.runtime.choice import UNKNOWN, Choice
 from autofuse.tuner.strategy_provider import STRATEGY
@@ -59,5 +59,5 @@ def test_parts_lost_only_for_certain(high: float | None, lost: bool) -> None:
     ok: Status = "ok"
     row = Measurement(Candidate("way", make_config({STRATEGY: "parts"})), ok, (8,), speedup=0.9, speedup_high=high)
     other = Measurement(Candidate("way", make_config({STRATEGY: "sdpa"})), ok, (8,), speedup=0.5, speedup_high=0.6)
-    assert _parts_lost(Outcome(measurements=[other, row])) is lost
+    assert parts_lost(Outcome(measurements=[other, row])) is lost
     assert Candidate(EAGER, IN_ONE) != Candidate(EAGER)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from autofuse.daemon.loop import versions
+from autofuse.codegen.version import versions
 from autofuse.ir.buckets import bucket_of
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef

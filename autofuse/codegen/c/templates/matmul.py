@@ -332,4 +332,4 @@ static int @NAME@(const int64_t* const sizes, void** const ptrs) {
 """
 )
 
-TEMPLATE = Template(MATMUL, plan_c_matmul, c_matmul_knobs, print_c_matmul)
+TEMPLATE = Template(MATMUL, plan_c_matmul, c_matmul_knobs, print_c_matmul, c_matmul_flops)

@@ -1,0 +1,119 @@
+"""The devices of this machine, as one daemon tunes for them: compilers and workers.
+
+In: the key of a device. Out: its `BenchmarkProvider`, with a worker process of its own.
+Guarantee: a device that cannot be used just now fails at once for a while, so that nobody waits for it; nothing is
+started for a device that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import IO
+
+from autofuse.codegen.c.build import find_toolchain
+from autofuse.codegen.triton.key import find_triton
+from autofuse.daemon.open_runs import OpenRuns
+from autofuse.daemon.scheduler import Scheduler
+from autofuse.daemon.visible_devices import as_seen_by
+from autofuse.db.store import Store
+from autofuse.db.tune_queue import NOT_READY_SECONDS
+from autofuse.ir.device import cpu_device
+from autofuse.settings.layers import Settings
+from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
+from autofuse.tuner.benchmark_provider import BenchmarkProvider
+from autofuse.tuner.triton_compiler import TritonCompiler
+from autofuse.tuner.worker_process import Main, NotReady, WorkerProcess
+
+OTHER_DEVICES = ("cuda:", "interpreter:")  # beginnings of keys: every GPU of this machine
+
+
+class Devices:
+    """Providers by device; those of GPUs share a compiler of Triton."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        scheduler: Scheduler,
+        runs: OpenRuns,
+        worker_log: IO[bytes] | int | None = None,
+    ) -> None:
+        """``runs`` knows the script whose GPUs a worker is to see."""
+        self.cpu = cpu_device().key
+        self.keys = (self.cpu, *OTHER_DEVICES)  # of devices, or their beginnings
+        self._settings = settings
+        self._store = store
+        self._scheduler = scheduler
+        self._runs = runs
+        self._worker_log = worker_log
+        self._providers: dict[str, BenchmarkProvider] = {}
+        self._compiler: TritonCompiler | None = None
+        self._not_ready: dict[str, tuple[float, str]] = {}  # by device: until when, and why
+
+    def provider(self, device: str) -> BenchmarkProvider:
+        """Where candidates for a device are built and timed. Raises CompilerError for one without a compiler."""
+        if device not in self._providers:
+            backend = self._backend(device)
+            worker = WorkerProcess(
+                memory_bytes=self.memory_bytes(device),
+                timeout_seconds=self._settings.tuner.worker_timeout_seconds,
+                is_stopping=self._scheduler.is_stopping,
+                stderr=self._worker_log,
+                main=Main(
+                    backend.worker_module,
+                    backend.worker_arguments,
+                    lambda variables: as_seen_by(self._runs.asking_pid(), variables),
+                ),
+                tend=self._scheduler.tend,
+            )
+            # One compilation of Triton at a time: its process has one conversation.
+            cores = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
+            self._providers[device] = BenchmarkProvider(
+                backend,
+                worker,
+                compilers=lambda: cores if self._scheduler.is_urgent() else 1,
+                stored=self._store.get_kernel,
+                rest=self._scheduler.rest,
+            )
+        return self._providers[device]
+
+    def memory_bytes(self, device: str) -> int:
+        """What a worker may use of a device."""
+        tuner = self._settings.tuner
+        return tuner.gpu_memory_bytes if device.startswith("cuda:") else tuner.memory_bytes
+
+    def check_ready(self, device: str) -> None:
+        """Raises NotReady for a device that has been tried in vain a moment ago."""
+        until, problem = self._not_ready.get(device, (0.0, ""))
+        if time.monotonic() < until:
+            raise NotReady(problem)
+        self._not_ready.pop(device, None)
+
+    def note_not_ready(self, device: str, problem: str) -> None:
+        """A device was tried in vain."""
+        self._not_ready.setdefault(device, (time.monotonic() + NOT_READY_SECONDS, problem))
+
+    def kill_workers(self) -> None:
+        """Give their memory back; they start again when they are needed."""
+        for provider in self._providers.values():
+            provider.worker.kill()
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _backend(self, device: str) -> Backend:
+        if device == self.cpu:
+            toolchain = find_toolchain(self._settings.run.cc or None)
+            return CBackend(toolchain, self._settings.tuner.compile_timeout_seconds, self._scheduler.tend)
+        if device.startswith("interpreter:"):
+            return InterpreterBackend()
+        find_triton()
+        if self._compiler is None:
+            self._compiler = TritonCompiler(
+                self._store.get_triton_files,
+                self._store.put_triton_files,
+                is_stopping=self._scheduler.is_stopping,
+                stderr=self._worker_log,
+                tend=self._scheduler.tend,
+            )
+        return TritonBackend(device, self._compiler.compile)

@@ -1,0 +1,54 @@
+"""The scripts of this machine whose runs are in the store: which process asks, and what its kernels have saved it.
+
+In: runs in the store, scripts that have announced themselves. Out: process numbers, seconds saved.
+Guarantee: a run of another machine is never taken for a process here that has the same number by chance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from autofuse.daemon.peers import Peers, Script
+from autofuse.daemon.process_id import this_machine
+from autofuse.db.rows import RunRow
+from autofuse.db.store import Store
+from autofuse.ir.records import Decision
+
+RECENT_RUNS = 32
+
+
+class OpenRuns:
+    """Runs that have not ended, as one daemon sees them."""
+
+    def __init__(self, store: Store, peers: Peers) -> None:
+        self.asking: int | None = None  # the run whose request is in work
+        self._store = store
+        self._peers = peers
+        self._gains: dict[tuple[str, str], tuple[float, float]] = {}  # by node and bucket: when decided, us a call
+
+    def asking_pid(self) -> int | None:
+        """The process whose request is in work, None where it has ended or runs on another machine."""
+        here = {script.pid for script in self._peers.scripts()}
+        return next((run.pid for run in self._here() if run.id == self.asking and run.pid in here), None)
+
+    def note(self, decision: Decision, at: float | None = None) -> None:
+        """A kernel was decided for, just now or ``at`` epoch seconds: what it saves counts from then on."""
+        gain = decision.unfused_us - decision.fused_us
+        self._gains[decision.key.fusion_id, decision.bucket.label] = time.time() if at is None else at, gain
+
+    def saved(self, scripts: Sequence[Script]) -> dict[int, float]:
+        """Seconds that kernels decided beside them have saved scripts of this store, by their races."""
+        began = {script.pid: script.began for script in scripts}
+        found = {}
+        for run in self._here() if self._gains else ():
+            if run.pid in began:
+                calls = self._store.fused_calls(run.id)
+                late = {key: gain for key, (at, gain) in self._gains.items() if at > began[run.pid]}
+                found[run.pid] = sum(calls.get(key, 0) * gain for key, gain in late.items()) / 1e6
+        return found
+
+    def _here(self) -> list[RunRow]:
+        """Of scripts that may be running on this machine: elsewhere their numbers are other processes'."""
+        here = this_machine()
+        return [run for run in self._store.runs(RECENT_RUNS) if run.finished_at is None and run.machine == here]

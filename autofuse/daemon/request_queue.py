@@ -1,0 +1,130 @@
+"""The requests of a store that this daemon works on, and the heartbeat that tells how far it is.
+
+In: requests in the store, of which each daemon takes those of its kind. Out: the next one, and what became of it.
+Guarantee: the request with the largest expected saving goes first; one whose run has spent its tuning budget is put
+aside, and queued again for a later run or the next daemon.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from autofuse.codegen.version import versions
+from autofuse.daemon.files import DaemonFiles
+from autofuse.daemon.scheduler import Scheduler
+from autofuse.db.rows import DaemonState, Outcome
+from autofuse.db.store import Store
+from autofuse.db.tune_queue import NOT_READY
+from autofuse.ir.records import DecisionKey, TuneRequest
+from autofuse.settings.layers import Settings
+
+HEARTBEAT_SECONDS = 5.0
+UNPARK_SECONDS = 60.0
+
+
+class RequestQueue:
+    """The queue as one daemon sees it."""
+
+    def __init__(self, settings: Settings, store: Store, scheduler: Scheduler, devices: Sequence[str]) -> None:
+        """``devices``: keys of devices, or beginnings of keys, whose requests are taken."""
+        self.done = self.failed = 0
+        self._budget_seconds = settings.tuner.budget_seconds  # of each run
+        self._store = store
+        self._scheduler = scheduler
+        self._devices = tuple(devices)
+        self._files = DaemonFiles(settings)
+        self._versions = versions()
+        self._spent: dict[int, float] = {}  # seconds of work by run
+        self._parked: list[TuneRequest] = []  # of runs whose budget is spent
+        self._parked_at = 0.0
+        self._seen_version = -1
+        self._looked_at = 0.0
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a daemon of this kind."""
+        return self._store.queue_length(*self._devices).queued + len(self._parked)
+
+    def take_up(self) -> int:
+        """Queue again what daemons before us had in work or could not do where they ran; how many requests."""
+
+        def is_served(kind: str) -> bool:
+            return kind != self._files.kind and self._files.is_served(kind)  # our own lock is held by us
+
+        return self._store.requeue_stale(is_served) + self._store.requeue_failed(NOT_READY)
+
+    def take(self) -> TuneRequest | None:
+        """The next request, whosever it is; None where there is none."""
+        return self._store.next_request(*self._devices, versions=self._versions, kind=self._files.kind)
+
+    def next(self) -> TuneRequest | None:
+        """The next request whose run has budget left; None where there is none. Cheap while nothing changes."""
+        if self._store.was_moved:
+            return None  # nobody asks for what is queued there
+        now = time.monotonic()
+        version = self._store.data_version()
+        if version == self._seen_version and now - self._looked_at < HEARTBEAT_SECONDS:
+            return None
+        if self._parked and (now - self._parked_at > UNPARK_SECONDS or self._scheduler.is_urgent()):
+            self.unpark()
+        while not self._scheduler.is_stopping() and self._scheduler.may_begin():
+            request = self.take()
+            if request is None:
+                self._seen_version, self._looked_at = version, now
+                return None
+            if self._spent.get(request.run_id or 0, 0.0) < self._budget_seconds:
+                return request
+            self._parked.append(request)
+            self._parked_at = now
+        return None
+
+    def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
+        """Note what became of a request."""
+        self._store.finish_request(key, status, message)
+        self.done += status == "done"
+        self.failed += status == "failed"
+
+    def charge(self, run_id: int | None, seconds: float) -> None:
+        """Seconds of work on a run's request count against its budget."""
+        self._spent[run_id or 0] = self._spent.get(run_id or 0, 0.0) + seconds
+
+    def unpark(self) -> None:
+        """Queue again what was put aside: its run may be another one by now, with a budget of its own."""
+        while self._parked:
+            self._store.finish_request(self._parked[-1].key, "requeued", "the run's tuning budget was spent")
+            self._parked.pop()
+
+
+class Heartbeat:
+    """Says in the store, again and again, what this daemon does."""
+
+    def __init__(self, store: Store, queue: RequestQueue) -> None:
+        self.job = ""  # the request in work, for people
+        self._store = store
+        self._queue = queue
+        self._started_at = time.time()
+        self._beat_at = 0.0
+
+    def beat(self, state: str, at_once: bool = False) -> None:
+        """Unless it has been said a moment ago."""
+        if not at_once and time.monotonic() - self._beat_at <= HEARTBEAT_SECONDS:
+            return
+        self._beat_at = time.monotonic()
+        self._store.heartbeat(
+            DaemonState(
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                started_at=self._started_at,
+                state=state,
+                job=self.job if state == "tuning" else "",
+                queued=self._queue.queued,
+                done=self._queue.done,
+                failed=self._queue.failed,
+                data={"rss_bytes": psutil.Process().memory_info().rss},
+            )
+        )

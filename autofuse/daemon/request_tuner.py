@@ -1,0 +1,204 @@
+"""The tuner of one request: a node as one kernel, a node as programs of several kernels, an optimizer step.
+
+In: a `TuneRequest`. Out: its `Outcome`, not stored yet.
+Guarantee: parts of a node are tuned before the node, in the request's bucket; what they found is stored at once, and a
+request for a part that waits in the queue is known as answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autofuse.codegen.templates import LOOP
+from autofuse.daemon.devices import Devices
+from autofuse.daemon.scheduler import Scheduler
+from autofuse.daemon.tuning_results import TuningResults
+from autofuse.ir.buckets import distance
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import (
+    EAGER,
+    IN_ONE,
+    Bucket,
+    Candidate,
+    Decision,
+    DecisionKey,
+    KernelRecord,
+    ObservedShape,
+    TuneRequest,
+)
+from autofuse.ir.shape import Dim, evaluate
+from autofuse.optim.form import OPTIMIZER
+from autofuse.optim.tune_step import StepTuning
+from autofuse.settings.groups import TunerSettings
+from autofuse.strategies.enumeration import PARTS, WHOLE, cut_strategies, is_group, is_large, strategies_of
+from autofuse.strategies.strategy import Strategy, kernel_id
+from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
+from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
+from autofuse.tuner.tune_node import Job, JobLimits, Outcome
+
+WORKER_START_SECONDS = 3.0  # of CPU time, to import torch
+NEIGHBOURS = 3  # winners of other buckets that a search starts from
+CUT_BELOW = 1.15  # speedup of one kernel below which it is also tried as two
+PATIENT = 4.0  # beside a running script, a job may take this many times as long
+
+
+class RequestTuner:
+    """Tunes one request at a time."""
+
+    def __init__(self, settings: TunerSettings, devices: Devices, scheduler: Scheduler, results: TuningResults) -> None:
+        self._settings = settings
+        self._devices = devices
+        self._scheduler = scheduler
+        self._results = results
+        self._answered: set[str] = set()  # digests of keys that a group has asked for as one of its parts
+
+    def was_answered(self, key: DecisionKey) -> bool:
+        """Whether a group's tuning has found what is asked for; true once for each time that it has."""
+        is_answered = key.digest in self._answered
+        self._answered.discard(key.digest)
+        return is_answered
+
+    def tune(self, request: TuneRequest) -> Outcome:
+        """Find what is asked for.
+
+        Raises Interrupted where the daemon is to end, NotReady, CompilerNotReady, OSError and MemoryError for what is
+        of the moment, StoreError; whatever else is the request's fault.
+        """
+        provider = self._devices.provider(request.key.device)
+        if provider.worker.pid is None:
+            self._scheduler.rest(WORKER_START_SECONDS)
+        provider.worker.start()  # imports torch while the first kernels compile
+        if OPTIMIZER in request.node:
+            limits, compilers = self._limits(request), provider.compilers()
+            return StepTuning(request, provider.backend, provider.worker, limits, self._scheduler.rest, compilers).run()
+        form = NodeForm.from_json(dict(request.node))
+        if is_group(form):
+            strategies = strategies_of(form, request.key.device != self._devices.cpu)
+            large = [strategy for strategy in strategies if is_large(strategy, form, request.bucket)]
+            return self._tune_strategies(request, form, large)
+        outcome = self._tune_kernel(request, form)
+        if _may_cut(outcome.decisions):
+            strategies = cut_strategies(form)
+            if strategies:
+                outcome = _with_cuts(outcome, self._tune_strategies(request, form, strategies, outcome))
+        return outcome
+
+    def _tune_kernel(self, request: TuneRequest, form: NodeForm, printer: str = LOOP) -> Outcome:
+        """One node as one kernel."""
+        provider = self._devices.provider(request.key.device)
+        winners = self._results.winners(request.key)
+        bench = provider.bench(request.key.fusion_id, form, request.key.threads, request.bucket, printer)
+        nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
+        seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
+        return Job(request, bench, self._limits(request), seeds, self._scheduler.clock).run()
+
+    def _tune_strategies(
+        self, request: TuneRequest, form: NodeForm, strategies: Sequence[Strategy], whole: Outcome | None = None
+    ) -> Outcome:
+        """Race programs of several kernels. ``whole``: what is known of the node as one kernel."""
+        provider = self._devices.provider(request.key.device)
+
+        def tune_part(part: NodeForm, printer: str, sizes: Sequence[Dim]) -> KernelRecord | None:
+            if whole is not None and part.text() == form.text():
+                return next((k for k in whole.kernels), None)
+            return self._part_winner(request, form, part, printer, sizes)
+
+        bench = StrategyBenchmarks(
+            provider, request.key.fusion_id, form, request.key.threads, request.bucket, strategies, tune_part
+        )
+        # Few, and built already: all are tried, in one wave. What comes after the first wave has to promise to pay,
+        # and beside four rewrites to a vendor's kernels a generated product would hardly ever be seen.
+        limits = replace(self._limits(request), trials=len(strategies), wave=len(strategies))
+        outcome = Job(request, bench, limits, (), self._scheduler.clock).run()
+        outcome.decisions = [replace(d, detail=_strategies_detail(d, outcome, strategies)) for d in outcome.decisions]
+        if whole is None and parts_lost(outcome):
+            stays = Candidate(EAGER, IN_ONE)
+            outcome.decisions = [
+                replace(d, candidate=stays) if d.candidate.variant == EAGER else d for d in outcome.decisions
+            ]
+        return outcome
+
+    def _part_winner(
+        self, request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
+    ) -> KernelRecord | None:
+        """The kernel of a part in the request's bucket: a known decision's, else tuned now; None where eager wins."""
+        own = _part_request(request, form, part, printer, sizes)
+        known = self._results.last_decision(own.key, own.bucket)
+        kernel = self._results.kernel_of(known) if known is not None else None
+        if known is None or (known.compile_key and kernel is None):
+            outcome = self._tune_kernel(own, part, printer)
+            self._results.write(own, outcome)
+            self._answered.add(own.key.digest)
+            found = [d for d in outcome.decisions if d.bucket == own.bucket]
+            kernel = self._results.kernel_of(found[-1]) if found else None
+        return kernel
+
+    def _limits(self, request: TuneRequest) -> JobLimits:
+        tuner = self._settings
+        # Beside a script most of the time is spent waiting for a core.
+        seconds = tuner.job_seconds * (1.0 if self._scheduler.is_urgent() else PATIENT)
+        is_gpu = request.key.device.startswith("cuda:")
+        return JobLimits(
+            tuner.trials,
+            tuner.rounds,
+            tuner.margin,
+            seconds,
+            self._devices.memory_bytes(request.key.device),
+            GPU_CASE_BYTES if is_gpu else CASE_BYTES,
+        )
+
+
+def _part_request(
+    request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
+) -> TuneRequest:
+    """The request of a part: its bucket and shapes are what the node's make of its sizes."""
+
+    def at(values: Sequence[int]) -> tuple[int, ...]:
+        named = dict(zip(form.symbols, values, strict=True))
+        return tuple(evaluate(size, named) for size in sizes)
+
+    # Sizes grow with the symbols, so the ends of the ranges are those of the part's.
+    ends = zip(at([r[0] for r in request.bucket.ranges]), at([r[1] for r in request.bucket.ranges]), strict=True)
+    bucket = Bucket(tuple(ends))
+    calls: dict[tuple[int, ...], int] = {}
+    for shape in request.shapes:
+        values = at(shape.symbol_values)
+        calls[values] = calls.get(values, 0) + shape.calls
+    key = replace(request.key, fusion_id=kernel_id(part, printer), bucket=bucket.label)
+    shapes = tuple(ObservedShape(values, n) for values, n in sorted(calls.items(), key=lambda i: -i[1]))
+    return replace(request, key=key, node=part.to_json(), bucket=bucket, shapes=shapes)
+
+
+def _may_cut(decisions: Sequence[Decision]) -> bool:
+    """Whether one kernel gains so little that two might gain more."""
+    known = [d for d in decisions if d.reason in ("won", "no_gain", "below_margin")]
+    return bool(known) and known[0].speedup < CUT_BELOW
+
+
+def parts_lost(outcome: Outcome) -> bool:
+    """Whether the members' kernels, with the products between them, are slower than eager's operations for certain."""
+    parts = [m for m in outcome.measurements if dict(m.candidate.config).get(STRATEGY) == PARTS]
+    return any(m.speedup_high is not None and m.speedup_high < 1.0 for m in parts)
+
+
+def _strategies_detail(decision: Decision, outcome: Outcome, strategies: Sequence[Strategy]) -> str:
+    """The reason for a choice among strategies: what each of them gained."""
+    gains = {str(dict(m.candidate.config)[STRATEGY]): m.speedup for m in outcome.measurements if m.speedup is not None}
+    seen = ", ".join(f"{name} {gain:.2f}x" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
+    chosen = dict(decision.candidate.config).get(STRATEGY)
+    words = next((strategy.detail for strategy in strategies if strategy.name == chosen), "")
+    return "; ".join(part for part in (words, f"measured: {seen}" if seen else "", decision.detail) if part)
+
+
+def _with_cuts(whole: Outcome, cut: Outcome) -> Outcome:
+    """One kernel stays unless a strategy has won; what was measured of the strategies is kept, and the reason."""
+    merged = Outcome(list(whole.decisions), [*whole.measurements, *cut.measurements], list(whole.kernels))
+    first = cut.decisions[0]
+    chosen = dict(first.candidate.config).get(STRATEGY)
+    if first.reason == "won" and chosen != WHOLE:
+        merged.kernels += cut.kernels
+        merged.decisions = [first]
+    else:
+        merged.decisions[0] = replace(merged.decisions[0], detail=f"{merged.decisions[0].detail}; cuts: {first.detail}")
+    return merged

@@ -1,0 +1,71 @@
+"""What tuning has found so far: written to the store, and looked up before more is tried.
+
+In: a job's `Outcome`. Out: rows in the store; winners of the other buckets of a node, kernels of a node's parts.
+Guarantee: a kernel is stored before the decision that names it. What a node's past says is read from the store once.
+"""
+
+from __future__ import annotations
+
+from autofuse.daemon.devices import Devices
+from autofuse.daemon.open_runs import OpenRuns
+from autofuse.db.store import Store
+from autofuse.ir.records import Bucket, Config, Decision, DecisionKey, KernelRecord, TuneRequest
+from autofuse.tuner.benchmark_provider import LETHAL
+from autofuse.tuner.strategy_provider import STRATEGY
+from autofuse.tuner.tune_node import Outcome
+
+
+class TuningResults:
+    """Results of one store."""
+
+    def __init__(self, store: Store, devices: Devices, runs: OpenRuns) -> None:
+        self._store = store
+        self._devices = devices
+        self._runs = runs
+        self._winners: dict[str, dict[Bucket, Config]] = {}  # by node, threads and device
+
+    def write(self, request: TuneRequest, outcome: Outcome) -> None:
+        """Store what a job has found. Raises StoreError."""
+        for kernel in outcome.kernels:
+            self._store.put_kernel(kernel)
+        self._store.put_measurements(request.key, outcome.measurements)
+        for decision in outcome.decisions:
+            self._store.put_decision(decision)
+            if decision.reason == "won":
+                self._runs.note(decision)
+            _note_winner(self._winners.setdefault(_family(request.key), {}), decision)
+
+    def winners(self, key: DecisionKey) -> dict[Bucket, Config]:
+        """The winner of each bucket of the node so far; kernels that have killed a worker are noted as well."""
+        family = _family(key)
+        if family not in self._winners:
+            self._winners[family] = {}
+            for stored in self._store.decision_history(key.fusion_id):
+                if (stored.decision.key.device, stored.decision.key.threads) == (key.device, key.threads):
+                    _note_winner(self._winners[family], stored.decision)
+            for row in self._store.measurements(key.fusion_id):
+                if row.measurement.status in LETHAL and row.measurement.compile_key:
+                    self._devices.provider(key.device).lethal.add(row.measurement.compile_key)
+        return self._winners[family]
+
+    def kernel_of(self, decision: Decision) -> KernelRecord | None:
+        """The kernel that a decision names; None where it names none, or the store has lost it."""
+        return self._store.get_kernel(decision.compile_key) if decision.compile_key else None
+
+    def last_decision(self, key: DecisionKey, bucket: Bucket) -> Decision | None:
+        """What was decided last for a key in a bucket."""
+        found = [
+            stored.decision
+            for stored in self._store.decision_history(key.fusion_id)
+            if stored.decision.key == key and stored.decision.bucket == bucket
+        ]
+        return found[-1] if found else None
+
+
+def _family(key: DecisionKey) -> str:
+    return f"{key.fusion_id}/{key.threads}/{key.device}"
+
+
+def _note_winner(winners: dict[Bucket, Config], decision: Decision) -> None:
+    if decision.reason == "won" and decision.candidate.variant != STRATEGY:
+        winners[decision.bucket] = decision.candidate.config
