@@ -52,7 +52,7 @@ def collect_requests(store: Path, steps: int) -> int:
     command += [str(EXAMPLES / "train_lm.py"), "--steps", str(steps)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with Store.open(store, readonly=True) as opened:
-        status = opened.queue_length()
+        status = opened.queue.length()
     if not status.queued + status.running + status.done:
         raise SystemExit("the example asked for no tuning: nothing to measure the daemon at")
     return status.queued + status.running + status.done
@@ -106,7 +106,7 @@ class Daemons:
         done = 0
         for settings in self._settings:
             with Store.open(settings.run.store, readonly=True) as opened:
-                done += opened.queue_length().done
+                done += opened.queue.length().done
         return done
 
 
@@ -134,7 +134,7 @@ def main() -> None:
     requests = all_requests(first)
     for settings in stores:
         with Store.open(settings.run.store) as opened:
-            opened.add_requests(requests, force=True)
+            opened.queue.add(requests, force=True)
     step = trainer(options.length)
     peers = Peers(peers_folder(stores[0]))
     daemons = Daemons(stores)
@@ -199,7 +199,7 @@ def all_requests(store: Path) -> list[TuneRequest]:
     """Everything the example asked for, whether the daemon has begun on it or not."""
     device, threads = cpu_device().key, torch.get_num_threads()
     with Store.open(store, readonly=True) as opened:
-        versions = {row.key.versions for row in opened.requests()}
+        versions = {row.key.versions for row in opened.queue.requests()}
         return [
             TuneRequest(
                 DecisionKey(use.fusion_id, use.bucket.label, device, threads, version),
@@ -210,7 +210,7 @@ def all_requests(store: Path) -> list[TuneRequest]:
                 100.0,
                 2.0,
             )
-            for use in opened.node_uses()
+            for use in opened.nodes.uses()
             for version in versions
         ]
 

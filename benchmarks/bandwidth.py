@@ -206,7 +206,7 @@ class Bench:
 def best_kernel(run: Bench, node: Node, values: tuple[int, ...], decision: Decision) -> tuple[KernelRecord, Config]:
     """The fastest that was measured where eager has won. Raises ValueError where none ran."""
     with Store.open(run.tuner.settings.run.store, readonly=True) as store:
-        rows = [m.measurement for m in store.measurements(node.fusion_id) if m.measurement.speedup is not None]
+        rows = [m.measurement for m in store.results.measurements(node.fusion_id) if m.measurement.speedup is not None]
     best = max(
         (
             m

@@ -82,7 +82,9 @@ class Benchmark:
         """Trouble of autofuse's own."""
         with contextlib.suppress(AutofuseError), Store.open(self.settings.run.store, readonly=True) as store:
             return [
-                f"{row.event.kind}: {row.event.message}" for row in store.events() if row.event.kind != "graph_metrics"
+                f"{row.event.kind}: {row.event.message}"
+                for row in store.notes.events()
+                if row.event.kind != "graph_metrics"
             ]
         return [f"{self.settings.run.store} cannot be read"]
 

@@ -169,16 +169,16 @@ class Tuner:
             estimated_speedup=self._session.context.notes.estimates.get(node.fusion_id, 1.0),
         )
         with Store.open(self.settings.run.store) as store:
-            store.add_requests([request])
+            store.queue.add([request])
             with counted() as measured:
                 self._loop.drain(lambda done, total: None)
             table = DecisionTable()
-            table.update(row.decision for row in store.decision_history(node.fusion_id))
+            table.update(row.decision for row in store.results.history(node.fusion_id))
             decision = table.find(node.fusion_id, values, place)
             if decision is None:
-                failed = [row.message for row in store.requests(node.fusion_id)]
+                failed = [row.message for row in store.queue.requests(node.fusion_id)]
                 raise ValueError(f"expected a decision, found none: {failed}")
-            return decision, store.get_kernel(decision.compile_key) if decision.compile_key else None, measured
+            return decision, store.kernels.get(decision.compile_key) if decision.compile_key else None, measured
 
     def close(self) -> None:
         self._loop.close()

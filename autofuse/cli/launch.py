@@ -58,7 +58,7 @@ def _begin(settings: Settings, command: str) -> Session | None:
             from autofuse.process.apply import apply_process_settings, resolve
             from autofuse.sessions import start_session
 
-            trials = partial(store.ask, "setting_trials", within_seconds=TRIALS_SECONDS) if store is not None else None
+            trials = partial(store.ask, "trials.standing", within_seconds=TRIALS_SECONDS) if store is not None else None
             settings = resolve(settings, command, cpu_device().key, trials)
             apply_process_settings(settings)
             return start_session(settings, command, store, launched)

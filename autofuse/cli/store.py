@@ -58,8 +58,8 @@ def prune(store: Path | None, profile: str | None, assignments: tuple[str, ...])
     settings = load_settings(assignments, store=store, profile=profile)
     before = settings.run.store.stat().st_size if settings.run.store.exists() else 0
     with Store.open(settings.run.store) as opened:
-        count = opened.prune(settings.cache.history_days, settings.cache.history_bytes)
-        opened.compact()
+        count = opened.history.prune(settings.cache.history_days, settings.cache.history_bytes)
+        opened.history.compact()
     after = settings.run.store.stat().st_size
     runs = f"{count} run{'s' if count != 1 else ''}"
     click.echo(f"Removed the details of {runs}; {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now.")

@@ -117,7 +117,7 @@ def _measure(settings: Settings, target: Target, steps: int) -> None:
             on_progress=lambda done: progress.update(task, completed=done),
         )
     with Store.open(settings.run.store) as store:
-        store.put_setting_trial(trial)
+        store.trials.put(trial)
     faults = [statistics.fmean(values) for values in zip(*((p.off_faults, p.on_faults) for p in pairs), strict=True)]
     out = out_console()
     out.print(f"Keeping freed memory (malloc thresholds) for {target.command}, eager steps in separate processes:")

@@ -92,7 +92,7 @@ def statuses(settings: Settings) -> list[DaemonState]:
         from autofuse.db.store import Store  # not for scripts, which only start daemons
 
         with contextlib.suppress(StoreError), Store.open(settings.run.store, readonly=True) as store:
-            state = store.daemon_state()
+            state = store.daemon.state()
     here = socket.gethostname()
     return [
         state

@@ -16,7 +16,7 @@ from autofuse.codegen.triton.key import find_triton
 from autofuse.daemon.open_runs import OpenRuns
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.visible_devices import as_seen_by
-from autofuse.db.store import Store
+from autofuse.db.kernels import Kernels
 from autofuse.db.tune_queue import NOT_READY_SECONDS
 from autofuse.ir.device import cpu_device
 from autofuse.settings.layers import Settings
@@ -34,7 +34,7 @@ class Devices:
     def __init__(
         self,
         settings: Settings,
-        store: Store,
+        kernels: Kernels,
         scheduler: Scheduler,
         runs: OpenRuns,
         worker_log: IO[bytes] | int | None = None,
@@ -43,7 +43,7 @@ class Devices:
         self.cpu = cpu_device().key
         self.keys = (self.cpu, *OTHER_DEVICES)  # of devices, or their beginnings
         self._settings = settings
-        self._store = store
+        self._kernels = kernels
         self._scheduler = scheduler
         self._runs = runs
         self._worker_log = worker_log
@@ -73,7 +73,7 @@ class Devices:
                 backend,
                 worker,
                 compilers=lambda: cores if self._scheduler.is_urgent() else 1,
-                stored=self._store.get_kernel,
+                stored=self._kernels.get,
                 rest=self._scheduler.rest,
             )
         return self._providers[device]
@@ -110,8 +110,8 @@ class Devices:
         find_triton()
         if self._compiler is None:
             self._compiler = TritonCompiler(
-                self._store.get_triton_files,
-                self._store.put_triton_files,
+                self._kernels.get_triton_files,
+                self._kernels.put_triton_files,
                 is_stopping=self._scheduler.is_stopping,
                 stderr=self._worker_log,
                 tend=self._scheduler.tend,

@@ -62,9 +62,9 @@ class TuningLoop:
         self.settings = settings
         self.is_stopping = False
         self._store = Store.open(settings.run.store)
-        self._store.kernel_limit_bytes = settings.cache.max_bytes
+        self._store.kernels.limit_bytes = settings.cache.max_bytes
         peers = Peers(peers_folder(settings))
-        self.runs = OpenRuns(self._store, peers)
+        self.runs = OpenRuns(self._store.runs, self._store.nodes, peers)
         self._scheduler = Scheduler(
             settings.tuner,
             peers,
@@ -72,11 +72,11 @@ class TuningLoop:
             is_stopping=lambda: self.is_stopping,
             saved=self.runs.saved,
         )
-        self._devices = Devices(settings, self._store, self._scheduler, self.runs, worker_log)
-        self.results = TuningResults(self._store, self._devices, self.runs)
+        self._devices = Devices(settings, self._store.kernels, self._scheduler, self.runs, worker_log)
+        self.results = TuningResults(self._store.results, self._store.kernels, self._devices, self.runs)
         self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys)
         self._tuner = RequestTuner(settings.tuner, self._devices, self._scheduler, self.results)
-        self._heartbeat = Heartbeat(self._store, self.queue)
+        self._heartbeat = Heartbeat(self._store.daemon, self.queue)
 
     # ---- loops ----------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class TuningLoop:
         """Work until told to stop, or idle for ``tuner.idle_exit_seconds``. Raises StoreError."""
         requeued = self.queue.take_up()
         cache = self.settings.cache
-        self._store.prune(cache.history_days, cache.history_bytes)
+        self._store.history.prune(cache.history_days, cache.history_bytes)
         log.info("serving %s as process %d; %d requests taken up again", self._store.path, os.getpid(), requeued)
         idle_since = time.monotonic()
         self._heartbeat.beat("idle", at_once=True)
@@ -113,7 +113,7 @@ class TuningLoop:
         """Work until the queue is empty or ``tuner.budget_seconds`` are spent; ``again``: on what has failed, too."""
         self.queue.take_up()
         if again:
-            self._store.requeue_failed()
+            self._store.queue.requeue_failed()
         deadline = time.monotonic() + self.settings.tuner.budget_seconds
         while not self.is_stopping and time.monotonic() < deadline:
             request = self.queue.take()
@@ -122,7 +122,7 @@ class TuningLoop:
             ended = self.queue.done + self.queue.failed
             on_progress(ended, ended + self.queue.queued + 1)
             self.work(request)
-        return Drained(self.queue.done, self.queue.failed, self._store.queue_length().open)
+        return Drained(self.queue.done, self.queue.failed, self._store.queue.length().open)
 
     def close(self) -> None:
         """Give everything back: requests, workers, store."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from autofuse.daemon.peers import Peers, Script
 from autofuse.daemon.process_id import this_machine
+from autofuse.db.node_log import NodeLog
 from autofuse.db.rows import RunRow
-from autofuse.db.store import Store
+from autofuse.db.run_log import RunLog
 from autofuse.ir.records import Decision
 
 RECENT_RUNS = 32
@@ -21,9 +22,10 @@ RECENT_RUNS = 32
 class OpenRuns:
     """Runs that have not ended, as one daemon sees them."""
 
-    def __init__(self, store: Store, peers: Peers) -> None:
+    def __init__(self, runs: RunLog, nodes: NodeLog, peers: Peers) -> None:
         self.asking: int | None = None  # the run whose request is in work
-        self._store = store
+        self._runs = runs
+        self._nodes = nodes
         self._peers = peers
         self._gains: dict[tuple[str, str], tuple[float, float]] = {}  # by node and bucket: when decided, us a call
 
@@ -43,7 +45,7 @@ class OpenRuns:
         found = {}
         for run in self._here() if self._gains else ():
             if run.pid in began:
-                calls = self._store.fused_calls(run.id)
+                calls = self._nodes.fused_calls(run.id)
                 late = {key: gain for key, (at, gain) in self._gains.items() if at > began[run.pid]}
                 found[run.pid] = sum(calls.get(key, 0) * gain for key, gain in late.items()) / 1e6
         return found
@@ -51,4 +53,4 @@ class OpenRuns:
     def _here(self) -> list[RunRow]:
         """Of scripts that may be running on this machine: elsewhere their numbers are other processes'."""
         here = this_machine()
-        return [run for run in self._store.runs(RECENT_RUNS) if run.finished_at is None and run.machine == here]
+        return [run for run in self._runs.recent(RECENT_RUNS) if run.finished_at is None and run.machine == here]

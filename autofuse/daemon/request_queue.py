@@ -19,7 +19,7 @@ from autofuse.daemon.files import DaemonFiles
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.db.rows import DaemonState, Outcome
 from autofuse.db.store import Store
-from autofuse.db.tune_queue import NOT_READY
+from autofuse.db.tune_queue import NOT_READY, DaemonLog
 from autofuse.ir.records import DecisionKey, TuneRequest
 from autofuse.settings.layers import Settings
 
@@ -48,7 +48,7 @@ class RequestQueue:
     @property
     def queued(self) -> int:
         """Requests that wait for a daemon of this kind."""
-        return self._store.queue_length(*self._devices).queued + len(self._parked)
+        return self._store.queue.length(*self._devices).queued + len(self._parked)
 
     def take_up(self) -> int:
         """Queue again what daemons before us had in work or could not do where they ran; how many requests."""
@@ -56,11 +56,11 @@ class RequestQueue:
         def is_served(kind: str) -> bool:
             return kind != self._files.kind and self._files.is_served(kind)  # our own lock is held by us
 
-        return self._store.requeue_stale(is_served) + self._store.requeue_failed(NOT_READY)
+        return self._store.queue.requeue_stale(is_served) + self._store.queue.requeue_failed(NOT_READY)
 
     def take(self) -> TuneRequest | None:
         """The next request, whosever it is; None where there is none."""
-        return self._store.next_request(*self._devices, versions=self._versions, kind=self._files.kind)
+        return self._store.queue.take(*self._devices, versions=self._versions, kind=self._files.kind)
 
     def next(self) -> TuneRequest | None:
         """The next request whose run has budget left; None where there is none. Cheap while nothing changes."""
@@ -85,7 +85,7 @@ class RequestQueue:
 
     def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
         """Note what became of a request."""
-        self._store.finish_request(key, status, message)
+        self._store.queue.finish(key, status, message)
         self.done += status == "done"
         self.failed += status == "failed"
 
@@ -96,16 +96,16 @@ class RequestQueue:
     def unpark(self) -> None:
         """Queue again what was put aside: its run may be another one by now, with a budget of its own."""
         while self._parked:
-            self._store.finish_request(self._parked[-1].key, "requeued", "the run's tuning budget was spent")
+            self._store.queue.finish(self._parked[-1].key, "requeued", "the run's tuning budget was spent")
             self._parked.pop()
 
 
 class Heartbeat:
     """Says in the store, again and again, what this daemon does."""
 
-    def __init__(self, store: Store, queue: RequestQueue) -> None:
+    def __init__(self, log: DaemonLog, queue: RequestQueue) -> None:
         self.job = ""  # the request in work, for people
-        self._store = store
+        self._log = log
         self._queue = queue
         self._started_at = time.time()
         self._beat_at = 0.0
@@ -115,7 +115,7 @@ class Heartbeat:
         if not at_once and time.monotonic() - self._beat_at <= HEARTBEAT_SECONDS:
             return
         self._beat_at = time.monotonic()
-        self._store.heartbeat(
+        self._log.heartbeat(
             DaemonState(
                 pid=os.getpid(),
                 host=socket.gethostname(),

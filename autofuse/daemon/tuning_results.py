@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from autofuse.daemon.devices import Devices
 from autofuse.daemon.open_runs import OpenRuns
-from autofuse.db.store import Store
+from autofuse.db.kernels import Kernels
+from autofuse.db.results import TuneResults
 from autofuse.ir.records import Bucket, Config, Decision, DecisionKey, KernelRecord, TuneRequest
 from autofuse.tuner.benchmark_provider import LETHAL
 from autofuse.tuner.strategy_provider import STRATEGY
@@ -18,8 +19,9 @@ from autofuse.tuner.tune_node import Outcome
 class TuningResults:
     """Results of one store."""
 
-    def __init__(self, store: Store, devices: Devices, runs: OpenRuns) -> None:
-        self._store = store
+    def __init__(self, results: TuneResults, kernels: Kernels, devices: Devices, runs: OpenRuns) -> None:
+        self._results = results
+        self._kernels = kernels
         self._devices = devices
         self._runs = runs
         self._winners: dict[str, dict[Bucket, Config]] = {}  # by node, threads and device
@@ -27,10 +29,10 @@ class TuningResults:
     def write(self, request: TuneRequest, outcome: Outcome) -> None:
         """Store what a job has found. Raises StoreError."""
         for kernel in outcome.kernels:
-            self._store.put_kernel(kernel)
-        self._store.put_measurements(request.key, outcome.measurements)
+            self._kernels.put(kernel)
+        self._results.put_measurements(request.key, outcome.measurements)
         for decision in outcome.decisions:
-            self._store.put_decision(decision)
+            self._results.put_decision(decision)
             if decision.reason == "won":
                 self._runs.note(decision)
             _note_winner(self._winners.setdefault(_family(request.key), {}), decision)
@@ -40,23 +42,23 @@ class TuningResults:
         family = _family(key)
         if family not in self._winners:
             self._winners[family] = {}
-            for stored in self._store.decision_history(key.fusion_id):
+            for stored in self._results.history(key.fusion_id):
                 if (stored.decision.key.device, stored.decision.key.threads) == (key.device, key.threads):
                     _note_winner(self._winners[family], stored.decision)
-            for row in self._store.measurements(key.fusion_id):
+            for row in self._results.measurements(key.fusion_id):
                 if row.measurement.status in LETHAL and row.measurement.compile_key:
                     self._devices.provider(key.device).lethal.add(row.measurement.compile_key)
         return self._winners[family]
 
     def kernel_of(self, decision: Decision) -> KernelRecord | None:
         """The kernel that a decision names; None where it names none, or the store has lost it."""
-        return self._store.get_kernel(decision.compile_key) if decision.compile_key else None
+        return self._kernels.get(decision.compile_key) if decision.compile_key else None
 
     def last_decision(self, key: DecisionKey, bucket: Bucket) -> Decision | None:
         """What was decided last for a key in a bucket."""
         found = [
             stored.decision
-            for stored in self._store.decision_history(key.fusion_id)
+            for stored in self._results.history(key.fusion_id)
             if stored.decision.key == key and stored.decision.bucket == bucket
         ]
         return found[-1] if found else None

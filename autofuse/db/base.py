@@ -1,7 +1,7 @@
 """Transactions on one kept connection: what every part of the store stands on.
 
-In: an engine from ``connection``. Out: ``_read()`` and ``_write()``, short transactions whose failures are
-``StoreError``, and the row operations that several parts share.
+In: an engine from ``connection``. Out: a `StoreFile`, whose ``read()`` and ``write()`` are short transactions with
+failures that are ``StoreError``; and the row operations that several parts share.
 Guarantee: a transaction holds the write lock from its first statement or not at all, so none deadlocks;
 a store may be used from several threads (one at a time) and survives a fork.
 """
@@ -41,8 +41,8 @@ def now() -> float:
     return time.time()
 
 
-class StoreBase:
-    """An open store file."""
+class StoreFile:
+    """An open store file, which all parts of a store share."""
 
     def __init__(self, engine: Engine, path: Path, readonly: bool) -> None:
         self.path = path
@@ -71,12 +71,6 @@ class StoreBase:
                 self._engine.dispose(close=self._pid == os.getpid())
                 self._engine = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def was_moved(self) -> bool:
         """Whether the path leads to another file by now, or to none."""
@@ -87,17 +81,18 @@ class StoreBase:
         with self._transaction(writes=False) as connection:
             return int(connection.exec_driver_sql("PRAGMA data_version").scalar_one())
 
-    def _read(self) -> contextlib.AbstractContextManager[Connection]:
+    def read(self) -> contextlib.AbstractContextManager[Connection]:
         """A consistent view of the store."""
         return self._transaction(writes=False)
 
-    def _write(self) -> contextlib.AbstractContextManager[Connection]:
+    def write(self) -> contextlib.AbstractContextManager[Connection]:
         """A transaction that commits at its end, or changes nothing if it fails."""
         if self.readonly:
             raise StoreError(f"expected a store that can be written, found {self.path} opened for reading only")
         return self._transaction(writes=True)
 
-    def _outside_transactions(self, statement: str) -> None:
+    def outside_transactions(self, statement: str) -> None:
+        """Run a statement that no transaction may hold."""
         with self._lock:
             if self._engine is None or self.readonly:
                 raise StoreError(f"expected a store that is open for writing, found {self.path} closed or readonly")

@@ -1,14 +1,14 @@
 """The script's side of a store that a process of its own keeps (`serve`).
 
-In: calls of `Store`'s methods. Out: what they return or raise. Guarantee: SQLAlchemy is not imported here, which would
-cost each script 0.25 s before its first line, and work on the store does not hold the script's interpreter. The process
-ends when the script does, however that ends. If it ends earlier, the next call raises `StoreError`.
+In: calls of methods of `Store`'s parts. Out: what they return or raise.
+Guarantee: SQLAlchemy is not imported here, which would cost each script 0.25 s before its first line, and work on the
+store does not hold the script's interpreter. The process ends when the script does, however that ends. If it ends
+earlier, the next call raises `StoreError`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import subprocess
@@ -29,7 +29,7 @@ CLOSE_SECONDS = 5.0
 
 
 class StoreClient:
-    """A `Store` in another process: it has the same methods. May be used from several threads, one at a time."""
+    """A `Store` in another process: its parts have the same methods. May be used by several threads, one at a time."""
 
     def __init__(self, path: Path, timeout_seconds: float) -> None:
         """Starts the process, and does not wait for it. ``timeout_seconds`` as of `Store.open`. Raises OSError."""
@@ -50,20 +50,17 @@ class StoreClient:
         self._wire = ours
         _clients.add(self)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return functools.partial(self.ask, name)
-
-    @property
-    def kernels_refused(self) -> int:
-        return int(self.ask("kernels_refused"))
+    def __getattr__(self, name: str) -> _Remote:
+        return _Remote(self, name)
 
     def as_store(self) -> Store:
         return cast("Store", self)
 
     def ask(self, name: str, *args: Any, within_seconds: float | None = None, **kwargs: Any) -> Any:
-        """What a method of the store returns. Raises what it raises; StoreError where no answer comes."""
+        """What a method of the store, such as ``queue.add``, returns.
+
+        Raises what it raises; StoreError where no answer comes.
+        """
         until = None if within_seconds is None else time.monotonic() + within_seconds
 
         def left() -> float | None:
@@ -95,6 +92,22 @@ class StoreClient:
         with contextlib.suppress(StoreError):  # it has ended, or will once it finds nobody there
             self.ask("close", within_seconds=CLOSE_SECONDS)
         self._wire.close()
+
+
+class _Remote:
+    """A part of the other side's store, or a method of one: its name travels with its path."""
+
+    def __init__(self, client: StoreClient, path: str) -> None:
+        if path.rpartition(".")[2].startswith("_"):
+            raise AttributeError(path)
+        self._client = client
+        self._path = path
+
+    def __getattr__(self, name: str) -> _Remote:
+        return _Remote(self._client, f"{self._path}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._client.ask(self._path, *args, **kwargs)
 
 
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, or
 from sqlalchemy.orm import InstrumentedAttribute
 
 from autofuse.db import kernel_cache, models
-from autofuse.db.base import StoreBase, now
+from autofuse.db.base import StoreFile, now
 from autofuse.ir.commands import script_of
 
 LONGEST_RUN_SECONDS = 30 * 86400.0  # without an end: killed, not running
@@ -24,8 +24,11 @@ _DETAILS = (
 )  # fmt: skip
 
 
-class StoreHistory(StoreBase):
-    """The part of the store that forgets."""
+class StoreHistory:
+    """Forgets what old runs looked like in detail."""
+
+    def __init__(self, file: StoreFile) -> None:
+        self._file = file
 
     def prune(self, days: float, most_bytes: int, most_pieces: int | None = None) -> int:
         """Remove the details of runs older than ``days``, and of the oldest ones until ``most_bytes`` are left.
@@ -42,7 +45,7 @@ class StoreHistory(StoreBase):
             while is_left:
                 if pieces == most_pieces:
                     return count
-                with self._write() as connection:
+                with self._file.write() as connection:
                     is_left = _remove_piece(connection, run_id)
                 pieces += 1
             count += 1
@@ -57,27 +60,27 @@ class StoreHistory(StoreBase):
     def _shorten(
         self, number: InstrumentedAttribute[int], text: InstrumentedAttribute[str], is_old: ColumnElement[bool]
     ) -> None:
-        with self._read() as connection:
+        with self._file.read() as connection:
             found = connection.execute(select(number, text).where(is_old, text.contains(" "))).all()
         changed = [(row_id, script_of(command)) for row_id, command in found if command != script_of(command)]
         if changed:
-            with self._write() as connection:
+            with self._file.write() as connection:
                 for row_id, script in changed:
                     connection.execute(update(number.class_).where(number == row_id).values({text: script}))
 
     def _has_room(self, most_bytes: int) -> bool:
-        with self._read() as connection:
+        with self._file.read() as connection:
             used = _used_bytes(connection)  # told at once, which the kernels' are not
             return used <= most_bytes or used - kernel_cache.size_bytes(connection) <= most_bytes
 
-    def history_bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes in use, kernels left out."""
-        with self._read() as connection:
+        with self._file.read() as connection:
             return _used_bytes(connection) - kernel_cache.size_bytes(connection)
 
     def compact(self) -> None:
         """Give free pages back to the file system; takes a second copy of the store while it works."""
-        self._outside_transactions("VACUUM")
+        self._file.outside_transactions("VACUUM")
 
     def _with_details(self) -> list[tuple[int, float]]:
         """Runs that are over and have details, oldest first, without the newest that has steps."""
@@ -85,7 +88,7 @@ class StoreHistory(StoreBase):
         has_details = or_(*(exists().where(table.run_id == run.id) for table in (series, use, op, models.EventRow)))
         newest = select(func.max(series.run_id)).scalar_subquery()
         query = select(run.id, run.started_at).where(has_details, _is_over(), run.id != func.coalesce(newest, 0))
-        with self._read() as connection:
+        with self._file.read() as connection:
             return [(row.id, row.started_at) for row in connection.execute(query.order_by(run.id))]
 
 

@@ -1,4 +1,4 @@
-"""What tuning found: measurements of candidates, decisions, and kernels.
+"""What tuning found: measurements of candidates, and decisions.
 
 In: the daemon's records. Out: the same records, for the script's snapshot, for seeding neighbours, for people.
 Guarantee: measurements and decisions are only ever appended; the newest decision of a key stands.
@@ -7,16 +7,16 @@ Guarantee: measurements and decisions are only ever appended; the newest decisio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import Row, func, select
 from sqlalchemy.dialects.sqlite import insert
 
-from autofuse.db import kernel_cache, models, triton_files
+from autofuse.db import models
 from autofuse.db.base import (
-    StoreBase,
+    StoreFile,
     as_tuples,
     bucket_of,
     clean,
@@ -27,17 +27,17 @@ from autofuse.db.base import (
     ranges_json,
     upsert,
 )
-from autofuse.db.rows import KernelSource, StoredDecision, StoredMeasurement
-from autofuse.ir.records import Candidate, Decision, DecisionKey, KernelRecord, Measurement
+from autofuse.db.rows import StoredDecision, StoredMeasurement
+from autofuse.ir.records import Candidate, Decision, DecisionKey, Measurement
 
 _PLAIN_MEASURED = [item.name for item in fields(Measurement) if item.name not in ("candidate", "symbol_values")]
 
 
-class TuneResults(StoreBase):
-    """The part of the store that the daemon writes and scripts read."""
+class TuneResults:
+    """Measurements and decisions, which the daemon writes and scripts read."""
 
-    kernel_limit_bytes = kernel_cache.DEFAULT_LIMIT_BYTES  # settable on an object
-    kernels_refused = 0  # so far, by this object: damaged, or not sealed by this user
+    def __init__(self, file: StoreFile) -> None:
+        self._file = file
 
     # ---- measurements ---------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ class TuneResults(StoreBase):
         if not measurements:
             return
         table, at = models.CandidateRow, now()
-        with self._write() as connection:
+        with self._file.write() as connection:
             digest = key.digest
             put_keys(connection, [key])
             candidates = [
@@ -79,7 +79,7 @@ class TuneResults(StoreBase):
             .where(key.fusion_id == fusion_id)
             .order_by(table.id)
         )
-        with self._read() as connection:
+        with self._file.read() as connection:
             return [
                 StoredMeasurement(
                     key=key_of(row),
@@ -97,7 +97,7 @@ class TuneResults(StoreBase):
 
     def put_decision(self, decision: Decision) -> int:
         """Append a decision, which stands from now on; return its id."""
-        with self._write() as connection:
+        with self._file.write() as connection:
             digest = decision.key.digest
             put_keys(connection, [decision.key])
             run_id = connection.execute(
@@ -134,70 +134,19 @@ class TuneResults(StoreBase):
             query = query.where(models.DecisionKeyRow.device == device_key)
         if versions is not None:
             query = query.where(models.DecisionKeyRow.versions == versions)
-        with self._read() as connection:
+        with self._file.read() as connection:
             return [(row.id, _decision_of(row)) for row in connection.execute(query)]
 
-    def decision_history(self, fusion_id: str | None = None, run_id: int | None = None) -> list[StoredDecision]:
+    def history(self, fusion_id: str | None = None, run_id: int | None = None) -> list[StoredDecision]:
         """Decisions ever made, oldest first: of a node, or those that answered a run's requests."""
         query = _decisions()
         if fusion_id is not None:
             query = query.where(models.DecisionKeyRow.fusion_id == fusion_id)
         if run_id is not None:
             query = query.where(models.DecisionRow.run_id == run_id)
-        with self._read() as connection:
+        with self._file.read() as connection:
             rows = connection.execute(query)
             return [StoredDecision(row.id, _decision_of(row), row.run_id, row.at) for row in rows]
-
-    # ---- kernels --------------------------------------------------------------------------------
-
-    def put_kernel(self, record: KernelRecord) -> None:
-        """Store a kernel; the least recently used binaries beyond ``kernel_limit_bytes`` go, their sources stay."""
-        with self._write() as connection:
-            kernel_cache.put(connection, record, self.kernel_limit_bytes)
-
-    def get_kernel(self, digest: str) -> KernelRecord | None:
-        """The kernel under a compile key's digest, or None: unknown, evicted, damaged, or not safe to load.
-
-        Not safe: another user's, or one that came with a copied store. A damaged one is dropped and
-        recorded as an event.
-        """
-        with self._read() as connection:
-            record, problem = kernel_cache.get(connection, digest)
-            touch = record is not None and kernel_cache.needs_touch(connection, digest)
-        self.kernels_refused += bool(problem)
-        if not self.readonly and (problem or touch):
-            with self._write() as connection:
-                if problem:
-                    kernel_cache.note_damage(connection, digest, problem)
-                else:
-                    kernel_cache.touch(connection, digest)
-        return record
-
-    def kernel_source(self, digest: str) -> KernelSource | None:
-        """A kernel for people to read, evicted ones included; ``digest`` may be the beginning of one."""
-        with self._read() as connection:
-            return kernel_cache.source(connection, digest)
-
-    # ---- Triton's own cache ---------------------------------------------------------------------
-
-    def put_triton_files(self, key: str, files: Mapping[str, bytes]) -> None:
-        """Store files under Triton's key of a kernel; they count towards ``kernel_limit_bytes``."""
-        with self._write() as connection:
-            triton_files.put(connection, key, files)
-            kernel_cache.evict(connection, self.kernel_limit_bytes, keep=key)
-
-    def get_triton_files(self, key: str) -> dict[str, bytes] | None:
-        """The sound files under a key, or None where there is none; likewise where a kernel would not be loaded."""
-        with self._read() as connection:
-            files, damaged = triton_files.get(connection, key)
-            used_at = triton_files.last_use(connection, key)
-        is_old = used_at is not None and now() - used_at > kernel_cache.TOUCH_SECONDS
-        if not self.readonly and (damaged or (files and is_old)):
-            with self._write() as connection:
-                if damaged:
-                    triton_files.note_damage(connection, key, damaged)
-                triton_files.touch(connection, key)
-        return files or None
 
 
 # ---- rows -------------------------------------------------------------------------------------------

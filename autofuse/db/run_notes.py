@@ -14,20 +14,22 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from autofuse.db import models
-from autofuse.db.base import add_event_row, clean, now, record_of, upsert
+from autofuse.db.base import StoreFile, add_event_row, clean, now, record_of, upsert
 from autofuse.db.rows import EventRow, RootChange, SettingTrial
 from autofuse.db.run_log import RunLog
 from autofuse.ir.records import Event, Refusal, RootRecord
 
 
-class RunNotes(RunLog):
-    """The part of the store that holds what happened in runs."""
+class RootLog:
+    """Roots, and what was decided of them."""
 
-    # ---- roots ----------------------------------------------------------------------------------
+    def __init__(self, file: StoreFile, runs: RunLog) -> None:
+        self._file = file
+        self._runs = runs
 
-    def put_root(self, run_id: int, record: RootRecord) -> None:
+    def put(self, run_id: int, record: RootRecord) -> None:
         """Replace what this run knows of a root; a change of state, reason or capture time joins its history."""
-        with self._write() as connection:
+        with self._file.write() as connection:
             row = {
                 "run_id": run_id,
                 "root": record.root,
@@ -38,12 +40,13 @@ class RunNotes(RunLog):
             upsert(connection, models.Root, [row], ["run_id", "root"], ["state", "record", "updated_at"])
             _add_change(connection, run_id, record)
 
-    def roots(self, device_key: str | None = None, versions: str | None = None) -> dict[str, RootRecord]:
+    def known(self, device_key: str | None = None, versions: str | None = None) -> dict[str, RootRecord]:
         """What was decided last of each root over all runs of a device and of versions, else its latest state.
 
-        Without arguments: of the device and the versions of the run that this object started, of all if none.
+        Without arguments: of the device and the versions of the run that this store object started, of all if none.
         """
-        device_key, versions = device_key or self._device_key, versions or self._versions
+        if (started := self._runs.started) is not None:
+            device_key, versions = device_key or started.device.key, versions or started.versions
         root, run, device = models.Root, models.Run, models.Device
         query = (
             select(root.root, root.record)
@@ -55,17 +58,17 @@ class RunNotes(RunLog):
             query = query.where(device.key == device_key)
         if versions is not None:
             query = query.where(run.versions == versions)
-        with self._read() as connection:
+        with self._file.read() as connection:
             return {name: record_of(RootRecord, record) for name, record in connection.execute(query)}
 
-    def run_roots(self, run_id: int) -> list[RootRecord]:
+    def of_run(self, run_id: int) -> list[RootRecord]:
         """The roots of one run, those that took most time first."""
         query = select(models.Root.record).where(models.Root.run_id == run_id)
-        with self._read() as connection:
+        with self._file.read() as connection:
             records = [record_of(RootRecord, record) for record in connection.execute(query).scalars()]
         return sorted(records, key=lambda record: -record.eager_seconds)
 
-    def root_changes(self, root: str) -> list[RootChange]:
+    def changes(self, root: str) -> list[RootChange]:
         """The history of a root over all runs, oldest first."""
         table = models.Capture
         query = (
@@ -73,30 +76,35 @@ class RunNotes(RunLog):
             .where(table.root == root)
             .order_by(table.id)
         )
-        with self._read() as connection:
+        with self._file.read() as connection:
             return [RootChange(*row) for row in connection.execute(query)]
 
-    # ---- refusals and events --------------------------------------------------------------------
+
+class RunNotes:
+    """Refusals and events of runs."""
+
+    def __init__(self, file: StoreFile) -> None:
+        self._file = file
 
     def add_refusals(self, run_id: int, refusals: Iterable[Refusal]) -> None:
         """Append fusions that were made or not made."""
         at = now()
         rows = [{**asdict(refusal), "run_id": run_id, "at": at} for refusal in refusals]
         if rows:
-            with self._write() as connection:
+            with self._file.write() as connection:
                 connection.execute(insert(models.RefusalRow), rows)
 
     def refusals(self, run_id: int) -> list[Refusal]:
         """The refusals and acceptances of a run, in order."""
         table = models.RefusalRow
         columns = [getattr(table, item.name) for item in fields(Refusal)]
-        with self._read() as connection:
+        with self._file.read() as connection:
             rows = connection.execute(select(*columns).where(table.run_id == run_id).order_by(table.id))
             return [Refusal(**row._asdict()) for row in rows]
 
     def add_event(self, run_id: int | None, event: Event) -> None:
         """Append an event; ``run_id`` is None for those of the daemon or of the store."""
-        with self._write() as connection:
+        with self._file.write() as connection:
             add_event_row(connection, run_id, event)
 
     def events(self, run_id: int | None = None, *, since: float = 0.0, limit: int | None = None) -> list[EventRow]:
@@ -105,19 +113,24 @@ class RunNotes(RunLog):
         query = select(table).where(table.at >= since).order_by(table.id.desc()).limit(limit)
         if run_id is not None:
             query = query.where(table.run_id == run_id)
-        with self._read() as connection:
+        with self._file.read() as connection:
             rows = list(connection.execute(query))
         return [EventRow(Event(row.kind, row.message, row.data), row.run_id, row.at) for row in reversed(rows)]
 
-    # ---- process settings -----------------------------------------------------------------------
 
-    def put_setting_trial(self, trial: SettingTrial, run_id: int | None = None) -> None:
+class TrialLog:
+    """Trials of process settings."""
+
+    def __init__(self, file: StoreFile) -> None:
+        self._file = file
+
+    def put(self, trial: SettingTrial, run_id: int | None = None) -> None:
         """Append a trial of a process setting; the newest of a device, workload, setting and value stands."""
         values = {**asdict(trial), "workload": clean(trial.workload), "run_id": run_id, "at": now()}
-        with self._write() as connection:
+        with self._file.write() as connection:
             connection.execute(insert(models.SettingTrialRow).values(**values))
 
-    def setting_trials(
+    def standing(
         self, device: str | None = None, *, workload: str | None = None, run_id: int | None = None
     ) -> list[SettingTrial]:
         """The standing trials, of a device, a workload or a run where asked for: by setting, the newest last."""
@@ -131,7 +144,7 @@ class RunNotes(RunLog):
             query = query.where(table.device == device)
         if workload is not None:
             query = query.where(table.workload == clean(workload))
-        with self._read() as connection:
+        with self._file.read() as connection:
             rows = connection.execute(query.where(table.id.in_(newest)))
             return [SettingTrial(**row._asdict()) for row in rows]
 

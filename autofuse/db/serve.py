@@ -1,6 +1,6 @@
 """The process that keeps a script's store: ``python -m autofuse.db.serve DESCRIPTOR PATH TIMEOUT``.
 
-In: questions of a `StoreClient`, each a method of `Store` with its arguments. Out: what it returned, or what it raised.
+In: questions of a `StoreClient`, each a path such as ``queue.add`` with arguments. Out: what that returned or raised.
 Guarantee: it ends when the script does, or says ``close``; no signal that ends the script ends it before its last rows
 are written. What it cannot do at all, such as import, is the answer to each question.
 """
@@ -11,6 +11,7 @@ import contextlib
 import signal
 import socket
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,7 @@ def serve(wire: Wire, path: Path, timeout_seconds: float) -> None:
 
 def _answer(store: Store, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     try:
-        found = getattr(store, name)
-        return True, found(*args, **kwargs) if callable(found) else found
+        return True, attrgetter(name)(store)(*args, **kwargs)
     except Exception as error:
         return False, _portable(error)
 

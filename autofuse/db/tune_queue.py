@@ -21,7 +21,7 @@ from sqlalchemy.dialects.sqlite import insert
 from autofuse.db import models
 from autofuse.db.base import (
     NodeText,
-    StoreBase,
+    StoreFile,
     bucket_of,
     clean,
     key_of,
@@ -45,10 +45,13 @@ MAX_ATTEMPTS = 3  # daemons that may die over one request before it counts as fa
 _NO_RUN = 0  # a request made outside of a run
 
 
-class TuneQueue(StoreBase):
-    """The part of the store that scripts and the daemon share."""
+class TuneQueue:
+    """The requests of scripts, for daemons."""
 
-    def add_requests(self, requests: Iterable[TuneRequest], *, force: bool = False) -> int:
+    def __init__(self, file: StoreFile) -> None:
+        self._file = file
+
+    def add(self, requests: Iterable[TuneRequest], *, force: bool = False) -> int:
         """Queue requests and return how many of them wait now that did not before.
 
         A key that is queued or in work merges the observed shapes and calls and keeps its state. One that is
@@ -63,10 +66,10 @@ class TuneQueue(StoreBase):
             piece[digest] = request
         if not pieces:
             return 0
-        with self._write() as connection:
+        with self._file.write() as connection:
             return sum(_add_requests(connection, piece, force) for piece in pieces)
 
-    def next_request(
+    def take(
         self, *devices: str, versions: str | None = None, pid: int | None = None, kind: str = ""
     ) -> TuneRequest | None:
         """Take the queued request with the largest expected saving, or None; ``pid`` (ours) works on it now.
@@ -87,10 +90,10 @@ class TuneQueue(StoreBase):
         )
         if versions is not None:
             query = query.where(key.versions == versions)
-        with self._read() as connection:  # an idle daemon asks often: it must not take the write lock
+        with self._file.read() as connection:  # an idle daemon asks often: it must not take the write lock
             if connection.execute(query).first() is None:
                 return None
-        with self._write() as connection:
+        with self._file.write() as connection:
             while (row := connection.execute(query).first()) is not None:
                 here = update(table).where(table.key == row.key)
                 try:
@@ -104,10 +107,10 @@ class TuneQueue(StoreBase):
                 return request
         return None
 
-    def finish_request(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
+    def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
         """Note what became of a request: done, failed, or requeued for later. Errors: StoreError if unknown."""
         state = "queued" if status == "requeued" else status
-        with self._write() as connection:
+        with self._file.write() as connection:
             done = connection.execute(
                 update(models.Request)
                 .where(models.Request.key == key.digest)
@@ -120,7 +123,7 @@ class TuneQueue(StoreBase):
         """Queue again what has failed with a message that begins so; return how many."""
         table = models.Request
         failed = (table.status == "failed") & table.message.startswith(beginning, autoescape=True)
-        with self._write() as connection:
+        with self._file.write() as connection:
             again = {"status": "queued", "attempts": 0, "message": "", "updated_at": now()}
             return connection.execute(update(table).where(failed).values(**again)).rowcount
 
@@ -134,7 +137,7 @@ class TuneQueue(StoreBase):
         table = models.Request
         query = select(table.key, table.attempts, table.host).where(table.status == "running")
         requeued = 0
-        with self._write() as connection:
+        with self._file.write() as connection:
             for digest, attempts, kind in connection.execute(query).all():
                 if is_served(kind):
                     continue
@@ -155,7 +158,7 @@ class TuneQueue(StoreBase):
                 requeued += not lost
         return requeued
 
-    def queue_length(self, *devices: str, run_id: int | None = None) -> QueueStatus:
+    def length(self, *devices: str, run_id: int | None = None) -> QueueStatus:
         """How many requests are in which state, for these devices; of those that a run asked for, with ``run_id``."""
         table, key = models.Request, models.DecisionKeyRow
         query = select(table.status, func.count()).join(key, table.key == key.digest).group_by(table.status)
@@ -163,7 +166,7 @@ class TuneQueue(StoreBase):
             query = query.where(_is_one_of(key.device, devices))
         if run_id is not None:
             query = query.where(table.key.in_(select(models.RequestRun.key).where(models.RequestRun.run_id == run_id)))
-        with self._read() as connection:
+        with self._file.read() as connection:
             counts = {row[0]: row[1] for row in connection.execute(query)}
         return QueueStatus(**counts)
 
@@ -177,24 +180,29 @@ class TuneQueue(StoreBase):
         )
         if fusion_id is not None:
             query = query.where(key.fusion_id == fusion_id)
-        with self._read() as connection:
+        with self._file.read() as connection:
             return [
                 RequestRow(key_of(row), row.status, row.calls, row.expected_saving_us, row.message, row.updated_at)
                 for row in connection.execute(query)
             ]
 
-    # ---- the daemon -----------------------------------------------------------------------------
+
+class DaemonLog:
+    """What the daemon of a store says of itself."""
+
+    def __init__(self, file: StoreFile) -> None:
+        self._file = file
 
     def heartbeat(self, state: DaemonState) -> None:
         """Replace what the daemon says of itself."""
         at = now()
         row = {"id": 1, "state": asdict(replace(state, heartbeat_at=at)), "heartbeat_at": at}
-        with self._write() as connection:
+        with self._file.write() as connection:
             upsert(connection, models.Daemon, [row], ["id"], ["state", "heartbeat_at"])
 
-    def daemon_state(self) -> DaemonState | None:
+    def state(self) -> DaemonState | None:
         """What the last daemon of this store said last, None if there never was one."""
-        with self._read() as connection:
+        with self._file.read() as connection:
             state = connection.execute(select(models.Daemon.state)).scalar_one_or_none()
         return None if state is None else record_of(DaemonState, state)
 

@@ -87,7 +87,7 @@ def _trials(path: Path, device_key: str) -> list[SettingTrial]:
     from autofuse.db.store import Store  # a script that has its store in another process does not pay for it
 
     with Store.open(path, readonly=True) as store:
-        return store.setting_trials(device_key)
+        return store.trials.standing(device_key)
 
 
 def latest_decision(trials: Sequence[SettingTrial], workload: str) -> str | None:

@@ -46,14 +46,14 @@ def render_explain(store: Store, console: Console, name: str | None = None) -> N
 
 
 def _render_list(store: Store, console: Console) -> None:
-    nodes, roots = store.nodes(), list(store.roots().values())
+    nodes, roots = store.nodes.known(), list(store.roots.known().values())
     if not nodes and not roots:
         say(console, f"The store {store.path} knows no nodes yet.")
         say(console, "Fill it: autofuse run SCRIPT.py")
         return
     if nodes:
         decisions: dict[str, list[Decision]] = {}
-        for _, decision in store.decisions():
+        for _, decision in store.results.decisions():
             decisions.setdefault(decision.key.fusion_id, []).append(decision)
         table = plain_table("Nodes")
         table.add_column("node", ratio=3, overflow="fold")

@@ -62,7 +62,7 @@ def cut(name: str, width: int = 48) -> str:
 
 def find(store: Store, name: str) -> NodeStory | RootStory:
     """The node or the module called ``name``. Errors: UsageError where none is or several are."""
-    nodes, roots = store.nodes(), list(store.roots().values())
+    nodes, roots = store.nodes.known(), list(store.roots.known().values())
     found = _matching(name, nodes)
     if len(found) == 1:
         return node_story(store, found[0])
@@ -112,13 +112,13 @@ def _likeness(name: str, other: str) -> float:
 
 
 def node_story(store: Store, node: NodeRow) -> NodeStory:
-    decisions = store.decision_history(node.fusion_id)
-    measurements = store.measurements(node.fusion_id)
-    requests = {row.key: row for row in store.requests(node.fusion_id)}
+    decisions = store.results.history(node.fusion_id)
+    measurements = store.results.measurements(node.fusion_id)
+    requests = {row.key: row for row in store.queue.requests(node.fusion_id)}
     keys = dict.fromkeys([row.decision.key for row in decisions] + [row.key for row in measurements] + list(requests))
     return NodeStory(
         node=node,
-        uses=tuple(store.node_uses(fusion_id=node.fusion_id)),
+        uses=tuple(store.nodes.uses(fusion_id=node.fusion_id)),
         buckets=tuple(
             BucketStory(
                 key=key,
@@ -151,10 +151,10 @@ def miss_of(key: DecisionKey, decided: Iterable[DecisionKey]) -> str:
 
 def _kernel(store: Store, decisions: Sequence[Decision]) -> KernelSource | None:
     digest = decisions[-1].compile_key if decisions else None
-    return store.kernel_source(digest) if digest else None
+    return store.kernels.source(digest) if digest else None
 
 
 def root_story(store: Store, root: RootRecord) -> RootStory:
-    changes = store.root_changes(root.root)
-    histograms = store.dim_histograms(changes[-1].run_id) if changes else []
+    changes = store.roots.changes(root.root)
+    histograms = store.profiles.dims(changes[-1].run_id) if changes else []
     return RootStory(root, tuple(changes), tuple(item for item in histograms if item.owner == root.root))

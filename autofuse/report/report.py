@@ -125,29 +125,29 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
     Errors: StoreError for an id that the store does not hold.
     """
     if run_id is not None:
-        run: RunRow | None = store.run(run_id)
+        run: RunRow | None = store.runs.get(run_id)
     else:
-        run = store.latest_run(with_steps=True) or store.latest_run()
+        run = store.runs.latest(with_steps=True) or store.runs.latest()
     if run is None:
         return Report(str(store.path))
-    roots, events = store.run_roots(run.id), store.events(run.id)
+    roots, events = store.roots.of_run(run.id), store.notes.events(run.id)
     capture_seconds = run.totals.capture_seconds or sum(root.capture_seconds for root in roots)
-    tuning_seconds = sum(row.decision.tuning_seconds for row in store.decision_history(run_id=run.id))
+    tuning_seconds = sum(row.decision.tuning_seconds for row in store.results.history(run_id=run.id))
     cost = cost_seconds(run.mode, capture_seconds, tuning_seconds)
-    gain = measure_gain(store.step_samples(run.id), cost, run.steps_one_in)
+    gain = measure_gain(store.steps.of_run(run.id), cost, run.steps_one_in)
     return Report(
         store=str(store.path),
         run=run,
         totals=_totals(run, gain, capture_seconds, tuning_seconds),
         nodes=tuple(_node_lines(store, run)),
-        operators=tuple(operator_lines(store.op_profiles(run.id))),
+        operators=tuple(operator_lines(store.profiles.ops(run.id))),
         graphs=tuple(graph_lines(events)),
         roots=tuple(roots),
-        settings=tuple(trials_of(store.setting_trials(), run)),
-        refusals=tuple(count_refusals(store.refusals(run.id))),
+        settings=tuple(trials_of(store.trials.standing(), run)),
+        refusals=tuple(count_refusals(store.notes.refusals(run.id))),
         events=tuple(row for row in events if row.event.kind not in (GRAPH_METRICS, PEAK_MEMORY)),
         steps=gain.rows,
-        queue=store.queue_length(run_id=run.id),
+        queue=store.queue.length(run_id=run.id),
         memory=tuple(memory_lines(events)),
     )
 
@@ -192,15 +192,15 @@ def _is_of(run: RunRow, device_key: str) -> bool:
 
 def _node_lines(store: Store, run: RunRow) -> list[NodeLine]:
     decided: dict[str, list[Decision]] = {}
-    for _, decision in store.decisions(versions=run.versions):
+    for _, decision in store.results.decisions(versions=run.versions):
         if _is_of(run, decision.key.device):
             decided.setdefault(decision.key.fusion_id, []).append(decision)
-    asked = {(r.key.fusion_id, r.key.bucket): r for r in store.requests() if _is_of(run, r.key.device)}
+    asked = {(r.key.fusion_id, r.key.bucket): r for r in store.queue.requests() if _is_of(run, r.key.device)}
     return [
         node_line(
             use, decision_for(use.bucket, decided.get(use.fusion_id, ())), asked.get((use.fusion_id, use.bucket.label))
         )
-        for use in store.node_uses(run.id)
+        for use in store.nodes.uses(run.id)
     ]
 
 

@@ -173,7 +173,7 @@ class Catalogue:
         self._prepare_launcher(store)
         rows = []
         for key in self.backends.models():
-            found = store.decisions(key, self._versions, self._absorbed.get(key, 0))
+            found = store.results.decisions(key, self._versions, self._absorbed.get(key, 0))
             if found:
                 self._absorbed[key] = max(number for number, _ in found)
                 rows += found
@@ -185,11 +185,11 @@ class Catalogue:
             for key in self.table.kernels()
             if not self.shelf.was_read(key) or (key in new and not self.shelf.has(key))
         ]
-        refused = store.kernels_refused
+        refused = store.kernels.refused()
         for digest in wanted:
-            self.shelf.add(digest, store.get_kernel(digest))
-        if store.kernels_refused > refused:
-            count = store.kernels_refused - refused
+            self.shelf.add(digest, store.kernels.get(digest))
+        if store.kernels.refused() > refused:
+            count = store.kernels.refused() - refused
             problem = StoreError(f"{count} of {len(wanted)} are damaged, another user's, or of a copied store")
             self._report("kernels_refused", "stored kernels were left out and are tuned again", problem)
         if not rows and not wanted:
@@ -203,10 +203,10 @@ class Catalogue:
             return
         self._launcher_ready = True
         try:
-            record = store.get_kernel(launcher.launcher_key(self.toolchain).digest)
+            record = store.kernels.get(launcher.launcher_key(self.toolchain).digest)
             if record is None:
                 record = launcher.compile_launcher(self.toolchain)
-                store.put_kernel(record)
+                store.kernels.put(record)
             launcher.install(record.binary)
         except (CompilerError, StoreError, OSError) as error:
             self._report("slow_launcher", "GPU kernels are launched through ctypes, some us slower", error)

@@ -197,7 +197,7 @@ class Session:
         """Read new decisions and their kernels, then update the plans. On the background thread."""
         if not self._knows_roots:
             self._knows_roots = True
-            self.roots.known.update(store.roots())
+            self.roots.known.update(store.roots.known())
             self.tuning.announce(store)
         found = self.kernels.catalogue.absorb(store) if self.kernels.is_loaded else None
         if found is None:
@@ -222,7 +222,7 @@ class Session:
         context = self.context
         steps, context.steps = context.steps, []
         if steps:
-            store.add_step_samples(run_id, [StepSample(*fields) for fields in steps])
+            store.steps.add(run_id, [StepSample(*fields) for fields in steps])
         usage = None
         if final or self._pace.is_due():
             with self._pace.measured():
@@ -231,20 +231,20 @@ class Session:
         new = self.context.refusals[self._written_refusals :]
         if new:
             self._written_refusals += len(new)
-            store.add_refusals(run_id, new)
+            store.notes.add_refusals(run_id, new)
         for record in self.roots.changed_records(final):
-            store.put_root(run_id, record)
+            store.roots.put(run_id, record)
         if final:
-            store.put_op_profiles(run_id, self.roots.observer.profiles())
-            store.put_dim_histograms(run_id, self.roots.observer.histograms())
-            store.finish_run(run_id, self.totals(usage))
+            store.profiles.put_ops(run_id, self.roots.observer.profiles())
+            store.profiles.put_dims(run_id, self.roots.observer.histograms())
+            store.runs.finish(run_id, self.totals(usage))
             self._forget_old_runs(store)
 
     def _forget_old_runs(self, store: Store) -> None:
         """Delete some old details of runs. Everything new is written by now: failures are left to the next run."""
         cache = self.context.settings.cache
         with contextlib.suppress(AutofuseError):
-            store.prune(cache.history_days, cache.history_bytes, PIECES_AT_END)
+            store.history.prune(cache.history_days, cache.history_bytes, PIECES_AT_END)
 
     def _collect_uses(self, store: Store, run_id: int, usage: Usage, final: bool) -> None:
         uses = [
@@ -255,9 +255,9 @@ class Session:
             uses = [use for use in uses if self._written_calls.get((use.fusion_id, use.bucket)) != use.calls]
         self._written_calls |= {(use.fusion_id, use.bucket): use.calls for use in uses}
         if uses:
-            store.put_node_uses(run_id, uses)
+            store.nodes.put_uses(run_id, uses)
         if not final:
-            store.update_totals(run_id, self.totals(usage))
+            store.runs.update_totals(run_id, self.totals(usage))
 
     def totals(self, usage: Usage | None = None) -> RunTotals:
         """Totals so far; ``usage``: of the session, if it is known."""

@@ -196,8 +196,8 @@ class StoreThread:
 
     def _open(self) -> None:
         self._store = self._connect()
-        self.run_id = self._store.start_run(self._start)
-        self.has_leftovers = not self._is_new and self._store.queue_length().queued > 0
+        self.run_id = self._store.runs.start(self._start)
+        self.has_leftovers = not self._is_new and self._store.queue.length().queued > 0
         self._absorb(self._store)
         self._ready.set()
 
@@ -233,20 +233,20 @@ class StoreThread:
             ticket = self._posted
         while requests:
             piece, requests = requests[:AT_ONCE], requests[AT_ONCE:]
-            store.add_requests(piece)
+            store.queue.add(piece)
             if requests:
                 yield_gil()
             else:
                 self._open_work = self._count_open(store)
         for event in events:
-            store.add_event(run_id, event)
+            store.notes.add_event(run_id, event)
         if ticket != self._written:
             with self._flushed:
                 self._written = ticket
                 self._flushed.notify_all()
 
     def _count_open(self, store: Store) -> int:
-        status = store.queue_length(run_id=self.run_id)  # for all devices
+        status = store.queue.length(run_id=self.run_id)  # for all devices
         return status.queued + status.running
 
     def _fail(self, message: str) -> None:

@@ -211,7 +211,7 @@ class TuningClient:
         """Tell this user's daemons that a script runs, and for how long it is expected to run."""
         with contextlib.suppress(OSError):
             peers = self._neighbours = Peers(peers_folder(self._context.settings))
-            expected = store.last_seconds(self._context.command)
+            expected = store.runs.last_seconds(self._context.command)
             age = time.perf_counter() - self._context.started
             self._script = peers.announce(expected, time.time() - age)
 

@@ -53,8 +53,8 @@ class TritonCompiler:
         stderr: IO[bytes] | int | None = None,
         tend: Callable[[int], float] | None = None,
     ) -> None:
-        """``load`` and ``save`` keep Triton's files: ``Store.get_triton_files`` and ``put_triton_files``; ``tend``: as
-        of a `WorkerProcess`."""
+        """``load`` and ``save`` keep Triton's files: ``Kernels.get_triton_files`` and ``put_triton_files``; ``tend``:
+        as of a `WorkerProcess`."""
         self._load = load
         self._save = save
         self._folders = _Folders()

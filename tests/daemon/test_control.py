@@ -85,7 +85,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 def queue(settings: Settings, *requests: TuneRequest) -> None:
     settings.run.store.parent.mkdir(parents=True, exist_ok=True)
     with Store.open(settings.run.store) as store:
-        store.add_requests(requests)
+        store.queue.add(requests)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -119,17 +119,17 @@ def test_many_starters_start_one_that_works_and_ends_when_idle(settings: Setting
     assert process.nice() == settings.tuner.nice
     assert not any("libtorch" in region.path for region in process.memory_maps())
     with Store.open(settings.run.store) as store:
-        wait_until(lambda: store.queue_length().done == 1)
+        wait_until(lambda: store.queue.length().done == 1)
         worker = worker_of(pid)
         assert worker is None or worker.nice() == settings.tuner.nice  # not lower still
-        ((_, decision),) = store.decisions(cpu_device().key, versions())
-        measured = {row.measurement.status for row in store.measurements(decision.key.fusion_id)}
+        ((_, decision),) = store.results.decisions(cpu_device().key, versions())
+        measured = {row.measurement.status for row in store.results.measurements(decision.key.fusion_id)}
         assert "ok" in measured and measured <= {"ok", "pruned"}
         # A real race: beside whatever else runs here, eager may win it.
         assert decision.reason in ("won", "below_margin", "no_gain")
         assert (decision.compile_key is not None) == (decision.reason == "won")
         if decision.compile_key is not None:
-            kernel = store.get_kernel(decision.compile_key)
+            kernel = store.kernels.get(decision.compile_key)
             assert kernel is not None and kernel.binary[:4] == b"\x7fELF"
     wait_until(lambda: control.running_pid(settings) is None)
     assert "ending" in control.log_path(settings).read_text()
@@ -147,10 +147,10 @@ def test_a_daemon_killed_in_mid_tuning_loses_nothing(settings: Settings) -> None
     wait_until(lambda: control.running_pid(settings) is None)
     wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)  # it dies with the daemon
     with Store.open(settings.run.store) as store:
-        assert store.queue_length().total == 2 and store.queue_length().open >= 1
+        assert store.queue.length().total == 2 and store.queue.length().open >= 1
         assert control.ensure_running(settings) != pid
-        wait_until(lambda: store.queue_length().done == 2)
-        assert len(store.decisions()) == 2
+        wait_until(lambda: store.queue.length().done == 2)
+        assert len(store.results.decisions()) == 2
 
 
 def test_a_store_that_is_put_aside_ends_its_daemon(settings: Settings) -> None:
@@ -162,7 +162,7 @@ def test_a_store_that_is_put_aside_ends_its_daemon(settings: Settings) -> None:
     aside = settings.run.store.with_name("store.sqlite3.old")
     assert aside.exists() and not settings.run.store.exists()
     with Store.open(aside) as store:
-        assert store.daemon_state() is not None
+        assert store.daemon.state() is not None
 
 
 def test_a_launched_daemon_is_found_before_it_has_begun(settings: Settings) -> None:
@@ -175,7 +175,7 @@ def test_a_launched_daemon_is_found_before_it_has_begun(settings: Settings) -> N
     assert control.stop(settings) is True and control.running_pid(settings) is None
     control.launch(settings)
     with Store.open(settings.run.store) as store:
-        wait_until(lambda: store.queue_length().done == 1)
+        wait_until(lambda: store.queue.length().done == 1)
 
 
 def test_stop_gives_the_request_back(settings: Settings) -> None:
@@ -185,8 +185,8 @@ def test_stop_gives_the_request_back(settings: Settings) -> None:
     assert control.stop(settings) is True and control.status(settings) is None
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     with Store.open(settings.run.store) as store:
-        assert store.queue_length().queued == 1 and store.decisions() == []
-        state = store.daemon_state()
+        assert store.queue.length().queued == 1 and store.results.decisions() == []
+        state = store.daemon.state()
         assert state is not None and state.state == "stopped"
 
 
@@ -281,7 +281,7 @@ def test_requests_of_other_cores_and_versions_have_a_daemon_of_their_own(
     theirs.announce(bystander.pid)
     queue(settings, request(FORM, (24,)))
     with theirs.lock(), Store.open(settings.run.store) as store:
-        assert store.next_request(cpu_device().key, kind=theirs.kind) is not None
+        assert store.queue.take(cpu_device().key, kind=theirs.kind) is not None
         for what, value in (
             ("cpu_device", lambda: replace(cpu_device(), cores=77)),
             ("versions", lambda: "torch 1.0, codegen 0"),
@@ -379,8 +379,8 @@ def test_drain_takes_the_largest_saving_first_and_tells_how_far_it_is(settings: 
     assert control.drain(settings, lambda done, total: told.append((done, total))) == (4, 0, 0)
     assert told == [(0, 4), (1, 4), (2, 4), (3, 4)]
     with Store.open(settings.run.store) as store:
-        assert store.queue_length().done == 4
-        found = [decision for _, decision in store.decisions()]
+        assert store.queue.length().done == 4
+        found = [decision for _, decision in store.results.decisions()]
     assert [d.bucket.label for d in found] == ["s0=9..16", "s0=5..8", "s0=5..8", "s0=17..32"]
     assert found[2].reason.startswith("refused:")
     assert control.running_pid(settings) is None
@@ -400,13 +400,13 @@ def test_a_daemon_that_begins_forgets_old_runs(settings: Settings) -> None:
     loop = make_loop(settings.with_values({"cache.history_days": 0.0}, "test"))
     with Store.open(settings.run.store) as store:
         for name in ("old.py", "newer.py"):
-            run_id = store.start_run(RunStart(name, cpu_device(), versions(), "off", 1))
-            store.add_step_samples(run_id, [StepSample("root", "sizes", False, 1, 1, 1.0)])
-            store.finish_run(run_id, RunTotals())
+            run_id = store.runs.start(RunStart(name, cpu_device(), versions(), "off", 1))
+            store.steps.add(run_id, [StepSample("root", "sizes", False, 1, 1, 1.0)])
+            store.runs.finish(run_id, RunTotals())
         loop.is_stopping = True
         loop.serve()
         loop.close()
-        assert [len(store.step_samples(run_id)) for run_id in (1, 2)] == [0, 1]
+        assert [len(store.steps.of_run(run_id)) for run_id in (1, 2)] == [0, 1]
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -443,12 +443,12 @@ def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings)
     loop, peers = make_loop(settings), Peers(peers_folder(settings))
     start = RunStart("x.py", cpu_device(), versions(), "background", os.getpid(), machine="another boot of another")
     with Store.open(settings.run.store) as store:
-        there, here = (store.start_run(replace(start, machine=m)) for m in (start.machine, this_machine()))
+        there, here = (store.runs.start(replace(start, machine=m)) for m in (start.machine, this_machine()))
         asked = request(FORM, (24,), calls=5_000_000)
         fused = NodeUse(
             asked.key.fusion_id, asked.node, "", "", asked.bucket, asked.calls, asked.calls, 0.0, 0.0, asked.shapes
         )
-        store.put_node_uses(there, [fused])
+        store.nodes.put_uses(there, [fused])
         loop.runs.asking = here
         assert loop.runs.asking_pid() is None, "it is not announced"
         script = peers.announce(10.0)
@@ -457,7 +457,7 @@ def test_a_process_of_another_machine_is_not_looked_for_here(settings: Settings)
         assert loop.runs.asking_pid() is None, "it runs there, and ours has its number by chance"
         loop.runs.note(won(asked.key, asked.bucket, gain_us=2.0), at=script.began + 1.0)
         assert loop.runs.saved([script]) == {os.getpid(): 0.0}
-        store.put_node_uses(here, [fused])
+        store.nodes.put_uses(here, [fused])
         assert loop.runs.saved([script]) == {os.getpid(): 10.0}
     peers.withdraw()
     loop.close()
@@ -470,7 +470,7 @@ def test_what_a_daemon_of_another_machine_says_is_not_ours(
     DaemonFiles(settings).announce(bystander.pid)
     with Store.open(settings.run.store) as store:
         for host, state in (("another", "idle"), (socket.gethostname(), "tuning")):
-            store.heartbeat(DaemonState(bystander.pid, host, 0.0, "tuning"))
+            store.daemon.heartbeat(DaemonState(bystander.pid, host, 0.0, "tuning"))
             found = control.status(settings)
             assert found is not None and found.state == state
 
@@ -481,17 +481,17 @@ def test_a_run_whose_budget_is_spent_waits_and_the_others_do_not(settings: Setti
     settings.run.store.parent.mkdir(parents=True, exist_ok=True)
     with Store.open(settings.run.store) as store:
         for _ in range(2):
-            store.start_run(RunStart("x.py", cpu_device(), versions(), "background", 2**22 - 1))
-        store.add_requests(with_runs)
+            store.runs.start(RunStart("x.py", cpu_device(), versions(), "background", 2**22 - 1))
+        store.queue.add(with_runs)
         loop = make_loop(first)
         loop.queue.charge(1, 1.0)
         taken = loop.queue.next()
         assert taken is not None and taken.run_id == 2
         loop.work(taken)
         assert loop.queue.next() is None
-        assert (store.queue_length().done, store.queue_length().running) == (1, 2)
+        assert (store.queue.length().done, store.queue.length().running) == (1, 2)
         loop.close()
-        assert store.queue_length().queued == 2  # for the next daemon
+        assert store.queue.length().queued == 2  # for the next daemon
 
 
 def test_a_job_that_fails_is_noted_and_the_next_one_is_done(settings: Settings) -> None:
@@ -500,8 +500,8 @@ def test_a_job_that_fails_is_noted_and_the_next_one_is_done(settings: Settings) 
     queue(settings, TuneRequest(**{**vars(broken), "node": node}), request(matmul_form(), (8,)))
     assert sum(control.drain(settings)[:2]) == 2
     with Store.open(settings.run.store) as store:
-        assert (store.queue_length().failed, store.queue_length().done) == (1, 1)
-        assert any("KeyError" in row.message for row in store.requests())
+        assert (store.queue.length().failed, store.queue.length().done) == (1, 1)
+        assert any("KeyError" in row.message for row in store.queue.requests())
 
 
 def test_a_failure_of_the_moment_is_tried_again(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,8 +510,8 @@ def test_a_failure_of_the_moment_is_tried_again(settings: Settings, monkeypatch:
     monkeypatch.setattr(tempfile, "tempdir", str(settings.run.store.parent / "gone"))
     assert control.drain(settings) == (0, 1, 0)
     with Store.open(settings.run.store) as store:
-        assert store.requests()[0].message.startswith(NOT_READY) and "gone" in store.requests()[0].message
-        assert store.decisions() == [], "eager has not won"
+        assert store.queue.requests()[0].message.startswith(NOT_READY) and "gone" in store.queue.requests()[0].message
+        assert store.results.decisions() == [], "eager has not won"
     monkeypatch.undo()
     loop = make_loop(settings)
     loop.queue.take_up()

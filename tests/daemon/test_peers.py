@@ -130,21 +130,21 @@ def test_a_run_that_ended_tells_how_long_the_next_one_may_take(tmp_path: Path) -
     with Store.open(tmp_path / "store.sqlite3") as store:
 
         def run(command: str, mode: str = "background") -> int:
-            return store.start_run(RunStart(command, cpu_device(), "v", mode, os.getpid()))
+            return store.runs.start(RunStart(command, cpu_device(), "v", mode, os.getpid()))
 
-        assert store.last_seconds("train.py") == 0.0
-        store.finish_run(run("train.py"), RunTotals())
+        assert store.runs.last_seconds("train.py") == 0.0
+        store.runs.finish(run("train.py"), RunTotals())
         time.sleep(0.05)
-        usual = store.last_seconds("train.py")
+        usual = store.runs.last_seconds("train.py")
         assert 0.0 <= usual < 60.0
         long = run("train.py")
         time.sleep(0.2)
-        assert store.last_seconds("train.py") == usual, "it has not ended"
-        store.finish_run(long, RunTotals())
-        assert store.last_seconds("train.py") >= 0.2
-        store.finish_run(run("train.py", "wait"), RunTotals())
-        assert store.last_seconds("train.py") >= 0.2, "that one waited for tuning"
-        assert store.last_seconds("other.py") == 0.0
+        assert store.runs.last_seconds("train.py") == usual, "it has not ended"
+        store.runs.finish(long, RunTotals())
+        assert store.runs.last_seconds("train.py") >= 0.2
+        store.runs.finish(run("train.py", "wait"), RunTotals())
+        assert store.runs.last_seconds("train.py") >= 0.2, "that one waited for tuning"
+        assert store.runs.last_seconds("other.py") == 0.0
 
 
 # ---- the account ----------------------------------------------------------------------------------------
@@ -312,18 +312,18 @@ def test_daemons_of_two_stores_take_turns_beside_a_script(pair: tuple[Settings, 
     peers.announce(1e6)  # this test: a script of a third store, which can pay for all of it
     for settings in pair:
         with Store.open(settings.run.store) as store:
-            store.add_requests(request(chain_form(), (size,)) for size in (6, 24))
+            store.queue.add(request(chain_form(), (size,)) for size in (6, 24))
     assert peers.take_turn()
     pids = [control.ensure_running(settings) for settings in pair]
     with Store.open(pair[0].run.store) as first, Store.open(pair[1].run.store) as second:
         time.sleep(1.5)
-        assert [store.queue_length().queued for store in (first, second)] == [2, 2], "neither has the turn"
+        assert [store.queue.length().queued for store in (first, second)] == [2, 2], "neither has the turn"
         assert not any(psutil.Process(pid).children() for pid in pids)
         peers.give_turn()
         both = 0
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (done := [store.queue_length().done for store in (first, second)]) != [2, 2]:
-            both += all(store.queue_length().running for store in (first, second))
+        while (done := [store.queue.length().done for store in (first, second)]) != [2, 2]:
+            both += all(store.queue.length().running for store in (first, second))
             assert time.monotonic() < deadline, f"waited in vain: {done}"
             time.sleep(0.02)  # a request takes seconds
         assert not both, "one at a time"

@@ -15,20 +15,20 @@ from autofuse.errors import StoreError
 
 def test_what_is_in_the_log_moves_too_and_the_next_store_is_sound(path: Path) -> None:
     with Store.open(path) as open_store:  # as a script or a daemon holds it
-        open_store.start_run(start("first.py"))
+        open_store.runs.start(start("first.py"))
         path.with_name(path.name + ".graphs").mkdir(mode=0o700)
         aside = set_aside(path)
         assert aside == path.with_name(path.name + ".old") and open_store.was_moved
         assert [p.name for p in path.parent.iterdir() if ".old" not in p.name] == ["store.db.lock"]
         with Store.open(path) as fresh:
-            assert fresh.runs() == [] and not fresh.was_moved
-            fresh.start_run(start("second.py"))
-            open_store.start_run(start("late.py"))
-            assert [run.command for run in fresh.runs()] == ["second.py"]
+            assert fresh.runs.recent() == [] and not fresh.was_moved
+            fresh.runs.start(start("second.py"))
+            open_store.runs.start(start("late.py"))
+            assert [run.command for run in fresh.runs.recent()] == ["second.py"]
     with Store.open(path) as fresh:
-        assert [run.command for run in fresh.runs()] == ["second.py"]
+        assert [run.command for run in fresh.runs.recent()] == ["second.py"]
     with Store.open(aside) as old:
-        assert [run.command for run in old.runs()] == ["late.py", "first.py"]
+        assert [run.command for run in old.runs.recent()] == ["late.py", "first.py"]
     assert set_aside(path) == path.with_name(path.name + ".old2")
 
 

@@ -70,8 +70,8 @@ def test_a_store_of_a_network_has_no_shared_log_and_one_that_moves_changes(
     path = tmp_path / "data" / "store.db"
     mounts(tmp_path, monkeypatch, (tmp_path, "nfs"))
     with Store.open(path) as store, Store.open(path) as other:
-        store.start_run(start())
-        assert len(other.runs()) == 1
+        store.runs.start(start())
+        assert len(other.runs.recent()) == 1
         assert sorted(os.listdir(path.parent)) == ["store.db", "store.db.lock"]
     assert journal(path) == "delete"
     mounts(tmp_path, monkeypatch)
@@ -79,5 +79,5 @@ def test_a_store_of_a_network_has_no_shared_log_and_one_that_moves_changes(
     assert journal(path) == "wal"
     mounts(tmp_path, monkeypatch, (tmp_path, "lustre"))
     with Store.open(path) as store:
-        assert len(store.runs()) == 1
+        assert len(store.runs.recent()) == 1
     assert journal(path) == "delete"

@@ -26,50 +26,50 @@ def runs(store: Store) -> list[int]:
     """Three runs with all kinds of details, the second still running."""
     found = []
     for number in range(3):
-        run_id = store.start_run(start(f"run{number}.py"))
-        store.add_step_samples(run_id, steps(2000))
-        store.put_node_uses(run_id, [use()])
-        store.put_root(run_id, RootRecord("Model", "Model", "eager", "too_small"))
-        store.add_event(run_id, Event("fallback", "an event"))
+        run_id = store.runs.start(start(f"run{number}.py"))
+        store.steps.add(run_id, steps(2000))
+        store.nodes.put_uses(run_id, [use()])
+        store.roots.put(run_id, RootRecord("Model", "Model", "eager", "too_small"))
+        store.notes.add_event(run_id, Event("fallback", "an event"))
         if number != 1:
-            store.finish_run(run_id, RunTotals(steps=2000))
+            store.runs.finish(run_id, RunTotals(steps=2000))
         found.append(run_id)
-    store.add_requests([request(run_id=found[0])])
-    store.put_kernel(kernel())
-    store.put_decision(decision())
+    store.queue.add([request(run_id=found[0])])
+    store.kernels.put(kernel())
+    store.results.put_decision(decision())
     return found
 
 
 def details(store: Store, run_id: int) -> list[int]:
-    return [len(store.step_samples(run_id)), len(store.node_uses(run_id)), len(store.events(run_id))]
+    return [len(store.steps.of_run(run_id)), len(store.nodes.uses(run_id)), len(store.notes.events(run_id))]
 
 
 def test_details_of_old_runs_go_and_what_was_learnt_stays(
     store: Store, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert store.prune(90.0, 1 << 30) == 0
+    assert store.history.prune(90.0, 1 << 30) == 0
     began = history.now()
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
     monkeypatch.setattr(history, "LONGEST_RUN_SECONDS", 1000 * DAY)
-    assert store.prune(90.0, 1 << 30) == 1
+    assert store.history.prune(90.0, 1 << 30) == 1
     assert [details(store, run_id) for run_id in runs] == [[0, 0, 0], [2000, 1, 1], [2000, 1, 1]]
-    assert store.prune(90.0, 1 << 30) == 0, "once is enough"
+    assert store.history.prune(90.0, 1 << 30) == 0, "once is enough"
     monkeypatch.setattr(history, "LONGEST_RUN_SECONDS", 30 * DAY)
-    assert store.prune(90.0, 1 << 30) == 1, "one that was killed"
+    assert store.history.prune(90.0, 1 << 30) == 1, "one that was killed"
     assert details(store, runs[2]) == [2000, 1, 1], "the newest stays, however old"
-    assert [run.totals.steps for run in store.runs()] == [2000, 0, 2000]
-    assert store.last_seconds("run0.py") >= 0.0 and set(store.roots()) == {"Model"}
-    assert len(store.decisions()) == 1 and store.get_kernel(kernel().key.digest) is not None
-    assert store.queue_length().queued == 1
+    assert [run.totals.steps for run in store.runs.recent()] == [2000, 0, 2000]
+    assert store.runs.last_seconds("run0.py") >= 0.0 and set(store.roots.known()) == {"Model"}
+    assert len(store.results.decisions()) == 1 and store.kernels.get(kernel().key.digest) is not None
+    assert store.queue.length().queued == 1
 
 
 def test_the_oldest_go_until_the_bytes_are_few_enough(store: Store, runs: list[int]) -> None:
-    before = store.history_bytes()
-    assert store.prune(1e6, before) == 0
-    assert store.prune(1e6, before - 1) == 1
-    assert store.history_bytes() < before
+    before = store.history.size_bytes()
+    assert store.history.prune(1e6, before) == 0
+    assert store.history.prune(1e6, before - 1) == 1
+    assert store.history.size_bytes() < before
     assert details(store, runs[0]) == [0, 0, 0]
-    assert store.prune(1e6, 0) == 0, "the others are the newest, and one that runs"
+    assert store.history.prune(1e6, 0) == 0, "the others are the newest, and one that runs"
 
 
 def test_the_command_gives_the_room_back(
@@ -95,13 +95,13 @@ def test_of_a_long_run_steps_are_thinned_and_the_gain_stays(store: Store) -> Non
         return StepSample(root, f"{index % 4}", held_out, 0 if held_out else 3, index // 2, step_us, 64)
 
     made = [step(index) for index in range(40_000)]
-    run_id = store.start_run(start())
+    run_id = store.runs.start(start())
     for first in range(0, 30_000, 700):
-        store.add_step_samples(run_id, made[first : min(first + 700, 30_000)])
-    kept, whole = store.step_samples(run_id), measure_gain(made[:30_000], 1.0)
+        store.steps.add(run_id, made[first : min(first + 700, 30_000)])
+    kept, whole = store.steps.of_run(run_id), measure_gain(made[:30_000], 1.0)
     assert len(kept) <= 10_000
     assert {s for s in kept if s.held_out} == {s for s in made[:30_000] if s.held_out}
-    one_in = store.run(run_id).steps_one_in
+    one_in = store.runs.get(run_id).steps_one_in
     gain = measure_gain(kept, 1.0, one_in)
     assert one_in == 4 and gain.speedup.median == pytest.approx(whole.speedup.median, rel=0.01)
     assert gain.seconds_saved == pytest.approx(whole.seconds_saved, rel=0.02)
@@ -110,8 +110,8 @@ def test_of_a_long_run_steps_are_thinned_and_the_gain_stays(store: Store) -> Non
     for row, of_whole in zip(gain.rows, whole.rows, strict=True):
         assert row.routed == pytest.approx(of_whole.routed, rel=0.02), "no rhythm of the script's is lost"
     with Store.open(store.path) as other:  # as one that goes on with it
-        other.add_step_samples(run_id, made[30_000:])
-        assert len(other.step_samples(run_id)) <= 10_000 and other.run(run_id).steps_one_in == 8
+        other.steps.add(run_id, made[30_000:])
+        assert len(other.steps.of_run(run_id)) <= 10_000 and other.runs.get(run_id).steps_one_in == 8
 
 
 def test_however_long_a_run_is_its_gain_is_known(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +125,10 @@ def test_however_long_a_run_is_its_gain_is_known(store: Store, monkeypatch: pyte
         return StepSample("A", "sizes", held_out, 0 if held_out else 3, index, step_us, 64)
 
     stretches = [range(first, first + 640) for first in range(0, 40_000_000, 64_000)]
-    run_id = store.start_run(start())
+    run_id = store.runs.start(start())
     for number in range(0, len(stretches), 25):
-        store.add_step_samples(run_id, [step(i) for stretch in stretches[number : number + 25] for i in stretch])
-    kept, one_in = store.step_samples(run_id), store.run(run_id).steps_one_in
+        store.steps.add(run_id, [step(i) for stretch in stretches[number : number + 25] for i in stretch])
+    kept, one_in = store.steps.of_run(run_id), store.runs.get(run_id).steps_one_in
     gain = measure_gain(kept, 1.0, one_in)
     held_out = sum(sample.held_out for sample in kept)
     assert held_out <= 380 and len(kept) - held_out <= 380
@@ -145,37 +145,37 @@ def test_a_long_run_of_many_roots_is_thinned_too(
 ) -> None:
     """Each of which is called once: their calls have one number."""
     monkeypatch.setattr(thinning, "MOST_STEPS", most)
-    run_id = store.start_run(start())
-    store.add_step_samples(run_id, [StepSample(f"root{n}", "sizes", n % 50 == 0, 3, 0, 100.0) for n in range(2000)])
-    kept = [sample.held_out for sample in store.step_samples(run_id)]
+    run_id = store.runs.start(start())
+    store.steps.add(run_id, [StepSample(f"root{n}", "sizes", n % 50 == 0, 3, 0, 100.0) for n in range(2000)])
+    kept = [sample.held_out for sample in store.steps.of_run(run_id)]
     assert kept.count(False) == pytest.approx(routed, abs=3) and kept.count(True) == pytest.approx(held_out, abs=1)
-    assert store.run(run_id).steps_one_in == one_in
+    assert store.runs.get(run_id).steps_one_in == one_in
 
 
 def test_an_ending_session_removes_a_little_and_leaves_the_rest(
     store: Store, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "PIECE", 900)
-    assert store.prune(1e6, 0, most_pieces=2) == 0
+    assert store.history.prune(1e6, 0, most_pieces=2) == 0
     assert details(store, runs[0]) == [200, 1, 1]
-    assert store.prune(1e6, 0, most_pieces=2) == 1
+    assert store.history.prune(1e6, 0, most_pieces=2) == 1
     assert details(store, runs[0]) == [0, 0, 0] and details(store, runs[2]) == [2000, 1, 1]
 
 
 def test_of_old_command_lines_the_scripts_name_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "examples/train.py --token s3cret"
     for command in (secret, "-m pkg.train --token s3cret", secret):
-        store.finish_run(store.start_run(start(command)), RunTotals())
-    running = store.start_run(start(secret))
-    store.put_setting_trial(SettingTrial("s", "v", 2.0, 1.0, 2.0, 1.9, 2.1, "on", "won", "cpu", secret))
+        store.runs.finish(store.runs.start(start(command)), RunTotals())
+    running = store.runs.start(start(secret))
+    store.trials.put(SettingTrial("s", "v", 2.0, 1.0, 2.0, 1.9, 2.1, "on", "won", "cpu", secret))
     began = history.now()
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
     monkeypatch.setattr(history, "LONGEST_RUN_SECONDS", 1000 * DAY)
-    assert store.prune(1e6, 1 << 30) == 0 and store.run(1).command == secret
-    store.prune(90.0, 1 << 30, most_pieces=0)
-    assert [run.command for run in store.runs()] == [secret, "train.py", "-m pkg.train", "train.py"]
-    (trial,) = store.setting_trials()
-    assert trial.workload == "train.py" and store.run(running).command == secret
+    assert store.history.prune(1e6, 1 << 30) == 0 and store.runs.get(1).command == secret
+    store.history.prune(90.0, 1 << 30, most_pieces=0)
+    assert [run.command for run in store.runs.recent()] == [secret, "train.py", "-m pkg.train", "train.py"]
+    (trial,) = store.trials.standing()
+    assert trial.workload == "train.py" and store.runs.get(running).command == secret
 
 
 def test_a_scripts_name_may_hold_blanks_and_quotes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,13 +186,13 @@ def test_a_scripts_name_may_hold_blanks_and_quotes(store: Store, monkeypatch: py
         Target("pkg.train", ("--note", "a b"), is_module=True),
     ]
     for target in targets:
-        store.finish_run(store.start_run(start(target.command)), RunTotals())
+        store.runs.finish(store.runs.start(start(target.command)), RunTotals())
     for older in ("bob's/train.py --note it's", "my runs/train.py --lr 1", "'my --lr 1"):
-        store.finish_run(store.start_run(start(older)), RunTotals())
+        store.runs.finish(store.runs.start(start(older)), RunTotals())
     began = history.now()
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
     names = ["train.py", "'my train.py'", "train.py", "-m pkg.train", "train.py", "my", shlex.quote("'my")]
     for _ in range(2):
-        store.prune(90.0, 1 << 30, most_pieces=0)
-        assert [run.command for run in reversed(store.runs())] == names
+        store.history.prune(90.0, 1 << 30, most_pieces=0)
+        assert [run.command for run in reversed(store.runs.recent())] == names
     assert [script_of(target.command) for target in targets] == names[:4], "as long as the arguments are there, too"

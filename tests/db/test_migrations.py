@@ -74,17 +74,17 @@ def test_upgrade_from(revision: str, tmp_path: Path) -> None:
     connection.close()
     path.chmod(0o600)
     with Store.open(path) as store:
-        assert store.run(1).command == "train.py"
-        assert store.node_uses(1) == [use()]
-        assert [made for _, made in store.decisions(DEVICE.key, VERSIONS)] == [decision()]
-        assert len(store.step_samples(1)) == 4
+        assert store.runs.get(1).command == "train.py"
+        assert store.nodes.uses(1) == [use()]
+        assert [made for _, made in store.results.decisions(DEVICE.key, VERSIONS)] == [decision()]
+        assert len(store.steps.of_run(1)) == 4
         for record in (kernel(), gpu_kernel()):
-            assert store.get_kernel(record.key.digest) is None  # no seal of this user's
-            store.put_kernel(record)
-            assert store.get_kernel(record.key.digest) == record
-        assert store.get_triton_files("KEY") is None
-        store.put_triton_files("KEY", TRITON_FILES)
-        assert store.get_triton_files("KEY") == TRITON_FILES
+            assert store.kernels.get(record.key.digest) is None  # no seal of this user's
+            store.kernels.put(record)
+            assert store.kernels.get(record.key.digest) == record
+        assert store.kernels.get_triton_files("KEY") is None
+        store.kernels.put_triton_files("KEY", TRITON_FILES)
+        assert store.kernels.get_triton_files("KEY") == TRITON_FILES
 
 
 def test_newer_schema_is_refused_and_left_alone(path: Path) -> None:

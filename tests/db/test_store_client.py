@@ -34,47 +34,47 @@ def process_of(client: StoreClient) -> psutil.Process:
 
 def test_it_answers_as_the_store_does(client: StoreClient, path: Path) -> None:
     assert not client.was_there
-    run = client.start_run(start())
-    client.add_step_samples(run, steps(3))
-    client.add_requests([request()])
-    client.put_kernel(kernel())
-    client.put_decision(decision())
-    client.finish_run(run, RunTotals(steps=3))
-    assert client.kernels_refused == 0
+    run = client.runs.start(start())
+    client.steps.add(run, steps(3))
+    client.queue.add([request()])
+    client.kernels.put(kernel())
+    client.results.put_decision(decision())
+    client.runs.finish(run, RunTotals(steps=3))
+    assert client.kernels.refused() == 0
     with Store.open(path) as store:
-        assert client.runs() == store.runs() and client.step_samples(run) == store.step_samples(run)
-        assert client.queue_length() == store.queue_length() and client.queue_length().queued == 1
-        found = store.decisions(DEVICE.key, VERSIONS, 0)
-        assert client.decisions(DEVICE.key, VERSIONS, 0) == found and len(found) == 1
+        assert client.runs.recent() == store.runs.recent() and client.steps.of_run(run) == store.steps.of_run(run)
+        assert client.queue.length() == store.queue.length() and client.queue.length().queued == 1
+        found = store.results.decisions(DEVICE.key, VERSIONS, 0)
+        assert client.results.decisions(DEVICE.key, VERSIONS, 0) == found and len(found) == 1
         digest = kernel().key.digest
-        assert client.get_kernel(digest) == store.get_kernel(digest) and store.get_kernel(digest) is not None
+        assert client.kernels.get(digest) == store.kernels.get(digest) and store.kernels.get(digest) is not None
     assert StoreClient(path, 5.0).was_there
 
 
 def test_its_errors_are_the_stores(client: StoreClient, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="expected run 77"):
-        client.run(77)
+        client.runs.get(77)
     with pytest.raises(StoreError, match="no_such_method"):
         client.no_such_method()
-    run = client.start_run(start())  # and it goes on
-    assert client.run(run).command == "train.py"
+    run = client.runs.start(start())  # and it goes on
+    assert client.runs.get(run).command == "train.py"
     garbage = tmp_path / "garbage.sqlite3"
     garbage.write_bytes(b"not a database" * 100)
     garbage.chmod(0o600)
     with pytest.raises(StoreError, match=r"garbage\.sqlite3"):
-        StoreClient(garbage, 5.0).start_run(start())
+        StoreClient(garbage, 5.0).runs.start(start())
     assert garbage.read_bytes() == b"not a database" * 100
     newer = tmp_path / "newer.sqlite3"
-    with Store.open(newer) as store, store._write() as connection:
+    with Store.open(newer) as store, store.file.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(StoreVersionError, match="9999"):
-        StoreClient(newer, 5.0).start_run(start())
+        StoreClient(newer, 5.0).runs.start(start())
 
 
 def test_an_answer_that_comes_too_late_is_no_other_questions(client: StoreClient) -> None:
     with pytest.raises(StoreError, match="expected an answer"):
-        client.ask("setting_trials", DEVICE.key, within_seconds=0.0)  # it still imports
-    assert client.data_version() >= 0 and client.runs() == []
+        client.ask("trials.standing", DEVICE.key, within_seconds=0.0)  # it still imports
+    assert client.data_version() >= 0 and client.runs.recent() == []
 
 
 def test_it_ends_with_whoever_has_started_it(path: Path) -> None:
@@ -107,7 +107,7 @@ def test_where_it_has_died_the_next_call_says_so(client: StoreClient) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ends_the_script_does_not_end_it(client: StoreClient, number: signal.Signals) -> None:
     process_of(client).send_signal(number)
-    assert client.start_run(start()) == 1
+    assert client.runs.start(start()) == 1
 
 
 BEGIN = """

@@ -26,7 +26,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     """A store of ours."""
     folder = tmp_path / "data"
     with Store.open(folder / "store.db") as store:
-        store.start_run(start())
+        store.runs.start(start())
     yield folder / "store.db"
 
 
@@ -45,7 +45,7 @@ def test_it_is_private_from_the_first_byte(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with Store.open(tmp_path / "a" / "b" / "store.db") as store:
-            store.start_run(start())
+            store.runs.start(start())
             modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "a").rglob("*") if p.name[-5:] != ".lock"}
     finally:
         os.umask(before)
@@ -81,7 +81,7 @@ def test_links_are_refused(place: Path, suffix: str, tmp_path: Path) -> None:
 def test_a_folder_of_ours_behind_a_link_of_ours_is_ours(place: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(place.parent)
     with Store.open(tmp_path / "link" / place.name) as store:
-        assert len(store.runs()) == 1
+        assert len(store.runs.recent()) == 1
 
 
 def test_no_folder_is_made_where_others_may_write(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_log_that_another_user_has_put_beside_the_store_changes_nothing(tmp_pa
     shared = tmp_path / "shared"
     shared.mkdir()
     with Store.open(shared / "store.db") as store:
-        store.start_run(start())
+        store.runs.start(start())
     shared.chmod(0o1777)
     tmp_path.chmod(0o755)
     assert not (shared / "store.db-wal").exists()
@@ -143,40 +143,42 @@ def copied(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         other.setattr(seals, "seal", lambda name, data: private_files.seal(name, data, theirs))
         with Store.open(place) as store:
             record = kernel()
-            store.put_kernel(record)
-            store.put_triton_files("KEY", TRITON_FILES)
-            store.put_decision(replace(decision(), compile_key=record.key.digest))
-            assert store.get_kernel(record.key.digest) == record
+            store.kernels.put(record)
+            store.kernels.put_triton_files("KEY", TRITON_FILES)
+            store.results.put_decision(replace(decision(), compile_key=record.key.digest))
+            assert store.kernels.get(record.key.digest) == record
     return place
 
 
 def test_a_copied_store_brings_decisions_and_no_code(copied: Path) -> None:
     digest = kernel().key.digest
     with Store.open(copied) as store:
-        assert [found.compile_key for _, found in store.decisions()] == [digest]
-        assert store.get_kernel(digest) is None and store.get_triton_files("KEY") is None
-        assert [row.event.kind for row in store.events()] == ["damaged_kernel"] * 2 and store.kernels_refused == 1
-        assert store.add_requests([request()]) == 1, "it is tuned again"
-        store.put_kernel(kernel())
-        assert store.get_kernel(digest) == kernel()
-        store.finish_request(key(), "done")
-        assert store.add_requests([request()]) == 0
+        assert [found.compile_key for _, found in store.results.decisions()] == [digest]
+        assert store.kernels.get(digest) is None and store.kernels.get_triton_files("KEY") is None
+        assert [row.event.kind for row in store.notes.events()] == [
+            "damaged_kernel"
+        ] * 2 and store.kernels.refused() == 1
+        assert store.queue.add([request()]) == 1, "it is tuned again"
+        store.kernels.put(kernel())
+        assert store.kernels.get(digest) == kernel()
+        store.queue.finish(key(), "done")
+        assert store.queue.add([request()]) == 0
 
 
 def test_a_kernel_under_another_name_or_key_is_refused(place: Path) -> None:
     with Store.open(place) as store:
-        store.put_kernel(kernel("a"))
-        store.put_kernel(kernel("b"))
+        store.kernels.put(kernel("a"))
+        store.kernels.put(kernel("b"))
         with sqlite3.connect(place) as raw:
             query = "SELECT binary, checksum FROM kernels WHERE source = 'a'"
             raw.execute("UPDATE kernels SET binary = ?, checksum = ? WHERE source = 'b'", raw.execute(query).fetchone())
             raw.execute("UPDATE kernels SET name = '../../af' WHERE source = 'a'")
         raw.close()
-        assert store.get_kernel(kernel("a").key.digest) is None and store.get_kernel(kernel("b").key.digest) is None
+        assert store.kernels.get(kernel("a").key.digest) is None and store.kernels.get(kernel("b").key.digest) is None
 
 
 def test_without_a_place_for_a_key_it_says_so(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(private_files, "default_store", lambda: tmp_path / "file" / "autofuse" / "store.sqlite3")
     with Store.open(place) as store, pytest.raises(StoreError, match="XDG_DATA_HOME=PATH"):
-        store.put_kernel(kernel())
+        store.kernels.put(kernel())

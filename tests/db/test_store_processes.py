@@ -22,10 +22,10 @@ from autofuse.db.store import Store
 from autofuse.ir.records import *
 path, name, batches = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with Store.open(path) as store:
-    run_id = store.start_run(RunStart(name, DeviceInfo("cpu", "n", 1, "sse"), "v", "off", 1))
+    run_id = store.runs.start(RunStart(name, DeviceInfo("cpu", "n", 1, "sse"), "v", "off", 1))
     for batch in range(batches):
-        store.add_step_samples(run_id, [StepSample(name, "s", False, 1, batch * 10 + i, 1.0) for i in range(10)])
-        store.update_totals(run_id, RunTotals(steps=batch))
+        store.steps.add(run_id, [StepSample(name, "s", False, 1, batch * 10 + i, 1.0) for i in range(10)])
+        store.runs.update_totals(run_id, RunTotals(steps=batch))
 print(run_id)
 """
 
@@ -43,8 +43,8 @@ def test_two_writers_and_a_reader(path: Path) -> None:
         if not path.exists():
             continue
         with Store.open(path) as reader:
-            for run in reader.runs():
-                found = reader.step_samples(run.id)
+            for run in reader.runs.recent():
+                found = reader.steps.of_run(run.id)
                 assert len(found) % 10 == 0  # whole transactions only
                 assert [sample.index for sample in found] == list(range(len(found)))
                 seen += 1
@@ -53,8 +53,8 @@ def test_two_writers_and_a_reader(path: Path) -> None:
         for writer, name in zip(writers, ("one", "two"), strict=True):
             output, _ = writer.communicate()
             assert writer.returncode == 0
-            assert store.run(int(output)).command == name
-            assert [sample.index for sample in store.step_samples(int(output))] == list(range(600))
+            assert store.runs.get(int(output)).command == name
+            assert [sample.index for sample in store.steps.of_run(int(output))] == list(range(600))
 
 
 KILLED = """
@@ -63,7 +63,7 @@ from pathlib import Path
 from sqlalchemy import text
 from autofuse.db.store import Store
 store = Store.open(Path(sys.argv[1]))
-with store._write() as connection:
+with store.file.write() as connection:
     connection.execute(text("INSERT INTO events (kind, message, data, at) VALUES ('half', '', '{}', 0)"))
     connection.execute(text("UPDATE run_totals SET \\"values\\" = '{}'"))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -71,13 +71,13 @@ with store._write() as connection:
 
 
 def test_a_writer_killed_in_mid_transaction_leaves_no_trace(store: Store, path: Path) -> None:
-    run_id = store.start_run(start())
-    store.add_step_samples(run_id, steps(10))
+    run_id = store.runs.start(start())
+    store.steps.add(run_id, steps(10))
     killed = subprocess.run([sys.executable, "-c", KILLED, str(path)])
     assert killed.returncode == -signal.SIGKILL
-    assert store.events() == []
-    store.put_decision(decision())  # its lock is gone with it
-    assert len(store.step_samples(run_id)) == 10
+    assert store.notes.events() == []
+    store.results.put_decision(decision())  # its lock is gone with it
+    assert len(store.steps.of_run(run_id)) == 10
     store.close()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -110,7 +110,7 @@ event.listen(Base.metadata.sorted_tables[5], "after_create", kill)
     assert connection.execute("SELECT name FROM sqlite_master").fetchall() == []
     connection.close()
     with Store.open(path) as store:
-        assert store.runs() == []
+        assert store.runs.recent() == []
 
 
 def test_an_upgrade_killed_half_way_leaves_what_was_there(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_an_upgrade_killed_half_way_leaves_what_was_there(tmp_path: Path) -> Non
     assert connection.execute("SELECT name, sql FROM sqlite_master").fetchall() == before
     connection.close()
     with Store.open(path) as store:
-        assert store.run(1).command == "train.py"
+        assert store.runs.get(1).command == "train.py"
 
 
 def test_a_request_is_taken_once(path: Path) -> None:
@@ -135,12 +135,12 @@ from pathlib import Path
 from autofuse.db.store import Store
 with Store.open(Path(sys.argv[1])) as store:
     sys.stdin.readline()
-    while (taken := store.next_request(sys.argv[2])) is not None:
+    while (taken := store.queue.take(sys.argv[2])) is not None:
         print(taken.key.fusion_id)
 """
     ids = [f"{i:064x}" for i in range(40)]
     with Store.open(path) as store:
-        store.add_requests([request(fusion_id) for fusion_id in ids])
+        store.queue.add([request(fusion_id) for fusion_id in ids])
     takers = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(path), DEVICE.key],
@@ -155,13 +155,13 @@ with Store.open(Path(sys.argv[1])) as store:
 
 
 def test_one_object_shared_by_threads(store: Store) -> None:
-    run_ids = [store.start_run(start()) for _ in range(4)]
+    run_ids = [store.runs.start(start()) for _ in range(4)]
     failures: list[BaseException] = []
 
     def work(run_id: int) -> None:
         try:
             for batch in range(20):
-                store.add_step_samples(run_id, steps(5, first=batch * 5))
+                store.steps.add(run_id, steps(5, first=batch * 5))
                 store.data_version()
         except BaseException as error:
             failures.append(error)
@@ -172,19 +172,19 @@ def test_one_object_shared_by_threads(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert all(len(store.step_samples(run_id)) == 100 for run_id in run_ids)
+    assert all(len(store.steps.of_run(run_id)) == 100 for run_id in run_ids)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_gets_a_connection_of_its_own(store: Store) -> None:
-    run_id = store.start_run(start())
+    run_id = store.runs.start(start())
     child = os.fork()
     if child == 0:  # as a worker of a DataLoader
         try:
-            store.add_step_samples(run_id, steps(3))
+            store.steps.add(run_id, steps(3))
             os._exit(0)
         except BaseException:
             os._exit(1)
-    store.put_decision(decision())
+    store.results.put_decision(decision())
     assert os.waitpid(child, 0)[1] == 0
-    assert len(store.step_samples(run_id)) == 3
+    assert len(store.steps.of_run(run_id)) == 3

@@ -32,33 +32,33 @@ from autofuse.ir.records import (
 
 
 def test_run_and_totals(store: Store, path: Path) -> None:
-    first, second = store.start_run(start()), store.start_run(start("other.py"))
+    first, second = store.runs.start(start()), store.runs.start(start("other.py"))
     assert (first, second) == (1, 2)
-    store.update_totals(first, RunTotals(steps=3))
-    store.finish_run(first, RunTotals(steps=5, fused_calls=7, exit_code=3))
+    store.runs.update_totals(first, RunTotals(steps=3))
+    store.runs.finish(first, RunTotals(steps=5, fused_calls=7, exit_code=3))
     with Store.open(path, readonly=True) as reader:
-        run = reader.run(first)
+        run = reader.runs.get(first)
         assert (run.command, run.device, run.mode, run.settings) == ("train.py", DEVICE, "wait", {"tune": "wait"})
         assert run.totals == RunTotals(steps=5, fused_calls=7, exit_code=3)
         assert run.finished_at is not None and run.finished_at >= run.started_at
-        assert reader.run(second).finished_at is None
-        assert [row.id for row in reader.runs()] == [2, 1]
+        assert reader.runs.get(second).finished_at is None
+        assert [row.id for row in reader.runs.recent()] == [2, 1]
         with pytest.raises(StoreError, match=r"expected run 9 .* found ids up to 2"):
-            reader.run(9)
+            reader.runs.get(9)
 
 
 def test_latest_run_with_steps_skips_runs_that_timed_none(store: Store) -> None:
-    assert store.latest_run() is None
-    timed, _ = store.start_run(start()), store.start_run(start())
-    store.add_step_samples(timed, steps(2))
-    latest, latest_timed = store.latest_run(), store.latest_run(with_steps=True)
+    assert store.runs.latest() is None
+    timed, _ = store.runs.start(start()), store.runs.start(start())
+    store.steps.add(timed, steps(2))
+    latest, latest_timed = store.runs.latest(), store.runs.latest(with_steps=True)
     assert latest is not None and latest.id == 2
     assert latest_timed is not None and latest_timed.id == timed
 
 
 def test_command_with_bytes_that_are_not_utf8(store: Store) -> None:
-    run_id = store.start_run(start(os.fsdecode(b"caf\xe9.py")))
-    assert store.run(run_id).command == "caf\\udce9.py"
+    run_id = store.runs.start(start(os.fsdecode(b"caf\xe9.py")))
+    assert store.runs.get(run_id).command == "caf\\udce9.py"
 
 
 @given(
@@ -73,10 +73,10 @@ def test_command_with_bytes_that_are_not_utf8(store: Store) -> None:
 )  # fmt: skip
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_steps_come_back_equal_and_in_order(store: Store, samples: list[StepSample]) -> None:
-    run_id = store.start_run(start())
-    store.add_step_samples(run_id, samples[:5])
-    store.add_step_samples(run_id, samples[5:])
-    assert store.step_samples(run_id) == samples
+    run_id = store.runs.start(start())
+    store.steps.add(run_id, samples[:5])
+    store.steps.add(run_id, samples[5:])
+    assert store.steps.of_run(run_id) == samples
 
 
 configs = st.dictionaries(st.sampled_from(["unroll", "threads", "omp"]), st.integers(-9, 9) | st.booleans() | st.text())
@@ -85,138 +85,141 @@ configs = st.dictionaries(st.sampled_from(["unroll", "threads", "omp"]), st.inte
 @given(st.lists(configs, min_size=1, max_size=5))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_measurements_come_back_equal(store: Store, points: list[dict[str, int | str | bool]]) -> None:
-    before = len(store.measurements("a" * 64))
+    before = len(store.results.measurements("a" * 64))
     made = [
         Measurement(Candidate("c_specialised", make_config(point)), "crash", (3, 4), message="SIGSEGV")
         for point in points
     ]
-    store.put_measurements(key(), made)
-    stored = store.measurements("a" * 64)[before:]
+    store.results.put_measurements(key(), made)
+    stored = store.results.measurements("a" * 64)[before:]
     assert [(row.key, row.measurement) for row in stored] == [(key(), item) for item in made]
 
 
 def test_node_uses_keep_the_last_counters_of_a_run(store: Store) -> None:
-    run_id, other = store.start_run(start()), store.start_run(start())
-    store.put_node_uses(run_id, [use(calls=1), use("b" * 64, share=0.5)])
-    store.put_node_uses(run_id, [use(calls=9)])
-    store.put_node_uses(other, [use(calls=5)])
-    assert store.node_uses(run_id) == [use("b" * 64, share=0.5), use(calls=9)]
-    assert store.node_uses(other) == [use(calls=5)]
-    assert len(store.node_uses(fusion_id="a" * 64)) == 2
-    assert [node.fusion_id[0] for node in store.nodes()] == ["a", "b"]
+    run_id, other = store.runs.start(start()), store.runs.start(start())
+    store.nodes.put_uses(run_id, [use(calls=1), use("b" * 64, share=0.5)])
+    store.nodes.put_uses(run_id, [use(calls=9)])
+    store.nodes.put_uses(other, [use(calls=5)])
+    assert store.nodes.uses(run_id) == [use("b" * 64, share=0.5), use(calls=9)]
+    assert store.nodes.uses(other) == [use(calls=5)]
+    assert len(store.nodes.uses(fusion_id="a" * 64)) == 2
+    assert [node.fusion_id[0] for node in store.nodes.known()] == ["a", "b"]
 
 
 def test_profiles_keep_the_last_counters_of_a_run(store: Store) -> None:
-    run_id = store.start_run(start())
+    run_id = store.runs.start(start())
     small = OpProfile(
         "aten.add.Tensor", "blocks.0", "forward", ((4, 8), (8,)), ("float32",) * 2, ((8, 1), (1,)), "cpu", 3, 9.0
     )
     large = replace(small, shapes=((4, 16), (16,)), calls=1, time_us=4.0, producers=("aten.mm.default",))
     backward = replace(small, phase="backward", time_us=1.0)
-    store.put_op_profiles(run_id, [small, large, backward])
-    store.put_op_profiles(run_id, [replace(small, calls=6, time_us=18.0)])
-    assert store.op_profiles(run_id) == [replace(small, calls=6, time_us=18.0), large, backward]
+    store.profiles.put_ops(run_id, [small, large, backward])
+    store.profiles.put_ops(run_id, [replace(small, calls=6, time_us=18.0)])
+    assert store.profiles.ops(run_id) == [replace(small, calls=6, time_us=18.0), large, backward]
 
     histogram = DimHistogram("Model", "args[0]", 1, ((64, 9), (128, 3)), 1)
-    store.put_dim_histograms(run_id, [histogram, replace(histogram, dim=0)])
-    store.put_dim_histograms(run_id, [replace(histogram, tail_calls=2)])
-    assert store.dim_histograms(run_id) == [replace(histogram, tail_calls=2), replace(histogram, dim=0)]
+    store.profiles.put_dims(run_id, [histogram, replace(histogram, dim=0)])
+    store.profiles.put_dims(run_id, [replace(histogram, tail_calls=2)])
+    assert store.profiles.dims(run_id) == [replace(histogram, tail_calls=2), replace(histogram, dim=0)]
 
 
 def test_roots_are_known_across_runs_of_the_same_device(store: Store, path: Path) -> None:
     root = RootRecord("Model[8x8]", "Model", "observing", "not_yet", dynamic_dims=(("args[0]", 1),))
     captured = replace(root, state="captured", reason="paid_off", capture_seconds=5.0)
-    first = store.start_run(start())
+    first = store.runs.start(start())
     for record in (root, replace(root, calls=5), captured):
-        store.put_root(first, record)
-    elsewhere = store.start_run(start(device=DeviceInfo("cpu", "Other", 8, "avx2")))
-    store.put_root(elsewhere, replace(root, state="eager"))
+        store.roots.put(first, record)
+    elsewhere = store.runs.start(start(device=DeviceInfo("cpu", "Other", 8, "avx2")))
+    store.roots.put(elsewhere, replace(root, state="eager"))
 
-    later = store.start_run(start())
-    store.put_root(later, replace(root, calls=2))
-    assert store.roots() == {"Model[8x8]": captured}, "a run too short to decide anything takes nothing back"
+    later = store.runs.start(start())
+    store.roots.put(later, replace(root, calls=2))
+    assert store.roots.known() == {"Model[8x8]": captured}, "a run too short to decide anything takes nothing back"
     with Store.open(path, readonly=True) as reader:
-        assert reader.roots()["Model[8x8]"].state == "eager"
-        assert reader.roots(DEVICE.key, VERSIONS)["Model[8x8]"] == captured
-        assert reader.roots(DEVICE.key, "torch 9") == {}
-        assert [change.state for change in reader.root_changes("Model[8x8]")] == [
+        assert reader.roots.known()["Model[8x8]"].state == "eager"
+        assert reader.roots.known(DEVICE.key, VERSIONS)["Model[8x8]"] == captured
+        assert reader.roots.known(DEVICE.key, "torch 9") == {}
+        assert [change.state for change in reader.roots.changes("Model[8x8]")] == [
             "observing",
             "captured",
             "eager",
             "observing",
         ]
-        assert reader.run_roots(first) == [captured]
+        assert reader.roots.of_run(first) == [captured]
 
 
 def test_logs_only_grow(store: Store) -> None:
-    run_id = store.start_run(start())
+    run_id = store.runs.start(start())
     refusal = Refusal("random_op", False, "bernoulli", "eager's stream is kept", 0, "train.py:3")
-    store.add_refusals(run_id, [refusal])
-    store.add_refusals(run_id, [refusal, replace(refusal, accepted=True)])
-    assert len(store.refusals(run_id)) == 3 and store.refusals(run_id)[0] == refusal
-    store.add_event(run_id, Event("fallback", "x", {"node": "af_1"}))
-    store.add_event(None, Event("daemon_start", "y"))
-    assert [row.event.kind for row in store.events()] == ["fallback", "daemon_start"]
-    assert [row.event for row in store.events(run_id)] == [Event("fallback", "x", {"node": "af_1"})]
-    assert [row.event.kind for row in store.events(limit=1)] == ["daemon_start"]
+    store.notes.add_refusals(run_id, [refusal])
+    store.notes.add_refusals(run_id, [refusal, replace(refusal, accepted=True)])
+    assert len(store.notes.refusals(run_id)) == 3 and store.notes.refusals(run_id)[0] == refusal
+    store.notes.add_event(run_id, Event("fallback", "x", {"node": "af_1"}))
+    store.notes.add_event(None, Event("daemon_start", "y"))
+    assert [row.event.kind for row in store.notes.events()] == ["fallback", "daemon_start"]
+    assert [row.event for row in store.notes.events(run_id)] == [Event("fallback", "x", {"node": "af_1"})]
+    assert [row.event.kind for row in store.notes.events(limit=1)] == ["daemon_start"]
 
 
 def test_setting_trials_the_newest_stands(store: Store) -> None:
-    run_id = store.start_run(start())
+    run_id = store.runs.start(start())
     trial = SettingTrial("malloc", "1GiB", 80.0, 70.0, 1.14, 1.1, 1.2, "on", "won", DEVICE.key, "train.py")
-    store.put_setting_trial(replace(trial, ratio=1.0, decision="off"), run_id)
-    store.put_setting_trial(trial)
-    store.put_setting_trial(replace(trial, workload="other.py"))
-    assert store.setting_trials(DEVICE.key, workload="train.py") == [trial]
-    assert len(store.setting_trials()) == 2
-    assert [row.decision for row in store.setting_trials(run_id=run_id)] == ["off"]
+    store.trials.put(replace(trial, ratio=1.0, decision="off"), run_id)
+    store.trials.put(trial)
+    store.trials.put(replace(trial, workload="other.py"))
+    assert store.trials.standing(DEVICE.key, workload="train.py") == [trial]
+    assert len(store.trials.standing()) == 2
+    assert [row.decision for row in store.trials.standing(run_id=run_id)] == ["off"]
 
 
 def test_decisions_keep_history_and_the_newest_stands(store: Store) -> None:
-    first = store.put_decision(decision(speedup=1.2))
-    second = store.put_decision(decision("b" * 64))
-    third = store.put_decision(decision(speedup=1.8))
-    assert store.decisions(DEVICE.key, VERSIONS) == [(second, decision("b" * 64)), (third, decision(speedup=1.8))]
-    assert store.decisions(DEVICE.key, VERSIONS, since_id=second) == [(third, decision(speedup=1.8))]
-    assert store.decisions(DEVICE.key, VERSIONS, since_id=third) == []
-    assert store.decisions("cpu:other", VERSIONS) == []
-    assert [row.id for row in store.decision_history("a" * 64)] == [first, third]
+    first = store.results.put_decision(decision(speedup=1.2))
+    second = store.results.put_decision(decision("b" * 64))
+    third = store.results.put_decision(decision(speedup=1.8))
+    assert store.results.decisions(DEVICE.key, VERSIONS) == [
+        (second, decision("b" * 64)),
+        (third, decision(speedup=1.8)),
+    ]
+    assert store.results.decisions(DEVICE.key, VERSIONS, since_id=second) == [(third, decision(speedup=1.8))]
+    assert store.results.decisions(DEVICE.key, VERSIONS, since_id=third) == []
+    assert store.results.decisions("cpu:other", VERSIONS) == []
+    assert [row.id for row in store.results.history("a" * 64)] == [first, third]
 
 
 def test_daemon_state(store: Store) -> None:
-    assert store.daemon_state() is None
-    store.heartbeat(DaemonState(1, "host", 5.0, "idle"))
-    store.heartbeat(DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9}))
-    state = store.daemon_state()
+    assert store.daemon.state() is None
+    store.daemon.heartbeat(DaemonState(1, "host", 5.0, "idle"))
+    store.daemon.heartbeat(DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9}))
+    state = store.daemon.state()
     assert state is not None and state.heartbeat_at > 0
     assert replace(state, heartbeat_at=0.0) == DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9})
 
 
 def test_data_version_tells_of_others_writes(store: Store, path: Path) -> None:
     version = store.data_version()
-    store.put_decision(decision())
+    store.results.put_decision(decision())
     assert store.data_version() == version
     with Store.open(path) as other:
-        other.put_decision(decision())
+        other.results.put_decision(decision())
     assert store.data_version() != version
 
 
 def test_refused_rows_change_nothing(store: Store) -> None:
     with pytest.raises(StoreError, match="refused a request"):
-        store.add_step_samples(77, steps(1))  # no such run
-    run_id = store.start_run(start())
+        store.steps.add(77, steps(1))  # no such run
+    run_id = store.runs.start(start())
     with pytest.raises(StoreError):
-        store.add_refusals(run_id, [Refusal("a", True, "b", "c"), Refusal("a", True, "b", "c", 1 << 70)])
-    assert store.refusals(run_id) == []
+        store.notes.add_refusals(run_id, [Refusal("a", True, "b", "c"), Refusal("a", True, "b", "c", 1 << 70)])
+    assert store.notes.refusals(run_id) == []
 
 
 def test_closed_and_readonly_stores_say_so(store: Store, path: Path) -> None:
     with Store.open(path, readonly=True) as reader, pytest.raises(StoreError, match="opened for reading only"):
-        reader.put_decision(decision())
+        reader.results.put_decision(decision())
     store.close()
     store.close()
     with pytest.raises(StoreError, match="is closed"):
-        store.runs()
+        store.runs.recent()
 
 
 def test_store_imports_neither_torch_nor_alembic(path: Path) -> None:
@@ -232,9 +235,9 @@ def test_store_imports_neither_torch_nor_alembic(path: Path) -> None:
 
 def test_bucket_and_form_survive(store: Store) -> None:
     exact = Bucket(((4, 4), (65, 128)))
-    store.put_decision(decision(of=exact))
-    assert store.decisions()[0][1].bucket == exact
-    store.put_measurements(key(), [measurement(unroll=2)])
-    run_id = store.start_run(start())
-    store.put_node_uses(run_id, [use()])
-    assert store.nodes("a" * 64)[0].form == FORM
+    store.results.put_decision(decision(of=exact))
+    assert store.results.decisions()[0][1].bucket == exact
+    store.results.put_measurements(key(), [measurement(unroll=2)])
+    run_id = store.runs.start(start())
+    store.nodes.put_uses(run_id, [use()])
+    assert store.nodes.known("a" * 64)[0].form == FORM

@@ -57,7 +57,7 @@ def test_an_empty_file_becomes_a_store(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.touch()
     with Store.open(path) as store:
-        assert store.runs() == []
+        assert store.runs.recent() == []
 
 
 def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
@@ -72,16 +72,16 @@ def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_damaged_store_is_an_error(store: Store, path: Path) -> None:
-    run_id = store.start_run(start())
-    store.add_step_samples(run_id, steps(3000))
+    run_id = store.runs.start(start())
+    store.steps.add(run_id, steps(3000))
     store.close()
     content = bytearray(path.read_bytes())
     content[-20 * 4096 :] = b"\xaa" * (20 * 4096)  # steps
     path.write_bytes(content)
     with Store.open(path) as damaged:
         with pytest.raises(StoreError, match="found a damaged one"):
-            damaged.step_samples(run_id)
-        assert damaged.run(run_id).command == "train.py"
+            damaged.steps.of_run(run_id)
+        assert damaged.runs.get(run_id).command == "train.py"
     content[4096:] = bytes(len(content) - 4096)
     path.write_bytes(content)
     with pytest.raises(StoreError, match="found a damaged one"):
@@ -89,23 +89,23 @@ def test_a_damaged_store_is_an_error(store: Store, path: Path) -> None:
 
 
 def test_a_row_with_broken_json_is_an_error(store: Store, path: Path) -> None:
-    run_id = store.start_run(start())
+    run_id = store.runs.start(start())
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE runs SET settings = '{'")
     connection.close()
     with pytest.raises(StoreError, match="refused a request"):
-        store.run(run_id)
+        store.runs.get(run_id)
 
 
 def test_a_locked_store_is_an_error_after_its_timeout(store: Store, path: Path) -> None:
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     with Store.open(path, timeout_seconds=0.1) as other:
-        assert other.runs() == []  # readers do not wait
+        assert other.runs.recent() == []  # readers do not wait
         with pytest.raises(StoreError, match="found it locked by another process"):
-            other.put_decision(decision())
+            other.results.put_decision(decision())
         blocker.execute("ROLLBACK")
-        other.put_decision(decision())
+        other.results.put_decision(decision())
     blocker.close()
 
 
@@ -144,7 +144,7 @@ def without_rights(work: Callable[[], list[str]]) -> list[str]:
 def test_a_readonly_directory(shared_folder: Path) -> None:
     kept, missing = shared_folder / "kept.db", shared_folder / "missing.db"
     with Store.open(kept) as store:
-        store.start_run(start())
+        store.runs.start(start())
     kept.chmod(0o444)
     (shared_folder / "kept.db.lock").unlink()
     closed = shared_folder / "closed"
@@ -156,12 +156,12 @@ def test_a_readonly_directory(shared_folder: Path) -> None:
         for path in (missing, kept, closed / "store.db"):
             try:
                 with Store.open(path) as opened:
-                    opened.add_event(None, Event("a", "b"))
+                    opened.notes.add_event(None, Event("a", "b"))
                 lines.append("written")
             except StoreError as error:
                 lines.append(str(error))
         with Store.open(kept, readonly=True) as opened:
-            return [*lines, *(run.command for run in opened.runs()), str(opened.get_kernel("0"))]
+            return [*lines, *(run.command for run in opened.runs.recent()), str(opened.kernels.get("0"))]
 
     *messages, command, kernel = without_rights(work)
     assert len(messages) == 3
@@ -184,8 +184,8 @@ stored = 0
 try:
     with Store.open(path) as store:
         while stored < 10_000_000:
-            run_id = store.start_run(RunStart("x", DeviceInfo("cpu", "n", 1, "sse"), "v", "off", 1))
-            store.add_step_samples(run_id, [StepSample("R", "s", False, 1, i, 1.0) for i in range(1000)])
+            run_id = store.runs.start(RunStart("x", DeviceInfo("cpu", "n", 1, "sse"), "v", "off", 1))
+            store.steps.add(run_id, [StepSample("R", "s", False, 1, i, 1.0) for i in range(1000)])
             stored += 1000
 except StoreError as error:
     print(error)
@@ -198,7 +198,7 @@ def check_filled(output: str, path: Path) -> None:
     assert f"expected to write the store {path}, found no room or a failing disk" in message
     assert "--store PATH" in message and int(stored) > 0
     with Store.open(path, readonly=True) as store:
-        assert sum(len(store.step_samples(run.id)) for run in store.runs()) == int(stored)
+        assert sum(len(store.steps.of_run(run.id)) for run in store.runs.recent()) == int(stored)
 
 
 def test_a_file_size_limit(tmp_path: Path) -> None:

@@ -20,38 +20,38 @@ from autofuse.ir.records import Candidate, Decision, DeviceInfo, ObservedShape
 
 def test_largest_expected_saving_first(store: Store) -> None:
     small, large, unknown = request("a" * 64, calls=10), request("b" * 64, calls=99), request("c" * 64, unfused_us=0.0)
-    assert store.add_requests([small, unknown, large]) == 3
-    taken = [store.next_request(DEVICE.key) for _ in range(4)]
+    assert store.queue.add([small, unknown, large]) == 3
+    taken = [store.queue.take(DEVICE.key) for _ in range(4)]
     assert taken == [large, small, unknown, None]
-    assert store.queue_length(DEVICE.key) == QueueStatus(running=3)
+    assert store.queue.length(DEVICE.key) == QueueStatus(running=3)
 
 
 def test_a_damaged_request_fails_and_the_others_go_on(store: Store) -> None:
     damaged, sound = request("a" * 64, calls=99), request("b" * 64, calls=10)
-    store.add_requests([damaged, sound])
+    store.queue.add([damaged, sound])
     with sqlite3.connect(store.path) as raw:
         raw.execute("UPDATE buckets SET ranges = ? WHERE fusion_id = ?", ('[["1, system(1)", 2]]', "a" * 64))
     raw.close()
-    assert store.next_request(DEVICE.key) == sound
-    assert [(row.status, row.message.partition(":")[0]) for row in store.requests("a" * 64)] == [
+    assert store.queue.take(DEVICE.key) == sound
+    assert [(row.status, row.message.partition(":")[0]) for row in store.queue.requests("a" * 64)] == [
         ("failed", "not a request")
     ]
 
 
 def test_requests_of_other_devices_and_versions_wait(store: Store) -> None:
     other = DeviceInfo("cpu", "Other", 8, "avx2")
-    store.add_requests([replace(request(), key=key(device=other))])
-    assert store.next_request(DEVICE.key) is None
-    assert store.next_request(other.key, versions="torch 9") is None
-    assert store.next_request(other.key, versions=VERSIONS) is not None
+    store.queue.add([replace(request(), key=key(device=other))])
+    assert store.queue.take(DEVICE.key) is None
+    assert store.queue.take(other.key, versions="torch 9") is None
+    assert store.queue.take(other.key, versions=VERSIONS) is not None
 
 
 def test_a_run_replaces_its_own_counters_and_runs_add_up(store: Store) -> None:
-    first, second = store.start_run(start()), store.start_run(start())
-    assert store.add_requests([request(calls=10, run_id=first, shapes=((100, 10),))]) == 1
-    assert store.add_requests([request(calls=30, run_id=first, shapes=((100, 20), (70, 10)))]) == 0
-    assert store.add_requests([request(calls=5, run_id=second, shapes=((70, 5),), unfused_us=0.0)]) == 0
-    taken = store.next_request(DEVICE.key)
+    first, second = store.runs.start(start()), store.runs.start(start())
+    assert store.queue.add([request(calls=10, run_id=first, shapes=((100, 10),))]) == 1
+    assert store.queue.add([request(calls=30, run_id=first, shapes=((100, 20), (70, 10)))]) == 0
+    assert store.queue.add([request(calls=5, run_id=second, shapes=((70, 5),), unfused_us=0.0)]) == 0
+    taken = store.queue.take(DEVICE.key)
     assert taken is not None
     assert (taken.calls, taken.unfused_us, taken.run_id) == (35, 50.0, second)
     assert taken.shapes == (ObservedShape((100,), 20), ObservedShape((70,), 15))
@@ -61,18 +61,18 @@ def test_a_run_replaces_its_own_counters_and_runs_add_up(store: Store) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_merging_loses_no_shape(store: Store, sent: list[tuple[int, int, int]]) -> None:
     """Each run sends its histogram so far again and again; the sum of the last ones must come out."""
-    runs = {number: store.start_run(start()) for number in (1, 2, 3)}
+    runs = {number: store.runs.start(start()) for number in (1, 2, 3)}
     fusion_id = f"{runs[1]:064d}"  # a key of its own for each example
     counts: dict[int, dict[int, int]] = {number: {} for number in runs}
     for number, size, calls in sent:
         counts[number][size] = counts[number].get(size, 0) + calls
         shapes = tuple(counts[number].items())
-        store.add_requests([request(fusion_id, sum(counts[number].values()), run_id=runs[number], shapes=shapes)])
+        store.queue.add([request(fusion_id, sum(counts[number].values()), run_id=runs[number], shapes=shapes)])
     expected: dict[int, int] = {}
     for histogram in counts.values():
         for size, calls in histogram.items():
             expected[size] = expected.get(size, 0) + calls
-    taken = store.next_request(DEVICE.key)
+    taken = store.queue.take(DEVICE.key)
     assert taken is not None and taken.key.fusion_id == fusion_id
     assert {shape.symbol_values[0]: shape.calls for shape in taken.shapes} == expected
     assert taken.calls == sum(expected.values())
@@ -80,11 +80,11 @@ def test_merging_loses_no_shape(store: Store, sent: list[tuple[int, int, int]]) 
 
 
 def test_what_is_running_keeps_running(store: Store) -> None:
-    store.add_requests([request()])
-    assert store.next_request(DEVICE.key) is not None
-    assert store.add_requests([request(calls=500)]) == 0
-    assert store.add_requests([request(calls=500)], force=True) == 0
-    assert store.queue_length() == QueueStatus(running=1)
+    store.queue.add([request()])
+    assert store.queue.take(DEVICE.key) is not None
+    assert store.queue.add([request(calls=500)]) == 0
+    assert store.queue.add([request(calls=500)], force=True) == 0
+    assert store.queue.length() == QueueStatus(running=1)
 
 
 def without_kernel(won: Decision) -> Decision:
@@ -92,82 +92,82 @@ def without_kernel(won: Decision) -> Decision:
 
 
 def test_decided_and_failed_requests_are_not_asked_again_unless_forced(store: Store) -> None:
-    store.add_requests([request(), request("b" * 64)])
-    store.put_decision(without_kernel(decision()))
-    store.finish_request(key(), "done")
-    store.finish_request(key("b" * 64), "failed", "gcc died")
-    assert store.add_requests([request(), request("b" * 64)]) == 0
-    assert store.next_request(DEVICE.key) is None
-    assert [row.message for row in store.requests("b" * 64)] == ["gcc died"]
-    assert store.add_requests([request(), request("b" * 64)], force=True) == 2
-    assert store.queue_length() == QueueStatus(queued=2)
+    store.queue.add([request(), request("b" * 64)])
+    store.results.put_decision(without_kernel(decision()))
+    store.queue.finish(key(), "done")
+    store.queue.finish(key("b" * 64), "failed", "gcc died")
+    assert store.queue.add([request(), request("b" * 64)]) == 0
+    assert store.queue.take(DEVICE.key) is None
+    assert [row.message for row in store.queue.requests("b" * 64)] == ["gcc died"]
+    assert store.queue.add([request(), request("b" * 64)], force=True) == 2
+    assert store.queue.length() == QueueStatus(queued=2)
 
 
 def test_a_decision_without_a_request_is_enough(store: Store) -> None:
-    store.put_decision(without_kernel(decision()))
-    assert store.add_requests([request(), request(of=bucket(129, 256))]) == 1
+    store.results.put_decision(without_kernel(decision()))
+    assert store.queue.add([request(), request(of=bucket(129, 256))]) == 1
 
 
 def test_finish_can_put_back(store: Store) -> None:
-    store.add_requests([request()])
-    store.next_request(DEVICE.key)
-    store.finish_request(key(), "requeued", "budget spent")
-    assert store.queue_length() == QueueStatus(queued=1)
+    store.queue.add([request()])
+    store.queue.take(DEVICE.key)
+    store.queue.finish(key(), "requeued", "budget spent")
+    assert store.queue.length() == QueueStatus(queued=1)
     with pytest.raises(StoreError, match="expected a request for"):
-        store.finish_request(key("d" * 64), "done")
+        store.queue.finish(key("d" * 64), "done")
 
 
 def test_queue_of_one_run(store: Store) -> None:
-    first, second = store.start_run(start()), store.start_run(start())
-    store.add_requests([request(run_id=first), request("b" * 64, run_id=second)])
-    store.add_requests([request("b" * 64, run_id=first)])
-    assert store.queue_length(DEVICE.key, run_id=first) == QueueStatus(queued=2)
-    assert store.queue_length(DEVICE.key, run_id=second) == QueueStatus(queued=1)
-    assert store.queue_length(DEVICE.key, run_id=99) == QueueStatus()
+    first, second = store.runs.start(start()), store.runs.start(start())
+    store.queue.add([request(run_id=first), request("b" * 64, run_id=second)])
+    store.queue.add([request("b" * 64, run_id=first)])
+    assert store.queue.length(DEVICE.key, run_id=first) == QueueStatus(queued=2)
+    assert store.queue.length(DEVICE.key, run_id=second) == QueueStatus(queued=1)
+    assert store.queue.length(DEVICE.key, run_id=99) == QueueStatus()
 
 
 def test_requests_of_a_dead_daemon_wait_again_until_they_look_guilty(store: Store) -> None:
-    store.add_requests([request()])
+    store.queue.add([request()])
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        assert store.next_request(DEVICE.key, pid=12345) is not None
-        assert store.requeue_stale() == (1 if attempt < MAX_ATTEMPTS else 0)
-    assert store.queue_length() == QueueStatus(failed=1)
-    assert "daemons ended" in store.requests()[0].message
+        assert store.queue.take(DEVICE.key, pid=12345) is not None
+        assert store.queue.requeue_stale() == (1 if attempt < MAX_ATTEMPTS else 0)
+    assert store.queue.length() == QueueStatus(failed=1)
+    assert "daemons ended" in store.queue.requests()[0].message
 
 
 def test_a_request_that_a_container_took_with_it_waits_again(store: Store) -> None:
-    store.add_requests([request()])
-    assert store.next_request(DEVICE.key) is not None
+    store.queue.add([request()])
+    assert store.queue.take(DEVICE.key) is not None
     with sqlite3.connect(store.path) as raw:
         raw.execute("UPDATE requests SET host = 'c0ffee123456'")  # each container has a name of its own
     raw.close()
-    assert store.requeue_stale() == 1
-    assert store.queue_length() == QueueStatus(queued=1)
+    assert store.queue.requeue_stale() == 1
+    assert store.queue.length() == QueueStatus(queued=1)
 
 
 @pytest.mark.parametrize(("message", "seconds"), [("KeyError: 'x'", FAILED_SECONDS), (f"{NOT_READY}no room", 60.0)])
 def test_a_failure_is_not_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch, message: str, seconds: float) -> None:
-    store.add_requests([request()])
-    store.finish_request(key(), "failed", message)
+    store.queue.add([request()])
+    store.queue.finish(key(), "failed", message)
     began = tune_queue.now()
     for later, added in ((seconds - 1.0, 0), (seconds + 1.0, 1)):
         monkeypatch.setattr(tune_queue, "now", lambda later=later: began + later)
-        assert store.add_requests([request()]) == added
-    assert store.queue_length() == QueueStatus(queued=1)
+        assert store.queue.add([request()]) == added
+    assert store.queue.length() == QueueStatus(queued=1)
 
 
 def test_what_has_failed_is_queued_again_when_asked_for(store: Store) -> None:
-    store.add_requests([request(), request("b" * 64)])
-    store.finish_request(key(), "failed", f"{NOT_READY}no room")
-    store.finish_request(key("b" * 64), "failed", "KeyError")
-    assert store.requeue_failed(NOT_READY) == 1 and store.queue_length() == QueueStatus(queued=1, failed=1)
-    assert store.requeue_failed() == 1 and store.queue_length() == QueueStatus(queued=2)
+    store.queue.add([request(), request("b" * 64)])
+    store.queue.finish(key(), "failed", f"{NOT_READY}no room")
+    store.queue.finish(key("b" * 64), "failed", "KeyError")
+    assert store.queue.requeue_failed(NOT_READY) == 1 and store.queue.length() == QueueStatus(queued=1, failed=1)
+    assert store.queue.requeue_failed() == 1 and store.queue.length() == QueueStatus(queued=2)
 
 
 def test_a_decision_is_charged_to_the_run_that_asked_last(store: Store) -> None:
-    first, second = store.start_run(start()), store.start_run(start())
-    store.add_requests([request(run_id=first)])
-    store.put_decision(decision())
-    store.add_requests([request(run_id=second)])  # decided already: not this run's work
-    assert [row.run_id for row in store.decision_history()] == [first]
-    assert store.decision_history(run_id=second) == []
+    first, second = store.runs.start(start()), store.runs.start(start())
+    store.queue.add([request(run_id=first)])
+    store.results.put_decision(decision())
+    store.queue.add([request(run_id=second)])  # decided already: not this run's work
+    assert [row.run_id for row in store.results.history()] == [first]
+    assert store.results.history(run_id=second) == []

@@ -25,7 +25,7 @@ def results(tmp_path_factory):
     assert result.returncode == 0, result.stderr
     with Store.open(store) as opened:
         decisions = [
-            d for _, d in opened.decisions() if d.candidate.variant in ("eager", "c_multi", "foreach", "fused")
+            d for _, d in opened.results.decisions() if d.candidate.variant in ("eager", "c_multi", "foreach", "fused")
         ]
         kernels = {d.key.fusion_id: d for d in decisions}
     return torch.load(folder / "plain.pt"), torch.load(folder / "ours.pt"), kernels, result, store

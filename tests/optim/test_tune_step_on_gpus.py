@@ -90,7 +90,7 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
     artifacts = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main("tests.tuner.artifact_worker"))
     with (
         Store.open(tmp_path / "store.sqlite3") as store,
-        TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,
+        TritonCompiler(store.kernels.get_triton_files, store.kernels.put_triton_files) as compiler,
     ):
         try:
             outcome = Timed(request(form, H200), TritonBackend(H200, compiler.compile), artifacts, LIMITS).run()
@@ -98,8 +98,8 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
             artifacts.kill()
         assert statuses(outcome) == {(TRITON_MULTI, "ok")}
         (kernel,) = outcome.kernels
-        store.put_kernel(kernel)
-        found = store.get_kernel(str(outcome.decisions[0].compile_key))
+        store.kernels.put(kernel)
+        found = store.kernels.get(str(outcome.decisions[0].compile_key))
     assert found is not None and found.key.target == "cuda:90"
     artifact = Artifact.unpack(found.binary)
     assert artifact.assumptions == (Assumptions(True),) and len(artifact.images) == 2
@@ -117,10 +117,10 @@ def test_a_daemon_decides_on_a_step_of_another_device(tmp_path: Path, monkeypatc
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
     settings = load({"run.store": tmp_path / "store.sqlite3", "run.profile": "quick"}, environ={}, cwd=tmp_path)
     with Store.open(settings.run.store) as store:
-        store.add_requests([request(FORM, "interpreter:test")])
+        store.queue.add([request(FORM, "interpreter:test")])
         assert sum(control.drain(settings)[:2]) == 1
-        assert [(r.status, r.message) for r in store.requests()] == [("done", "")]
-        (decision,) = [d for _, d in store.decisions("interpreter:test", versions())]
+        assert [(r.status, r.message) for r in store.queue.requests()] == [("done", "")]
+        (decision,) = [d for _, d in store.results.decisions("interpreter:test", versions())]
     assert decision.candidate.variant != TRITON_MULTI  # the interpreter is slower than anything
 
 

@@ -96,7 +96,7 @@ def test_auto_follows_the_store(tmp_path: Path) -> None:
     settings = load({"run.store": tmp_path / "s.sqlite3"}, {}, tmp_path)
     assert resolve(settings, "train.py", "cpu").process.malloc == "off"
     with Store.open(settings.run.store) as store:
-        store.put_setting_trial(trial_of(*[1.2] * 6))
+        store.trials.put(trial_of(*[1.2] * 6))
     resolved = resolve(settings, "train.py", "cpu")
     assert (resolved.process.malloc, resolved.origin(MALLOC)) == ("on", "measured")
     assert resolve(settings, "other.py", "cpu").process.malloc == "off"

@@ -105,10 +105,10 @@ def real_steps(count: int = 400, ratio: float = 1.34) -> list[StepSample]:
 
 def fill(store: Store, ratio: float = 1.34, mode: str = "wait") -> int:
     """One run of a small language model; returns its id."""
-    run_id = store.start_run(
+    run_id = store.runs.start(
         RunStart("examples/train_lm.py --steps 400", DEVICE, VERSIONS, mode, 4242, {"run.tune": mode})
     )
-    store.add_requests(
+    store.queue.add(
         [
             TuneRequest(key(node, bucket), node[3], bucket, (ObservedShape((8, 256), 900),), 900, 150.0, 2.0, run_id)
             for node, bucket in ((GELU, HOT), (GELU, COLD), (NORM, HOT), (LOSS, HOT))
@@ -123,20 +123,22 @@ def fill(store: Store, ratio: float = 1.34, mode: str = "wait") -> int:
         for unroll in (1, 2, 4)
     ]  # fmt: skip
     crashed = Measurement(Candidate("c_specialised", make_config({"unroll": 8})), "crash", message="signal 11")
-    store.put_measurements(key(GELU, HOT), [*measured, crashed])
-    store.put_kernel(KernelRecord(CompileKey("s", "gcc 12.2", "-O3", "avx512"), GELU[1], "void f(void) {}", b"\x7fELF"))
-    store.put_decision(decision(GELU, HOT, 2.16))
-    store.put_decision(decision(NORM, HOT, 1.52, "c_generic"))
-    store.put_decision(decision(LOSS, HOT, 1.01, EAGER, "below_margin"))
+    store.results.put_measurements(key(GELU, HOT), [*measured, crashed])
+    store.kernels.put(
+        KernelRecord(CompileKey("s", "gcc 12.2", "-O3", "avx512"), GELU[1], "void f(void) {}", b"\x7fELF")
+    )
+    store.results.put_decision(decision(GELU, HOT, 2.16))
+    store.results.put_decision(decision(NORM, HOT, 1.52, "c_generic"))
+    store.results.put_decision(decision(LOSS, HOT, 1.01, EAGER, "below_margin"))
     for node in (GELU, NORM, LOSS):
-        store.finish_request(key(node, HOT), "done")
-    store.put_node_uses(
+        store.queue.finish(key(node, HOT), "done")
+    store.nodes.put_uses(
         run_id,
         [use(GELU, HOT, 2944, 2760, 0.123), use(GELU, COLD, 1472, 0, 0.031), use(NORM, HOT, 5888, 5520, 0.094),
          use(LOSS, HOT, 368, 0, 0.02)],
     )  # fmt: skip
-    store.add_step_samples(run_id, real_steps(ratio=ratio))
-    store.put_root(
+    store.steps.add(run_id, real_steps(ratio=ratio))
+    store.roots.put(
         run_id,
         RootRecord(
             ROOT,
@@ -153,21 +155,21 @@ def fill(store: Store, ratio: float = 1.34, mode: str = "wait") -> int:
             capture_causes=(("imports", 1.1), ("tracing", 4.25), ("slow steps", 0.04)),
         ),
     )
-    store.put_root(run_id, RootRecord("Scale[1]", "Scale", "eager", "too_small", "12 us a call", 400, 0.01, 2))
-    store.put_setting_trial(
+    store.roots.put(run_id, RootRecord("Scale[1]", "Scale", "eager", "too_small", "12 us a call", 400, 0.01, 2))
+    store.trials.put(
         SettingTrial(
             "process.malloc", "M_MMAP_THRESHOLD=1GiB M_TRIM_THRESHOLD=2GiB M_TOP_PAD=64MiB", 80_100.0, 68_400.0, 1.17,
             1.12, 1.21, "on", "won", "x86_64:2", "examples/train_lm.py --steps 400",
         )
     )  # fmt: skip
-    store.add_refusals(
+    store.notes.add_refusals(
         run_id,
         [Refusal("fused", True, "add + gelu", "", 1 << 20)] * 9
         + [Refusal("single_op", False, "mul", "one cheap operation", 0, "train_lm.py:52 q = q * scale")] * 4
         + [Refusal("random_op", False, "native_dropout", "eager's stream", 0, "train_lm.py:58 x = self.drop(x)")],
     )
-    store.add_event(run_id, Event("kernel_unusable", "a stored kernel could not be loaded; its node runs eager"))
-    store.finish_run(run_id, RunTotals(400, 16560, 1104, 0.11, 33.5, 5.4, 16, 0))
+    store.notes.add_event(run_id, Event("kernel_unusable", "a stored kernel could not be loaded; its node runs eager"))
+    store.runs.finish(run_id, RunTotals(400, 16560, 1104, 0.11, 33.5, 5.4, 16, 0))
     return run_id
 
 

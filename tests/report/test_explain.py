@@ -98,9 +98,9 @@ def test_a_fused_node_on_a_gpu_says_what_its_kernel_takes(store: Store) -> None:
     assert "The kernel takes" not in explain(store, GELU[1])
     taken = {"target": "cuda:90", "registers": 28, "spill_bytes": 0, "shared_bytes": 2048, "threads": 128}
     kernel = KernelRecord(CompileKey("s", "triton 3.7.1", "{}", "cuda:90"), GELU[1], "def f(): ...", b"", taken)
-    store.put_kernel(kernel)
+    store.kernels.put(kernel)
     chosen = Candidate("triton_generic", make_config({"BLOCK": 1024}))
-    store.put_decision(replace(decision(GELU, HOT, 2.2), candidate=chosen, compile_key=kernel.key.digest))
+    store.results.put_decision(replace(decision(GELU, HOT, 2.2), candidate=chosen, compile_key=kernel.key.digest))
     text = explain(store, GELU[1])
     assert "Decision: fused (Triton, any size, BLOCK=1024)" in text
     takes = "The kernel takes 28 registers a thread, 128 threads and 2,048 bytes of shared memory a program"
@@ -129,10 +129,10 @@ def test_a_way_says_what_it_runs_and_why_it_was_chosen(store: Store, width: int)
     steps = "//   vendor.linear\n//   one kernel: mul + add\n\n"
     source = f"// onednn_linear: oneDNN's product with gelu inside\n{steps}// other\nint f;"
     kernel = KernelRecord(CompileKey("w", "way", "", "avx512"), "af_way_onednn_linear_w", source, b"")
-    store.put_kernel(kernel)
+    store.kernels.put(kernel)
     chosen = Candidate("way", make_config({"way": "onednn_linear"}))
     made = replace(decision(GELU, HOT, 1.4), candidate=chosen, compile_key=kernel.key.digest, detail="parts took 9 µs.")
-    store.put_decision(made)
+    store.results.put_decision(made)
     text = explain(store, GELU[1], width)
     assert "Decision: fused (strategy, onednn_linear: oneDNN's matmul with the epilogue inside)." in text
     assert "It runs vendor.linear; then one kernel: mul + add. parts took 9 µs." in text
@@ -148,12 +148,12 @@ def test_a_node_that_stays_eager(store: Store) -> None:
 
 def test_replaced_failed_and_repeated_decisions(store: Store) -> None:
     fill(store)
-    store.put_decision(replace(decision(GELU, HOT, 1.9), detail="Measured again after a demotion."))
+    store.results.put_decision(replace(decision(GELU, HOT, 1.9), detail="Measured again after a demotion."))
     text = explain(store, GELU[1])
     assert "1.90x" in text and "1 earlier decision replaced." in text and "Measured again after a demotion." in text
-    taken = store.next_request(DEVICE.key)
+    taken = store.queue.take(DEVICE.key)
     assert taken is not None and "Is being tuned now" in explain(store, GELU[1])
-    store.finish_request(taken.key, "failed", "gcc died")
+    store.queue.finish(taken.key, "failed", "gcc died")
     assert "Tuning failed: gcc died. It runs on eager's kernels." in explain(store, GELU[1])
 
 
@@ -164,26 +164,28 @@ def test_a_missing_decision_says_where_the_nearest_one_differs(store: Store) -> 
     assert f"is for bucket {HOT.label} in place of {COLD.label}." in text
     elsewhere = replace(key(GELU, HOT), threads=8, versions="torch 9")
     asked = TuneRequest(elsewhere, GELU[3], HOT, (ObservedShape((8, 256), 900),), 900, 150.0, 2.0, 1)
-    store.add_requests([asked])
+    store.queue.add([asked])
     text = explain(store, GELU[1])
     assert f"is for threads 2 in place of 8; versions {VERSIONS} in place of torch 9." in text
 
 
 def test_a_node_nobody_asked_for(store: Store) -> None:
     fill(store)
-    run_id = store.start_run(RunStart("x", DEVICE, VERSIONS, "off", 1))
-    use = replace(store.node_uses(1)[0], fusion_id="d" * 64, label="")
-    store.put_node_uses(run_id, [use])
+    run_id = store.runs.start(RunStart("x", DEVICE, VERSIONS, "off", 1))
+    use = replace(store.nodes.uses(1)[0], fusion_id="d" * 64, label="")
+    store.nodes.put_uses(run_id, [use])
     text = explain(store, "node_dddd")
     assert "Not decided: nobody has asked for it to be tuned." in text
-    store.put_measurements(replace(key(GELU, HOT), fusion_id="d" * 64), [store.measurements(GELU[0])[0].measurement])
+    store.results.put_measurements(
+        replace(key(GELU, HOT), fusion_id="d" * 64), [store.results.measurements(GELU[0])[0].measurement]
+    )
     assert "Not decided: it was measured, but no decision was stored." in explain(store, "node_dddd")
 
 
 def test_a_root(store: Store) -> None:
     run_id = fill(store)
-    store.put_dim_histograms(run_id, [DimHistogram(ROOT, "args[0]", 1, ((256, 254), (128, 127)), 3)])
-    store.put_root(run_id, replace(store.roots()[ROOT], state="eager", reason="slower_than_eager"))
+    store.profiles.put_dims(run_id, [DimHistogram(ROOT, "args[0]", 1, ((256, 254), (128, 127)), 3)])
+    store.roots.put(run_id, replace(store.roots.known()[ROOT], state="eager", reason="slower_than_eager"))
     assert isinstance(find(store, "GPT"), RootStory)
     text = explain(store, "GPT")
     assert "State: eager. Released: captured steps were slower than eager." in text
@@ -201,7 +203,7 @@ def test_the_list(store: Store) -> None:
     fill(store)
     text = explain(store)
     assert "add + gelu + mul" in text and "2.16x" in text and "Scale" in text
-    store.put_root(1, RootRecord("[b]X", "[b]X", "eager", "capture_failed", "a[int]"))
+    store.roots.put(1, RootRecord("[b]X", "[b]X", "eager", "capture_failed", "a[int]"))
     assert "[b]X" in explain(store)
 
 

@@ -56,8 +56,8 @@ def test_overloads_and_shapes_of_an_operator_are_one_line() -> None:
 def test_the_report_shows_them_where_it_is_asked_for(store: Store) -> None:
     run_id = fill(store)
     assert "Where eager's time goes" not in text_of(load_report(store), verbose=True)
-    store.put_op_profiles(run_id, PROFILES)
-    store.put_op_profiles(run_id, [profile(f"aten.other{n}.default", 4, 1, 0.0) for n in range(MAX_OPERATORS)])
+    store.profiles.put_ops(run_id, PROFILES)
+    store.profiles.put_ops(run_id, [profile(f"aten.other{n}.default", 4, 1, 0.0) for n in range(MAX_OPERATORS)])
     report = load_report(store)
     assert "Where eager's time goes" not in text_of(report, verbose=False)
     text = text_of(report, verbose=True)
@@ -68,7 +68,7 @@ def test_the_report_shows_them_where_it_is_asked_for(store: Store) -> None:
 
 
 def test_json_has_all_of_them(store: Store) -> None:
-    store.put_op_profiles(fill(store), PROFILES)
+    store.profiles.put_ops(fill(store), PROFILES)
     assert report_to_json(load_report(store))["operators"] == [
         {"operator": "aten.mm", "calls": 13, "time_share": 0.8, "time_us": 400.0, "median_us": 10.0},
         {"operator": "aten.add", "calls": 24, "time_share": 0.2, "time_us": 100.0, "median_us": 3.0},

@@ -67,7 +67,7 @@ def words_of(report: Report, width: int = 100) -> str:
 
 
 def start(store: Store, mode: str = "background") -> int:
-    return store.start_run(RunStart("train.py", DEVICE, VERSIONS, mode, 1))
+    return store.runs.start(RunStart("train.py", DEVICE, VERSIONS, mode, 1))
 
 
 # ---- JSON ---------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_json_of_an_empty_store_has_all_keys(store: Store) -> None:
 
 def test_json_has_no_word_for_nan(store: Store) -> None:
     run_id = start(store)
-    store.finish_run(run_id, RunTotals(run_seconds=float("inf"), observer_seconds=float("inf")))
+    store.runs.finish(run_id, RunTotals(run_seconds=float("inf"), observer_seconds=float("inf")))
     data = report_to_json(load_report(store))
     assert data["totals"]["observer_overhead_percent"] is None
     json.dumps(data, allow_nan=False)
@@ -151,8 +151,8 @@ def test_the_newest_run_with_steps_is_reported(store: Store) -> None:
 def test_a_second_run_is_charged_with_no_tuning_and_pays_at_once(store: Store) -> None:
     fill(store)
     second = start(store, "off")
-    store.add_step_samples(second, real_steps(200))
-    store.finish_run(second, RunTotals(200, 9000, 100, capture_seconds=0.0))
+    store.steps.add(second, real_steps(200))
+    store.runs.finish(second, RunTotals(200, 9000, 100, capture_seconds=0.0))
     totals = load_report(store, second).totals
     assert totals.tuning_seconds == 0.0
     assert totals.break_even_step is not None and totals.break_even_step < 5
@@ -186,9 +186,9 @@ def test_an_undecided_node_says_where_its_request_stands(status: str, shown: str
 
 def test_settings_of_the_same_script_whatever_its_arguments(store: Store) -> None:
     trial = SettingTrial("process.malloc", "x", 2.0, 1.0, 2.0, 1.9, 2.1, "on", "won", "m", "/x/train.py --lr 1")
-    store.put_setting_trial(trial)
-    store.put_setting_trial(replace(trial, workload="-m train"))
-    store.put_setting_trial(replace(trial, workload="other --config train.py"))
+    store.trials.put(trial)
+    store.trials.put(replace(trial, workload="-m train"))
+    store.trials.put(replace(trial, workload="other --config train.py"))
     start(store)
     assert load_report(store).settings == (trial,)
 
@@ -231,20 +231,20 @@ def test_no_gain_is_said_plainly(store: Store, ratio: float, verdict: str) -> No
 
 def test_too_few_held_out_steps_are_said(store: Store) -> None:
     run_id = start(store)
-    store.add_step_samples(run_id, [sample(i, 100.0, held_out=i in (3, 9)) for i in range(12)])
-    store.finish_run(run_id, RunTotals(12, 100, 0))
+    store.steps.add(run_id, [sample(i, 100.0, held_out=i in (3, 9)) for i in range(12)])
+    store.runs.finish(run_id, RunTotals(12, 100, 0))
     assert "(only 1 comparison: 5 make an interval)" in words_of(load_report(store))
-    store.add_step_samples(start(store), [])
+    store.steps.add(start(store), [])
     run_id = start(store)
-    store.add_step_samples(run_id, [sample(i, 100.0) for i in range(12)])
-    store.finish_run(run_id, RunTotals(12, 100, 0))
+    store.steps.add(run_id, [sample(i, 100.0) for i in range(12)])
+    store.runs.finish(run_id, RunTotals(12, 100, 0))
     assert "Gain not measured: no held-out eager step" in words_of(load_report(store))
 
 
 def test_of_a_long_run_steps_are_counted_that_the_store_no_longer_has(store: Store) -> None:
     run_id = start(store)
-    store.add_step_samples(run_id, [sample(i, 100.0, held_out=i % 50 == 7) for i in range(20_000)])
-    store.finish_run(run_id, RunTotals(20_000, 100, 0))
+    store.steps.add(run_id, [sample(i, 100.0, held_out=i % 50 == 7) for i in range(20_000)])
+    store.runs.finish(run_id, RunTotals(20_000, 100, 0))
     (count,) = re.findall(r"timed: about ([\d,]+) with fused kernels, 399 held out", words_of(load_report(store)))
     assert int(count.replace(",", "")) == pytest.approx(19_600, rel=0.01)
     assert report_to_json(load_report(store))["run"]["steps_one_in"] == 4
@@ -253,8 +253,8 @@ def test_of_a_long_run_steps_are_counted_that_the_store_no_longer_has(store: Sto
 def test_held_out_steps_are_counted_that_the_store_no_longer_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinning, "MOST_STEPS", 300)
     run_id = start(store)
-    store.add_step_samples(run_id, [sample(i, 100.0, held_out=i % 5 == 2) for i in range(20_000)])
-    store.finish_run(run_id, RunTotals(20_000, 100, 0))
+    store.steps.add(run_id, [sample(i, 100.0, held_out=i % 5 == 2) for i in range(20_000)])
+    store.runs.finish(run_id, RunTotals(20_000, 100, 0))
     report = load_report(store)
     totals = report_to_json(report)["totals"]
     assert totals["held_out_steps"] == pytest.approx(4000, rel=0.1)
@@ -270,28 +270,28 @@ def test_an_empty_store_says_what_to_do(store: Store) -> None:
 def test_a_run_without_fusion_says_why(store: Store) -> None:
     run_id = start(store)
     assert "No call of an nn.Module was seen." in words_of(load_report(store, run_id))
-    store.put_root(run_id, RootRecord("Net[1]", "Net", "eager", "too_small", "12 us a call"))
+    store.roots.put(run_id, RootRecord("Net[1]", "Net", "eager", "too_small", "12 us a call"))
     text = words_of(load_report(store, run_id))
     assert "Nothing ran fused. No module was captured; Net: too fast per call for capture to gain." in text
     assert "Next: autofuse explain Net" in text
-    store.put_root(run_id, RootRecord("Net[1]", "Net", "captured", "paid_off"))
+    store.roots.put(run_id, RootRecord("Net[1]", "Net", "captured", "paid_off"))
     assert "The captured graphs hold no operators that can be fused." in words_of(load_report(store, run_id))
-    store.put_node_uses(run_id, [use(LOSS, HOT, 9, 0, 0.1)])
+    store.nodes.put_uses(run_id, [use(LOSS, HOT, 9, 0, 0.1)])
     assert "Eager's own kernels won for every node" in words_of(load_report(store, run_id))
-    store.add_requests([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])
+    store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])
     assert "1 request still wait to be tuned" in words_of(load_report(store, run_id))
-    store.finish_request(key(LOSS, HOT), "failed", "no room in /tmp")
+    store.queue.finish(key(LOSS, HOT), "failed", "no room in /tmp")
     text = words_of(load_report(store, run_id))
     assert "Nothing ran fused. 1 request for tuning failed; autofuse explain NODE says why" in text
     assert "autofuse tune --again tries anew" in text and "Eager's own kernels won" not in text
-    store.add_event(run_id, Event("no_compiler", "There is no C compiler: install gcc."))
+    store.notes.add_event(run_id, Event("no_compiler", "There is no C compiler: install gcc."))
     assert "Nothing ran fused. There is no C compiler: install gcc." in words_of(load_report(store, run_id))
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(store: Store) -> None:
     run_id = start(store)
-    store.put_root(run_id, RootRecord("[bold]X", "[red]X", "eager", "capture_failed", "a[int] failed :smile:"))
-    store.add_event(run_id, Event("fallback", "in [blue]f[/blue]"))
+    store.roots.put(run_id, RootRecord("[bold]X", "[red]X", "eager", "capture_failed", "a[int] failed :smile:"))
+    store.notes.add_event(run_id, Event("fallback", "in [blue]f[/blue]"))
     text = words_of(load_report(store))
     assert "[red]X" in text and "a[int] failed :smile:" in text and "in [blue]f[/blue]" in text
 
@@ -299,9 +299,9 @@ def test_names_that_look_like_markup_are_printed_as_they_are(store: Store) -> No
 def test_long_reports_are_cut_and_say_so(store: Store) -> None:
     run_id = start(store)
     many = [replace(use(NORM, HOT, 1, 0, 0.01), fusion_id=f"{i:064d}", label=f"af_{i}") for i in range(MAX_NODES + 3)]
-    store.put_node_uses(run_id, many)
+    store.nodes.put_uses(run_id, many)
     for _ in range(3):
-        store.add_event(run_id, Event("fallback", "again and again"))
+        store.notes.add_event(run_id, Event("fallback", "again and again"))
     text = words_of(load_report(store))
     assert "and 3 nodes more: autofuse report --json" in text
     assert "fallback (3 times): again and again" in text

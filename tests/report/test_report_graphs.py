@@ -44,9 +44,9 @@ def graph(
 
 
 def run(store: Store, *events: Event) -> Report:
-    run_id = store.start_run(RunStart("net.py", DEVICE, VERSIONS, "off", 1))
+    run_id = store.runs.start(RunStart("net.py", DEVICE, VERSIONS, "off", 1))
     for event in events:
-        store.add_event(run_id, event)
+        store.notes.add_event(run_id, event)
     return load_report(store)
 
 
@@ -141,10 +141,10 @@ def test_graphs_that_were_never_called_count_once(store: Store) -> None:
 def test_nothing_captured_is_said_with_its_reason(store: Store) -> None:
     text = " ".join(text_of(render_graphs, Report("nowhere"), "net.py", 3).split())
     assert "ended with exit code 3" in text and "no run was recorded" in text and "autofuse doctor" in text
-    run_id = store.start_run(RunStart("net.py", DEVICE, VERSIONS, "off", 1))
+    run_id = store.runs.start(RunStart("net.py", DEVICE, VERSIONS, "off", 1))
     text = text_of(render_graphs, load_report(store), "net.py", 0)
     assert text.startswith("Nothing was captured of net.py: it called no nn.Module.")
-    store.put_root(run_id, RootRecord("k", "Net", "eager", "capture_failed", "Unsupported: generators"))
+    store.roots.put(run_id, RootRecord("k", "Net", "eager", "capture_failed", "Unsupported: generators"))
     text = " ".join(text_of(render_graphs, load_report(store), "net.py", 0).split())
     assert "Nothing was captured of net.py: Net: could not be captured. Unsupported: generators" in text
 

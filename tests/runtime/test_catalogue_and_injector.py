@@ -141,9 +141,9 @@ def test_kernels_that_are_not_this_users_are_left_out_in_one_line(tmp_path, monk
     with Store.open(tmp_path / "s.sqlite3") as store:
         with monkeypatch.context() as other:
             other.setattr(seals, "seal", lambda name, data: bytes(32))
-            store.put_kernel(KernelRecord(key, "af", "source", b"binary"))
+            store.kernels.put(KernelRecord(key, "af", "source", b"binary"))
         made = decision(bucket, kernel=key.digest, device=device, threads=1)
-        store.put_decision(made)
+        store.results.put_decision(made)
         catalogue = Catalogue(
             RunSettings(cc="no-such-cc"), cpu_device(), "v", lambda kind, what, error: said.append((kind, what, error))
         )

@@ -412,11 +412,11 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
     record = KernelRecord(CompileKey("s", "triton", "f", "cuda:90"), "af_chain", "text", artifact.pack())
     bucket = bucket_of(())
     with Store.open(session.context.settings.run.store) as store:
-        store.put_kernel(record)
+        store.kernels.put(record)
         for info, compile_key in ((H200, record.key.digest), (L4, None)):
             key = DecisionKey("n", bucket.label, info.key, 0, session.context.versions)
             candidate = Candidate("triton_generic" if compile_key else "eager")
-            store.put_decision(Decision(key, bucket, candidate, compile_key, 2.0, 1.0, 2.0, 1.9, 2.1, "won"))
+            store.results.put_decision(Decision(key, bucket, candidate, compile_key, 2.0, 1.0, 2.0, 1.9, 2.1, "won"))
     session.context.store_thread.start()
     try:
         assert session.context.store_thread.wait_ready(10.0) and not len(session.kernels.catalogue.table)
@@ -430,4 +430,4 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
     finally:
         session.context.store_thread.stop()
     with Store.open(session.context.settings.run.store) as store:
-        assert store.get_kernel(launcher.launcher_key(session.kernels.catalogue.toolchain).digest).name == "af_launch"
+        assert store.kernels.get(launcher.launcher_key(session.kernels.catalogue.toolchain).digest).name == "af_launch"

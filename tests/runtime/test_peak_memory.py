@@ -187,7 +187,7 @@ def test_a_run_reports_the_peaks_of_both(settings):
     session = run_steps()
     with Store.open(session.context.settings.run.store) as store:
         report = load_report(store)
-        held_out = [sample for sample in store.step_samples(report.run.id) if sample.held_out]
+        held_out = [sample for sample in store.steps.of_run(report.run.id) if sample.held_out]
     (line,) = report.memory
     assert line.name == "Gate" and line.eager_bytes >= 3 * MIB and line.routed_bytes >= MIB
     assert not any(row.event.kind == "peak_memory" for row in report.events)

@@ -79,7 +79,7 @@ def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(settings, monkey
     assert session.context._said["store_unusable"] == 1 and session.context.steps == []
     assert {"timeout_seconds": 0.05} in waits, "else SQLite waits for five seconds, at each of its calls"
     with Store.open(path) as store:
-        assert [run.finished_at for run in store.runs()] == [None] * is_open
+        assert [run.finished_at for run in store.runs.recent()] == [None] * is_open
 
 
 def test_a_locked_store_costs_what_the_changelog_promises():
@@ -131,13 +131,13 @@ def test_a_session_that_ends_forgets_old_runs(session):
     session.context.settings = session.context.settings.with_values({"cache.history_days": 0.0}, "test")
     with Store.open(session.context.settings.run.store) as store:
         for name in ("old.py", "newer.py"):
-            run_id = store.start_run(RunStart(name, cpu_device(), "", "off", 1))
-            store.add_step_samples(run_id, [StepSample("root", "sizes", False, 1, 1, 1.0)])
-            store.finish_run(run_id, RunTotals())
+            run_id = store.runs.start(RunStart(name, cpu_device(), "", "off", 1))
+            store.steps.add(run_id, [StepSample("root", "sizes", False, 1, 1, 1.0)])
+            store.runs.finish(run_id, RunTotals())
         session.context.store_thread.start()
         session.finish(0)
-        assert [len(store.step_samples(run_id)) for run_id in (1, 2)] == [0, 1]
-        assert store.run(3).finished_at is not None and not session.context._said
+        assert [len(store.steps.of_run(run_id)) for run_id in (1, 2)] == [0, 1]
+        assert store.runs.get(3).finished_at is not None and not session.context._said
 
 
 @pytest.mark.parametrize("cc", ["env cc", "cc -pipe", "cc"])

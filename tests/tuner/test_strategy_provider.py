@@ -37,7 +37,7 @@ def quick(tmp_path: Path) -> Settings:
 
 def drain(settings: Settings, *requests: TuneRequest) -> None:
     with Store.open(settings.run.store) as store:
-        store.add_requests(requests)
+        store.queue.add(requests)
     control.drain(settings, lambda done, total: None)
 
 
@@ -70,20 +70,22 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
     own = replace(own, key=replace(own.key, fusion_id=kernel.node.fusion_id, bucket="s0=33..64"))
     drain(quick, asked, own)
     with Store.open(quick.run.store) as store:
-        assert store.queue_length().done == 2
-        rows = store.measurements(asked.key.fusion_id)
+        assert store.queue.length().done == 2
+        rows = store.results.measurements(asked.key.fusion_id)
         strategies = {dict(row.measurement.candidate.config)["way"] for row in rows}
         names = {vendor.name, product.name, apart.name}
         assert names <= strategies <= {parts.name, *names}
-        found = {d.key.fusion_id: d for _, d in store.decisions()}
+        found = {d.key.fusion_id: d for _, d in store.results.decisions()}
         assert kernel.node.fusion_id == kernel_id(kernel.node.form, "loop")
         assert kernel.node.fusion_id in found  # tuned as a part; the request of its own asked for nothing more
-        assert len(store.decision_history(kernel.node.fusion_id)) == 1
-        assert not store.measurements(kernel_id(generated.kernels[0].node.form, "matmul")), "too short to be generated"
+        assert len(store.results.history(kernel.node.fusion_id)) == 1
+        assert not store.results.measurements(kernel_id(generated.kernels[0].node.form, "matmul")), (
+            "too short to be generated"
+        )
         decision = found[asked.key.fusion_id]
         assert "measured: " in decision.detail and vendor.name in decision.detail
         if decision.reason == "won":
-            record = store.get_kernel(decision.compile_key or "")
+            record = store.kernels.get(decision.compile_key or "")
             assert record is not None and is_bundle(record.binary)
             loaded = unpack(record.binary, lambda digest, name, binary: lambda *pointers: None)
             assert loaded.strategy.name == dict(decision.candidate.config)["way"]
@@ -99,11 +101,13 @@ def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> Non
     asked = request(form, (160,), unfused_us=1000.0)
     drain(quick, asked)
     with Store.open(quick.run.store) as store:
-        tried = [row.measurement for row in store.measurements(kernel_id(part, MATMUL))]
+        tried = [row.measurement for row in store.results.measurements(kernel_id(part, MATMUL))]
         assert len({dict(m.candidate.config)["tile"] for m in tried if m.status in ("ok", "pruned")}) > 1
         assert not [m for m in tried if m.status not in ("ok", "pruned")]
-        (decision,) = store.decision_history(kernel_id(part, MATMUL))
-        names = {dict(row.measurement.candidate.config)["way"] for row in store.measurements(asked.key.fusion_id)}
+        (decision,) = store.results.history(kernel_id(part, MATMUL))
+        names = {
+            dict(row.measurement.candidate.config)["way"] for row in store.results.measurements(asked.key.fusion_id)
+        }
         assert (GENERATED in names) == (decision.decision.reason == "won")
 
 
@@ -115,10 +119,10 @@ def test_a_kernel_that_gains_little_is_also_cut(quick: Settings, monkeypatch: py
     drain(quick, asked)
     assert packed and {record.key.target for record in packed} == {find_toolchain(None).target}
     with Store.open(quick.run.store) as store:
-        rows = store.measurements(asked.key.fusion_id)
+        rows = store.results.measurements(asked.key.fusion_id)
         names = {dict(r.measurement.candidate.config).get("way") for r in rows}
         assert "one_kernel" in names and any(str(name).startswith("cut_") for name in names)
-        (decision,) = [d for _, d in store.decisions() if d.key.fusion_id == asked.key.fusion_id]
+        (decision,) = [d for _, d in store.results.decisions() if d.key.fusion_id == asked.key.fusion_id]
         assert "cut" in decision.detail and "one_kernel" in decision.detail
 
 
@@ -145,9 +149,11 @@ def test_a_generated_tile_is_a_way_where_triton_prints(
     asked = replace(asked, key=replace(asked.key, device="interpreter:test"))
     drain(quick, asked)
     with Store.open(quick.run.store) as store:
-        (decision,) = [d for _, d in store.decisions("interpreter:test") if d.key.fusion_id == asked.key.fusion_id]
+        (decision,) = [
+            d for _, d in store.results.decisions("interpreter:test") if d.key.fusion_id == asked.key.fusion_id
+        ]
         assert decision.reason in ("no_gain", "below_margin", "won"), decision
         tiled = kernel_id(form, printer)
-        rows = [row.measurement for row in store.measurements(tiled)]
+        rows = [row.measurement for row in store.results.measurements(tiled)]
         assert rows and all(row.status in ("ok", "pruned") for row in rows), rows
         assert max(row.error_ratio or 0.0 for row in rows) < 4.0

@@ -194,7 +194,7 @@ run = subprocess.run
 subprocess.run = lambda command, *a, **k: (commands.append(command), run(command, *a, **k))[1]
 
 store = Store.open(Path(sys.argv[1]))
-cache.install(store.get_triton_files, store.put_triton_files)
+cache.install(store.kernels.get_triton_files, store.kernels.put_triton_files)
 made = [compile_source(two_passes(), t, [NOTHING_ASSUMED, Assumptions(True, ("s0",))]) for t in sys.argv[2:]]
 builds = [command for command in commands if "ptxas" in command[0] and "--version" not in command]
 print(json.dumps({"stages": stages, "builds": builds, "artifacts": [a.pack().hex() for a in made]}))
@@ -225,7 +225,7 @@ def test_a_fresh_process_with_the_same_store_compiles_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize("change", ["data = x'00'", "data = NULL"], ids=["damaged", "missing"])
 def test_a_damaged_or_missing_file_is_compiled_again(tmp_path: Path, name: str, change: str) -> None:
     with Store.open(tmp_path / "store.db") as store:
-        with TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler:
+        with TritonCompiler(store.kernels.get_triton_files, store.kernels.put_triton_files) as compiler:
             first = compiler.compile(elementwise(), "cuda:90", [NOTHING_ASSUMED])
             connection = sqlite3.connect(tmp_path / "store.db")
             with connection:
@@ -233,9 +233,9 @@ def test_a_damaged_or_missing_file_is_compiled_again(tmp_path: Path, name: str, 
             connection.close()
             assert changed == 1
             assert compiler.compile(elementwise(), "cuda:90", [NOTHING_ASSUMED]) == first
-        assert len(store.events()) == (change == "data = x'00'")
+        assert len(store.notes.events()) == (change == "data = x'00'")
         saves: list[str] = []
-        with TritonCompiler(store.get_triton_files, lambda key, files: saves.extend(files)) as compiler:
+        with TritonCompiler(store.kernels.get_triton_files, lambda key, files: saves.extend(files)) as compiler:
             assert compiler.compile(elementwise(), "cuda:90", [NOTHING_ASSUMED]) == first
         assert saves == []
 

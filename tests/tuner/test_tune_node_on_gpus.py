@@ -125,9 +125,9 @@ def test_a_daemon_works_off_requests_of_other_devices(tmp_path: Any) -> None:
     with Store.open(settings.run.store) as store:
         asked = asked_for(form, (4,), "interpreter:test")
         unknown = asked_for(form, (4,), "cuda:GPU of the future:1:sm_999:1GiB")
-        store.add_requests([asked, unknown, request(form, (4,))])
+        store.queue.add([asked, unknown, request(form, (4,))])
         assert sum(control.drain(settings)[:2]) == 3
-        rows = {r.key.device: (r.status, r.message) for r in store.requests()}
+        rows = {r.key.device: (r.status, r.message) for r in store.queue.requests()}
     assert rows[asked.key.device][0] == "done"
     status, message = rows[unknown.key.device]
     assert status == "failed" and "found cuda:999" in message
@@ -140,10 +140,10 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
     values = (3, 5, 16)
     with (
         Store.open(tmp_path / "store.sqlite3") as store,
-        TritonCompiler(store.get_triton_files, store.put_triton_files) as compiler,
+        TritonCompiler(store.kernels.get_triton_files, store.kernels.put_triton_files) as compiler,
     ):
         worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main("tests.tuner.artifact_worker"))
-        shop = BenchmarkProvider(TritonBackend(H200, compiler.compile), worker, stored=store.get_kernel)
+        shop = BenchmarkProvider(TritonBackend(H200, compiler.compile), worker, stored=store.kernels.get)
         try:
             asked = asked_for(form, values, H200)
             bench = Timed(shop.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
@@ -153,8 +153,8 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
         decision = first(outcome)
         assert decision.reason == "won", (decision.reason, decision.detail)
         for kernel in outcome.kernels:
-            store.put_kernel(kernel)
-        found = store.get_kernel(str(decision.compile_key))
+            store.kernels.put(kernel)
+        found = store.kernels.get(str(decision.compile_key))
     assert found is not None and found.resources["registers"] > 0 and found.key.target == "cuda:90"
     artifact = Artifact.unpack(found.binary)
     assert {Assumptions(True, ("s2",)), Assumptions(True), NOTHING_ASSUMED} == set(artifact.assumptions)
@@ -356,16 +356,16 @@ def test_a_device_that_cannot_be_used_just_now_is_tried_again_by_the_next_daemon
     monkeypatch.setattr(loop, "InterpreterBackend", Unusable)
     monkeypatch.setattr(loop, "as_seen_by", lambda pid, variables: starts.append(1) or dict(variables))
     with Store.open(settings.run.store) as store:
-        store.add_requests(asked)
+        store.queue.add(asked)
         assert sum(control.drain(settings)[:2]) == 2
-        rows = store.requests()
+        rows = store.queue.requests()
         assert {r.status for r in rows} == {"failed"}  # at once: a script that waits goes on
         assert all(r.message.startswith(loop.NOT_READY) and "expected a device H200" in r.message for r in rows)
         assert len(starts) <= 2  # started ahead and for the first; the second is not tried
-        assert store.decision_history(asked[0].key.fusion_id) == [] == store.measurements(asked[0].key.fusion_id)
+        assert store.results.history(asked[0].key.fusion_id) == [] == store.results.measurements(asked[0].key.fusion_id)
         monkeypatch.undo()
         assert sum(control.drain(settings)[:2]) == 2
-        assert {(r.status, r.message) for r in store.requests()} == {("done", "")}
+        assert {(r.status, r.message) for r in store.queue.requests()} == {("done", "")}
 
 
 def test_a_worker_sees_the_devices_of_the_script_that_asks() -> None:
