@@ -43,8 +43,9 @@ from autofuse.tuner.backends import CBackend
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.node_bench import CpuRunner, NodeBench
+from autofuse.tuner.outcome import JobLimits
 from autofuse.tuner.timing import RaceResult, RaceRules
-from autofuse.tuner.tune_node import Job, JobLimits
+from autofuse.tuner.tune_node import Job
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 from autofuse.wrapper.node_call import make_launcher, make_unfused
 

@@ -52,8 +52,8 @@ from autofuse.tuner.backends import CBackend
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built, NodeBenchmarks, is_specialised
 from autofuse.tuner.cases import CheckCase, first_cases, full_cases
 from autofuse.tuner.comparison import compare
+from autofuse.tuner.outcome import WAVE
 from autofuse.tuner.timing import RaceRules
-from autofuse.tuner.tune_node import WAVE
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 
 BUCKETS = ("small", "cache", "memory")

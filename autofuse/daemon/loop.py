@@ -29,7 +29,7 @@ from autofuse.ir.reasons import decision_words
 from autofuse.ir.records import TuneRequest
 from autofuse.settings.layers import Settings
 from autofuse.tuner.ipc import Interrupted
-from autofuse.tuner.tune_node import Outcome
+from autofuse.tuner.outcome import Outcome
 from autofuse.tuner.worker_process import NotReady
 
 log = logging.getLogger("autofuse.daemon")

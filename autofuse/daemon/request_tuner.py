@@ -28,14 +28,15 @@ from autofuse.ir.records import (
     TuneRequest,
 )
 from autofuse.ir.shape import Dim, evaluate
-from autofuse.optim.form import OPTIMIZER
+from autofuse.optim.form import StepForm, form_of_request
 from autofuse.optim.tune_step import StepTuning
 from autofuse.settings.groups import TunerSettings
 from autofuse.strategies.enumeration import PARTS, WHOLE, cut_strategies, is_group, is_large, strategies_of
 from autofuse.strategies.strategy import Strategy, kernel_id
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
+from autofuse.tuner.outcome import JobLimits, Outcome
 from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
-from autofuse.tuner.tune_node import Job, JobLimits, Outcome
+from autofuse.tuner.tune_node import Job
 
 WORKER_START_SECONDS = 3.0  # of CPU time, to import torch
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
@@ -69,10 +70,11 @@ class RequestTuner:
         if provider.worker.pid is None:
             self._scheduler.rest(WORKER_START_SECONDS)
         provider.worker.start()  # imports torch while the first kernels compile
-        if OPTIMIZER in request.node:
+        form = form_of_request(request.node)
+        if isinstance(form, StepForm):
             limits, compilers = self._limits(request), provider.compilers()
-            return StepTuning(request, provider.backend, provider.worker, limits, self._scheduler.rest, compilers).run()
-        form = NodeForm.from_json(dict(request.node))
+            rest = self._scheduler.rest
+            return StepTuning(request, form, provider.backend, provider.worker, limits, rest, compilers).run()
         if is_group(form):
             strategies = strategies_of(form, request.key.device != self._devices.cpu)
             large = [strategy for strategy in strategies if is_large(strategy, form, request.bucket)]

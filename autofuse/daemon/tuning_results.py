@@ -12,8 +12,8 @@ from autofuse.db.kernels import Kernels
 from autofuse.db.results import TuneResults
 from autofuse.ir.records import Bucket, Config, Decision, DecisionKey, KernelRecord, TuneRequest
 from autofuse.tuner.benchmark_provider import LETHAL
+from autofuse.tuner.outcome import Outcome
 from autofuse.tuner.strategy_provider import STRATEGY
-from autofuse.tuner.tune_node import Outcome
 
 
 class TuningResults:

@@ -31,6 +31,7 @@ from autofuse.db.rows import StoredDecision, StoredMeasurement
 from autofuse.ir.records import Candidate, Decision, DecisionKey, Measurement
 
 _PLAIN_MEASURED = [item.name for item in fields(Measurement) if item.name not in ("candidate", "symbol_values")]
+_PLAIN_DECIDED = [item.name for item in fields(Decision) if item.name not in ("key", "bucket", "candidate")]
 
 
 class TuneResults:
@@ -109,16 +110,8 @@ class TuneResults:
                 "ranges": ranges_json(decision.bucket),
                 "variant": decision.candidate.variant,
                 "config": [list(pair) for pair in decision.candidate.config],
-                "compile_key": decision.compile_key,
-                "unfused_us": decision.unfused_us,
-                "fused_us": decision.fused_us,
-                "speedup": decision.speedup,
-                "speedup_low": decision.speedup_low,
-                "speedup_high": decision.speedup_high,
-                "reason": decision.reason,
+                **{name: getattr(decision, name) for name in _PLAIN_DECIDED},
                 "detail": clean(decision.detail),
-                "trials": decision.trials,
-                "tuning_seconds": decision.tuning_seconds,
                 "at": now(),
             }
             statement = insert(models.DecisionRow).values(**values).returning(models.DecisionRow.id)
@@ -167,14 +160,5 @@ def _decision_of(row: Row[Any]) -> Decision:
         key=key_of(row),
         bucket=bucket_of(row.ranges),
         candidate=Candidate(row.variant, as_tuples(row.config)),
-        compile_key=row.compile_key,
-        unfused_us=row.unfused_us,
-        fused_us=row.fused_us,
-        speedup=row.speedup,
-        speedup_low=row.speedup_low,
-        speedup_high=row.speedup_high,
-        reason=row.reason,
-        detail=row.detail,
-        trials=row.trials,
-        tuning_seconds=row.tuning_seconds,
+        **{name: getattr(row, name) for name in _PLAIN_DECIDED},
     )

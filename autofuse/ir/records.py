@@ -62,6 +62,7 @@ class Bucket:
 
 Config = tuple[tuple[str, int | str | bool], ...]  # sorted (knob, value) pairs
 
+DETAIL_CHARACTERS = 500  # of what is stored of a compiler's or a kernel's message
 EAGER = "eager"  # the unfused variant: the node's operations one by one through aten
 
 
@@ -103,6 +104,20 @@ class Measurement:
     message: str = ""  # for people, where status is not "ok"
     host_us: float | None = None  # on a GPU: until a call is handed over; the times above are what decided
     eager_host_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A candidate against eager, from the same rounds. Times in microseconds a call."""
+
+    median_us: float
+    eager_us: float
+    speedup: float  # median of the paired ratios eager / candidate
+    low: float  # 95 % interval of that median
+    high: float
+    strong_low: float  # bounds that the decision stands on; 0 and inf where there are too few rounds for any
+    strong_high: float
+    rounds: int
 
 
 # ---- keys ---------------------------------------------------------------------------------------
@@ -188,6 +203,36 @@ class Decision:
     detail: str = ""  # a sentence for people
     trials: int = 0
     tuning_seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        comparison: Comparison | None,
+        request: TuneRequest,
+        candidate: Candidate,
+        reason: str,
+        detail: str,
+        *,
+        compile_key: str | None = None,
+        trials: int = 0,
+        tuning_seconds: float = 0.0,
+    ) -> Decision:
+        """What the race of a request's best candidate has led to; without a race nothing is known but the reason."""
+        return cls(
+            key=request.key,
+            bucket=request.bucket,
+            candidate=candidate,
+            compile_key=compile_key,
+            unfused_us=comparison.eager_us if comparison else 0.0,
+            fused_us=comparison.median_us if comparison else 0.0,
+            speedup=comparison.speedup if comparison else 1.0,
+            speedup_low=comparison.low if comparison else 1.0,
+            speedup_high=comparison.high if comparison else 1.0,
+            reason=reason,
+            detail=detail[:DETAIL_CHARACTERS],
+            trials=trials,
+            tuning_seconds=tuning_seconds,
+        )
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,11 @@ class StepForm:
         return {**form.to_json(), OPTIMIZER: self.to_json()}
 
 
+def form_of_request(node: Mapping[str, Any]) -> NodeForm | StepForm:
+    """What a request's ``node`` is: a step, where it holds one, else the form of a node. Raises FusionError."""
+    return StepForm.from_json(node[OPTIMIZER]) if OPTIMIZER in node else NodeForm.from_json(dict(node))
+
+
 def flags_of(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The flags that are on among a function's arguments."""
     return tuple(name for name in FLAGS if arguments.get(name))

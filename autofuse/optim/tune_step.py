@@ -7,25 +7,35 @@ the first is clear; eager wins ties.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autofuse.codegen.triton.source import Assumptions
 from autofuse.errors import CompilerError, CompilerNotReady
-from autofuse.ir.records import EAGER, Candidate, Config, Decision, KernelRecord, Measurement, TuneRequest, make_config
+from autofuse.ir.records import (
+    EAGER,
+    Candidate,
+    Comparison,
+    Config,
+    Decision,
+    KernelRecord,
+    Measurement,
+    TuneRequest,
+    make_config,
+)
 from autofuse.optim.c_printer import KNOBS, print_step
-from autofuse.optim.form import OPTIMIZER, StepForm
+from autofuse.optim.candidate import StepCandidate
+from autofuse.optim.form import StepForm
 from autofuse.optim.triton_printer import KNOBS as TRITON_KNOBS
 from autofuse.optim.triton_printer import print_triton_step
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
-from autofuse.tuner.comparison import Comparison, compare, confirms, is_clear, keeps_device_slower, wins
+from autofuse.tuner.comparison import compare, decide, keeps_device_slower
+from autofuse.tuner.outcome import JobLimits, Outcome
 from autofuse.tuner.timing import RaceRules
-from autofuse.tuner.tune_node import JobLimits, Outcome
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 
 C_MULTI, TRITON_MULTI = "c_multi", "triton_multi"  # one call for all tensors
@@ -36,22 +46,38 @@ CHECKED_ELEMENTS = 1 << 18  # of all tensors together: each is a run of the same
 LONGEST_CHECKED = 3 * 65536  # of the largest tensor: some of the largest chunks that a thread takes
 
 
+@dataclass(frozen=True)
+class _Entrant:
+    """A candidate with its kernel; torch's own have none."""
+
+    candidate: Candidate
+    kernel: KernelRecord | None = None
+
+    @property
+    def digest(self) -> str | None:
+        return self.kernel.key.digest if self.kernel is not None else None
+
+    def to_json(self) -> dict[str, str]:
+        return StepCandidate.of(self.candidate, self.kernel).to_json()
+
+
 class StepTuning:
     """Tunes one step."""
 
     def __init__(
         self,
         request: TuneRequest,
+        form: StepForm,
         backend: Backend,
         worker: WorkerProcess,
         limits: JobLimits,
         rest: Callable[[], None] = lambda: None,
         compilers: int = 1,
     ) -> None:
-        """``rest`` is called before each piece of work, to yield the machine; ``compilers``: how many may run at a
-        time."""
+        """``form``: what the request asks for. ``rest`` is called before each piece of work, to yield the machine;
+        ``compilers``: how many may run at a time."""
         self._request = request
-        self._form = StepForm.from_json(request.node[OPTIMIZER])
+        self._form = form
         self._tried = self._form  # what is timed: cut, where the whole would take too much memory
         self._checked = self._form  # what is checked: cut further
         self._backend = backend
@@ -61,43 +87,38 @@ class StepTuning:
         self._compilers = compilers
         self._threads = 0  # of the last race; 0: not known
         self._outcome = Outcome()
+        self._began = time.monotonic()
 
     def run(self) -> Outcome:
         """Tune. Raises only what stops the daemon itself."""
-        began = time.monotonic()
         width = 8 if self._form.dtype == "float64" else 4
         most = self._limits.memory_bytes // (width * (2 + len(self._form.states)) * MOST_COPIES)
         if most < sum(min(size, LEAST_ELEMENTS) for size in self._form.sizes):
-            return self._decide(
-                None, Candidate(EAGER), None, "out_of_memory", "checking it needs too much memory", began
-            )
+            return self._stay_eager("out_of_memory", "checking it needs too much memory")
         self._tried = self._form.cut_to(most)
         self._checked = checked_form(self._tried)
-        entrants = [
-            (candidate, kernel) for candidate, kernel in self._candidates() if self._is_right(candidate, kernel)
-        ]
+        entrants = [entrant for entrant in self._candidates() if self._is_right(entrant)]
         if not entrants:
             found = next((m for m in self._outcome.measurements), None)
-            return self._decide(None, Candidate(EAGER), None, "no_candidates", found.message if found else "", began)
+            return self._stay_eager("no_candidates", found.message if found else "")
         comparisons = self._race(entrants)
-        best, (candidate, kernel) = max(zip(comparisons, entrants, strict=True), key=lambda item: item[0].speedup)
-        won = wins(best, self._limits.margin)
-        if won and not is_clear(best):
-            (best,) = self._race([(candidate, kernel)])
-            won = confirms(best, self._limits.margin)
+        first, best = max(zip(comparisons, entrants, strict=True), key=lambda item: item[0].speedup)
+        ruling = decide([first], self._limits.margin, lambda: self._race([best]))
+        assert ruling is not None, "a race of steps has a result or raises"
+        (seen,) = ruling.comparisons
         busy = "" if self._threads in (0, self._request.key.threads) else ", on one thread, for the machine was busy"
-        if not won:
-            words = f"the best is {candidate.variant} with {best.speedup:.2f}x ({best.low:.2f} to {best.high:.2f})"
-            return self._decide(best, Candidate(EAGER), None, "below_margin", words + busy, began)
-        if kernel is not None:
-            self._outcome.kernels.append(kernel)
-        words = f"the fastest of {len(entrants)}, {best.rounds} paired rounds"
+        if not ruling.is_won:
+            words = f"the best is {best.candidate.variant} with {seen.speedup:.2f}x ({seen.low:.2f} to {seen.high:.2f})"
+            return self._stay_eager("below_margin", words + busy, seen)
+        words = f"the fastest of {len(entrants)}, {seen.rounds} paired rounds"
         if self._tried != self._form:
             words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"
-        return self._decide(best, candidate, kernel, "won", words + busy, began)
+        if best.kernel is not None:
+            self._outcome.kernels.append(best.kernel)
+        return self._decide(seen, best.candidate, "won", words + busy, best.digest)
 
-    def _candidates(self) -> list[tuple[Candidate, KernelRecord | None]]:
-        found: list[tuple[Candidate, KernelRecord | None]] = [(Candidate(name), None) for name in self._form.vendors]
+    def _candidates(self) -> list[_Entrant]:
+        found = [_Entrant(Candidate(name)) for name in self._form.vendors]
         variant, knobs = (C_MULTI, KNOBS) if isinstance(self._backend, CBackend) else (TRITON_MULTI, TRITON_KNOBS)
         configs = [
             make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
@@ -106,9 +127,9 @@ class StepTuning:
         for config, made in zip(configs, self._compile_all(configs), strict=True):
             candidate = Candidate(variant, config)
             if isinstance(made, KernelRecord):
-                found.append((candidate, made))
+                found.append(_Entrant(candidate, made))
             else:
-                self._outcome.measurements.append(Measurement(candidate, made.status, message=str(made)[:500]))
+                self._outcome.fail(candidate, made.status, str(made))
         return found
 
     def _compile_all(self, configs: list[Config]) -> list[KernelRecord | CandidateProblem]:
@@ -147,61 +168,50 @@ class StepTuning:
             self._worker.start()
         return self._worker.ask(do, step=form.to_json(), threads=self._request.key.threads, **arguments)
 
-    def _is_right(self, candidate: Candidate, kernel: KernelRecord | None) -> bool:
+    def _is_right(self, entrant: _Entrant) -> bool:
         try:
-            self._ask("check_step", self._checked, candidate=_as_json(candidate, kernel))
+            self._ask("check_step", self._checked, candidate=entrant.to_json())
         except CandidateProblem as problem:
-            self._outcome.measurements.append(Measurement(candidate, problem.status, message=str(problem)[:500]))
+            self._outcome.fail(entrant.candidate, problem.status, str(problem))
             return False
         return True
 
-    def _race(self, entrants: list[tuple[Candidate, KernelRecord | None]]) -> list[Comparison]:
+    def _race(self, entrants: Sequence[_Entrant]) -> list[Comparison]:
         rounds = max(15, self._limits.rounds)
         rules = RaceRules(rounds, 4 * rounds, self._limits.job_seconds, self._limits.margin, 15)
-        reply = self._ask("race_steps", self._tried, candidates=[_as_json(*e) for e in entrants], rules=asdict(rules))
+        candidates = [entrant.to_json() for entrant in entrants]
+        reply = self._ask("race_steps", self._tried, candidates=candidates, rules=asdict(rules))
         samples, device, self._threads = reply["samples"], reply["device"], reply["threads"]
         comparisons = [compare(samples[0], own) for own in samples[1:]]
         for n, own in enumerate(device[1:]):
             on_device = compare(device[0], own)
             if keeps_device_slower(on_device, self._limits.margin):
                 comparisons[n] = on_device  # saves the host's time at the cost of the device's: no gain
-        for c, (candidate, kernel) in zip(comparisons, entrants, strict=True):
-            self._outcome.measurements.append(
-                Measurement(
-                    candidate,
-                    "ok",
-                    (),
-                    c.median_us,
-                    c.eager_us,
-                    c.speedup,
-                    c.low,
-                    c.high,
-                    compile_key=kernel.key.digest if kernel else None,
-                )
-            )
+        for c, entrant in zip(comparisons, entrants, strict=True):
+            times = (c.median_us, c.eager_us, c.speedup, c.low, c.high)
+            row = Measurement(entrant.candidate, "ok", (), *times, compile_key=entrant.digest)
+            self._outcome.measurements.append(row)
         return comparisons
 
+    def _stay_eager(self, reason: str, detail: str, comparison: Comparison | None = None) -> Outcome:
+        return self._decide(comparison, Candidate(EAGER), reason, detail)
+
     def _decide(
-        self, c: Comparison | None, candidate: Candidate, kernel: KernelRecord | None, reason: str, detail: str,
-        began: float,
-    ) -> Outcome:  # fmt: skip
-        self._outcome.decisions.append(
-            Decision(
-                key=self._request.key,
-                bucket=self._request.bucket,
-                candidate=candidate,
-                compile_key=kernel.key.digest if kernel else None,
-                unfused_us=c.eager_us if c else 0.0,
-                fused_us=c.median_us if c else 0.0,
-                speedup=c.speedup if c else 1.0,
-                speedup_low=c.low if c else 1.0,
-                speedup_high=c.high if c else 1.0,
-                reason=reason,
-                detail=detail[:500],
-                trials=len(self._outcome.measurements),
-                tuning_seconds=time.monotonic() - began,
-            )
+        self, comparison: Comparison | None, candidate: Candidate, reason: str, detail: str, digest: str | None = None
+    ) -> Outcome:
+        took = time.monotonic() - self._began
+        trials = len(self._outcome.measurements)
+        decision = Decision.of(
+            comparison,
+            self._request,
+            candidate,
+            reason,
+            detail,
+            compile_key=digest,
+            trials=trials,
+            tuning_seconds=took,
         )
+        self._outcome.decisions.append(decision)
         return self._outcome
 
 
@@ -213,9 +223,3 @@ def checked_form(form: StepForm) -> StepForm:
     largest = form.sizes.index(max(form.sizes))
     sizes[largest] = max(sizes[largest], min(form.sizes[largest], LONGEST_CHECKED))
     return replace(form, sizes=tuple(sizes))
-
-
-def _as_json(candidate: Candidate, kernel: KernelRecord | None) -> dict[str, str]:
-    binary = base64.b64encode(kernel.binary).decode() if kernel else ""
-    name, digest = (kernel.name, kernel.key.digest) if kernel else ("", "")
-    return {"variant": candidate.variant, "binary": binary, "name": name, "digest": digest}

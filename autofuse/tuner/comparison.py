@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, inf
 from typing import Literal
+
+from autofuse.ir.records import Comparison
 
 INTERVAL_TAIL = 0.025  # each side of the 95 % interval that people see
 # Each side of the bound that decides. Looks at growing numbers of rounds (up to six) and several finalists multiply
@@ -29,20 +31,6 @@ LEAST_PAIRS = 10  # fewer give no strong bound
 CLEAR = 1.25  # the strong bound from which a gain is larger than anything that favours one callable for a whole race
 
 Verdict = Literal["won", "lost", "open"]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A candidate against eager, from the same rounds. Times in microseconds a call."""
-
-    median_us: float
-    eager_us: float
-    speedup: float  # median of the paired ratios eager / candidate
-    low: float  # 95 % interval of that median
-    high: float
-    strong_low: float  # bounds that the decision stands on; 0 and inf where there are too few rounds for any
-    strong_high: float
-    rounds: int
 
 
 def compare(eager: Sequence[float], candidate: Sequence[float]) -> Comparison:
@@ -122,6 +110,35 @@ def is_clear(comparison: Comparison) -> bool:
 def confirms(comparison: Comparison, margin: float) -> bool:
     """Whether a second race bears a win out: the first has ruled out the noise of rounds, the usual bound will do."""
     return comparison.speedup >= 1.0 + margin and comparison.low > 1.0
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """Whether to switch from eager, and on which race that stands."""
+
+    is_won: bool
+    comparisons: tuple[Comparison, ...]  # of the last race: with eager, and with a kernel that is to be beaten as well
+    unconfirmed: tuple[Comparison, ...] = ()  # of the first race, where the second did not bear it out
+
+
+def decide(
+    first: Sequence[Comparison], margin: float, race_again: Callable[[], Sequence[Comparison] | None]
+) -> Ruling | None:
+    """The rule of all switches: a race that is won by the margin and, unless it is clear, a second one like it.
+
+    ``first``: a candidate against each of its rivals, all of which it has to beat. None where the second race gave no
+    result.
+    """
+    first = tuple(first)
+    if not all(wins(c, margin) for c in first):
+        return Ruling(False, first)
+    if all(is_clear(c) for c in first):
+        return Ruling(True, first)
+    second = race_again()
+    if second is None:
+        return None
+    is_won = all(confirms(c, margin) for c in second)
+    return Ruling(is_won, tuple(second), () if is_won else first)
 
 
 def keeps_device_slower(on_device: Comparison, margin: float) -> bool:

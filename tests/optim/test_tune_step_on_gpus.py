@@ -20,8 +20,8 @@ from autofuse.optim.form import StepForm
 from autofuse.optim.tune_step import TRITON_MULTI, StepTuning
 from autofuse.settings.layers import load
 from autofuse.tuner.backends import InterpreterBackend, TritonBackend
+from autofuse.tuner.outcome import JobLimits, Outcome
 from autofuse.tuner.triton_compiler import TritonCompiler
-from autofuse.tuner.tune_node import JobLimits, Outcome
 from autofuse.tuner.worker_process import Main, WorkerProcess
 from tests.tuner.nodes import versions
 from tests.tuner.test_tune_node_on_gpus import compiled
@@ -68,7 +68,7 @@ def statuses(outcome: Outcome) -> set[tuple[str, str]]:
 
 
 def test_every_configuration_is_checked_and_the_winner_kept(worker: WorkerProcess) -> None:
-    outcome = Timed(request(FORM, "interpreter:test"), InterpreterBackend(), worker, LIMITS).run()
+    outcome = Timed(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), worker, LIMITS).run()
     (decision,) = outcome.decisions
     assert (decision.reason, decision.candidate.variant) == ("won", TRITON_MULTI)
     assert [kernel.key.digest for kernel in outcome.kernels] == [decision.compile_key]
@@ -79,7 +79,7 @@ def test_every_configuration_is_checked_and_the_winner_kept(worker: WorkerProces
 def test_the_devices_own_time_may_not_get_worse(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
     monkeypatch.setattr(Timed, "device", (2e-6, 3e-6))
-    outcome = Timed(request(FORM, "interpreter:test"), InterpreterBackend(), worker, LIMITS).run()
+    outcome = Timed(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), worker, LIMITS).run()
     assert outcome.decisions[0].reason == "below_margin" and outcome.kernels == []
 
 
@@ -93,7 +93,7 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
         TritonCompiler(store.kernels.get_triton_files, store.kernels.put_triton_files) as compiler,
     ):
         try:
-            outcome = Timed(request(form, H200), TritonBackend(H200, compiler.compile), artifacts, LIMITS).run()
+            outcome = Timed(request(form, H200), form, TritonBackend(H200, compiler.compile), artifacts, LIMITS).run()
         finally:
             artifacts.kill()
         assert statuses(outcome) == {(TRITON_MULTI, "ok")}
@@ -108,7 +108,7 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_spills_is_never_timed(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
     form = StepForm("adagrad", (), "float32", (600, 7), "fused", "cuda", "device")
-    outcome = Timed(request(form, H200), TritonBackend(H200, compiled(8, [])), worker, LIMITS).run()
+    outcome = Timed(request(form, H200), form, TritonBackend(H200, compiled(8, [])), worker, LIMITS).run()
     assert outcome.decisions[0].reason == "no_candidates" and "spill" in outcome.decisions[0].detail
     assert statuses(outcome) == {(TRITON_MULTI, "pruned")}
 
@@ -137,13 +137,13 @@ def test_what_is_large_is_tried_on_the_parts_that_fit(worker: WorkerProcess, mon
             return super()._ask(do, form, **arguments)
 
     fits = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 1000)
-    outcome = Watched(request(form, "interpreter:test"), InterpreterBackend(), worker, fits).run()
+    outcome = Watched(request(form, "interpreter:test"), form, InterpreterBackend(), worker, fits).run()
     (decision,) = outcome.decisions
     assert {tried.sizes for tried in asked} == {(496, 7, 496)}
     assert decision.reason == "won" and decision.detail.endswith("on 999 of 90607 elements")
     assert decision.key.fusion_id == form.fusion_id and outcome.kernels[0].name == form.label
     small = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 200)
-    outcome = Timed(request(form, "interpreter:test"), InterpreterBackend(), worker, small).run()
+    outcome = Timed(request(form, "interpreter:test"), form, InterpreterBackend(), worker, small).run()
     assert outcome.decisions[0].reason == "out_of_memory"
 
 

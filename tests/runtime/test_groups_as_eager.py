@@ -10,8 +10,8 @@ import torch
 from autofuse.daemon.request_tuner import parts_lost
 from autofuse.ir.records import EAGER, IN_ONE, Candidate, Measurement, Status, make_config
 from autofuse.runtime.choice import UNKNOWN, Choice
+from autofuse.tuner.outcome import Outcome
 from autofuse.tuner.strategy_provider import STRATEGY
-from autofuse.tuner.tune_node import Outcome
 from tests.codegen.test_in_place import Captured, W
 
 RESIDUAL = torch.randn(48, 32)

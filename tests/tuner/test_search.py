@@ -11,8 +11,9 @@ import pytest
 from autofuse.codegen.knobs import Knob
 from autofuse.db.rows import StoredMeasurement
 from autofuse.ir.records import Bucket, Candidate, Config, DecisionKey, Measurement, ObservedShape, make_config
+from autofuse.tuner.outcome import WAVE, JobLimits
 from autofuse.tuner.search import ConfigSearch
-from autofuse.tuner.tune_node import WAVE, Job, JobLimits
+from autofuse.tuner.tune_node import Job
 from autofuse.tuner.worker_process import CandidateProblem
 from tests.tuner.nodes import chain_form, request
 from tests.tuner.replay import RecordedBench, recorded_times
@@ -206,4 +207,4 @@ def test_shapes_outside_of_the_bucket_are_not_timed() -> None:
     asked = request(chain_form(), (700,))
     odd = (ObservedShape((4,), 10**6), *asked.shapes)
     job = Job(type(asked)(**{**asked.__dict__, "shapes": odd}), RecordedBench(KNOBS, {}, 1.0), LIMITS)
-    assert job._timed_values() == (700,)
+    assert job.timed_values() == (700,)

@@ -11,8 +11,9 @@ import pytest
 from autofuse.codegen.knobs import Knob
 from autofuse.ir.records import Config, make_config
 from autofuse.tuner.benchmark_provider import Built
+from autofuse.tuner.outcome import JobLimits, Outcome
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, race
-from autofuse.tuner.tune_node import Job, JobLimits, Outcome
+from autofuse.tuner.tune_node import Job
 from tests.tuner.nodes import chain_form, request
 from tests.tuner.replay import RecordedBench
 

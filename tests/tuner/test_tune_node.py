@@ -22,7 +22,8 @@ from autofuse.ir.records import Bucket, Candidate, Decision
 from autofuse.tuner.backends import CBackend
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built
 from autofuse.tuner.cases import CheckCase
-from autofuse.tuner.tune_node import Job, JobLimits, Outcome
+from autofuse.tuner.outcome import JobLimits, Outcome
+from autofuse.tuner.tune_node import Job
 from autofuse.tuner.worker_process import Lost, Refused, WorkerProcess
 from tests.tuner.nodes import chain_form, matmul_form, request
 from tests.tuner.replay import RecordedBench

@@ -31,9 +31,10 @@ from autofuse.tuner import gpu_rig
 from autofuse.tuner.backends import InterpreterBackend, TritonBackend, isa_of
 from autofuse.tuner.benchmark_provider import Bench, BenchmarkProvider, Built, NodeBenchmarks
 from autofuse.tuner.gpu_sampler import DeviceCalls, GpuSampler
+from autofuse.tuner.outcome import JobLimits, Outcome
 from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.triton_compiler import TritonCompiler
-from autofuse.tuner.tune_node import Job, JobLimits, Outcome
+from autofuse.tuner.tune_node import Job
 from autofuse.tuner.worker_process import Lost, Main, NotReady, Refused, WorkerProcess
 from tests.cases import CASES
 from tests.tuner.nodes import chain_form, request

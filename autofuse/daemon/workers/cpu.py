@@ -24,6 +24,7 @@ import torch
 
 from autofuse.ir.operation import NodeForm
 from autofuse.optim import step_bench as optimizer
+from autofuse.optim.candidate import StepCandidate
 from autofuse.optim.form import StepForm
 from autofuse.process.apply import apply_malloc
 from autofuse.tuner.cases import CheckCase
@@ -95,11 +96,13 @@ class Benches:
     def do_check_step(self, request: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's step instead of a node."""
         form = StepForm.from_json(request["step"])
-        return {"error_ratio": optimizer.check(form, request["candidate"], request["threads"], self._rig)}
+        candidate = StepCandidate.from_json(request["candidate"])
+        return {"error_ratio": optimizer.check(form, candidate, request["threads"], self._rig)}
 
     def do_race_steps(self, request: dict[str, Any]) -> dict[str, Any]:
         form, rules = StepForm.from_json(request["step"]), RaceRules(**request["rules"])
-        return asdict(optimizer.race_steps(form, request["candidates"], request["threads"], rules, self._rig))
+        candidates = [StepCandidate.from_json(candidate) for candidate in request["candidates"]]
+        return asdict(optimizer.race_steps(form, candidates, request["threads"], rules, self._rig))
 
     @property
     def _bench(self) -> NodeBench:

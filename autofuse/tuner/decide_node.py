@@ -1,0 +1,139 @@
+"""Deciding on a node: which of the entrants wins, if any.
+
+In: entrants that were screened. Out: the winner and its decision; None and the reason where eager stays.
+Guarantee: the race that decides is not the one that chose; the winner has passed all cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from autofuse.ir.records import Comparison, Decision, TuneRequest
+from autofuse.tuner.cases import full_cases
+from autofuse.tuner.comparison import LEAST_PAIRS, decide
+from autofuse.tuner.entrants import Contest, Entrant
+from autofuse.tuner.outcome import Verdicts
+from autofuse.tuner.timing import PROBES
+
+THREADS_KNOB = "threads"  # of the code generator: the caller's thread count, or one
+FINALISTS = 4
+CLOSE = 0.1  # finalists are within this share of the first: the noise of a screening
+TAKES = 3  # winners that may turn out wrong before the rest is given up
+
+
+class NodeDecider:
+    """Decides on the entrants of one node, all of them timed on the same sizes."""
+
+    def __init__(self, contest: Contest, verdicts: Verdicts, values: tuple[int, ...]) -> None:
+        self._contest = contest
+        self._verdicts = verdicts
+        self._values = values
+        self._margin = contest.limits.margin
+
+    def decide(self, entrants: Sequence[Entrant]) -> tuple[Entrant | None, Decision]:
+        """The winner and its decision; None where eager stays."""
+        for _ in range(TAKES):
+            ran = (e for e in entrants if e.comparison is not None and not e.trades(self._margin))
+            # Who left a race early was slower than the leader, whatever eager took in those few rounds.
+            ranked = sorted(ran, key=lambda e: (e.dropped, -e.speedup))
+            if not ranked:
+                break
+            best = self._final(ranked)
+            if best is None or best.trades(self._margin):
+                continue  # the finalists did not survive, or took the device longer than it had seemed
+            assert best.comparison is not None
+            ruling = decide([best.comparison], self._margin, partial(self._race_again, best))
+            if ruling is None:
+                continue
+            if not ruling.is_won:
+                return None, self._stay(*ruling.comparisons, *ruling.unconfirmed)
+            if self._contest.complete(best, self._values) and self._full_check(best):
+                return best, switch(self._verdicts, best, self._contest.request, self._values)
+            best.comparison = None
+        return None, self._none_left(entrants)
+
+    def _race_again(self, best: Entrant) -> list[Comparison] | None:
+        self._contest.race([best], self._values, self._contest.at_length())
+        return None if best.comparison is None or best.trades(self._margin) else [best.comparison]
+
+    def _stay(self, last: Comparison, unconfirmed: Comparison | None = None) -> Decision:
+        seen = f"{last.speedup:.2f}x ({last.low:.2f} to {last.high:.2f})"
+        reason, detail = "no_gain", f"the best kernel is {seen}"
+        if last.high >= 1.0:
+            reason, detail = "below_margin", f"{detail}, a switch needs {1 + self._margin:.2f}x for certain"
+        if unconfirmed is not None:
+            detail += f"; a race before showed {unconfirmed.speedup:.2f}x"
+        return self._verdicts.stay_eager(reason, detail, last)
+
+    def _none_left(self, entrants: Sequence[Entrant]) -> Decision:
+        traded = [e for e in entrants if e.comparison is not None and e.trades(self._margin)]
+        if not traded:
+            return self._verdicts.stay_eager(*self._verdicts.why_nothing_ran())
+        best = max(traded, key=lambda e: e.speedup)
+        assert best.on_device is not None
+        return self._verdicts.stay_eager("device_slower", _on_device(best.on_device), best.comparison)
+
+    def _final(self, ranked: Sequence[Entrant]) -> Entrant | None:
+        """The best of a race at length; as screened where not even the screening saw a chance."""
+        ranked = self._of_default_threads(ranked)
+        first = ranked[0]
+        assert first.comparison is not None
+        if first.comparison.high < 1.0:
+            return first
+        close = [e for e in ranked if e.dropped == first.dropped and e.speedup >= first.speedup * (1.0 - CLOSE)]
+        finalists = self._that_fit(sorted(close, key=lambda e: -e.device_speedup)[:FINALISTS])
+        self._contest.race(finalists, self._values, self._contest.at_length())
+        ran = [e for e in finalists if e.comparison is not None]
+        stayed = [e for e in ran if not e.dropped] or ran  # all left where eager leads
+        top = max((e.speedup for e in stayed), default=0.0)
+        alike = [e for e in stayed if e.speedup * (1.0 + self._margin) >= top]
+        return max(alike, key=lambda e: e.device_speedup, default=None)
+
+    def _that_fit(self, finalists: Sequence[Entrant]) -> Sequence[Entrant]:
+        """The first of them for whom a deciding race has time: with fewer than the least rounds none of them wins."""
+        found = [e.comparison for e in finalists if e.comparison is not None]
+        seconds = found[0].eager_us / 1e6
+        for count, comparison in enumerate(found):
+            seconds += comparison.median_us / 1e6
+            if count and (1 + PROBES + LEAST_PAIRS) * seconds > self._contest.at_length().longest_seconds:
+                return finalists[:count]
+        return finalists
+
+    def _of_default_threads(self, ranked: Sequence[Entrant]) -> Sequence[Entrant]:
+        """Those that use threads as the default does, where a busy machine was timed on one thread.
+
+        A kernel that never uses more is as fast there, and slower on the machine that the script has to itself.
+        """
+        if all(e.threads in (0, self._contest.request.key.threads) for e in ranked):
+            return ranked
+        usual = dict(self._contest.bench.default(self._values)).get(THREADS_KNOB)
+        return [e for e in ranked if dict(e.built.candidate.config).get(THREADS_KNOB) == usual] or ranked
+
+    def _full_check(self, entrant: Entrant) -> bool:
+        contest = self._contest
+        cases = full_cases(
+            contest.form,
+            contest.request.bucket,
+            contest.request.shapes,
+            self._values,
+            is_known=contest.bench.has_passed(entrant.built),
+            most_bytes=contest.limits.case_bytes,
+        )
+        if not contest.check(entrant, cases, self._values):
+            return False
+        contest.bench.note_passed(entrant.built)
+        return True
+
+
+def switch(verdicts: Verdicts, entrant: Entrant, request: TuneRequest, values: tuple[int, ...]) -> Decision:
+    """The decision for an entrant that has won what ``request`` asks for, on these sizes."""
+    assert entrant.comparison is not None
+    where = f" at {list(values)}" if values else ""
+    if entrant.threads not in (0, request.key.threads):
+        where += " on one thread, for the machine was busy"
+    return verdicts.switch(entrant.comparison, request, entrant.built.candidate, entrant.built.digest, where)
+
+
+def _on_device(c: Comparison) -> str:
+    return f"fewer launches, but the device itself takes {c.median_us:.1f} us instead of {c.eager_us:.1f}"

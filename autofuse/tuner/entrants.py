@@ -1,0 +1,185 @@
+"""Candidates on a node's bench: built, checked, raced; what every step of a job does with them.
+
+In: configurations and the bench of a node. Out: `Entrant`s with their comparisons against eager.
+Guarantee: an entrant has given right results before it is timed; what fails becomes a measurement, and costs the others
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.records import Candidate, Comparison, Measurement, TuneRequest
+from autofuse.tuner.benchmark_provider import Bench, Built
+from autofuse.tuner.cases import ESSENTIAL, CheckCase, first_cases
+from autofuse.tuner.comparison import LEAST_PAIRS, compare, keeps_device_slower
+from autofuse.tuner.outcome import Clock, JobLimits, Outcome
+from autofuse.tuner.timing import RaceResult, RaceRules
+from autofuse.tuner.worker_process import CandidateProblem, Lost
+
+SHAPES_BUILT = 4  # observed shapes whose divisibility the kept binary of a GPU makes use of
+# A race whose winner is open goes on for up to this many times its rounds. On a simulated shared machine a gain of 10 %
+# is found in 76 % of tries, with 4 in half of them.
+LONGER = 6
+
+
+@dataclass
+class Entrant:
+    """A candidate that ran and gave right results."""
+
+    built: Built
+    error_ratio: float
+    comparison: Comparison | None = None
+    dropped: bool = False
+    threads: int = 0  # of the last race
+    on_device: Comparison | None = None  # on a GPU: the device's time alone
+    host_us: tuple[float, float] | None = None  # of eager and of this one, until a call is handed to a GPU
+    seconds: float = 0.0  # of checking and racing
+
+    @property
+    def speedup(self) -> float:
+        return self.comparison.speedup if self.comparison is not None else 0.0
+
+    @property
+    def device_speedup(self) -> float:
+        """Of the device's time alone; the same as ``speedup`` but where a GPU waits for the host."""
+        return self.on_device.speedup if self.on_device is not None else self.speedup
+
+    @property
+    def score(self) -> float:
+        """What a search minimises. Kernels of a node are launched alike: behind a host that is slower than all of
+        them they would look the same, so the device's time counts as much."""
+        return 1.0 / math.sqrt(self.speedup * self.device_speedup)
+
+    def trades(self, margin: float) -> bool:
+        """Whether it saves the host's time at the cost of the device's."""
+        slower = self.on_device is not None and keeps_device_slower(self.on_device, margin)
+        return slower and self.speedup > 1.0
+
+    def measurement(self, values: tuple[int, ...]) -> Measurement:
+        """What its last race showed, at these sizes."""
+        assert self.comparison is not None
+        c = self.comparison
+        return Measurement(
+            candidate=self.built.candidate,
+            status="pruned" if self.dropped else "ok",
+            symbol_values=values,
+            median_us=c.median_us,
+            eager_us=c.eager_us,
+            speedup=c.speedup,
+            speedup_low=c.low,
+            speedup_high=c.high,
+            error_ratio=self.error_ratio,
+            host_us=self.host_us[1] if self.host_us else None,
+            eager_host_us=self.host_us[0] if self.host_us else None,
+            compile_key=self.built.digest,
+            compile_seconds=self.built.seconds,
+            measure_seconds=self.seconds,
+            message="slower than the leader in nearly every round" if self.dropped else "",
+        )
+
+
+class Contest:
+    """The candidates of one job on their node's bench."""
+
+    def __init__(
+        self, request: TuneRequest, form: NodeForm, bench: Bench, limits: JobLimits, outcome: Outcome, clock: Clock
+    ) -> None:
+        self.request = request
+        self.form = form
+        self.bench = bench
+        self.limits = limits
+        self.outcome = outcome
+        self.clock = clock
+
+    def build(self, candidates: Sequence[Candidate], values: tuple[int, ...]) -> list[Built | None]:
+        """Binaries, in order; None where there is none."""
+        found: list[Built | None] = []
+        others = [case.values for case in first_cases(self.form, self.request.bucket, values)]
+        for candidate, result in zip(candidates, self.bench.build(candidates, values, others), strict=True):
+            if isinstance(result, CandidateProblem):
+                self.outcome.fail(candidate, result.status, str(result), values)
+                found.append(None)
+            else:
+                found.append(result)
+        return found
+
+    def first_check(self, built: Built, values: tuple[int, ...]) -> Entrant | None:
+        """One case: as much as a candidate has to pass before it is timed."""
+        began = self.clock.now()
+        try:
+            error = self.bench.check(built, first_cases(self.form, self.request.bucket, values), 0.0, 1)
+        except CandidateProblem as problem:
+            self._fail(built, problem, values)
+            return None
+        return Entrant(built, error, seconds=self.clock.now() - began)
+
+    def check(self, entrant: Entrant, cases: Sequence[CheckCase], values: tuple[int, ...]) -> bool:
+        """Whether it passes these cases as well."""
+        began = self.clock.now()
+        try:
+            budget = max(0.1, self.limits.job_seconds / 8)
+            error = self.bench.check(entrant.built, cases, budget, ESSENTIAL)
+        except CandidateProblem as problem:
+            self._fail(entrant.built, problem, values)
+            return False
+        finally:
+            entrant.seconds += self.clock.now() - began
+        entrant.error_ratio = max(entrant.error_ratio, error)
+        return True
+
+    def complete(self, entrant: Entrant, values: tuple[int, ...]) -> bool:
+        """Make a winner fit for all sizes of its bucket; whether that could be done."""
+        try:
+            entrant.built = self.bench.complete(entrant.built, values, self.shapes_inside()[:SHAPES_BUILT])
+        except CandidateProblem as problem:
+            self._fail(entrant.built, problem, values)
+            return False
+        return True
+
+    def race(self, entrants: Sequence[Entrant], values: tuple[int, ...], rules: RaceRules) -> RaceResult | None:
+        """Race against eager and note the comparisons; one by one where together they were too much for the worker.
+
+        The race of all of them, None where there was none.
+        """
+        if not entrants:
+            return None
+        began = self.clock.now()
+        try:
+            result = self.bench.race([e.built for e in entrants], values, rules)
+        except CandidateProblem as problem:
+            alone_may_do = isinstance(problem, Lost) or problem.status == "out_of_memory"
+            if alone_may_do and len(entrants) > 1:
+                for entrant in entrants:
+                    self.race([entrant], values, rules)
+                return None
+            for entrant in entrants:
+                entrant.comparison = None
+                self._fail(entrant.built, problem, values)
+            return None
+        for index, entrant in enumerate(entrants, 1):
+            entrant.comparison = compare(result.samples[0], result.samples[index])
+            entrant.dropped = result.dropped[index]
+            entrant.threads = result.threads
+            if result.device:
+                entrant.on_device = compare(result.device[0], result.device[index])
+                entrant.host_us = (median(result.host[0]) * 1e6, median(result.host[index]) * 1e6)
+            entrant.seconds += (self.clock.now() - began) / len(entrants)
+        return result
+
+    def at_length(self, longer: int = LONGER) -> RaceRules:
+        """A race that decides; ``longer``: times its rounds at most, while its winner is open."""
+        rounds = max(LEAST_PAIRS, self.limits.rounds)
+        budget = max(0.5, min(self.limits.job_seconds / 4, self.clock.left))
+        return RaceRules(rounds, longer * rounds, budget, self.limits.margin, LEAST_PAIRS, self.limits.job_seconds)
+
+    def shapes_inside(self) -> list[tuple[int, ...]]:
+        """The observed shapes that are of the request's bucket."""
+        return [s.symbol_values for s in self.request.shapes if self.request.bucket.contains(s.symbol_values)]
+
+    def _fail(self, built: Built, problem: CandidateProblem, values: tuple[int, ...]) -> None:
+        self.outcome.fail(built.candidate, problem.status, str(problem), values, built.digest)

@@ -1,0 +1,128 @@
+"""What a job may use, and the records of what it found.
+
+In: a `TuneRequest`, what became of candidates. Out: an `Outcome`.
+Guarantee: a candidate that did not run leaves a measurement with its status and its message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autofuse.ir.records import (
+    DETAIL_CHARACTERS,
+    EAGER,
+    Candidate,
+    Comparison,
+    Decision,
+    KernelRecord,
+    Measurement,
+    Status,
+    TuneRequest,
+)
+from autofuse.tuner.cases import CASE_BYTES
+
+WAVE = 4  # configurations that are built and screened together: the default and the likeliest changes to it
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """What one job may use."""
+
+    trials: int
+    rounds: int
+    margin: float
+    job_seconds: float
+    memory_bytes: int = 2 << 30
+    case_bytes: int = CASE_BYTES
+    wave: int = WAVE  # configurations that are built and screened together
+
+
+@dataclass
+class Outcome:
+    """What a job found."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    kernels: list[KernelRecord] = field(default_factory=list)
+
+    def fail(
+        self,
+        candidate: Candidate,
+        status: Status,
+        message: str,
+        values: tuple[int, ...] = (),
+        digest: str | None = None,
+    ) -> None:
+        """A candidate did not run, or not as it should."""
+        row = Measurement(candidate, status, values, compile_key=digest, message=message[:DETAIL_CHARACTERS])
+        self.measurements.append(row)
+
+
+class Clock:
+    """Seconds that count against one job's."""
+
+    def __init__(self, clock: Callable[[], float], job_seconds: float) -> None:
+        self.now = clock
+        self._began = clock()
+        self._job_seconds = job_seconds
+
+    @property
+    def used(self) -> float:
+        return self.now() - self._began
+
+    @property
+    def left(self) -> float:
+        return self._job_seconds - self.used
+
+
+class Verdicts:
+    """Decisions of one job, each with what the job has tried and taken so far."""
+
+    def __init__(self, request: TuneRequest, outcome: Outcome, clock: Clock) -> None:
+        self.tried = 0  # configurations
+        self._request = request
+        self._outcome = outcome
+        self._clock = clock
+
+    def stay_eager(self, reason: str, detail: str, comparison: Comparison | None = None) -> Decision:
+        """No candidate wins; ``comparison``: of the best of them."""
+        return self._decision(comparison, self._request, Candidate(EAGER), reason, detail)
+
+    def switch(
+        self, comparison: Comparison, request: TuneRequest, candidate: Candidate, digest: str, where: str
+    ) -> Decision:
+        """A candidate wins what ``request`` asks for."""
+        detail = f"the fastest of {self.tried}, {comparison.rounds} paired rounds{where}"
+        return self._decision(comparison, request, candidate, "won", detail, digest)
+
+    def why_nothing_ran(self) -> tuple[str, str]:
+        """The reason and the words for eager where no candidate is left."""
+        found = {m.status: m.message for m in reversed(self._outcome.measurements) if m.status != "ok"}
+        for status, reason in _REASONS.items():
+            if status in found:
+                return reason, found[status]
+        return "no_candidates", "no candidate was made"
+
+    def _decision(
+        self,
+        comparison: Comparison | None,
+        request: TuneRequest,
+        candidate: Candidate,
+        reason: str,
+        detail: str,
+        digest: str | None = None,
+    ) -> Decision:
+        took = {"trials": self.tried, "tuning_seconds": self._clock.used}
+        return Decision.of(comparison, request, candidate, reason, detail, compile_key=digest, **took)
+
+
+_REASONS = {
+    "wrong": "all_wrong",
+    "crash": "crashed",
+    "timeout": "timeout",
+    "out_of_memory": "out_of_memory",
+    "compile_error": "compile_failed",
+    "pruned": "does_not_fit",
+    "refused": "refused",
+}
