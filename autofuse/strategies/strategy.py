@@ -11,6 +11,7 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError
 from typing import Any
 
 from autofuse.codegen import templates
@@ -20,6 +21,7 @@ from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.ordering import ordered_near
 from autofuse.ir.shape import Dim, as_dim, floors, symbol
 from autofuse.ir.validation import one_line, one_of, stored_name, stored_number
 
@@ -125,15 +127,12 @@ class Strategy:
             unit = unit_of[op.name]
             reads = op.inputs if unit == op.name else self._read_by(home[op.name])
             waits[unit] |= {unit_of[r.name] for r in reads if r.name in unit_of} - {unit}
-        ordered: list[Operation | int] = []
-        done: set[Any] = set()
-        while len(done) < len(waits):
-            ready = [unit for unit in waits if unit not in done and waits[unit] <= done]
-            if not ready:
-                raise FusionError(f"expected parts without a circle in the strategy {self.name}, found one")
-            done.add(ready[0])
-            ordered.append(ready[0] if isinstance(ready[0], int) else self.graph.by_name[ready[0]])
-        return self._live(ordered)
+        place = {unit: number for number, unit in enumerate(waits)}
+        try:
+            ordered = ordered_near(waits, place.__getitem__)
+        except CycleError:
+            raise FusionError(f"expected parts without a circle in the strategy {self.name}, found one") from None
+        return self._live([unit if isinstance(unit, int) else self.graph.by_name[unit] for unit in ordered])
 
     def _read_by(self, index: int) -> list[ValueRef]:
         return [flat_ref(name) for name in self.kernels[index].node.input_names]

@@ -2,7 +2,9 @@
 
 In: dictionaries of plain values. Out: the same on the other side, or TimeoutError, or `PipeClosed`.
 Guarantee: nothing that a worker sends can run code in the daemon (no pickle: a wild kernel may have written over the
-worker's memory); a message that is not one ends the conversation like a closed pipe.
+worker's memory); a message that is not one ends the conversation like a closed pipe; a process that stops in the
+middle of a message holds nobody beyond the deadline. `multiprocessing.connection` frames messages too, but its
+``recv_bytes`` waits without a deadline once a message has begun.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from autofuse.codegen.c.build import compile_source, find_toolchain, flags_for
 from autofuse.optim.c_printer import print_step
+from autofuse.optim.candidate import StepCandidate
 from autofuse.optim.form import DTYPES, StepForm
 from autofuse.optim.step_bench import check
 from autofuse.optim.tune_step import CHECKED_ELEMENTS, LONGEST_CHECKED, checked_form
@@ -33,11 +33,11 @@ FLAGS: dict[str, tuple[tuple[str, ...], ...]] = {
 CASES = [(algorithm, flags) for algorithm, listed in FLAGS.items() for flags in listed]
 
 
-def built(form: StepForm, **config: Any) -> dict[str, str]:
+def built(form: StepForm, **config: Any) -> StepCandidate:
     source = print_step(form, tuple(sorted(config.items())))
     toolchain = find_toolchain()
     binary = compile_source(source.text, toolchain, flags_for(toolchain))
-    return {"variant": "c_multi", "name": source.name, "digest": "", "binary": base64.b64encode(binary).decode()}
+    return StepCandidate("c_multi", binary, source.name)
 
 
 # Torch 2.13: foreach adds the momentum to the gradients themselves. (Its fused AMSGrad may lose a NaN, too.)
@@ -49,7 +49,7 @@ def test_a_step_is_torchs_step(algorithm: str, flags: tuple[str, ...]) -> None:
     form = StepForm(algorithm, flags, "float32", SIZES)
     assert check(form, built(form), 2, CpuRunner()) < 4.0
     for vendor in form.rule.vendors:
-        candidate = {"variant": vendor, "binary": "", "name": ""}
+        candidate = StepCandidate(vendor)
         if (algorithm, vendor, flags) in WRONG_VENDORS:
             with pytest.raises(Wrong):
                 check(form, candidate, 2, CpuRunner())

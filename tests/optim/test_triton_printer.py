@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import subprocess
@@ -23,6 +22,7 @@ from autofuse.daemon.workers.interpreter import Interpreted, InterpreterRunner
 from autofuse.gpu.modules import load_artifact
 from autofuse.optim import calls
 from autofuse.optim.calls import ExternCall, TritonCall, make_call
+from autofuse.optim.candidate import StepCandidate
 from autofuse.optim.form import DTYPES, StepForm
 from autofuse.optim.step_bench import check
 from autofuse.optim.tensors import CPU, copied, make_arguments, torch_function, with_variant, written
@@ -36,10 +36,9 @@ SIZES = (1, 7, 0, 512, 1025, 2611)  # a whole block, several, and parts
 COUNTING = [name for name in FLAGS if name != "sgd"]
 
 
-def candidate(form: StepForm, **config: int) -> dict[str, str]:
+def candidate(form: StepForm, **config: int) -> StepCandidate:
     source = print_triton_step(form, tuple(sorted(config.items())))
-    binary = base64.b64encode(json.dumps(source.to_json()).encode()).decode()
-    return {"variant": "triton_multi", "name": source.name, "digest": "", "binary": binary}
+    return StepCandidate("triton_multi", json.dumps(source.to_json()).encode(), source.name)
 
 
 def call_of(form: StepForm, **config: int) -> TritonCall:
@@ -136,11 +135,11 @@ def test_tensors_at_odd_addresses_get_the_same_numbers(dtype: str) -> None:
 def test_what_is_wrong_is_found() -> None:
     form = StepForm("rmsprop", ("momentum",), "float32", (40,))
     broken = candidate(form)
-    text = base64.b64decode(broken["binary"]).decode()
+    text = broken.binary.decode()
     assert "s1 * push" in text
-    broken["binary"] = base64.b64encode(text.replace("s1 * push", "s1").encode()).decode()
+    wrong = replace(broken, binary=text.replace("s1 * push", "s1").encode())
     with pytest.raises(Wrong):
-        check(form, broken, 1, InterpreterRunner())
+        check(form, wrong, 1, InterpreterRunner())
 
 
 # ---- compiled ---------------------------------------------------------------------------------------------
