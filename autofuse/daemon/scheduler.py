@@ -26,7 +26,7 @@ SAVED_SECONDS = 30.0  # how long what our kernels have saved is believed
 
 
 class Scheduler:
-    """The manners of one daemon."""
+    """When and for how long one daemon works."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Scheduler:
     ) -> None:
         """``saved``: seconds that kernels decided beside a script have saved it, by its process."""
         self._settings = settings
-        self._neighbours = peers
+        self._peers = peers
         self.is_urgent = is_urgent
         self.is_stopping = is_stopping
         self._find_saved = saved
@@ -58,17 +58,17 @@ class Scheduler:
     def scripts(self) -> list[Script]:
         """Those that run, as of the last second."""
         if time.monotonic() - self._scripts_at > SCRIPTS_SECONDS:
-            self._scripts, self._scripts_at = self._neighbours.scripts(), time.monotonic()
+            self._scripts, self._scripts_at = self._peers.scripts(), time.monotonic()
         return self._scripts
 
     def may_begin(self) -> bool:
         """Whether a piece of work may be begun: nobody is disturbed by it, or it is our turn, from now on."""
-        return self.is_urgent() or not self.scripts() or self._neighbours.take_turn()
+        return self.is_urgent() or not self.scripts() or self._peers.take_turn()
 
     def end(self) -> None:
         """A piece of work is done; another daemon may have its turn."""
         self._pay()
-        self._neighbours.give_turn()
+        self._peers.give_turn()
 
     def rest(self, ahead_seconds: float = 0.0) -> None:
         """Before a step of the work, which is expected to take ``ahead_seconds`` where that is much.
@@ -108,20 +108,20 @@ class Scheduler:
         scripts = self.scripts()
         if not scripts:
             return float("inf")
-        if not self._neighbours.take_turn():
+        if not self._peers.take_turn():
             return float("-inf")
         if not self._others.is_full():
             return float("inf")
         self._pay()
         if time.monotonic() - self._saved_at > SAVED_SECONDS:
             self._saved, self._saved_at = self._find_saved(scripts), time.monotonic()
-        spent = self._neighbours.spent() + self._owed
+        spent = self._peers.spent() + self._owed
         return room_beside(scripts, time.time(), spent, self._settings.busy_percent, self._saved)
 
     def _pay(self) -> None:
         """Let other daemons know what we took."""
-        if self._owed and self._neighbours.has_turn:
-            self._neighbours.add_spent(self._owed)
+        if self._owed and self._peers.has_turn:
+            self._peers.add_spent(self._owed)
             self._owed = 0.0
 
 

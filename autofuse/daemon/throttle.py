@@ -1,4 +1,4 @@
-"""Manners: the daemon takes little, and less while a script runs.
+"""Throttling: the daemon takes little, and less while a script runs.
 
 In: a share of one core, a clock of CPU seconds, an account. Out: rests between pieces of work and within them, low
 priority for the process.

@@ -1,4 +1,4 @@
-"""The workshop: where candidates of a node are built, checked and raced, by compilers and the worker process.
+"""Where candidates of a node are built, checked and raced, by compilers and the worker process.
 
 In: a node, configurations, cases, rules of a race. Out: binaries, error ratios, samples; or a `CandidateProblem`.
 Guarantee: one text is compiled once; nothing is timed while something compiles; a kernel that has killed a worker is
@@ -195,7 +195,7 @@ class BenchmarkProvider:
 
 
 class NodeBenchmarks:
-    """The workshop as one job sees it (`Bench`)."""
+    """The provider as one job sees it (`Bench`)."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class NodeBenchmarks:
         self.threads = threads
         self.key = f"{fusion_id}/{threads}"
         self._printer = printer
-        self._workshop = provider
+        self._provider = provider
         self._high = self._named([high for _, high in bucket.ranges])
 
     def _named(self, values: Sequence[int]) -> dict[str, int]:
@@ -218,10 +218,10 @@ class NodeBenchmarks:
 
     @property
     def variants(self) -> tuple[str, str]:
-        return self._workshop.backend.generic, self._workshop.backend.specialised
+        return self._provider.backend.generic, self._provider.backend.specialised
 
     def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
-        return self._workshop.backend.knobs(self.form, self._printer, self._named(values), self._high)
+        return self._provider.backend.knobs(self.form, self._printer, self._named(values), self._high)
 
     def default(self, values: Sequence[int]) -> Config:
         return default_config(self.knobs(values))
@@ -232,16 +232,16 @@ class NodeBenchmarks:
         sizes = [self._named(v) for v in (values, *others)]
         generic = [c for c in candidates if not is_specialised(c)]
         special = [c for c in candidates if is_specialised(c)]
-        shop, node = self._workshop, (self.form, self._printer)
-        built = dict(zip(generic, shop.build_all(*node, generic, {}, sizes), strict=True))
-        built |= dict(zip(special, shop.build_all(*node, special, sizes[0], sizes[:1]), strict=True))
+        provider, node = self._provider, (self.form, self._printer)
+        built = dict(zip(generic, provider.build_all(*node, generic, {}, sizes), strict=True))
+        built |= dict(zip(special, provider.build_all(*node, special, sizes[0], sizes[:1]), strict=True))
         return [built[c] for c in candidates]
 
     def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
         sizes = [self._named(v) for v in (values, *others)]
         constants = sizes[0] if is_specialised(built.candidate) else {}
         try:
-            whole = self._workshop.build(self.form, self._printer, built.candidate, constants, sizes, is_final=True)
+            whole = self._provider.build(self.form, self._printer, built.candidate, constants, sizes, is_final=True)
         except CompilerNotReady:
             raise
         except CompilerError as error:
@@ -252,7 +252,7 @@ class NodeBenchmarks:
         self._refuse_lethal(built)
         rows = [[list(case.values), case.kind, case.shifted] for case in cases]
         with self._blaming([built]):
-            reply = self._workshop.ask(
+            reply = self._provider.ask(
                 self, "check", [built], digest=built.digest, cases=rows, budget_seconds=budget_seconds, least=least
             )
         return float(reply["error_ratio"])
@@ -262,28 +262,28 @@ class NodeBenchmarks:
             self._refuse_lethal(item)
         digests = [item.digest for item in built]
         with self._blaming(built):
-            reply = self._workshop.ask(self, "race", built, digests=digests, values=list(values), rules=asdict(rules))
+            reply = self._provider.ask(self, "race", built, digests=digests, values=list(values), rules=asdict(rules))
         return RaceResult(**{name: reply[name] for name in ("samples", "dropped", "threads", "device", "host")})
 
     def has_passed(self, built: Built) -> bool:
-        return built.digest in self._workshop.passed
+        return built.digest in self._provider.passed
 
     def note_passed(self, built: Built) -> None:
-        self._workshop.passed.add(built.digest)
+        self._provider.passed.add(built.digest)
 
     def _refuse_lethal(self, built: Built) -> None:
-        if built.digest in self._workshop.lethal:
+        if built.digest in self._provider.lethal:
             raise CandidateProblem("crash", "this kernel has killed a worker before")
 
     def _blaming(self, built: Sequence[Built]) -> _Blame:
-        return _Blame(self._workshop, [item.digest for item in built])
+        return _Blame(self._provider, [item.digest for item in built])
 
 
 class _Blame:
     """Notes a kernel as lethal when the worker is lost over it alone."""
 
     def __init__(self, provider: BenchmarkProvider, digests: list[str]) -> None:
-        self._workshop = provider
+        self._provider = provider
         self._digests = digests
 
     def __enter__(self) -> None:
@@ -291,7 +291,7 @@ class _Blame:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Lost) and len(self._digests) == 1:
-            self._workshop.lethal.add(self._digests[0])
+            self._provider.lethal.add(self._digests[0])
 
 
 def is_specialised(candidate: Candidate) -> bool:

@@ -113,8 +113,17 @@ class Verdicts:
         detail: str,
         digest: str | None = None,
     ) -> Decision:
-        took = {"trials": self.tried, "tuning_seconds": self._clock.used}
-        return Decision.of(comparison, request, candidate, reason, detail, compile_key=digest, **took)
+        used = self._clock.used
+        return Decision.of(
+            comparison,
+            request,
+            candidate,
+            reason,
+            detail,
+            compile_key=digest,
+            trials=self.tried,
+            tuning_seconds=used,
+        )
 
 
 _REASONS = {

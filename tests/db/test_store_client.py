@@ -56,6 +56,10 @@ def test_its_errors_are_the_stores(client: StoreClient, tmp_path: Path) -> None:
         client.runs.get(77)
     with pytest.raises(StoreError, match="no_such_method"):
         client.no_such_method()
+    with pytest.raises(StoreError, match="no_such_method"):
+        client.queue.no_such_method()
+    with pytest.raises(AttributeError):
+        client.queue._file.write()
     run = client.runs.start(start())  # and it goes on
     assert client.runs.get(run).command == "train.py"
     garbage = tmp_path / "garbage.sqlite3"
