@@ -31,7 +31,7 @@ PACKAGE = Path(autofuse.__file__).parent
 
 
 class Slot(NamedTuple):
-    """A place that takes codes: ``LoweringError(0)``, ``Decision(reason=)``, ``self.reason =``, ``return _why_not``."""
+    """A place that takes codes: ``LoweringError(0)``, ``Trial(reason=)``, ``self.reason =``, ``return _why_not``."""
 
     name: str
     under: str = ""  # a folder or file of the package
@@ -49,9 +49,10 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
         *(Slot("return known_reason", "observer/capture_policy.py"), Slot("UNTUNED =")),
     ),
     (DecisionReason,): (
-        *(Slot("_give_up(0)", "tuner/"), Slot("_stay_eager(0)", "tuner/"), Slot("Decision(reason=)")),
-        *(Slot("return _why_not", "tuner/"), Slot("return _why_nothing_ran", "tuner/"), Slot("_REASONS =", "tuner/")),
-        *(Slot("_decide(3)", "optim/tune_step.py"), Slot("NodeLine(reason=)")),
+        *(Slot("_give_up(0)", "tuner/"), Slot("stay_eager(0)", "tuner/"), Slot("_decision(3)", "tuner/")),
+        *(Slot("return why_nothing_ran", "tuner/"), Slot("_REASONS =", "tuner/"), Slot("of(3)", "tuner/")),
+        *(Slot("_stay_eager(0)", "optim/"), Slot("_decide(2)", "optim/tune_step.py"), Slot("of(3)", "optim/")),
+        Slot("NodeLine(reason=)"),
     ),
     (SettingReason,): (Slot("SettingTrial(reason=)"),),
     (NoticeKind,): (
@@ -66,7 +67,7 @@ HANDED_ON = frozenset({
     *("code", "kind", "refusal[0]", "error.code", "known.reason", "advice.reason", "loss.reason", "UNTUNED"),
     "facts.known_reason",
     *("row.kind", "row.reason", "*problem", "backend.problem", "self.lowerable(node.form) if self.lowerable else None"),
-    *("*self._why_not(best.comparison)", "*self._why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY"),
+    *("*self._verdicts.why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY"),
     *("name", "reason", "decision.reason", "None", "f'{REFUSED}{error.code}'"),
 })  # fmt: skip
 
