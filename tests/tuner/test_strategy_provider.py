@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.templates import MATMUL
-from autofuse.daemon import control, loop
+from autofuse.daemon import control, request_tuner
 from autofuse.db.store import Store
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import TuneRequest
@@ -112,7 +112,7 @@ def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> Non
 
 
 def test_a_kernel_that_gains_little_is_also_cut(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "CUT_BELOW", 1e9)
+    monkeypatch.setattr(request_tuner, "CUT_BELOW", 1e9)
     packed = []
     monkeypatch.setattr(strategies, "pack", lambda *strategy: packed.append(bundle.pack(*strategy)) or packed[-1])
     asked = request(normalised(), (16,))

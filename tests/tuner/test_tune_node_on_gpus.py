@@ -20,9 +20,10 @@ from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
-from autofuse.daemon import control, loop
+from autofuse.daemon import control, devices
 from autofuse.daemon.visible_devices import as_seen_by
 from autofuse.db.store import Store
+from autofuse.db.tune_queue import NOT_READY
 from autofuse.errors import CompilerError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Decision, DeviceInfo, TuneRequest
@@ -354,14 +355,14 @@ def test_a_device_that_cannot_be_used_just_now_is_tried_again_by_the_next_daemon
     settings = load({"run.store": tmp_path / "store.sqlite3", "run.profile": "quick"}, environ={}, cwd=tmp_path)
     asked = [asked_for(chain_form(3, 8), (size,), "interpreter:test") for size in (4, 16)]
     starts: list[int] = []
-    monkeypatch.setattr(loop, "InterpreterBackend", Unusable)
-    monkeypatch.setattr(loop, "as_seen_by", lambda pid, variables: starts.append(1) or dict(variables))
+    monkeypatch.setattr(devices, "InterpreterBackend", Unusable)
+    monkeypatch.setattr(devices, "as_seen_by", lambda pid, variables: starts.append(1) or dict(variables))
     with Store.open(settings.run.store) as store:
         store.queue.add(asked)
         assert sum(control.drain(settings)[:2]) == 2
         rows = store.queue.requests()
         assert {r.status for r in rows} == {"failed"}  # at once: a script that waits goes on
-        assert all(r.message.startswith(loop.NOT_READY) and "expected a device H200" in r.message for r in rows)
+        assert all(r.message.startswith(NOT_READY) and "expected a device H200" in r.message for r in rows)
         assert len(starts) <= 2  # started ahead and for the first; the second is not tried
         assert store.results.history(asked[0].key.fusion_id) == [] == store.results.measurements(asked[0].key.fusion_id)
         monkeypatch.undo()
