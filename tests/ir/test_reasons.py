@@ -46,7 +46,8 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
     ),
     (RootReason,): (
         *(Slot("CaptureAdvice(1)"), Slot("return advise_release"), Slot("self.reason =", "runtime/")),
-        *(Slot("return known_reason", "observer/capture_policy.py"), Slot("UNTUNED =")),
+        *(Slot("_move(1)", "runtime/root_life.py"), Slot("UNTUNED =")),
+        Slot("return known_reason", "observer/capture_policy.py"),
     ),
     (DecisionReason,): (
         *(Slot("_give_up(0)", "tuner/"), Slot("stay_eager(0)", "tuner/"), Slot("_decision(3)", "tuner/")),
