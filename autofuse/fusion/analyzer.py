@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from autofuse.errors import ShapeError
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
-from autofuse.fusion.cluster import Cluster, Seed, part_leaves, pools, reads_terminal, share_loops
+from autofuse.fusion.cluster import Cluster, Growth, Seed, part_leaves, pools, reads_terminal, share_loops
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
@@ -94,49 +94,47 @@ class FusionCandidateAnalyzer:
     ) -> list[Cluster]:
         """Operations that may share one kernel as far as loops and edges say, those of ``seeds`` first."""
         self._island = {name: number for number, names in enumerate(apart) for name in names}
-        home: dict[str, Cluster] = {}
-        clusters: list[Cluster] = []
+        growth = Growth(graph)
         if not self.config.enabled:
-            return clusters
+            return []
         for seed in seeds:
-            self._plant(graph, home, clusters, seed)
+            self._plant(growth, seed)
         for op in graph.operations:
-            if op.name in home or info(op.target).kind in VIEWS:
+            if op.name in growth.home or info(op.target).kind in VIEWS:
                 continue
             cluster = self._single(graph, op)
             if cluster is None:
                 continue
-            clusters.append(cluster)
-            home[op.name] = cluster
+            growth.add(cluster)
             has_parts = any(space.parts for space in cluster.iteration_spaces)
             for producer in graph.producers(op):
-                self._join(graph, home, clusters, home.get(producer.name), home[op.name])
+                self._join(growth, growth.home.get(producer.name), growth.home[op.name])
             if has_parts:
-                self._join_pieces(graph, home, clusters, op)
-        self._join_wholes(graph, home, clusters)
-        self._join_siblings(graph, home, clusters)
-        self._join_moves(graph, home, clusters)
-        return clusters
+                self._join_pieces(growth, op)
+        self._join_wholes(growth)
+        self._join_siblings(growth)
+        self._join_moves(growth)
+        return growth.clusters
 
-    def _plant(self, graph: FusionGraph, home: dict[str, Cluster], clusters: list[Cluster], seed: Seed) -> None:
+    def _plant(self, growth: Growth, seed: Seed) -> None:
         """Begin a cluster with the operations of a custom pattern, where they can share a kernel."""
+        graph = growth.graph
         members = [graph.by_name[name] for name in seed.names]
         parts = [self._single(graph, op, seed.pattern) for op in members]
         if len({self._island.get(name) for name in seed.names}) > 1:
             self._refuse("kept_apart", members, "part of the pattern belongs to an attention that may run as a whole")
             return
         found = [part for part in parts if part is not None]
-        if len(found) < len(members) or any(name in home for name in seed.names) or not share_loops(found):
+        if len(found) < len(members) or any(name in growth.home for name in seed.names) or not share_loops(found):
             self._refuse("pattern_loops_differ", members, "the pattern's operations do not share one loop nest")
             return
-        if not graph.can_fuse(seed.names):
+        if not growth.can_fuse(seed.names):
             self._refuse("cycle", members, "an operation between those of the pattern must run outside of the kernel")
             return
         cluster = found[0]
         for part in found[1:]:
             cluster.take_in(part)
-        clusters.append(cluster)
-        home.update(dict.fromkeys(seed.names, cluster))
+        growth.add(cluster)
 
     def _single(self, graph: FusionGraph, op: Operation, pattern: str = "") -> Cluster | None:
         """A cluster that begins with an operation; None where it may not be fused, or has no loops."""
@@ -155,34 +153,23 @@ class FusionCandidateAnalyzer:
         cluster.add_operation(op)
         return cluster
 
-    def _join(
-        self,
-        graph: FusionGraph,
-        home: dict[str, Cluster],
-        clusters: list[Cluster],
-        first: Cluster | None,
-        second: Cluster,
-        apart: bool = False,
-    ) -> bool:
-        """Merge two clusters where that is sound; ``home`` and ``clusters`` follow. Returns whether it was.
-
-        ``apart``: they may have loops of their own.
-        """
+    def _join(self, growth: Growth, first: Cluster | None, second: Cluster, apart: bool = False) -> bool:
+        """Merge two clusters where that is sound; returns whether it was. ``apart``: each may have loops of its own."""
         if first is None or first is second:
             return False
-        refusal = self._why_not(graph, home, first, second, apart)
+        refusal = self._why_not(growth, first, second, apart)
         if refusal is not None:
-            operations = sorted([*first.operations, *second.operations], key=lambda o: graph.position[o.name])
+            position = growth.graph.position
+            operations = sorted([*first.operations, *second.operations], key=lambda op: position[op.name])
             self._refuse(refusal[0], operations, refusal[1])
             return False
+        growth.remove(second)
         first.take_in(second)
-        clusters.remove(second)
-        home.update(dict.fromkeys(second.names, first))
+        growth.settle(first)
         return True
 
-    def _why_not(
-        self, graph: FusionGraph, home: dict[str, Cluster], first: Cluster, second: Cluster, apart: bool = False
-    ) -> tuple[str, str] | None:
+    def _why_not(self, growth: Growth, first: Cluster, second: Cluster, apart: bool = False) -> tuple[str, str] | None:
+        graph = growth.graph
         names = [*first.names, *second.names]
         if self._island and len({self._island.get(name) for name in names}) > 1:
             return "kept_apart", "one side is part of an attention that may run as a whole"
@@ -199,14 +186,13 @@ class FusionCandidateAnalyzer:
             return "needs_whole_reduction", "a value is complete only after all rows, and a second kernel reads it"
         if pools(graph, first, second) or pools(graph, second, first):
             return "pooled_value", "next to a pooling, a value would be made once for each window or each piece"
-        if not graph.can_fuse(names, lambda name: home[name].names if name in home else None):
+        if not growth.can_fuse(names):
             return "cycle", "an operation between the two must run outside of the kernel"
         return None
 
-    def _join_pieces(
-        self, graph: FusionGraph, home: dict[str, Cluster], clusters: list[Cluster], op: Operation
-    ) -> None:
+    def _join_pieces(self, growth: Growth, op: Operation) -> None:
         """Join an operation with all that its pieces come from: one of them alone would leave the others between."""
+        graph, home = growth.graph, growth.home
         own = home[op.name]
         others = {id(home[p.name]): home[p.name] for p in graph.producers(op) if p.name in home}
         others.pop(id(own), None)
@@ -216,16 +202,16 @@ class FusionCandidateAnalyzer:
         merged = Cluster(graph)
         for cluster in found:
             merged.take_in(cluster)
-        if self._why_not(graph, home, merged, own) or reads_terminal(graph, merged, merged):
+        if self._why_not(growth, merged, own) or reads_terminal(graph, merged, merged):
             return
         for cluster in found:
-            clusters.remove(cluster)
-        clusters.append(merged)
-        home.update(dict.fromkeys(merged.names, merged))
-        self._join(graph, home, clusters, merged, own)
+            growth.remove(cluster)
+        growth.add(merged)
+        self._join(growth, merged, own)
 
-    def _join_wholes(self, graph: FusionGraph, home: dict[str, Cluster], clusters: list[Cluster]) -> None:
+    def _join_wholes(self, growth: Growth) -> None:
         """Join what is cut into parts with the one cluster that reads all of them: none of its readers alone could."""
+        graph, home = growth.graph, growth.home
         for op in graph.operations:
             own = home.get(op.name)
             readers = {id(c): c for c in (home.get(r.name) for r in graph.readers[op.name]) if c is not None}
@@ -233,28 +219,29 @@ class FusionCandidateAnalyzer:
                 continue
             (reader,) = readers.values()
             if reader is not own and any(op.outputs[0].numel in space.parts for space in reader.iteration_spaces):
-                self._join(graph, home, clusters, own, reader)
+                self._join(growth, own, reader)
 
-    def _join_siblings(self, graph: FusionGraph, home: dict[str, Cluster], clusters: list[Cluster]) -> None:
+    def _join_siblings(self, growth: Growth) -> None:
         """Join clusters that read the same large tensor, made here or an input: it is then read once."""
+        graph, home = growth.graph, growth.home
         for ref, names in graph.value_readers.items():
             readers = [home[name] for name in names if name in home]
             if graph.nbytes(graph.spec(ref)) < MIN_SHARED_BYTES:
                 continue
             for first, second in itertools.pairwise(readers):
-                if first in clusters and second in clusters and first is not second:
-                    self._join(graph, home, clusters, first, second)
+                if first in growth.clusters and second in growth.clusters and first is not second:
+                    self._join(growth, first, second)
 
-    def _join_moves(self, graph: FusionGraph, home: dict[str, Cluster], clusters: list[Cluster]) -> None:
+    def _join_moves(self, growth: Growth) -> None:
         """Join copies, casts, fills and the like that follow each other, whatever their sizes: one launch for all."""
         last: Cluster | None = None
-        for op in graph.operations:
+        for op in growth.graph.operations:
             if info(op.target).kind in VIEWS:
                 continue
-            own = home.get(op.name)
+            own = growth.home.get(op.name)
             if own is None or not all(is_move(o.target) for o in own.operations):
                 last = None
-            elif last is None or last is own or not self._join(graph, home, clusters, last, own, apart=True):
+            elif last is None or last is own or not self._join(growth, last, own, apart=True):
                 last = own
 
     # ---- from cluster to node ----------------------------------------------------------------------

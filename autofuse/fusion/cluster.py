@@ -6,7 +6,8 @@ Guarantee: a cluster holds no views, and its operations are in program order; wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autofuse.fusion.graph import FusionGraph
@@ -56,7 +57,48 @@ class Cluster(FusionNode):
         self._forget_form()
 
 
+@dataclass(eq=False)
+class Growth:
+    """The clusters of a graph while they grow. Contracting each of them to a point leaves the graph acyclic."""
+
+    graph: FusionGraph
+    clusters: list[Cluster] = field(default_factory=list)
+    home: dict[str, Cluster] = field(default_factory=dict)  # operation -> the cluster that it is in
+
+    def add(self, cluster: Cluster) -> None:
+        """One more cluster, of operations that are in no other."""
+        self.clusters.append(cluster)
+        self.settle(cluster)
+
+    def settle(self, cluster: Cluster) -> None:
+        """All its operations are at home there."""
+        self.home.update(dict.fromkeys(cluster.names, cluster))
+
+    def remove(self, cluster: Cluster) -> None:
+        """It goes into another one, where its operations are at home next."""
+        self.clusters.remove(cluster)
+
+    def can_fuse(self, names: Collection[str]) -> bool:
+        """`FusionGraph.can_fuse` among the other clusters."""
+        return self.graph.can_fuse(names, self._unit_of, self._horizon)
+
+    def _unit_of(self, name: str) -> Collection[str] | None:
+        cluster = self.home.get(name)
+        return None if cluster is None else cluster.names
+
+    def _horizon(self, last: int) -> int:
+        """The last place from which a cluster reaches back to ``last`` or before it, through others if need be."""
+        position = self.graph.position
+        spans = [(position[c.operations[0].name], position[c.operations[-1].name]) for c in self.clusters]
+        for begin, end in sorted(span for span in spans if span[1] > last):
+            if begin > last:
+                break
+            last = max(last, end)
+        return last
+
+
 def share_loops(clusters: Sequence[Cluster]) -> bool:
+    """Whether one nest of loops can be that of all."""
     return join_extents([space for cluster in clusters for space in cluster.iteration_spaces]) is not None
 
 

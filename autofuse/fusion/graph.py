@@ -103,17 +103,24 @@ class FusionGraph:
 
     # ---- fusing ------------------------------------------------------------------------------------
 
-    def can_fuse(self, names: Collection[str], unit_of: Callable[[str], Collection[str] | None] | None = None) -> bool:
+    def can_fuse(
+        self,
+        names: Collection[str],
+        unit_of: Callable[[str], Collection[str] | None] | None = None,
+        horizon: Callable[[int], int] | None = None,
+    ) -> bool:
         """Whether operations may run as one kernel, as far as edges and devices say; loops are a node's question.
 
         All that they read and make lives on one device, and nothing outside has to run after one of them and before
         another. ``unit_of``: the names of all operations that run as one with an operation outside, None for one that
-        runs by itself; what follows from one of these behind all of ``names`` is not looked at.
+        runs by itself. ``horizon(place)``: the last place in program order from which such a unit reaches back to
+        ``place`` or before it; asked only where a path leads so far. Without units nothing reaches back.
         """
         inside = set(names)
         if len(self.devices_of(inside)) > 1:
             return False
         last = max(self.position[name] for name in inside)
+        is_final = horizon is None
         stack = [reader.name for name in inside for reader in self.readers[name] if reader.name not in inside]
         seen: set[str] = set()
         while stack:
@@ -122,7 +129,10 @@ class FusionGraph:
                 continue
             unit = unit_of(name) if unit_of is not None else None
             if unit is None and self.position[name] > last:
-                continue
+                if horizon is not None and not is_final:
+                    last, is_final = horizon(last), True
+                if self.position[name] > last:
+                    continue
             members = (name,) if unit is None else unit
             seen.update(members)
             for member in members:

@@ -73,6 +73,24 @@ def test_operations_outside_count_with_all_that_runs_as_one_with_them():
     assert not g.can_fuse(["a", "c"], together.get), "q waits for a, and c for p, which runs with q"
 
 
+def test_a_path_is_followed_as_far_as_units_reach_back():
+    """Of a and c, behind c: mm, which needs a, and q, which needs mm and runs as one with p, which c needs."""
+    ops = [
+        op("p", "aten.exp.default", ["x"], A),
+        op("a", "aten.gelu.default", ["x"], A),
+        op("c", "aten.exp.default", ["p"], A),
+        op("mm", "aten.mm.default", ["a", "w"], A),
+        op("q", "aten.exp.default", ["mm"], A),
+    ]
+    g = graph(ops, {"x": A, "w": A}, ["c", "q"])
+    together = {"p": ["p", "q"], "q": ["p", "q"]}
+    asked = []
+    assert not g.can_fuse(["a", "c"], together.get, lambda place: asked.append(place) or 4)
+    assert asked == [2]
+    assert g.can_fuse(["a", "c"]), "without units"
+    assert g.can_fuse(["p", "a"], None, lambda place: asked.append(place) or place)
+
+
 def test_a_kernel_reaches_one_device():
     ops = [op("a", "aten.gelu.default", ["x"], A), op("b", "aten.exp.default", ["y"], A)]
     devices = {ValueRef(name): f"cuda:{n}" for n, names in enumerate(("xa", "yb")) for name in names}

@@ -72,6 +72,21 @@ def test_no_cycle_through_an_operation_outside():
     assert any(r.code == "cycle" for r in analyzer.refusals)
 
 
+def test_no_cycle_through_a_node_that_reaches_back():
+    """The copies a and c: the matmul needs a, and the sum that c needs runs with the mul that needs the matmul."""
+    whole, one = tensor(64, 256), tensor()
+    ops = [
+        op("p", "aten.sum.default", ["y"], one),
+        op("a", "aten.clone.default", ["x"], whole),
+        op("c", "aten._to_copy.default", ["p"], tensor(dtype="float64"), dtype="float64"),
+        op("mm", "aten.mm.default", ["a", "w"], whole),
+        op("q", "aten.mul.Tensor", ["mm", "y"], whole),
+    ]
+    nodes, analyzer = plan(graph(ops, dict.fromkeys("xyw", whole), ["c", "q"]))
+    assert names(nodes) == ["sum + mul"]
+    assert any(r.code == "cycle" and r.operations == "clone + to_copy" for r in analyzer.refusals)
+
+
 def test_a_whole_reduction_ends_a_node():
     ops = [
         op("mul", "aten.mul.Tensor", ["x", "x"], A),
