@@ -161,9 +161,9 @@ class TracedCalls:
 
 
 def _untraceable(module: Target) -> str:
-    """What the script has replaced that a trace would take for torch's, or run twice; "" for nothing."""
+    """Names that the script has replaced and a trace would misread or run twice; "" for none."""
     if isinstance(module, torch.nn.Module) and not has_plain_call(type(module)):
-        return f"{type(module).__qualname__}.__call__ is not torch's"  # its wrapper around our code would be traced as well
+        return f"{type(module).__qualname__}.__call__ is not torch's"  # its wrapper of ours would be traced too
     return replaced_operator()
 
 

@@ -172,7 +172,9 @@ class TuningClient:
     def post_new_work(self) -> None:
         """In background mode, request what has become hot since the last call.
 
-        A daemon's first seconds are imports. They slow a script that fills all cores, and a script that ends soon gains nothing. So no daemon is started beside a young script, beside one whose time cannot pay for it yet, or before its steps have shown whether they fill all cores.
+        A daemon's first seconds are imports, which slow a script that fills all cores, and a script that ends soon
+        gains nothing. So no daemon is started beside a young script, beside one whose time cannot pay for it yet, or
+        before its steps have shown whether they fill all cores.
         """
         context = self._context
         if context.mode != "background" or not self.enabled:

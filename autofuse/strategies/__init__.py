@@ -1,1 +1,1 @@
-"""Strategies for a group of operations: which of them a library's kernel does, and how the rest is cut into kernels."""
+"""Strategies for a group of operations: which of them a library's kernel runs, and how the rest is cut into kernels."""

@@ -1,8 +1,8 @@
-"""A strategy and the kernels of its parts as one binary of the store.
+"""Packs a strategy and the kernels of its parts into one binary for the store.
 
-In: a strategy and kernel records. Out: bytes, which `wrapper.load_strategy` reads.
-Guarantee: the bytes begin with a mark that no shared object and no artefact begins with; equal strategies with equal
-kernels have equal bytes and one compile key.
+In: a strategy and kernel records. Out: bytes, which `wrapper.load_strategy` reads. Guarantee: the bytes begin with a
+mark with which no shared object and no artefact begins; equal strategies with equal kernels have equal bytes and one
+compile key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARK = b"autofuse way\n"
 
 
 def pack(strategy: Strategy, kernels: Sequence[KernelRecord], target: str) -> KernelRecord:
-    """The record under which a strategy is kept; ``target``: the device that its kernels are for."""
+    """The stored record of a strategy; ``target``: the device that its kernels are for."""
     rows = [[k.key.digest, k.name, base64.b64encode(k.binary).decode()] for k in kernels]
     named = json.dumps([strategy.to_json(), [k.key.digest for k in kernels]], sort_keys=True)
     key = CompileKey(hashlib.sha256(named.encode()).hexdigest(), "way", "", target)
@@ -34,7 +34,7 @@ def is_bundle(binary: bytes) -> bool:
 
 
 def has_machine_code(binary: bytes) -> bool:
-    """Whether a binary is for one kind of processor; a strategy of library calls alone is for all."""
+    """Whether a binary is for one kind of processor; a strategy of library calls alone suits all."""
     if not is_bundle(binary):
         return True
     kernels: list[list[str]] = json.loads(binary[len(MARK) :])["kernels"]
@@ -42,7 +42,7 @@ def has_machine_code(binary: bytes) -> bool:
 
 
 def describe(strategy: Strategy) -> str:
-    """What a strategy does, step by step, as comments above the kernels' code."""
+    """The steps of a strategy, as comments above the kernels' code."""
     lines = [f"{strategy.name}: {strategy.detail}" if strategy.detail else strategy.name]
     for step in strategy.steps:
         if isinstance(step, int):

@@ -1,7 +1,7 @@
-"""Finding chains of operations in a form, and putting one operation in their place.
+"""Finds chains of operations in a form, and replaces each with one operation.
 
-In: a form as a graph. Out: the next link of a chain, seen through views; a form with the chain replaced.
-Guarantee: a link is only followed where nothing else reads the value between, so nothing that is needed goes missing.
+In: a form as a graph. Out: the next link of a chain, seen through views; a form with the chain replaced. Guarantee: a
+link is only followed where nothing else reads the value between, so no needed value is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autofuse.ir.shape import Dim, contiguous_strides
 
 @dataclass(frozen=True)
 class Link:
-    """An operation that alone reads a value, and the views it sees it through."""
+    """The only operation that reads a value, and the views through which it reads."""
 
     operation: Operation
     operand: int  # position of the value among the arguments
@@ -25,7 +25,7 @@ class Link:
 
 
 def next_link(graph: FusionGraph, op: Operation) -> Link | None:
-    """The one reader of output 0 of ``op``; None where there are several, or the value leaves."""
+    """The only reader of output 0 of ``op``; None where there are several, or the value escapes."""
     views: list[Operation] = []
     current = op
     while True:
@@ -44,7 +44,7 @@ def next_link(graph: FusionGraph, op: Operation) -> Link | None:
 
 
 def is_free(graph: FusionGraph, op: Operation) -> bool:
-    """Whether an operation gives the elements it reads: a view, or the copy that a dropout is outside of training."""
+    """Whether an operation returns the elements that it reads: a view, or the copy of a dropout in inference."""
     if op.short_name == "clone":
         source, out = graph.spec(op.inputs[0]), op.outputs[0]
         return (source.shape, source.strides) == (out.shape, out.strides)
@@ -52,9 +52,9 @@ def is_free(graph: FusionGraph, op: Operation) -> bool:
 
 
 def keep_order(graph: FusionGraph, views: Sequence[Operation]) -> bool:
-    """Whether views, each of the one before, give all elements in the order in which the first one reads them."""
+    """Whether a chain of views gives all elements in the order in which the first view reads them."""
     sizes: Sequence[Dim] = ()
-    order: list[int] = []  # the dims of `sizes`, as turned so far
+    order: list[int] = []  # the dims of `sizes`, as permuted so far
     for op in views:
         source = graph.spec(op.inputs[0])
         if source.numel != op.outputs[0].numel:
@@ -72,7 +72,7 @@ def keep_order(graph: FusionGraph, views: Sequence[Operation]) -> bool:
 
 
 def _turned(op: Operation, rank: int) -> list[int] | None:
-    """The dims in the order in which a view has them; None for one that turns nothing."""
+    """The dims in a view's order; None for a view that permutes nothing."""
     order = list(range(rank))
     if op.target == "aten.transpose.int":
         first, second = (int(dim) % rank for dim in op.args[1:3])
@@ -108,10 +108,10 @@ def as_shape(graph: FusionGraph, ref: ValueRef, like: TensorSpec, name: str) -> 
 
 
 def replaced(form: NodeForm, chain: Sequence[Operation], new: Sequence[Operation]) -> NodeForm:
-    """The form with ``new`` in place of ``chain``, whose last value it gives; views that nobody reads are left out."""
+    """The form with ``new`` in place of ``chain``, whose last value it returns; unread views are left out."""
     gone = {op.name for op in chain}
     operations = [op for op in form.operations if op.name not in gone]
-    # As late as the last link: its operands exist by then. As early as that: so do the readers' values.
+    # At the place of the last link: the operands exist by then, and the readers come later.
     last = max(index for index, op in enumerate(form.operations) if op.name in gone)
     before = [op for op in form.operations[:last] if op.name not in gone]
     operations = [*before, *new, *operations[len(before) :]]
@@ -119,7 +119,7 @@ def replaced(form: NodeForm, chain: Sequence[Operation], new: Sequence[Operation
 
 
 def live(operations: Sequence[Operation], outputs: Sequence[ValueRef]) -> tuple[Operation, ...]:
-    """Those operations that the outputs need."""
+    """The operations that the outputs need."""
     needed = {ref.name for ref in outputs}
     kept: list[Operation] = []
     for op in reversed(operations):
@@ -130,7 +130,7 @@ def live(operations: Sequence[Operation], outputs: Sequence[ValueRef]) -> tuple[
 
 
 def result_of(op: Operation, made: ValueRef, made_spec: TensorSpec) -> list[Operation]:
-    """Give ``made`` out as the result of ``op``: the same elements under other sizes, no view in autograd's sense."""
+    """Return ``made`` as the result of ``op``: the same elements with other sizes, not a view for autograd."""
     spec = op.outputs[0]
     if spec.shape == made_spec.shape:
         return []

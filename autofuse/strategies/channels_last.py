@@ -1,12 +1,12 @@
-"""Channels last: convolutions that read each other's results, with the channels of a pixel side by side between them.
+"""Channels last: convolutions that read each other's results, with channels-last tensors between them.
 
-In: a form with several convolutions. Out: the form with every image that a convolution or a pooling reads or gives laid
-out as [N, H, W, C]; inputs and outputs stay as they were, with a copy where they enter and where they leave.
-Guarantee: the same operations on the same elements; whether the copies pay is measured, as for every strategy.
+In: a form with several convolutions. Out: the form in which convolutions and poolings read and return NCHW tensors in
+memory order [N, H, W, C]. Inputs and outputs of the form keep their strides, with copies at the borders. Guarantee: the
+same operations on the same elements; whether the copies pay is measured, as for every strategy.
 
-Vendors' convolutions of images that lie row by row bring them into another order first and back afterwards, each of
-them by itself (oneDNN's, for a module of Inception, twice as slow). To choose the order for one convolution alone gains
-nothing, so the convolutions of a net are a group.
+A library's convolution of contiguous NCHW tensors reorders them before and after, each convolution by itself (oneDNN's,
+for a module of Inception, twice as slow). Changing the layout for one convolution alone gains nothing, so a chain of
+convolutions is a group.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from autofuse.strategies.chains import is_contiguous, live
 from autofuse.strategies.rewrites import Rewrite, rewrites
 from autofuse.strategies.strategy import graph_of
 
-LAST = "channels_last"  # the strategy, and with what the names of others begin
+LAST = "channels_last"  # the name of the strategy, and the prefix of others
 CONVOLUTIONS = ("convolution",)
 POOLINGS = ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")
-ATEN = "vendor.aten.default"  # an operation of aten whose results are brought to the strides that are promised
-LEAST_NET, LARGEST_NET = 2, 16  # convolutions in a group: a larger net is several, copied where they meet
-# One after the other: in deeper ones large values overflow at other places than eager's, which the verifier refuses;
+ATEN = "vendor.aten.default"  # an aten operation whose results are copied to the promised strides if they differ
+LEAST_NET, LARGEST_NET = 2, 16  # convolutions in a group: a longer chain is several groups, with copies where they meet
+# Depth of a chain. In deeper chains, large values overflow at other elements than in eager, which the verifier refuses;
 # their convolutions are better groups of their own.
 DEEPEST_NET = 4
 _VENDOR = "vendor.convolution.default"
@@ -41,14 +41,14 @@ def is_image(spec: TensorSpec) -> bool:
 
 
 def keeps_images(op: Operation) -> bool:
-    """Whether an operation takes images to images, in whichever order they lie."""
+    """Whether an operation maps NCHW tensors to NCHW tensors, in any memory layout."""
     if not any(is_image(spec) for spec in op.outputs):
         return False
     return op.short_name in (*CONVOLUTIONS, *POOLINGS) or info(op.target).kind in FUSIBLE - VIEWS
 
 
 def channels_last(form: NodeForm) -> NodeForm | None:
-    """The form with its images channels last between its operations; None where none would lie otherwise."""
+    """The form with channels-last tensors between its operations; None where no tensor's layout would change."""
     writer = _Writer(graph_of(form))
     try:
         for op in form.operations:
@@ -65,7 +65,7 @@ def channels_last(form: NodeForm) -> NodeForm | None:
 
 
 def layouts(form: NodeForm) -> list[Rewrite]:
-    """Such a form of this one and of each of its rewrites; none for a convolution by itself."""
+    """The channels-last forms of this form and of each of its rewrites; none for a single convolution."""
     if sum(op.short_name in CONVOLUTIONS for op in form.operations) < LEAST_NET:
         return []
     bases = [Rewrite("", form, ""), *rewrites(form)]
@@ -78,7 +78,7 @@ def layouts(form: NodeForm) -> list[Rewrite]:
 
 
 def _early(operations: Sequence[Operation], name: str) -> tuple[Operation, ...]:
-    """An operation, and what follows from it without the results of others, before all that it does not need."""
+    """Move an operation, and those that depend only on it, before all that it does not need."""
     inputs = {op.name: {ref.name for ref in op.inputs} for op in operations}
     if name not in inputs:
         return tuple(operations)
@@ -96,16 +96,18 @@ def _early(operations: Sequence[Operation], name: str) -> tuple[Operation, ...]:
 
 
 class _Writer:
-    """Writes each operation anew. What it makes channels last has a name of its own."""
+    """Writes each operation again. Its channels-last results have names of their own."""
 
     def __init__(self, graph: FusionGraph) -> None:
         self.graph = graph
         self.operations: list[Operation] = []
-        self.last: dict[ValueRef, ValueRef] = {}  # what is at hand channels last
-        self.was: dict[ValueRef, ValueRef] = {ValueRef(name): ValueRef(name) for name in graph.inputs}  # as it was
+        self.last: dict[ValueRef, ValueRef] = {}  # values that exist channels last
+        self.was: dict[ValueRef, ValueRef] = {
+            ValueRef(name): ValueRef(name) for name in graph.inputs
+        }  # values in their original layout
         self.changed = False
-        # Poolings that give indices too, twice as large as an image and read by nobody: they come early, so that no
-        # other branch's results lie in memory beside them.
+        # Poolings that also return indices, unread and twice as large as the tensor, come early, so that no other
+        # branch's results are in memory at that time.
         self.indexed: list[str] = []
 
     def add(self, op: Operation) -> None:
@@ -115,7 +117,7 @@ class _Writer:
                 self._add_last(op, {*op.inputs} - weight)
                 return
         elif info(op.target).kind in FUSIBLE - VIEWS and any(ref in self.last for ref in op.inputs):
-            if is_image(op.outputs[0]):  # all of them alike, so that aten gives the result in their order
+            if is_image(op.outputs[0]):  # all with the same layout, so that aten gives the result that layout
                 self._add_last(op, {*op.inputs})
             else:
                 self._add(op, {ref: self.last.get(ref) or self.as_was(ref) for ref in op.inputs})
@@ -127,11 +129,11 @@ class _Writer:
         self.was |= {ValueRef(op.name, i): ValueRef(op.name, i) for i in range(len(op.outputs))}
 
     def _add_last(self, op: Operation, images: Collection[ValueRef]) -> None:
-        """With its images channels last, of which ``images`` are read so; a weight may be another's result."""
+        """Add an operation with a channels-last result, which reads ``images`` channels last."""
         last = {ref for ref in images if is_image(self.graph.spec(ref))}
         table = {ref: self.as_last(ref) if ref in last else self.as_was(ref) for ref in op.inputs}
         outputs = tuple(_last(spec) if is_image(spec) else spec for spec in op.outputs)
-        if outputs == op.outputs:  # they lie so already
+        if outputs == op.outputs:  # they are channels last already
             self._add(op, table)
             self.last |= {ValueRef(op.name, i): ValueRef(op.name, i) for i in range(len(outputs))}
             return
@@ -146,7 +148,7 @@ class _Writer:
             (self.last if is_image(spec) else self.was)[ValueRef(op.name, index)] = ValueRef(name, index)
 
     def as_last(self, ref: ValueRef) -> ValueRef:
-        """An image channels last: it, or a copy."""
+        """The NCHW tensor if it is channels last, else a channels-last copy."""
         if ref not in self.last:
             spec = self.graph.spec(ref)
             wanted = _last(spec)
@@ -154,7 +156,7 @@ class _Writer:
         return self.last[ref]
 
     def as_was(self, ref: ValueRef) -> ValueRef:
-        """A value as the form has it: it, or a copy. Raises FusionError where a copy cannot lie so."""
+        """The value with the form's strides: itself or a copy. Raises FusionError where a copy cannot have them."""
         if ref not in self.was:
             spec = self.graph.spec(ref)
             if not is_contiguous(spec):

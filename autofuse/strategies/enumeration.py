@@ -1,7 +1,7 @@
-"""The strategies of a node: every rewrite, each with what is left of it cut into kernels; and the cuts of one kernel.
+"""The strategies of a node: every rewrite, with its remaining operations cut into kernels; and the cuts of one kernel.
 
-In: a form. Out: `Strategy`s. The first is what runs without any group: each product by aten, the rest in kernels.
-Guarantee: torch-free and deterministic, so that the daemon and a script mean the same by a name.
+In: a form. Out: `Strategy`s. The first is the program without the group: each matmul by aten, the other operations in
+kernels. Guarantee: torch-free and deterministic, so that a name means the same in the daemon and in a script.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
 GENERATED_ATTENTION = "generated_attention"
 GENERATED_CONVOLUTION, LAST_GENERATED = "generated_convolution", f"{LAST}_generated"
-LEAST_FLOPS = 2e6  # of a product, some 20 us: below that Python's part of a call decides
-MOST_CUTS = 2  # of one kernel that are measured: those with the least memory between the two sides
+LEAST_FLOPS = 2e6  # of a matmul, some 20 us: below that the Python cost of a call decides
+MOST_CUTS = 2  # cuts of one kernel that are measured: those with the fewest bytes between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 
 
 def strategies_of(form: NodeForm, has_tiles: bool = False) -> list[Strategy]:
-    """The strategies of a group; ``has_tiles``: on a device whose products may be generated as well."""
+    """The strategies of a group; ``has_tiles``: whether matmuls may be generated for the device."""
     found = [Strategy(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
     found += [Strategy(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
     found += layout_strategies(form)
@@ -50,7 +50,7 @@ def strategies_of(form: NodeForm, has_tiles: bool = False) -> list[Strategy]:
 
 
 def generated_strategies(form: NodeForm) -> list[Strategy]:
-    """The strategies of a CPU that need no vendor, or call it block by block."""
+    """The strategies of a CPU that use no library, or call it block by block."""
     return [
         *row_block_strategies(form),
         *matmul_strategies(form),
@@ -65,7 +65,7 @@ _generated_names: dict[str, tuple[str, ...]] = {}  # by a form's text
 def generated_names(form: NodeForm) -> tuple[str, ...]:
     """Names of `generated_strategies`, for the search for groups: without parts, and once for equal forms.
 
-    That search took 0.6 of the planning of a GPT-2 of 4 layers, most of it for parts that nobody read.
+    With parts, that search took 0.6 of the planning of a GPT-2 of 4 layers, most of it for unread parts.
     """
     text = form.text()
     if text not in _generated_names:
@@ -78,10 +78,10 @@ def generated_names(form: NodeForm) -> tuple[str, ...]:
 
 
 def row_block_strategies(form: NodeForm) -> list[Strategy]:
-    """The strategy in blocks of rows; none where rows need each other, or what follows the product is no one kernel."""
+    """The strategy in blocks of rows; none where rows depend on each other, or the epilogue is not one kernel."""
     found = block_of(next((r.form for r in rewrites(form) if r.name == BIAS_APART), form))
     parts = _parts(found[0]) if found is not None else ()
-    # What leaves has to come from the kernel that writes into the node's outputs.
+    # Escaping values must come from the kernel that writes into the node's outputs.
     if found is None or len(parts) != 1 or {ref.name for ref in found[0].outputs} - set(parts[0].operations):
         return []
     block, rows = found
@@ -104,7 +104,7 @@ def _printed_products(form: NodeForm) -> list[Operation]:
 
 
 def sdpa_strategies(form: NodeForm) -> list[Strategy]:
-    """The strategy with an attention that is printed in C in place of torch's; none where it is no such attention."""
+    """The strategy with an attention printed in C in place of torch's; none where the attention does not fit."""
     if not _is(ATTENTION, form):
         return []
     part = Part((form.operations[0].name,), ATTENTION)
@@ -112,7 +112,7 @@ def sdpa_strategies(form: NodeForm) -> list[Strategy]:
 
 
 def convolution_strategies(form: NodeForm) -> list[Strategy]:
-    """The strategy with convolutions in C, its images channels last; none for one that is not by itself."""
+    """The strategy with convolutions in C, on channels-last tensors; none for several convolutions."""
     if not any(op.short_name in CONVOLUTIONS for op in form.operations):
         return []
     last = channels_last(form)
@@ -129,19 +129,19 @@ def convolution_strategies(form: NodeForm) -> list[Strategy]:
 
 
 def _plain(op: Operation) -> Operation:
-    """A convolution of aten as itself, whose results are brought to the strides that are promised."""
+    """An aten convolution as itself, with its result copied to the promised strides if they differ."""
     if op.target == ATEN and str(op.args[0]).split(".")[1] in CONVOLUTIONS:
         return replace(op, target=op.args[0], args=op.args[1:])
     return op
 
 
 def layout_strategies(form: NodeForm) -> list[Strategy]:
-    """The strategies with images channels last between several convolutions; none where they are so already."""
+    """The strategies with channels-last tensors between several convolutions; none where they are so already."""
     return [Strategy(r.name, r.form, _parts(r.form), r.detail) for r in layouts(form)]
 
 
 def tiles_of(form: NodeForm) -> str | None:
-    """Which template has one tiled kernel for all of a form, None where none has."""
+    """The template with one tiled kernel for the whole form; None without such a template."""
     name = template_of(TRITON_TEMPLATES, form).name
     return None if name == LOOP else name
 
@@ -169,7 +169,7 @@ def cut_strategies(form: NodeForm) -> list[Strategy]:
 
 
 def is_group(form: NodeForm) -> bool:
-    """Whether a form has operations that no nest of loops is made of, so that it has strategies instead of a kernel."""
+    """Whether a form has operations that cannot be loops, so that it has strategies instead of one kernel."""
     return any(info(op.target).kind in (OpKind.OPAQUE, OpKind.RANDOM) for op in form.operations)
 
 

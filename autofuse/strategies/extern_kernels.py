@@ -1,10 +1,9 @@
-"""What the vendors' fused kernels are called with: oneDNN, cuBLASLt, cuDNN, torch's attention.
+"""Calls of the libraries' fused kernels: oneDNN, cuBLASLt, cuDNN, torch's attention.
 
-In: the arguments that a rewrite wrote. Out: a tensor, or several. A row of the table makes the callable; one that keeps
-folded weights makes a new one for each place of use.
-Guarantee: nothing that was folded is ever stale: on a CPU the parameters are compared, byte by byte, with those that
-were folded, at each call (a version counter would miss what is written through ``.data``); on a GPU, where a
-comparison would wait for the device, the weights are folded at each call.
+In: the arguments that a rewrite wrote. Out: one tensor or several. A row of the table makes the callable; where folded
+weights are cached, it makes a new one for each place of use. Guarantee: folded weights are never stale. On a CPU the
+parameters are compared, byte by byte, with the folded ones at each call (a version counter would miss writes through
+``.data``). On a GPU, where a comparison would wait for the device, the weights are folded at each call.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from autofuse.strategies.joined_matmuls import SUM
 from autofuse.strategies.sdpa_calls import Rule, both_passes, sdpa
 from autofuse.strategies.sdpa_training_match import TRAINING
 
-# oneDNN's form of these gives a number where the product is NaN (torch 2.13); eager's gives NaN.
+# oneDNN's version of these gives a number where the matmul is NaN (torch 2.13); eager gives NaN.
 _LOSES_NAN: dict[str, Callable[..., Tensor]] = {"relu": F.relu_, "hardtanh": F.hardtanh_}
 MAX_PACKED = 4  # layouts of a convolution's weights, each for one size of its input
-LARGEST_SUM = 1e37  # far from where a sum of float32 or bfloat16 products overflows
+LARGEST_SUM = 1e37  # far below values whose sums of float32 or bfloat16 products overflow
 
 
 def largest(tensor: Tensor | None) -> float:
-    """The largest absolute value, infinite where one is NaN; 0 of nothing."""
+    """The largest absolute value; infinite where one is NaN, 0 for an empty tensor."""
     if tensor is None or not tensor.numel():
         return 0.0
     low, high = torch.aminmax(tensor)
@@ -38,7 +37,7 @@ def largest(tensor: Tensor | None) -> float:
 
 
 def _is_bounded(x: Tensor, gain: float, *added: Tensor | None) -> bool:
-    """Whether no sum can be NaN or infinite: a pass over the input, little beside the product."""
+    """Whether no sum can be NaN or infinite: one pass over the input, cheap beside the matmul."""
     return largest(x) * gain + sum(largest(t) for t in added) < LARGEST_SUM
 
 
@@ -51,7 +50,7 @@ def _linear(
     algorithm: str,
     scalars: Sequence[float],
 ) -> Tensor:
-    """``weight`` is [K, N] as addmm takes it; oneDNN wants [N, K]."""
+    """``weight`` is [K, N] as for addmm; oneDNN takes [N, K]."""
     op = torch.ops.mkldnn._linear_pointwise
     if other is None:
         if attr in _LOSES_NAN and not _is_bounded(x, largest(weight) * weight.shape[0], bias):
@@ -67,7 +66,7 @@ def _addmm_activation(bias: Tensor, x: Tensor, weight: Tensor, use_gelu: bool) -
 
 
 class _FoldedOnce(NamedTuple):
-    """What was folded, and into what. Replaced as a whole: two threads may run the same node."""
+    """Folded parameters and the result. Replaced as a whole, because two threads may run the same node."""
 
     sources: list[Tensor | None]
     weight: Tensor
@@ -76,10 +75,10 @@ class _FoldedOnce(NamedTuple):
 
 
 class Folded:
-    """Weights and bias of a convolution as its kernel wants them: a batch norm of inference folded in, and packed.
+    """Weights and bias of a convolution for its kernel: with an inference batch norm folded in, and packed.
 
-    One for all sizes of a place of use: each has a layout of its own, and the first few are kept. For other sizes
-    oneDNN brings the weights to its layout at each call, as it does in eager.
+    One object serves all sizes at a place of use. Each size has its own layout, and the first few are cached; for other
+    sizes oneDNN reorders the weights at each call, as in eager.
     """
 
     def __init__(self) -> None:
@@ -99,7 +98,7 @@ class Folded:
             return fold(weight, bias, *norm) if norm else (weight, bias)
         once = self._once
         if once is None or not _all_equal(once.sources, sources):
-            # Never the parameter itself: what is written to it must not reach what is kept.
+            # Never the parameter itself: writes to it must not reach the cached copy.
             copies = [None if t is None else t.detach().clone() for t in sources]
             folded, offset = fold(weight, bias, *norm) if norm else (copies[0], copies[1])
             assert folded is not None
@@ -118,7 +117,7 @@ def _unpacked(weight: Tensor) -> Tensor:
 
 
 class Convolution(NamedTuple):
-    """How a convolution runs: what stands behind its tensors in a call of ``vendor.convolution``."""
+    """The options of a convolution, which follow its tensors in a call of ``vendor.convolution``."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -127,16 +126,16 @@ class Convolution(NamedTuple):
     attr: str  # the activation
     algorithm: str  # of the activation
     scalars: Sequence[float]  # of the activation
-    packed: bool  # weights are kept in oneDNN's own layout
+    packed: bool  # weights are cached in oneDNN's own layout
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """As oneDNN takes them."""
+        """Stride, padding and dilation as oneDNN takes them."""
         return self.padding, self.stride, self.dilation, self.groups
 
 
 def _packed(conv: Convolution, sizes: Sequence[int]) -> Callable[..., Tensor]:
-    """oneDNN's own layout of weights for inputs of these sizes, which it would otherwise make at each call.
+    """Weights in oneDNN's own layout for inputs of these sizes, which it would otherwise make at each call.
 
     For 2-D convolutions; made without the sizes, the layout was up to 1.6 times slower (torch 2.13, AVX-512).
     """
@@ -195,7 +194,7 @@ def _convolution() -> Callable[..., Tensor]:
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, conv: Convolution) -> Tensor:
-    # In place on a result that is still in the caches: cheaper than to look whether there could be NaN.
+    # In place on a result that is still in the caches: cheaper than a test for possible NaN.
     after = _LOSES_NAN.get(conv.attr)
     here = "none" if after is not None else conv.attr
     op = torch.ops.mkldnn._convolution_pointwise
@@ -233,14 +232,14 @@ def _both_passes(
 
 
 def _aten(target: str, *args: Any) -> Any:
-    """An operation of aten, whose results are brought to the strides that were promised (`as_promised`)."""
+    """An aten operation, whose results are copied to the promised strides if they differ (`as_promised`)."""
     _, name, overload = target.split(".")
     return getattr(getattr(torch.ops.aten, name), overload)(*args)
 
 
 def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor], is_transposed: bool) -> Tensor:
     """The sum of ``left[i] @ right[i]``, [M, K_i] by [K_i, N], or its transpose."""
-    if all(t.stride(0) == 1 for t in left):  # transposed: joined where its elements lie side by side
+    if all(t.stride(0) == 1 for t in left):  # transposed: concatenated along the contiguous dim
         total = torch.cat([t.t() for t in left]).t() @ torch.cat(list(right))
     else:
         total = torch.cat(list(left), 1) @ torch.cat(list(right))
@@ -257,14 +256,14 @@ VENDORS: dict[str, Callable[[], Callable[..., Any]]] = {
     SUM: lambda: _sum_of_products,
 }
 
-# Of these a callable keeps something for its place of use.
+# Callables of these keep data for their place of use.
 KEEPING = frozenset({"vendor.convolution.default"})
 
 
 def as_promised(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """The tensor with the sizes and strides that the graph was traced with; a copy where it has others.
 
-    Strides of dims of size 1 are made right as well: who reads the tensor may compare them.
+    Strides of dims of size 1 are set too, because readers of the tensor may compare them.
     """
     if tensor.stride() == strides and tensor.shape == shape:
         return tensor
@@ -273,6 +272,6 @@ def as_promised(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def all_promised(results: Sequence[Any], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Any, ...]:
-    """The same for the results of an operation with several; what is no tensor stays."""
+    """`as_promised` for an operation with several results; results other than tensors stay."""
     pairs = zip(results, layouts, strict=True)
     return tuple(as_promised(r, *layout) if isinstance(r, Tensor) else r for r, layout in pairs)

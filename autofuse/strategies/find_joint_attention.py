@@ -1,7 +1,7 @@
 """Finds attentions of training in the two graphs of a capture (`joint_attention`).
 
-In: the forward and the backward graph. Out: for each attention a `AttentionPass` in either graph, which both refer to
-one `Pair`; for each that was left alone, why.
+In: the forward and the backward graph. Out: for each attention one `AttentionPass` in each graph, both of which refer
+to one `Pair`; for each attention that was not taken, the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTE = "autofuse_halves"
 
 @dataclass
 class Halves:
-    """The halves of a forward graph, those of its backward graph, and why attentions were left alone."""
+    """The halves of a forward graph and of its backward graph, and the reasons for attentions that were not taken."""
 
     forward: list[AttentionPass] = field(default_factory=list)
     backward: list[AttentionPass] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Halves:
 
 
 def find_joint_attention(imported: ImportedGraph, counterpart: Counterpart) -> Halves:
-    """The attentions of a forward graph; those of the backward graph are noted there, see `attention_passes_of`."""
+    """The attentions of a forward graph; those of the backward graph are recorded on it, see `attention_passes_of`."""
     found = Halves()
     softmaxes = [op for op in imported.operations if op.short_name == "_softmax"]
     backward_nodes = counterpart.backward.graph.nodes

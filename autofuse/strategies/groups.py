@@ -1,8 +1,8 @@
-"""Groups: products, convolutions and attentions with the nodes around them, which together have several ways to run.
+"""Groups: matmuls, convolutions and attentions with the nodes around them, which together have several strategies.
 
-In: a graph and its nodes. Out: `Group`s, each the operations of some nodes and the products between them.
-Guarantee: groups do not overlap and contracting each to a point leaves the graph acyclic. A group is an alternative:
-until a strategy of it has won, its nodes and products run on their own, as if there were no group.
+In: a graph and its nodes. Out: `Group`s, each with the operations of some nodes and the matmuls between them.
+Guarantee: groups do not overlap, and contracting each to a point leaves the graph acyclic. A group is an alternative:
+until one of its strategies has won, its nodes and matmuls run one by one, as without the group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINEARS = frozenset(["mm", "addmm"])
 
 @dataclass(frozen=True)
 class Group:
-    """Operations with several ways to run them."""
+    """Operations with several strategies."""
 
     node: FusionNode  # all of its operations, with the graph's names
     members: tuple[int, ...]  # nodes that are part of it
@@ -56,7 +56,7 @@ class _Finder:
     groups: list[Group] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     home: dict[str, int] = field(default_factory=dict)  # operation -> its node
-    unit: dict[str, frozenset[str]] = field(default_factory=dict)  # operation -> all that runs with it
+    unit: dict[str, frozenset[str]] = field(default_factory=dict)  # operation -> all operations of its node
 
     def __post_init__(self) -> None:
         for index, node in enumerate(self.nodes):
@@ -76,17 +76,19 @@ class _Finder:
                 self._try(self._around(op), "conv")
             elif op.short_name in PRODUCTS and self.config.enable_matmul:
                 self._try(self._around(op), "matmul")
-        for op in self.graph.operations:  # those that nothing follows: some vendor, or we, may be faster than aten's
+        for op in (
+            self.graph.operations
+        ):  # matmuls without an epilogue: a library, or a generated one, may be faster than aten's
             lone = PRODUCTS if op.outputs and op.outputs[0].device == "cpu" else LINEARS
             if op.short_name in lone and self.config.enable_matmul and self._is_long(op):
                 self._try({op.name}, "matmul")
-            elif op.short_name in CONVOLUTIONS and self.config.enable_conv:  # of which a call is long before it begins
+            elif op.short_name in CONVOLUTIONS and self.config.enable_conv:  # whose calls have a high fixed cost
                 self._try({op.name}, "conv")
             elif op.target in TORCH_ATTENTIONS and self.config.enable_attention:
                 self._try({op.name}, "attention")
 
     def _is_long(self, op: Operation) -> bool:
-        """Whether a product takes long enough to be worth a race, at the sizes that the graph was captured with."""
+        """Whether a matmul takes long enough to be worth a race, at the sizes of the capture."""
         return self.graph.operation_flops(op) >= LEAST_FLOPS
 
     # ---- candidates
@@ -107,18 +109,18 @@ class _Finder:
             names = {op.name for op in node.kernels} | {op.name for op in found.chain}
             products = [op for op in found.chain if op.short_name in PRODUCTS]
             names |= {name for op in products for name in self._copies_before(op)}
-            # Whole nodes only: what runs in a kernel with a copy comes along.
+            # Whole nodes only: operations in one kernel with a copy come along.
             yield {n for name in names if not self._is_view(name) for n in self.unit.get(name, {name})}
 
     def _copies_before(self, product: Operation) -> Iterator[str]:
-        """Copies that only this product reads: its operands with the heads side by side."""
+        """Copies that only this matmul reads: its operands with heads concatenated."""
         for producer in self.graph.producers(product):
             readers = {r.name for r in self.graph.readers[producer.name]}
             if producer.short_name == "clone" and readers == {product.name} and not self._leaves(producer):
                 yield producer.name
 
     def _around(self, anchor: Operation) -> set[str]:
-        """A product or convolution, the one node that reads it, and the other products that this node alone reads."""
+        """A matmul or convolution, the only node that reads it, and other matmuls that only this node reads."""
         units = {self.unit.get(reader.name, frozenset([reader.name])) for reader in self.graph.readers[anchor.name]}
         if len(units) != 1:
             return set()
@@ -134,14 +136,14 @@ class _Finder:
         return around
 
     def _nets(self) -> list[set[str]]:
-        """Convolutions that read each other's results, through whatever takes images to images.
+        """Chains of convolutions that read each other's results, through operations on NCHW tensors.
 
-        Only where few values leave: each of these must lie as eager's, which in training are all.
+        Only where few values escape: each escaping value must have eager's strides, and in training all values escape.
         """
         nets: list[set[str]] = []
         for op in self.graph.operations:
             unit = self.unit.get(op.name, frozenset([op.name]))
-            # At its last operation: all that it reads has come by then.
+            # At its last operation: all its inputs exist by then.
             if self._is_view(op.name) or op.name != max(unit, key=self.graph.position.__getitem__):
                 continue
             members = [self.graph.by_name[name] for name in unit]
@@ -151,7 +153,11 @@ class _Finder:
                 continue
             read = {producer.name for member in members for producer in self.graph.producers(member)}
             before = [net for net in nets if net & read]
-            for joining in (before, before[-1:], []):  # the last alone: skips may come from a net that is full
+            for joining in (
+                before,
+                before[-1:],
+                [],
+            ):  # the last chain alone: skip connections may come from a chain that is full
                 joined = unit.union(*joining)
                 if not joining or (self._count(joined) <= LARGEST_NET and self._is_convex(joined)):
                     break
@@ -168,7 +174,7 @@ class _Finder:
         return sum(self.graph.by_name[name].short_name in CONVOLUTIONS for name in names)
 
     def _depth(self, names: Collection[str]) -> int:
-        """Convolutions one after the other, at most."""
+        """The depth of the longest chain of convolutions."""
         depth: dict[str, int] = {}
         for op in self.graph.operations:
             if op.name in names:
@@ -177,7 +183,7 @@ class _Finder:
         return max(depth.values(), default=0)
 
     def _leaving(self, names: Collection[str]) -> int:
-        """How many values others read."""
+        """The number of escaping values."""
         found = {ref for ref in self.graph.leaving if ref.name in names}
         found |= {ref for ref, by in self.graph.value_readers.items() if ref.name in names and not {*by} <= {*names}}
         return len(found)
@@ -203,7 +209,7 @@ class _Finder:
             names_of_ways.append(TILED)
         alone = {*LONE, GENERATED, GENERATED_CONVOLUTION}
         if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= alone):
-            return  # the product by itself has the same strategies, and its node all of its own
+            return  # the matmul by itself has the same strategies, and its node has all of its own
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
         self.groups.append(Group(node, members, kind))
         self.unit.update(dict.fromkeys(names, frozenset(names)))
@@ -211,7 +217,7 @@ class _Finder:
         self.refusals.append(Refusal("grouped", True, node.operation_names, detail, source=operations[0].source or ""))
 
     def _is_sound(self, operations: Sequence[Operation]) -> bool:
-        """Whether all of it is data, on one type of device, and draws no numbers."""
+        """Whether all of it is data, on one type of device, without random numbers."""
         specs = [spec for op in operations for spec in op.outputs]
         specs += [self.graph.spec(ref) for op in operations for ref in op.inputs]
         return (
@@ -221,7 +227,7 @@ class _Finder:
         )
 
     def _is_convex(self, names: Collection[str]) -> bool:
-        """Whether nothing outside must run between two of its operations."""
+        """Whether no outside operation must run between two of its operations."""
         return self.graph.can_fuse(names, lambda name: self.unit.get(name, frozenset([name])))
 
     def _is_view(self, name: str) -> bool:
@@ -237,9 +243,9 @@ def find_groups(
     config: FusionConfig,
     taken: Iterable[Collection[str]] = (),
 ) -> tuple[list[Group], list[Refusal]]:
-    """The groups of a planned graph, in program order, and why attentions were left alone.
+    """The groups of a planned graph, in program order, and the reasons for attentions that were not taken.
 
-    ``taken``: operations that have other ways to run already.
+    ``taken``: operations that have other strategies already.
     """
     finder = _Finder(graph, nodes, config, frozenset().union(*taken))
     if config.enabled:

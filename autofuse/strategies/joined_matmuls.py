@@ -1,10 +1,10 @@
-"""Products of one size that are added up, as one product of joined operands.
+"""A sum of matmuls of one size, as one matmul of concatenated operands.
 
-In: a form. Out: the form with each such sum as one vendor's operation, or None. Guarantee: the terms that are no
-products are added as before; the sum of all is taken in another order, within the rounding of a longer product.
+In: a form. Out: the form with each such sum as one extern operation, or None. Guarantee: terms that are not matmuls are
+added as before. The order of the sum changes, within the rounding of a longer matmul.
 
-The gradient of a weight that is used step after step is such a sum: each product reads and writes all of the gradient
-for a few rows of input. Joined, it is written once.
+The gradient of a weight that is used at every time step is such a sum: each matmul reads and writes the whole gradient
+for a few rows of input. Concatenated, the gradient is written once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.strategies.chains import replaced
 from autofuse.strategies.strategy import graph_of
 
-LEAST = 3  # products: of two, joining costs as much as it saves
+LEAST = 3  # matmuls: with two, concatenation costs as much as it saves
 SUM = "vendor.sum_of_products.default"
 
 
 def joined_products(form: NodeForm) -> NodeForm | None:
-    """The form with its longest sums joined; None where there is none."""
+    """The form with its longest sums as one matmul each; None without such sums."""
     current, count = form, 0
     for name in [op.name for op in reversed(form.operations) if _is_sum(op)]:
         graph = graph_of(current)
@@ -43,7 +43,7 @@ def _is_sum(op: Operation) -> bool:
 
 
 def _terms(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[ValueRef]]:
-    """The sums that only this one reads, all the way up, and what they add."""
+    """The sums that only this sum reads, transitively, and their terms."""
     inner: list[Operation] = []
     terms: list[ValueRef] = []
     for arg in op.args:
@@ -65,7 +65,7 @@ def _is_like(graph: FusionGraph, ref: ValueRef, op: Operation) -> bool:
 
 
 def _product(graph: FusionGraph, ref: ValueRef, op: Operation) -> list[Operation] | None:
-    """The product that a term is, and the transpositions it is seen through, where nobody else reads any of them."""
+    """The matmul behind a term, and the transposes between, where nothing else reads any of them."""
     if not _is_like(graph, ref, op):
         return None
     chain: list[Operation] = []
@@ -83,7 +83,7 @@ def _product(graph: FusionGraph, ref: ValueRef, op: Operation) -> list[Operation
 def _joined(
     op: Operation, terms: list[ValueRef], products: dict[ValueRef, list[Operation]], is_transposed: bool
 ) -> list[Operation]:
-    """The operations in place of the sum: the joined product, then what else is added."""
+    """The operations in place of the sum: the concatenated matmul, then the other terms."""
     left, right = (tuple(chain[0].args[side] for chain in products.values()) for side in (0, 1))
     rest = [ref for ref in terms if ref not in products]
     spec = op.outputs[0]

@@ -1,10 +1,9 @@
-"""Attention in training as two halves: each graph has one, and either both run torch's own attention or neither does.
+"""Attention in training as two halves: one in each graph; either both run torch's own attention or neither does.
 
-In: for each attention a `AttentionPass` in either graph, as `find_joint_attention` has found them, which both refer to
-one `Pair`. Out: callables of the halves.
-Guarantee: the forward half decides, call by call, and what it keeps in place of the probabilities tells the backward
-half. It does so only once the backward graph is known to understand it (`Pair.is_ready`). Where it declines or fails,
-its graph's own operations run as if there were no half.
+In: for each attention one `AttentionPass` in each graph (from `find_joint_attention`), both of which refer to one
+`Pair`. Out: callables of the halves. Guarantee: the forward half decides call by call, and the tensor that it saves in
+place of the probabilities tells the backward half. It runs only once the backward graph is known to support it
+(`Pair.is_ready`). Where it declines or fails, its graph's own operations run as without a half.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def _is_compiled_autograd() -> bool:
-    """Whether the script has torch trace the backward pass: then it is AOTAutograd's graph, which knows no halves."""
+    """Whether torch traces the backward pass (compiled autograd): then AOTAutograd's graph runs, without halves."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(getattr(module, "compiled_autograd_enabled", False))
 
@@ -36,18 +35,18 @@ def _is_compiled_autograd() -> bool:
 class Pair:
     """An attention in both graphs."""
 
-    node: FusionNode  # both passes: what is tuned
+    node: FusionNode  # the tuned node, of both passes
     attention: TrainingAttention
-    kept_shapes: tuple[tuple[Dim, ...], ...]  # of the values that forward keeps: probabilities under several sizes
+    kept_shapes: tuple[tuple[Dim, ...], ...]  # number of saved values: the probabilities with several sizes
     is_ready: bool = False  # the backward graph has its half, which has not failed
-    failed: Callable[[Exception], None] | None = None  # told what goes wrong in either half
+    failed: Callable[[Exception], None] | None = None  # called with failures of either half
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
-        """Itself: AOTAutograd copies the backward graph, and what is noted there, before it is compiled."""
+        """Returns itself: AOTAutograd copies the backward graph, with the records on it, before it compiles it."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """The state without objects of this process."""
         return vars(self) | {"is_ready": False, "failed": None}
 
     @property
@@ -60,16 +59,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """One pass of an attention, by the names that its FX graph has."""
+    """One pass of an attention, by names of its FX graph."""
 
     pair: Pair
     names: frozenset[str]  # operations that do not run where the half runs as a whole
-    inputs: tuple[str, ...]  # of a backward half: first what forward kept
+    inputs: tuple[str, ...]  # of a backward half: first the tensors saved by forward
     outputs: tuple[str, ...]
 
     @property
     def kept_inputs(self) -> tuple[str, ...]:
-        """Of a backward half: what forward kept."""
+        """Of a backward half: the tensors saved by forward."""
         return self.inputs[: len(self.pair.kept_shapes)]
 
 
@@ -79,10 +78,11 @@ class AttentionPass:
 def forward_call(
     pair: Pair, symbol_values: Mapping[str, int], failed: Callable[[Exception], None]
 ) -> Callable[..., tuple[Tensor, ...] | None]:
-    """The forward half for one shape: ``call(query, key, value, [bias], [masked])`` gives the result and what to keep,
-    under each name that the probabilities are kept; None where the operations are to be run one by one.
+    """The forward half for one shape: ``call(query, key, value, [bias], [masked])`` gives the result and the tensor to
+    save, once for each name of the probabilities; None where the operations must run one by one.
 
-    ``failed`` is told what went wrong. What declined is asked again later and later: asking may cost a pass.
+    ``failed`` is called with errors. After each decline, more calls pass before the next attempt: an attempt may cost a
+    pass over the data.
     """
     rule = pair.rule([evaluate(dim, symbol_values) for dim in pair.lead])
     places = len(pair.kept_shapes)
@@ -93,8 +93,8 @@ def forward_call(
 
     def call(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> tuple[Tensor, ...] | None:
         nonlocal pause, left
-        # Hooks on saved tensors: a checkpoint wants the sizes of the first run when it runs the graph again, by which
-        # time a half may be ready or decided that was not; and whatever others do to values, they know no bytes.
+        # With hooks on saved tensors: a checkpoint expects the first run's sizes when it runs the graph again, but by
+        # then a half may have become ready or decided. Other hooks may change values, and cannot handle our bytes.
         if not pair.is_ready or _top_hooks(True) is not None or _is_compiled_autograd():
             return None
         if left:
@@ -107,7 +107,7 @@ def forward_call(
                 pause = left = min(2 * pause + 1, LONGEST_PAUSE)
                 return None
             pause = 0
-            # The mask is a copy: what the script writes to its own afterwards is not seen.
+            # The mask is a copy, so later writes of the script to its own mask do not matter.
             return *found, *([found[1] if bias is None else bias.clone()] * (places - 1))
         except Exception as error:
             failed(error)
@@ -119,7 +119,7 @@ def forward_call(
 def backward_call(pair: Pair) -> Callable[..., tuple[Tensor, ...]]:
     """The backward half: ``call(lead, *kept, gradient, query, key, value, [masked])`` gives the three gradients.
 
-    Where torch's kernel fails, they come from products, and neither half runs as a whole again.
+    Where torch's kernel fails, they come from matmuls, and neither half runs as a whole again.
     """
     places, has_bias = len(pair.kept_shapes), pair.attention.scores.bias is not None
     has_mask = pair.attention.scores.masked is not None

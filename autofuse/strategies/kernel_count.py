@@ -1,8 +1,8 @@
-"""The kernels of a planned graph, where of each group the strategy with the fewest kernels wins.
+"""Counts the kernels of a planned graph, with each group's strategy of the fewest kernels.
 
 In: nodes, groups among them. Out: for each kernel the names of its operations, as `measure_graph` takes them.
-Guarantee: an operation that a vendor's kernel does not take in keeps its own node's kernel. What wins is measured
-later, so this is what a plan can come to, not what runs.
+Guarantee: an operation that no extern kernel takes in keeps its own node's kernel. Winners are measured later, so this
+is the smallest count of a plan, not the count that runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autofuse.strategies.strategy import graph_of
 
 
 def planned_kernels(nodes: Iterable[FusionNode], wholes: Iterable[set[str]] = ()) -> list[set[str]]:
-    """Names of the operations of each kernel, lone ones that eager runs left out.
+    """Names of the operations of each kernel, without lone operations that eager runs.
 
-    ``wholes``: names that one vendor's kernel each takes in, whatever nodes they are in.
+    ``wholes``: names that one extern kernel each takes in, whatever nodes they are in.
     """
     taken = list(wholes)
     plain: list[set[str]] = []
@@ -39,7 +39,7 @@ def planned_kernels(nodes: Iterable[FusionNode], wholes: Iterable[set[str]] = ()
 
 
 def _kernels(group: FusionNode, taken: Sequence[set[str]], members: Sequence[set[str]]) -> list[set[str]]:
-    """The vendor's kernels, and what these leave of the group's nodes and lone operations."""
+    """The extern kernels, and the remaining operations of the group's nodes and lone operations."""
     gone = set().union(*taken)
     rest = [names - gone for names in members]
     lone = {op.name for op in group.kernels} - gone - set().union(*members)
@@ -47,7 +47,7 @@ def _kernels(group: FusionNode, taken: Sequence[set[str]], members: Sequence[set
 
 
 def _vendor_kernels(group: FusionNode) -> list[list[set[str]]]:
-    """For each rewrite the operations, by the graph's names, that each of the vendor's kernels takes in."""
+    """For each rewrite, the operations (by the graph's names) that each extern kernel takes in."""
     form = group.form
     names = {canonical.name: op.name for canonical, op in zip(form.operations, group.operations, strict=True)}
     return [[{names[name] for name in kernel} for kernel in _taken(form, rewrite.form)] for rewrite in rewrites(form)]
@@ -59,7 +59,7 @@ def _taken(form: NodeForm, rewritten: NodeForm) -> list[set[str]]:
     vendors = [op for op in rewritten.operations if op.target.startswith("vendor.")]
     if len(vendors) == 1:
         return [gone]
-    # Chains end where a vendor's kernel gives out its result, under the old name of that value.
+    # Chains end where an extern kernel returns its result, under the old name of that value.
     graph = graph_of(form)
     kernels: list[set[str]] = []
     for op in form.operations:

@@ -1,7 +1,7 @@
-"""Rewrites: chains that a vendor has one kernel for, each a row of a table.
+"""Rewrites: chains for which a library has one kernel, each a row of a table.
 
-In: the form of a group. Out: forms with the chain replaced by one operation ``vendor.<name>.default``.
-Guarantee: inputs and outputs stay what they were. Whether the vendor's kernel is right and faster is measured later.
+In: the form of a group. Out: forms with the chain replaced by one operation ``vendor.<name>.default``. Guarantee:
+inputs and outputs stay the same. Whether the extern kernel is right and faster is measured later.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from autofuse.strategies.strategy import graph_of
 
 LINEARS = ("addmm", "mm")
 BIAS_APART = "bias_apart"
-LONE = ("onednn_product", "onednn_product_rows")  # rewrites of a product that take in nothing else
+LONE = ("onednn_product", "onednn_product_rows")  # rewrites of a matmul that take in nothing else
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A form that gives the same with a vendor's kernel."""
+    """A form with the same results through an extern kernel."""
 
     name: str
     form: NodeForm
     detail: str
 
 
-# Activations: what oneDNN calls them, and the arguments beside the tensor that it takes, with eager's defaults.
+# Activations: oneDNN's names, and the arguments beside the tensor, with eager's defaults.
 ONEDNN_UNARY: dict[str, tuple[str, tuple[float, ...]]] = {
     "relu": ("relu", ()),
     "silu": ("swish", ()),
@@ -74,7 +74,7 @@ Step = Callable[[FusionGraph, Operation], tuple[list[Operation], list[Operation]
 
 
 def _each(form: NodeForm, name: str, anchors: Callable[[Operation], bool], step: Step) -> Iterator[Rewrite]:
-    """One rewrite with every chain replaced that ``step`` can: (chain, new operations, words)."""
+    """One rewrite, with every chain replaced that ``step`` can replace: (chain, new operations, words)."""
     current, words = form, list[str]()
     for anchor in [op.name for op in form.operations if anchors(op)]:
         graph = graph_of(current)
@@ -88,7 +88,7 @@ def _each(form: NodeForm, name: str, anchors: Callable[[Operation], bool], step:
         yield Rewrite(name, current, "; ".join(dict.fromkeys(words)))
 
 
-# ---- products ---------------------------------------------------------------------------------------
+# ---- matmuls ----------------------------------------------------------------------------------------
 
 
 def _linears(form: NodeForm) -> Iterator[Rewrite]:
@@ -127,7 +127,7 @@ def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], 
 
 
 def _onednn_product(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """The product alone. In 16 bits aten calls oneDNN by itself; in float32 it calls MKL, which is made for Intel's
+    """The matmul alone. In 16 bits aten itself calls oneDNN; in float32 it calls MKL, which is made for Intel's
     processors: on an AMD EPYC with AVX-512 oneDNN is 1.1 to 1.7 times as fast."""
     parts = _linear_parts(graph, op)
     if parts is None or op.outputs[0].dtype != "float32":
@@ -139,7 +139,7 @@ def _onednn_product(graph: FusionGraph, op: Operation) -> tuple[list[Operation],
 
 
 def _onednn_product_of_rows(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """The same with the left operand transposed, as in gradients of weights: oneDNN itself is slow at copying it."""
+    """The same with the left operand transposed, as in gradients of weights: oneDNN copies it slowly."""
     made = _onednn_product(graph, op)
     if made is None or is_contiguous(graph.spec(made[1][0].args[0])):
         return None
@@ -156,8 +156,10 @@ def _onednn_product_of_rows(graph: FusionGraph, op: Operation) -> tuple[list[Ope
 
 
 def _bias_apart(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """The bias is added by the kernel that reads the product; aten writes it over all of the result first, and the
-    product reads that. In 16 bits the product alone would be rounded once more than eager's."""
+    """The kernel that reads the matmul adds the bias; aten first writes the bias into the whole result.
+
+    aten's matmul then reads it again. In 16 bits the matmul alone would be rounded once more than eager's.
+    """
     parts = _linear_parts(graph, op)
     if parts is None or parts[0] is None or op.outputs[0].dtype not in ("float32", "float64"):
         return None
@@ -183,7 +185,7 @@ def _addmm_activation(graph: FusionGraph, op: Operation) -> tuple[list[Operation
 
 
 def _linear_parts(graph: FusionGraph, op: Operation) -> tuple[ValueRef | None, ValueRef, ValueRef] | None:
-    """Bias, input and the weight as stored for eager, [K, N]; None for scaled sums and biases that are no row."""
+    """Bias, input and the weight as stored for eager, [K, N]; None for scaled sums and biases that are not a row."""
     if op.kwargs:
         return None
     if op.short_name == "mm":
@@ -194,7 +196,7 @@ def _linear_parts(graph: FusionGraph, op: Operation) -> tuple[ValueRef | None, V
 
 
 def _other_operand(graph: FusionGraph, link: Link, names: dict[str, str]) -> ValueRef | None:
-    """The second operand of a sum or product of two tensors of one size and dtype."""
+    """The second operand of an addition or multiplication of two tensors of one size and dtype."""
     op = link.operation
     if op.short_name not in names or op.target.split(".")[2] != "Tensor" or len(op.args) != 2 or op.kwargs:
         return None
@@ -210,7 +212,7 @@ def _chain(op: Operation, *links: Link) -> list[Operation]:
 
 
 def _vendor(op: Operation, last: Link, kind: str, name: str, args: tuple[object, ...]) -> list[Operation]:
-    """The vendor's operation with the sizes of ``op``, given out as the result of the last link."""
+    """The extern operation with the sizes of ``op``, returned as the result of the last link."""
     spec = _contiguous(op.outputs[0])
     end = last.operation
     named = end.name if end.outputs[0].shape == spec.shape else name
@@ -255,7 +257,7 @@ def _packed_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operati
 
 
 def _fused_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """Convolution, batch norm of inference, residual, activation: as many of them as follow each other."""
+    """Convolution, inference batch norm, residual, activation: as many of them as follow each other."""
     x, weight, bias, stride, padding, dilation = op.args[:6]
     groups = op.args[8]
     link = next_link(graph, op)
@@ -278,7 +280,7 @@ def _fused_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operatio
     unary: tuple[str, str, tuple[float, ...]] = ("none", "none", ())
     if link is not None and link.operand == 0 and not link.views:
         found = activation(link.operation)
-        # Numbers beside a residual: torch checks its tensors, not what is between them.
+        # With a residual, fold to numbers: torch checks its tensors, not the values between.
         on_cpu = _device(graph) == "cpu" and not (found and found[2] and other is not None)
         if found is not None and (on_cpu or found[0] == "relu"):
             links.append(link)

@@ -1,11 +1,11 @@
-"""A product and what follows it, in blocks of rows that stay in the caches.
+"""A matmul and its epilogue, in blocks of rows that stay in the caches.
 
-In: the form of a group with one product and element-wise work behind it. Out: the form of one block, whose number of
-rows is a symbol of its own, and which inputs are cut into rows.
-Guarantee: each row of the outputs comes from the same row of the cut inputs and from nothing else of them.
+In: the form of a group with one matmul and an element-wise epilogue. Out: the form of one block, whose number of rows
+is a symbol of its own, and the inputs that are cut into rows. Guarantee: each row of the outputs depends on no other
+row of the cut inputs.
 
-Why: a product writes all of its result before the next kernel reads it back. In blocks of 2 MiB it is read from the
-caches, and only the final values go to memory. Vendors' own epilogues do the same inside, for the few they know.
+Why: a matmul writes its whole result before the next kernel reads it. In blocks of 2 MiB the result is read from the
+caches, and only the final values go to memory. Libraries do the same for the few epilogues that they have.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides, product, s
 from autofuse.strategies.chains import is_contiguous, is_free
 from autofuse.strategies.strategy import Rows, graph_of
 
-BLOCK_BYTES = 2 << 20  # of the product's result: best of 256 KiB to 8 MiB on an EPYC with 1 MiB of L2 a core (2026-11)
-LEAST_BLOCKS = 2  # that are worth it, where the number of rows is known
+BLOCK_BYTES = 2 << 20  # of the matmul's result: best of 256 KiB to 8 MiB on an EPYC with 1 MiB of L2 a core (2026-11)
+LEAST_BLOCKS = 2  # fewest blocks that are worth it, where the number of rows is known
 ROWS = "b0"  # the symbol
 _PRODUCTS = {"mm": (0,), "addmm": (1,)}  # operands that are cut
 
 
 def block_of(form: NodeForm) -> tuple[NodeForm, Rows] | None:
-    """One block of a group's form and how its inputs are cut; None where its rows need each other."""
+    """One block of a group's form, and how its inputs are cut; None where rows depend on each other."""
     products = [op for op in form.operations if op.short_name in _PRODUCTS]
     if len(products) != 1 or products[0].kwargs:
         return None
@@ -48,11 +48,11 @@ class _Cutter:
         self.product = product
         self.total = total
         self.cut_values: dict[str, ValueRef] = {}  # name in the node's form -> the block's value
-        self.whole: set[str] = set()  # names of values that a block reads as they are
+        self.whole: set[str] = set()  # names of values that a block reads uncut
         self.operations: list[Operation] = []
 
     def cut(self, rows: int) -> tuple[NodeForm, Rows] | None:
-        """None where something reads or writes across rows."""
+        """None where an operation reads or writes across rows."""
         steps = [op for op in self.form.operations if not self._is_view(op)]
         if not all(self._add(op) for op in steps):
             return None
@@ -99,7 +99,7 @@ class _Cutter:
         return True
 
     def _rows(self, ref: ValueRef) -> ValueRef | None:
-        """A block's rows of a value: of an input, or of a view that only parts or joins leading dims."""
+        """A block's rows of a value: of an input, or of a view that only splits or merges leading dims."""
         known = self.cut_values.get(ref.name)
         if known is not None:
             return known
@@ -131,7 +131,7 @@ class _Cutter:
         return True
 
     def _width(self, spec: TensorSpec) -> int | None:
-        """Columns of a tensor whose leading dims together are the product's rows; None for any other."""
+        """Columns of a tensor whose leading dims together are the matmul's rows; None for any other."""
         dims = spec.shape.dims
         if len(dims) < 2 or not isinstance(dims[-1], int):
             return None

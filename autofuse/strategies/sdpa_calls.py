@@ -1,13 +1,12 @@
-"""torch's own attention: what the rewrites of hand-written attention call.
+"""Calls of torch's own attention (SDPA), for the rewrites of hand-written attention.
 
-In: query [N, T, D], key [N, D, S] (transposed, as a product takes it), value [N, S, D], where N are the heads of all
-batches side by side, or two dims; a scale, masks. Out: the result; in training also what to keep for the backward
-pass, and from that the three gradients.
-Guarantee: NaN and infinities are where eager's are. Where torch's kernel would lose them, or could overflow, the
-products are run one by one.
+In: query [N, T, D], key [N, D, S] (transposed, as for a matmul), value [N, S, D], where N is batch times heads, as one
+dim or two; a scale, masks. Out: the result; in training also the tensor to save for backward, and from it the three
+gradients. Guarantee: NaN and infinities are where eager's are. Where torch's kernel would lose them, or could overflow,
+the matmuls run one by one.
 
-What is kept takes the place of the probabilities among the saved tensors of a graph. `is_kept` tells the two apart:
-instead of N*T*S probabilities one dim of bytes, the logarithms of the rows' sums and the result.
+The saved tensor replaces the probabilities among the saved tensors of a graph. `is_kept` tells the two apart: instead
+of N*T*S probabilities it is one dim of bytes with the row logsumexps and the result.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from torch import Tensor
 from autofuse.strategies.sdpa_kernels import KERNELS, Kernels, Operands, kernels_for
 from autofuse.strategies.sdpa_match import LEAST_FILL
 
-LARGEST_SCORE = 1e37  # far from where a sum of float32 products overflows
-# The backward pass makes the probabilities again from the logarithms of their rows' sums. Below this, rounding one of
-# these changes a probability by at most 4 units in the last place; eager's have no such error.
+LARGEST_SCORE = 1e37  # far below values whose sums of float32 products overflow
+# The backward pass recomputes the probabilities from the row logsumexps. Below this bound, rounding a logsumexp changes
+# a probability by at most 4 units in the last place; eager's have no such error.
 LARGEST_LOGARITHM = 16.0
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What an attention does beside its products."""
+    """The parts of an attention other than its matmuls."""
 
     lead: tuple[int, ...]  # batches and heads, or both in one
     scale: float
@@ -70,7 +69,7 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if mask is not None and (mask.device.type != "cpu" or has_empty_rows(mask)):
         empty = _is_empty(mask)
-        out = out.masked_fill(empty, float("nan"))  # where torch's attention gives 0, a softmax does not
+        out = out.masked_fill(empty, float("nan"))  # torch's attention gives 0 here, a softmax does not
     return out
 
 
@@ -80,7 +79,7 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor
 def additive_mask(
     dtype: torch.dtype, device: torch.device, bias: Tensor | None, masked: Tensor | None, fill: float
 ) -> Tensor | None:
-    """What is added to scores for both kinds of mask. A fill below all scores does the same when it is added to one."""
+    """The tensor to add to scores, for both kinds of mask. Adding a fill below all scores replaces them."""
     if masked is None:
         return bias
     mask = torch.zeros((), dtype=dtype, device=device).masked_fill(masked, fill)
@@ -92,19 +91,19 @@ def _is_empty(mask: Tensor) -> Tensor:
 
 
 def has_empty_rows(mask: Tensor) -> bool:
-    """Whether some row has no key left, of which a softmax makes NaN. Waits for a GPU."""
+    """Whether some row has no key left, for which a softmax gives NaN. Waits for a GPU."""
     return bool(_is_empty(mask).any())
 
 
 def is_square(mask: Tensor | None) -> bool:
-    """Whether a mask is one for all heads, and has a row for each key: in all likelihood a causal one."""
+    """Whether a mask is the same for all heads and has a row for each key: then it is probably causal."""
     return mask is not None and mask.dim() >= 2 and mask.numel() == mask.shape[-1] ** 2 == mask.shape[-2] ** 2
 
 
 def is_causal(bias: Tensor | None, masked: Tensor | None) -> bool:
-    """Whether what masks hides from each query exactly the keys behind it. Waits for a GPU.
+    """Whether the mask hides from each query exactly the later keys. Waits for a GPU.
 
-    To look costs a pass over the mask; to know it saves half of the scores, of every head.
+    The test costs a pass over the mask; a causal mask saves half of the scores of every head.
     """
     mask = bias if masked is None else masked
     if mask is None or not is_square(mask) or (bias is not None and masked is not None):
@@ -126,17 +125,17 @@ def _behind(size: int, device: torch.device) -> Tensor:
 def stays_finite(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> bool:
     """Whether no score can be NaN or infinite: torch's CPU kernel has an exponential that loses NaN (torch 2.13).
 
-    A pass over q, k and v, which is little beside one over all scores. Waits for a GPU.
+    A pass over q, k and v, which is cheap beside one over all scores. Waits for a GPU.
     """
     sides = [side for t in (q, k, v) for side in (torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2)]
     largest = [mask.amax()] if mask is not None and mask.numel() else []
-    found = _numbers([*sides, *largest])  # NaN on both sides of what holds one
+    found = _numbers([*sides, *largest])  # NaN in both bounds if a tensor holds one
     bound = abs(scale) * q.shape[-1] * max(-found[0], found[1]) * max(-found[2], found[3])
     return bound < LARGEST_SCORE and all(map(math.isfinite, found[4:6])) and all(m < LARGEST_SCORE for m in found[6:])
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Of tensors with one element each; waits for a GPU once."""
+    """The values of one-element tensors; waits for a GPU once."""
     if tensors[0].device.type == "cpu":
         return [float(t) for t in tensors]
     found: list[float] = torch.stack([t.float() for t in tensors]).tolist()
@@ -147,18 +146,18 @@ def _numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def is_kept(tensor: Tensor) -> bool:
-    """Whether a tensor in the place of the probabilities is what `forward` keeps."""
+    """Whether a tensor in place of the probabilities is the one that `forward` saves."""
     return bool(tensor.dim() == 1)
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule
 ) -> tuple[Tensor, Tensor] | None:
-    """The result and what to keep; None where the products should be run, and while a GPU's calls are recorded.
+    """The result and the tensor to save; None where the matmuls should run, and during CUDA graph capture.
 
-    That is where torch's kernel could lose NaN or digits, and where a mask that might be causal is not, on a CPU: with
-    one its kernel does all the work, and is slower than the products. Of a single key the gradients of query and key
-    are exactly 0, which torch's kernel only comes near to.
+    The matmuls should run where torch's kernel could lose NaN or digits, and, on a CPU, where a square mask is not
+    causal: there the kernel computes all scores and is slower than the matmuls. For a single key the gradients of query
+    and key are exactly 0, which torch's kernel only approximates.
     """
     if (
         (query.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -201,14 +200,14 @@ def backward(
     masked: Tensor | None,
     rule: Rule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key (transposed as the key is) and value from that of the result."""
+    """Gradients of query, key (transposed like the key) and value, from the gradient of the result."""
     if is_kept(kept):
         if stays_finite(gradient, value, value, 1.0, None):
             operands = _operands(query, key, value, bias, masked, rule)
             kernels = KERNELS[query.device.type]
             sums, out = _unpack(kept, operands, kernels)
             found = kernels.backward(gradient.reshape(out.shape), operands, out, sums)
-            # Contiguous, as products are; the key's is transposed.
+            # Contiguous, like matmuls' results; the key's is transposed.
             dq, dk, dv = (t.flatten(0, 1).contiguous() for t in found)
             return dq, dk.mT.contiguous(), dv
         return backward_by_products(None, gradient, query, key, value, bias, masked, rule)
@@ -225,7 +224,7 @@ def backward_by_products(
     masked: Tensor | None,
     rule: Rule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as eager computes them; without probabilities these are made again."""
+    """The same gradients as eager computes them; missing probabilities are recomputed."""
     kept = _probabilities(query, key, bias, masked, rule) if probabilities is None else probabilities
     grads = (gradient @ value.mT).view(kept.shape)
     scores = torch._softmax_backward_data(grads, kept, -1, kept.dtype)
@@ -247,8 +246,10 @@ def _probabilities(query: Tensor, key: Tensor, bias: Tensor | None, masked: Tens
 def _operands(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: Tensor | None, rule: Rule
 ) -> Operands:
-    """As torch's kernel takes them. A head is a batch of its own where the mask
-    allows it, so that no result of the kernel, which has heads last, must be copied."""
+    """The operands for torch's kernel.
+
+    Heads become batches where the mask allows it, so that the kernel's result, which has heads last, needs no copy.
+    """
     lead: Sequence[int] = (query.shape[0], 1)
     causal = is_causal(bias, masked)
     mask = None if causal else additive_mask(query.dtype, query.device, bias, masked, rule.fill)
@@ -263,7 +264,7 @@ def _operands(
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """torch's kernel takes any strides but the last for granted."""
+    """Make the last dim contiguous; torch's kernel takes any other strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -289,6 +290,6 @@ def both_passes(
     masked: Tensor | None,
     rule: Rule,
 ) -> tuple[Tensor, ...]:
-    """The result and the three gradients, as a race of both passes wants them."""
+    """The result and the three gradients, for a race of both passes."""
     out, kept = forward(query, key, value, bias, masked, rule) or by_products(query, key, value, bias, masked, rule)
     return out, *backward(kept, gradient, query, key, value, bias, masked, rule)

@@ -1,8 +1,8 @@
-"""torch's own attention kernels for training, forward and backward apart: one pair of them for each kind of device.
+"""torch's own attention kernels for training, forward and backward apart: one pair for each kind of device.
 
-In: query, key and value of [B, H, T, D], S keys for T queries, a mask to add or none. Out: the result, and the natural
-logarithms of the sums of its rows, from which the backward kernel makes the probabilities again.
-Guarantee: `kernels_for` gives None where no kernel takes these operands, or the script has forbidden those that do.
+In: query, key and value of [B, H, T, D], S keys for T queries, a mask to add or none. Out: the result, and the row
+logsumexps (natural logarithms), from which the backward kernel recomputes the probabilities. Guarantee: `kernels_for`
+gives None where no kernel takes these operands, or the script has forbidden those that do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from autofuse.strategies.sdpa_training_match import DEVICES
 
 _aten = torch.ops.aten
-_EFFICIENT_ROWS = 32  # the memory-efficient kernel keeps the logarithms of so many rows together
+_EFFICIENT_ROWS = 32  # the memory-efficient kernel pads its logsumexps to a multiple of so many rows
 _EFFICIENT_MASK = 16  # elements: rows of a mask must begin at multiples of this
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What both passes of an attention read."""
+    """The operands of both passes of an attention."""
 
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H, S, D]
@@ -38,8 +38,8 @@ class Kernels:
 
     forward: Callable[[Operands], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Operands, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    rows: Callable[[int], int]  # how many logarithms it keeps of so many queries; the last may be of no query
-    takes_any_mask: bool  # whether a mask of all scores costs it little: else it is slower than products
+    rows: Callable[[int], int]  # queries -> number of logsumexps; the last ones may be padding
+    takes_any_mask: bool  # whether a full mask is cheap: otherwise the kernel is slower than matmuls
 
 
 # ---- CPU -------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def _efficient_forward(x: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _efficient_backward(gradient: Tensor, x: Operands, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.empty((), dtype=torch.int64, device=out.device)  # where a random generator stood, for dropout
+    unused = torch.empty((), dtype=torch.int64, device=out.device)  # random generator state, for dropout
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         gradient, x.query, x.key, x.value, _aligned(x), out, sums, unused, unused,
         0.0, [True, True, True, False], x.is_causal, scale=x.scale,
@@ -80,7 +80,7 @@ def _efficient_backward(gradient: Tensor, x: Operands, out: Tensor, sums: Tensor
 
 
 def _aligned(x: Operands) -> Tensor | None:
-    """The mask as the memory-efficient kernels read it: of all heads, rows at aligned addresses."""
+    """The mask as the memory-efficient kernels read it: expanded to all heads, rows at aligned addresses."""
     if x.mask is None:
         return None
     keys = x.key.shape[-2]
@@ -108,7 +108,7 @@ def kernels_for(x: Operands) -> Kernels | None:
 
 
 def _efficient_takes(x: Operands) -> bool:
-    if torch.are_deterministic_algorithms_enabled():  # its backward kernel adds gradients up in any order
+    if torch.are_deterministic_algorithms_enabled():  # its backward kernel adds gradients in no fixed order
         return False
     wanted = torch.backends.cuda.SDPAParams(x.query, x.key, x.value, _aligned(x), 0.0, x.is_causal, False)
     return bool(torch.backends.cuda.can_use_efficient_attention(wanted))

@@ -1,8 +1,8 @@
-"""Attention written out by hand: product, scale, mask, softmax, product; and torch's own attention in its place.
+"""Matches hand-written attention (matmul, scale, mask, softmax, matmul) and replaces it with torch's own attention.
 
-In: a form. Out: the form with the chain replaced by ``vendor.sdpa``, or a reason why it may not be.
-Guarantee: rows without any key left give what the softmax gives (NaN), not what the vendor puts there; the
-probabilities must not be needed by anybody else, and no dropout may lie between, since it would draw other numbers.
+In: a form. Out: the form with the chain replaced by ``vendor.sdpa``, or a reason why it may not be. Guarantee: rows
+without any key left give NaN like the softmax, not the library's value. The probabilities must have no other reader,
+and there must be no dropout between, since it would use other random numbers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from autofuse.strategies.chains import is_free, keep_order, next_link, number, r
 from autofuse.strategies.strategy import graph_of
 
 DROPOUT_INSIDE = "dropout inside keeps eager's random numbers; the vendor's attention would draw others"
-LEAST_FILL = -1e30  # a fill at or below this leaves exactly nothing of a score after the softmax
+LEAST_FILL = -1e30  # a fill at or below this makes a probability exactly 0
 PRODUCTS = ("bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a softmax is taken of: a product, scaled and masked."""
+    """The input of a softmax: a matmul, scaled and masked."""
 
-    chain: tuple[Operation, ...]  # from the product to what the softmax reads
+    chain: tuple[Operation, ...]  # operations from the matmul to the softmax's input
     query: ValueRef  # [B, H, T, D] or [B*H, T, D]
     key: ValueRef  # transposed: [B, H, D, S] or [B*H, D, S]
     lead: tuple[Dim, ...]  # B, H
     scale: float
     bias: ValueRef | None  # added to the scores
-    masked: ValueRef | None  # True where a score counts for nothing
+    masked: ValueRef | None  # True where a score is masked
     fill: float  # in place of such a score
 
 
@@ -38,7 +38,7 @@ class Scores:
 class Attention:
     """One attention in a graph."""
 
-    chain: tuple[Operation, ...]  # from the first product to the last operation that is replaced
+    chain: tuple[Operation, ...]  # operations from the first matmul to the last one that is replaced
     scores: Scores
     value: ValueRef  # [B, H, S, D] or [B*H, S, D]
     heads_last: bool  # the result is wanted as [B, T, H, D]
@@ -63,7 +63,7 @@ def attention_rewrites(form: NodeForm) -> NodeForm | None:
 
 
 def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
-    """The attention around a softmax, or what is in the way: "" where it is no attention at all."""
+    """The attention around a softmax, or why it cannot be taken: "" where it is no attention at all."""
     shape = softmax.outputs[0].shape
     rank = len(shape)
     if rank not in (3, 4) or softmax.arg(1) not in (-1, rank - 1) or softmax.arg(2):
@@ -103,9 +103,9 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
 
 
 def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
-    """From the softmax up to the first product: what scales and what masks; None where anything else lies between.
+    """From the softmax up to the first matmul: scale and masks; None where anything else is between.
 
-    Scale and masks must fit [B, H, T, S], whose elements are those of the product, row by row.
+    Scale and masks must fit [B, H, T, S], which are the matmul's elements in contiguous order.
     """
     shape = softmax.outputs[0].shape
     middle: list[Operation] = []
@@ -152,7 +152,7 @@ def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
 
 
 def _before_copy(graph: FusionGraph, ref: ValueRef, lead: tuple[Dim, ...]) -> ValueRef:
-    """The operand before it was copied to have its heads side by side, where it was."""
+    """The operand before the copy that makes its heads contiguous, if there is one."""
     current, copied = ref, False
     while current.name in graph.by_name:
         op = graph.by_name[current.name]
@@ -168,7 +168,7 @@ def _before_copy(graph: FusionGraph, ref: ValueRef, lead: tuple[Dim, ...]) -> Va
 
 
 def _merges_heads(views: tuple[Operation, ...], lead: tuple[Dim, ...]) -> bool:
-    """Whether the result is looked at as [B, H, T, D] and then as [B, T, H, D]."""
+    """Whether the result is viewed as [B, H, T, D] and then as [B, T, H, D]."""
     if not views or views[-1].target != "aten.transpose.int" or sorted(views[-1].args[1:]) != [1, 2]:
         return False
     shape = views[-1].outputs[0].shape.dims

@@ -1,9 +1,9 @@
-"""Attention written out by hand, in training: forward and backward as one node, to be run by torch's own attention.
+"""Matches hand-written attention in training: forward and backward as one node, for torch's own attention.
 
-In: a graph that holds both passes. Out: the attention around a softmax, what of it each pass computes, and its form
-with one vendor's call in place of everything; or a reason why it may not be.
-Guarantee: the backward operations are the derivative of the forward ones, operand by operand; nobody else reads the
-probabilities, so what is kept of them between the passes is nobody's business (see ``sdpa_calls``).
+In: a graph that holds both passes. Out: the attention around a softmax, the operations of each pass, and its form with
+one extern call in place of everything; or the reason against it. Guarantee: the backward operations are the derivative
+of the forward ones, operand by operand. The probabilities have no other reader, so another tensor may be saved in their
+place (see ``sdpa_calls``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autofuse.strategies.strategy import graph_of
 
 SDPA_TRAINING = "sdpa_training"  # the strategy
 TRAINING = "vendor.attention_training.default"
-DEVICES = ("cpu", "cuda")  # that torch's attention has a forward and a backward kernel for
+DEVICES = ("cpu", "cuda")  # dtypes with a forward and a backward kernel of torch's attention
 SOFTMAX_BACKWARD = "_softmax_backward_data"
 _DROPOUTS = ("native_dropout", "dropout_scale", "bernoulli_mask", "philox_dropout")
 _TRANSPOSE = "aten.transpose.int"
@@ -31,13 +31,13 @@ _TRANSPOSE = "aten.transpose.int"
 class TrainingAttention:
     """One attention in a graph of both passes. N: heads of all batches; T queries, S keys, D elements each."""
 
-    forward: tuple[Operation, ...]  # from the scores to the result, and every view of the probabilities
+    forward: tuple[Operation, ...]  # operations from the scores to the result, and every view of the probabilities
     backward: tuple[Operation, ...]
     scores: Scores  # query [N, T, D], key [N, D, S], scale and masks
     value: ValueRef  # [N, S, D]
     gradient: ValueRef  # of the result, [N, T, D]
     results: tuple[ValueRef, ...]  # attention's, then the gradients of query, key and value
-    probabilities: frozenset[str]  # values that are the probabilities, seen in any way
+    probabilities: frozenset[str]  # the probabilities and all their views
 
     def node(self, graph: FusionGraph) -> FusionNode:
         """Both passes as one node."""
@@ -49,7 +49,7 @@ class TrainingAttention:
 
 
 def training_rewrite(form: NodeForm) -> NodeForm | None:
-    """The form as one vendor's call; None where it is no attention in training."""
+    """The form as one extern call; None where it is no attention in training."""
     graph = graph_of(form)
     softmax = next((op for op in form.operations if op.short_name == "_softmax"), None)
     found = find_training_attention(graph, softmax) if softmax is not None else ""
@@ -83,9 +83,9 @@ def passes_of(form: NodeForm) -> tuple[frozenset[str], frozenset[str]] | None:
 def find_training_attention(
     graph: FusionGraph, softmax: Operation, begin: int | None = None
 ) -> TrainingAttention | str:
-    """The attention of both passes around a softmax, or what is in the way: "" where it is no such thing.
+    """The attention of both passes around a softmax, or why it cannot be taken: "" where it is no such thing.
 
-    ``begin``: how many of the graph's operations are forward's, where it matters which pass makes a view.
+    ``begin``: the number of forward operations in the graph, where it matters which pass makes a view.
     """
     rank = len(softmax.outputs[0].shape)
     if rank not in (3, 4) or softmax.arg(1) not in (-1, rank - 1) or softmax.arg(2):
@@ -157,7 +157,7 @@ class _Matcher:
             return no
         results = tuple(ValueRef(op.name) for op in (result, grad_query, grad_key, grad_value))
         ends = [grad_product, self.softmax_backward, *middle, grad_query, grad_key, grad_value]
-        # Views that are made before the backward pass begins: some may be kept for it.
+        # Views that are made before the backward pass begins: some may be saved for it.
         if begin is None:
             begin = min(self.graph.position[op.name] for op in ends)
         views = [op for op in self.views if self.graph.position[op.name] < begin]
@@ -182,7 +182,7 @@ class _Matcher:
     # ---- operands
 
     def _as_made(self) -> list[ValueRef]:
-        """The probabilities in whichever shape, row by row as the softmax gives them."""
+        """The probabilities in any shape, contiguous as the softmax returns them."""
         rows = self.softmax.outputs[0].shape.dims[-2:]
         paths: dict[str, list[Operation]] = {self.softmax.name: []}
         for view in self.views:  # each after what it reads
@@ -195,13 +195,13 @@ class _Matcher:
         return op is not None and _swaps_last(op) and op.inputs[0] in others
 
     def _is_product(self, op: Operation, gradient: ValueRef, value: ValueRef) -> bool:
-        """Gradient of the probabilities: that of the result by the value."""
+        """Whether it is the gradient of the probabilities: the matmul of the result's gradient and the value."""
         return op.short_name == "bmm" and op.args[0] == gradient and self._is_transpose_of(op.args[1], value)
 
     def _gradient_of(
         self, operand: ValueRef, place: int, readers: Sequence[Operation], scores: str
     ) -> Operation | None:
-        """The product of the scores' gradient, at ``place``, and the transposed operand of the scores."""
+        """The matmul of the scores' gradient, at ``place``, and the transposed operand of the scores."""
         for op in readers:
             is_product = op.short_name == "bmm" and op.args[place] == ValueRef(scores)
             if is_product and self._is_transpose_of(op.args[1 - place], operand):
@@ -211,7 +211,7 @@ class _Matcher:
     # ---- the way down
 
     def _before(self, ref: ValueRef) -> Operation | None:
-        """What made a value that only one operation reads, behind views."""
+        """The producer, behind views, of a value that only one operation reads."""
         views: list[Operation] = []
         while ref.name in self.graph.by_name:
             op = self.graph.by_name[ref.name]
@@ -224,7 +224,7 @@ class _Matcher:
         return None
 
     def _through_masks(self) -> tuple[list[Operation], list[Operation]] | None:
-        """From the softmax's gradient to that of the scores: what masks and scales it, and who reads it."""
+        """From the softmax's gradient to that of the scores: its masks, its scale and its readers."""
         passed: list[Operation] = []
         scale, is_masked = 1.0, False
         views: list[Operation] = []
@@ -258,7 +258,7 @@ class _Matcher:
     # ---- views
 
     def _with_views(self, ends: Sequence[Operation], forward: set[str], others: Sequence[ValueRef]) -> list[Operation]:
-        """The operations and the views through which they read, up to what both passes or the forward pass has."""
+        """The operations, and the views through which they read, of both passes or of the forward pass."""
         stop = {*forward, *(ref.name for ref in (self.scores.query, self.scores.key, *others))}
         found = list(ends)
         for op in ends:
@@ -278,7 +278,7 @@ def _swaps_last(op: Operation) -> bool:
 
 
 def _views(graph: FusionGraph, op: Operation) -> Iterator[Operation]:
-    """All ways in which the result is seen: views, and copies that change nothing."""
+    """All views of the result, and copies that change nothing."""
     for reader in graph.consumers[op.name]:
         if is_free(graph, reader):
             yield reader
@@ -291,7 +291,7 @@ def _readers(graph: FusionGraph, names: Iterable[str]) -> list[Operation]:
 
 
 def _read_by(graph: FusionGraph, names: Iterable[str], inside: set[str]) -> set[str]:
-    """Operations inside that these values need."""
+    """Inner operations that these values need."""
     needed: set[str] = set()
     stack = [name for name in names if name in inside]
     while stack:

@@ -1,8 +1,8 @@
-"""A strategy: one of several programs that give what a node's operations give.
+"""A strategy: one of several programs with the results of a node's operations.
 
-In: a form with the node's inputs and outputs, some operations replaced by a vendor's fused ones, and the parts of it
-that run as one generated kernel each. Out: the steps in order, and the form of each part.
-Guarantee: torch-free and serialisable; what is in no part runs through aten or the vendor, one operation at a time.
+In: a form with the node's inputs and outputs, some operations replaced by extern kernels, and the parts that run as one
+generated kernel each. Out: the steps in order, and the form of each part. Guarantee: torch-free and serialisable;
+operations in no part run one at a time, through aten or a library.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from autofuse.ir.validation import one_line, one_of, stored_name, stored_number
 class Part:
     """Operations that run as one generated kernel."""
 
-    operations: tuple[str, ...]  # names in the way's form, views between them left out
+    operations: tuple[str, ...]  # names in the strategy's form, without views between them
     printer: str = LOOP  # the name of the template that prints them
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A part as a node whose inputs are called as in the way's form."""
+    """A part as a node, with inputs named as in the strategy's form."""
 
     node: FusionNode
     sizes: tuple[Dim, ...]  # the node's symbols in those of the strategy's form
@@ -44,12 +44,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Rows:
-    """How a program that gives some rows of a node's outputs is run for all of them, block by block."""
+    """How a program for some rows of a node's outputs is run for all of them, block by block."""
 
     symbol: str  # the number of rows in the program's form
     count: int  # of a block; the last one may have fewer
     total: Dim  # rows of the node, in its own symbols
-    is_cut: tuple[bool, ...]  # for each input whether a block gets its rows of it, or all of it
+    is_cut: tuple[bool, ...]  # for each input: whether a block gets its rows, or the whole input
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Strategy:
     name: str  # "parts", "vendor_linear", ...: unique among the strategies of a node
     form: NodeForm  # the node's, or that of a block of its rows
     parts: tuple[Part, ...]
-    detail: str = ""  # for people: what it does
+    detail: str = ""  # readable description
     rows: Rows | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Strategy:
-        """Raises FusionError and ShapeError for what is no strategy."""
+        """Raises FusionError and ShapeError for data that is no strategy."""
         form = NodeForm.from_json(data["form"])
         made = {op.name: op for op in form.operations}
         parts = tuple(
@@ -89,12 +89,12 @@ class Strategy:
         return cls(one_line(data["name"]), form, parts, one_line(data["detail"]), rows)
 
     def without(self, index: int) -> Strategy:
-        """The same program with part ``index`` run through aten."""
+        """The same program, with part ``index`` run through aten."""
         return replace(self, parts=(*self.parts[:index], *self.parts[index + 1 :]))
 
     @property
     def has_extern(self) -> bool:
-        """Whether a vendor's fused kernel runs in it."""
+        """Whether it contains an extern kernel."""
         return any(op.target.startswith("vendor.") for op in self.form.operations)
 
     @functools.cached_property
@@ -110,7 +110,7 @@ class Strategy:
         )
 
     def sizes_of(self, index: int) -> tuple[Dim, ...]:
-        """The symbols of part ``index`` in the node's; of a whole block, where there are blocks."""
+        """The symbols of part ``index``, in the node's symbols; of a whole block, where there are blocks."""
         sizes = self.kernels[index].sizes
         if self.rows is None:
             return sizes
@@ -119,7 +119,7 @@ class Strategy:
 
     @functools.cached_property
     def steps(self) -> tuple[Operation | int, ...]:
-        """What runs, in order: an operation, or the number of a part. Raises FusionError for parts in a circle."""
+        """The steps in order: operations, or numbers of parts. Raises FusionError for parts in a circle."""
         home = {name: index for index, part in enumerate(self.parts) for name in part.operations}
         unit_of = {op.name: home.get(op.name, op.name) for op in self.form.operations}
         waits: dict[Any, set[Any]] = {unit: set() for unit in unit_of.values()}
@@ -138,7 +138,7 @@ class Strategy:
         return [flat_ref(name) for name in self.kernels[index].node.input_names]
 
     def _live(self, steps: Sequence[Operation | int]) -> tuple[Operation | int, ...]:
-        """Without what nothing reads: views of values that stay inside a part."""
+        """The operations without unread views of values that stay inside of a part."""
         needed = {ref.name for ref in self.form.outputs}
         kept: list[Operation | int] = []
         for step in reversed(steps):
@@ -152,8 +152,8 @@ class Strategy:
 
 
 def _kernel(node: FusionNode) -> Kernel:
-    """Loops run over plain symbols: each rounded quotient becomes one, but where windows are read."""
-    if node.reads_windows:  # a size there follows from the image's
+    """Loops run over plain symbols: each rounded quotient becomes one, except where windows are read."""
+    if node.reads_windows:  # a size there follows from the input tensor's
         return Kernel(node, tuple(map(symbol, node.symbols)))
     specs = [*node.inputs.values(), *(spec for op in node.operations for spec in op.outputs)]
     quotients = dict.fromkeys(f for spec in specs for dim in (*spec.shape, *spec.strides) for f in floors(dim))

@@ -1,4 +1,4 @@
-"""How an aten operation is written in generated Python: the cheap spelling where there is one.
+"""Writes an aten operation in generated Python, in its cheapest spelling.
 
 In: the name of an overload and the texts of its arguments. Out: an expression.
 An OpOverload call costs twice as much as `torch.mm` and Tensor methods: 1 us of Python more on an AMD EPYC, 3 us on an
@@ -79,7 +79,7 @@ def overload(target: str) -> object:
 def render_call(
     target: str, args: Sequence[str], kwargs: Mapping[str, str], namespace: dict[str, object], function: object = None
 ) -> str:
-    """Python text of the call; what it needs is put into ``namespace``."""
+    """Python text of the call; the objects that it needs are added to ``namespace``."""
     fast = _FAST.get(target)
     if fast is not None:
         text = fast(args, kwargs)

@@ -1,12 +1,12 @@
-"""Which parts of a graph need torch's bookkeeping of views and versions, and which may run below it.
+"""Which parts of a graph need autograd's tracking of views and versions, and which may run below autograd.
 
-In: an aten graph and how many of its outputs its caller sees. Out: the views that must be made with bookkeeping, or
-that everything must. Guarantee: whatever shares memory with something that the script can write to shares its version
-counter as well, so that backward refuses what was overwritten, as eager does; what a graph writes to is counted.
+In: an aten graph and how many of its outputs its caller sees. Out: the views that must be made with this bookkeeping,
+or that the whole graph needs it. Guarantee: a tensor that shares memory with one that the script can write to shares
+its version counter as well, so backward refuses overwritten tensors as eager does. A graph's own writes are counted.
 
-Why: torch notes of each view whose it is and counts what was written, in a layer between Python and the kernel. Nobody
-asks about values that stay inside of a graph. Without the layer a view takes 1.4 us in place of 2.9, a product 4.9 in
-place of 5.7 (torch 2.13, Intel Xeon, 2026-11), and there are hundreds a step.
+Why: torch records the base of each view and counts writes, in a layer (ADInplaceOrView) between Python and the kernel.
+For values inside of a graph nothing reads these records. Without the layer a view takes 1.4 us instead of 2.9, a matmul
+4.9 instead of 5.7 (torch 2.13, Intel Xeon, 2026-11), and a step has hundreds of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from torch.autograd import forward_ad
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 
-# A context in which calls of this thread skip the layer; None with a torch that has none.
+# A context in which calls of this thread skip the layer; None where torch lacks it.
 _below: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(
     torch._C, "_AutoDispatchBelowADInplaceOrView", None
 )
-BELOW = "af_below() if af_dual._current_level < 0 else af_above()"  # tangents are carried along in the layers above
+BELOW = (
+    "af_below() if af_dual._current_level < 0 else af_above()"  # forward-mode tangents are handled in the layers above
+)
 NAMES = {"af_below": _below, "af_dual": forward_ad, "af_above": contextlib.nullcontext}
 
 _OWN = (bernoulli_mask, dropout_scale, philox_dropout)
@@ -35,7 +37,8 @@ _HARMLESS_MODULES = ("_operator", "math", "builtins")  # sizes, and parts of res
 def kept_books(graph: fx.Graph, results: int | None = None) -> Collection[fx.Node] | None:
     """Nodes that must run with bookkeeping, all of them views of inputs; None where the whole graph must.
 
-    ``results``: the first outputs are the caller's, the others only kept for backward; all are the caller's if None.
+    ``results``: so many first outputs are the caller's, the others are saved for backward; all are the caller's if
+    None.
     """
     if _below is None or any(_may_write(node) for node in graph.nodes):
         return None
@@ -60,14 +63,14 @@ def _may_write(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     if isinstance(node.target, torch._ops.OpOverload):
-        # What an operator of somebody else does inside may need autograd.
+        # An operator of another library may need autograd inside.
         return node.target.namespace not in ("aten", "prims") or bool(node.target._schema.is_mutable)
     known = node.target in _OWN or getattr(node.target, "__module__", "") in _HARMLESS_MODULES
     return not known and not str(getattr(node.target, "__name__", "")).startswith("sym_")
 
 
 def _looked_at(node: fx.Node) -> list[fx.Node]:
-    """A node and all that it is a view of, down to what owns the memory."""
+    """A node and its chain of bases, down to the owner of the memory."""
     found = [node]
     while True:
         target = node.target

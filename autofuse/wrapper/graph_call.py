@@ -1,9 +1,9 @@
 """A captured graph as one generated Python function around an execution plan.
 
-In: the text that `graph_call_builder` has generated, or that an earlier run has kept. Out: a `Program` with two
-functions of the graph's inputs, ``call`` and ``timed_call`` (which also measures each node), both asking a plan for
-the nodes' callables. A node of the CPU is measured with the clock; for one of a GPU the plan's timer is told where it
-begins and ends. Guarantee: a call does one look-up for all nodes.
+In: the text that `graph_call_builder` has generated, in this run or an earlier one. Out: a `Program` with two functions
+of the graph's inputs, ``call`` and ``timed_call`` (which also measures each node). Both take the nodes' callables from
+a plan. A node on the CPU is measured with the clock; for a node on a GPU the plan's timer is started and stopped.
+Guarantee: a call does one look-up for all nodes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NodeSlot:
-    """One fusion node or group of a program: which graph values go in and come out."""
+    """One fusion node or group of a program: the graph values that it reads and returns."""
 
     node: FusionNode
     symbols: tuple[Dim, ...]  # the node's s0, s1, ... in the graph's symbols
-    device: torch.device  # where all of its tensors live
-    members: tuple[int, ...] = ()  # of a group: the slots that run where it has no callable of its own
+    device: torch.device  # the device of all its tensors
+    members: tuple[int, ...] = ()  # of a group: the slots that run while it has no callable of its own
     is_group: bool = False
     half: AttentionPass | None = None  # of an attention in training, whose node holds both passes
     half_number: int = 0
@@ -50,8 +50,10 @@ class Program:
     source: str
     # Of each half of an attention: the slots that do not run in calls that the plan counts as skipped for it.
     skips: tuple[tuple[int, ...], ...] = ()
-    reuse: Mapping[int, Pairs] = field(default_factory=dict)  # of slots: outputs written where a dead input lies
-    constants: Mapping[str, Any] = field(default_factory=dict)  # what the source reads under names of its own
+    reuse: Mapping[int, Pairs] = field(
+        default_factory=dict
+    )  # of slots: outputs written into the memory of a dead input
+    constants: Mapping[str, Any] = field(default_factory=dict)  # objects that the source reads by name
 
 
 def link(

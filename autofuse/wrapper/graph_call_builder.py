@@ -1,4 +1,4 @@
-"""Generates the flat call of a captured graph (`graph_call`): first what it does (`graph_call_plan`), then its text.
+"""Generates the flat call of a captured graph (`graph_call`): first its plan (`graph_call_plan`), then its text.
 
 In: an imported graph, its fusion nodes and groups. Out: a `Program`.
 """
@@ -26,8 +26,8 @@ def build_program(
 ) -> Program:
     """Generate the flat call. Raises ShapeError where a symbol is not among the inputs, or units need each other.
 
-    ``halves``: of attentions in training; those of a backward graph run as wholes where forward kept what they read.
-    ``reuses``: whether kernels may write to inputs that nobody needs afterwards.
+    ``halves``: of attentions in training; those of a backward graph run as wholes where forward saved their inputs.
+    ``reuses``: whether kernels may write to inputs that are dead afterwards.
     """
     plan = plan_call(imported, Fused(nodes, groups, halves, is_backward), reuses)
     source, constants = call_text(plan)

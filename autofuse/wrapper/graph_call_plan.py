@@ -1,9 +1,9 @@
-"""What the flat call of a graph does: its units, their order, what dies behind each, what memory is reused.
+"""Plans the flat call of a graph: its units, their order, the values that die after each, reused memory.
 
 In: an imported graph, its fusion nodes, groups and halves of attention. Out: a `CallPlan`, which `graph_call_text`
-writes as Python. A group is a unit with its members inside, a half of an attention one with its operations.
-Guarantee: random and in-place operations keep their order; a unit reads only what one before it makes; values die at
-their last use.
+writes as Python. A group is a unit that contains its members; a half of an attention is a unit that contains its
+operations. Guarantee: random and in-place operations keep their order; a unit reads only values of earlier units;
+values die at their last use.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from autofuse.wrapper.graph_call_units import (
 )
 from autofuse.wrapper.liveness import deaths
 
-LEAST_CALLS = 2  # into torch: to go below its bookkeeping takes 0.8 us, which each gives back
+LEAST_CALLS = 2  # calls into torch: going below autograd takes 0.8 us, which each call gains back
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What runs as fewer calls than the graph has operations."""
+    """Parts of the graph that run as fewer calls than they have operations."""
 
     nodes: Sequence[FusionNode]
     groups: Sequence[Group] = ()
     halves: Sequence[AttentionPass] = ()  # of attentions in training
-    is_backward: bool = False  # the graph is: its halves run where forward has kept what they read
+    is_backward: bool = (
+        False  # whether the graph is a backward graph: its halves run where forward has saved their inputs
+    )
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,21 @@ class CallPlan:
     skips: tuple[tuple[int, ...], ...]  # of each half: the slots inside of it
     symbols: tuple[str, ...]  # of all slots: a plan's key
     sizes: tuple[Dim, ...]  # further sizes that the call computes
-    sources: Mapping[str, str]  # where the graph's inputs hold the value of each symbol
-    booked: Sequence[Unit]  # that run first, with torch's bookkeeping of views and versions
-    units: Sequence[Unit]  # that run then, below it; if there are none, all are in ``booked``
-    reuse: Mapping[int, Pairs]  # of slots: outputs that may be written where an input lies that dies there
+    sources: Mapping[str, str]  # the graph input that holds the value of each symbol
+    booked: Sequence[Unit]  # units that run first, with autograd's bookkeeping of views and versions
+    units: Sequence[Unit]  # units that run then, below autograd; if there are none, all are in ``booked``
+    reuse: Mapping[int, Pairs]  # of slots: outputs that may be written into the memory of an input that dies there
 
     @property
     def is_below(self) -> bool:
-        """Whether most of it runs below torch's bookkeeping."""
+        """Whether most of it runs below autograd."""
         return bool(self.units)
 
 
 def plan_call(imported: ImportedGraph, fused: Fused, reuses: bool) -> CallPlan:
-    """Raises ShapeError where units need each other, or a node lies across devices or halves.
+    """Raises ShapeError where units need each other, or a node spans devices or halves.
 
-    ``reuses``: whether kernels may write to inputs that nobody needs afterwards.
+    ``reuses``: whether kernels may write to inputs that are dead afterwards.
     """
     output = next(n for n in imported.module.graph.nodes if n.op == "output")
     slots = make_slots(imported, fused)
@@ -108,7 +110,7 @@ def plan_call(imported: ImportedGraph, fused: Fused, reuses: bool) -> CallPlan:
 
 
 def make_slots(imported: ImportedGraph, fused: Fused) -> tuple[NodeSlot, ...]:
-    """Nodes, then groups, then the halves of a forward graph, which alone have a callable that may be there or not."""
+    """Nodes, then groups, then the halves of a forward graph; a backward half has no callable in the plan."""
 
     def device(node: FusionNode) -> torch.device:
         refs = [ref_of(name) for name in node.input_names]
@@ -166,12 +168,12 @@ class _Planner:
             self.by_ref.setdefault(ref, fx_node)
             if fx_node.op == "call_function" and ref.index == 0 and fx_node.name != ref.name:
                 self.by_ref[ref] = fx_node
-        # What a forward half keeps has not the sizes of the probabilities.
+        # The tensor that a forward half saves has other sizes than the probabilities.
         unsized = {name for half in fused.halves for name in half.kept_inputs} if fused.is_backward else set()
         self.sources = symbol_sources(imported, unsized)
 
     def units(self) -> list[Unit]:
-        """In no order yet."""
+        """The units, not yet ordered."""
         nodes, groups = len(self.fused.nodes), len(self.fused.groups)
         units = self._of_nodes(self.slots[:nodes])
         for index in range(nodes, nodes + groups):
@@ -197,7 +199,7 @@ class _Planner:
                 of_slot[index] = Unit([], index)
                 units.append(of_slot[index])
             of_slot[index].nodes.append(fx_node)
-            # As late as its last operation: the inputs of a node exist by then.
+            # Placed at its last operation: the inputs of a node exist by then.
             of_slot[index].position = self.position[fx_node]
         for index, unit in of_slot.items():
             node = slots[index].node
@@ -206,7 +208,7 @@ class _Planner:
         return units
 
     def _unit(self, node: fx.Node) -> Unit:
-        """A line of its own. Sizes are computed from the inputs' sizes, so that no tensor has to be there for them."""
+        """A unit for one operation. Sizes are computed from the inputs' sizes, so that they need no tensor."""
         size = self.imported.dims.get(node)
         if node.op == "call_function" and isinstance(size, sympy.Expr):
             known = all(str(s) in self.sources for s in free_symbols(size))
@@ -215,7 +217,7 @@ class _Planner:
         return Unit([node], None, list(node.all_input_nodes), [node], self.position[node])
 
     def _grouped(self, units: list[Unit], index: int) -> list[Unit]:
-        """The units with those of a group as one. Views between them run inside too; others keep their own copy."""
+        """The units, with those of a group as one. Views between them run inside too; others keep their own copy."""
         node = self.slots[index].node
         names = {op.name for op in node.operations}
         kernels = {op.name for op in node.kernels}
@@ -231,7 +233,7 @@ class _Planner:
         return [*rest, group]
 
     def _halved(self, units: list[Unit], half: AttentionPass, whole: Unit) -> list[Unit]:
-        """The units with those of a half as one. Views of what comes from outside stay there as well."""
+        """The units, with those of a half as one unit. Views of outside values also stay outside."""
         inner = [u for u in units if any(self._operation_of(n) in half.names for n in u.nodes)]
         made = {n for u in inner for n in u.nodes}
         outer = [u for u in inner if u.slot is None and not made.intersection(u.inputs)]
@@ -245,11 +247,11 @@ class _Planner:
         return [*rest, whole]
 
     def _fill(self, whole: Unit, parts: list[Unit]) -> None:
-        """Give a unit what runs one by one in its place, without views of what stays inside a node."""
+        """Give a unit the units that may run in its place, without views of values that stay inside of a node."""
         whole.inner = without_unread(in_order(parts, self.position), whole.outputs)
         whole.arity = len(whole.inputs)
         made = {n for u in whole.inner for n in u.nodes}
-        outside = [n for u in whole.inner for n in u.inputs if n not in made]  # sizes that a view asks for
+        outside = [n for u in whole.inner for n in u.inputs if n not in made]  # sizes that a view reads
         whole.inputs += [n for n in dict.fromkeys(outside) if n not in whole.inputs]
 
     def _operation_of(self, node: fx.Node) -> str:
@@ -265,7 +267,7 @@ class _Planner:
 
 
 def split_by_books(module: fx.GraphModule, units: list[Unit]) -> tuple[list[Unit], list[Unit]]:
-    """Those that run first, with torch's bookkeeping, and those that run below it. See `below_autograd`."""
+    """The units that run first, with autograd's bookkeeping, and those that run below it. See `below_autograd`."""
     backward = backward_of(module)
     nodes = kept_books(module.graph, backward.results if backward is not None else None)
     calls = sum(bool(unit.inner) or (unit.slot is None and unit.size is None) for unit in units)
@@ -277,15 +279,15 @@ def split_by_books(module: fx.GraphModule, units: list[Unit]) -> tuple[list[Unit
     while wanted:
         unit = wanted.pop()
         if unit.slot is not None or unit.half is not None or have_effects(unit):
-            return units, []  # what it reads is not there at the beginning
+            return units, []  # its inputs do not exist at the beginning
         if id(unit) not in booked:
             booked.add(id(unit))
-            wanted += [producer[n] for n in unit.inputs if n in producer]  # sizes that are calculated
+            wanted += [producer[n] for n in unit.inputs if n in producer]  # computed sizes
     return [u for u in units if id(u) in booked], [u for u in units if id(u) not in booked]
 
 
 def note_deaths(units: Sequence[Unit], leaving: set[fx.Node], given: Iterable[fx.Node]) -> None:
-    """Note behind each unit what nobody reads any more: of what units make and, with ``given``, of the inputs."""
+    """Note after each unit the values that are dead: values that units make and, with ``given``, inputs."""
     mortal = {n for u in units for n in u.outputs}.union(given) - leaving
     for unit, dead in zip(
         units, deaths([u.inputs for u in units], mortal.__contains__, [u.outputs for u in units]), strict=True
@@ -295,7 +297,7 @@ def note_deaths(units: Sequence[Unit], leaving: set[fx.Node], given: Iterable[fx
 
 
 def find_memory_reuse(units: Sequence[Unit], slots: Sequence[NodeSlot], leaving: set[fx.Node]) -> dict[int, Pairs]:
-    """Which outputs of kernels may be written where an input lies that dies there, by their slots."""
+    """Outputs of kernels that may be written into the memory of an input that dies there, by slot."""
     steps = []
     for unit in units:
         is_fresh = unit.slot is not None or unit.half is not None

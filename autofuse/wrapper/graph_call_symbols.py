@@ -1,7 +1,7 @@
-"""Where the generated call of a graph finds the values of symbols.
+"""Finds the values of symbols for the generated call of a graph.
 
 In: an imported graph. Out: for each symbol an expression of the graph's inputs, and the lines that bind symbols.
-Guarantee: no tensor but the graph's inputs has to be there for a size.
+Guarantee: sizes need no tensors but the graph's inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autofuse.ir.shape import Dim, free_symbols
 
 
 def symbol_sources(imported: ImportedGraph, unsized: Collection[str]) -> dict[str, str]:
-    """Where the graph's inputs hold the value of each symbol. ``unsized``: inputs whose sizes may be others."""
+    """The graph input that holds the value of each symbol. ``unsized``: inputs whose sizes may differ."""
     sources: dict[str, str] = {}
     placeholders = [n for n in imported.module.graph.nodes if n.op == "placeholder"]
     for n in placeholders:
@@ -37,7 +37,7 @@ def symbol_sources(imported: ImportedGraph, unsized: Collection[str]) -> dict[st
 def symbol_bindings(
     wanted: Sequence[str], sizes: Iterable[Dim], derived: Mapping[str, sympy.Expr], sources: Mapping[str, str]
 ) -> list[str]:
-    """The lines that give symbols their values: those ``wanted``, and those of ``sizes``.
+    """The lines that give symbols their values: the ``wanted`` ones, and those in ``sizes``.
 
     ``derived``: symbols that follow from others. Raises ShapeError where a symbol is not among the inputs.
     """
@@ -52,5 +52,5 @@ def symbol_bindings(
 
 
 def in_code(size: sympy.Expr) -> str:
-    """A size in the names that the code has for symbols."""
+    """A size, in the code's names of symbols."""
     return dim_text(size.xreplace({s: sympy.Symbol(f"af_{s}") for s in size.free_symbols}), PYTHON)

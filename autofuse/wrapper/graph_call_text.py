@@ -1,8 +1,8 @@
 """The flat call of a graph as Python text.
 
-In: a `CallPlan`. Out: the text of ``call`` and ``timed_call``, and the constants that it reads under names of its own.
-A group is a branch: its own callable where the plan of a call has one, else its nodes and products one by one. The two
-functions differ in what takes the time of each node.
+In: a `CallPlan`. Out: the text of ``call`` and ``timed_call``, and the constants that it reads by name. A group is a
+branch: its own callable where the call's plan has one, else its nodes and matmuls one by one. Only ``timed_call``
+measures each node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CallText(NamedTuple):
     """Two functions in one text."""
 
     source: str
-    constants: dict[str, Any]  # by the names that the text has for them
+    constants: dict[str, Any]  # by their names in the text
 
 
 def call_text(plan: CallPlan) -> CallText:
@@ -55,7 +55,7 @@ class _Writer:
 
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
-        self.namespace: dict[str, Any] = {"torch": torch}  # and what `link` adds
+        self.namespace: dict[str, Any] = {"torch": torch}  # and names that `link` adds
         for number, half in enumerate(plan.halves):
             if not any(slot.half is half for slot in plan.slots):
                 self.namespace[_half_name(number)] = half.pair
@@ -101,7 +101,7 @@ class _Writer:
     # ---- units
 
     def _lines(self, unit: Unit) -> _Lines:
-        """A unit, and the end of what dies there."""
+        """The lines of a unit, and the deletion of values that die there."""
         if unit.inner:
             found = self._branch(unit)
         else:
@@ -111,7 +111,7 @@ class _Writer:
         return _Lines([*found.plain, *dead], [*self._measured(unit, found.timed), *dead])
 
     def _measured(self, unit: Unit, lines: list[str]) -> list[str]:
-        """The lines of a unit, between those that take their time where it is a node or a group."""
+        """The lines of a unit, with timing around them where it is a node or a group."""
         if unit.slot is None:
             return lines
         if self.plan.slots[unit.slot].device.type == "cpu":
@@ -121,7 +121,7 @@ class _Writer:
         return [f"{timer}.start()", *lines, f"{timer}.stop()"]
 
     def _branch(self, unit: Unit) -> _Lines:
-        """A group: its own callable, or what it is made of."""
+        """A group: its own callable, or its members."""
         parts = _Lines([], [])
         for part in unit.inner:
             parts.add(*self._lines(part))
@@ -130,15 +130,15 @@ class _Writer:
         return _Lines([*head, *plain, *tail], [*head, *timed, *tail])
 
     def _ends_of_group(self, unit: Unit) -> tuple[list[str], list[str]]:
-        """The lines before and behind the members one by one."""
+        """The lines before and after the members that run one by one."""
         return [f"    if af_n{unit.slot} is None:"], ["    else:", f"        {self._call(unit)}"]
 
     def _ends_of_half(self, unit: Unit, number: int) -> tuple[list[str], list[str]]:
-        """A half of an attention: the lines before and behind its operations one by one."""
+        """A half of an attention: the lines before and after its operations that run one by one."""
         inputs = [n.name for n in unit.inputs[: unit.arity]]
         outputs = ", ".join(n.name for n in unit.outputs)
         count = f"        af_plan.skipped[{number}] += 1"
-        if unit.slot is None:  # what forward kept tells which half it ran
+        if unit.slot is None:  # the saved tensor tells which half forward ran
             lead = _tuple(in_code(sympy.sympify(dim)) for dim in self.plan.halves[number].pair.lead)
             call = f"{_half_name(number)}(({lead}), {', '.join(inputs)})"
             return [f"    if {inputs[0]}.dim() != 1:"], ["    else:", f"        {outputs} = {call}", count]
@@ -171,7 +171,7 @@ class _Writer:
             callee = self._constant(f"af_attr_{node.name}", module.get_submodule(str(node.target)))
             return f"{callee}({', '.join([*args, *named])})"
         name = target_name(node)
-        if name == "aten._unsafe_view.default" and self.plan.is_below:  # it differs from a view in what is noted of it
+        if name == "aten._unsafe_view.default" and self.plan.is_below:  # it differs from a view in autograd's records
             name = "aten.view.default"
         return render_call(name, args, kwargs, self.namespace, node.target)
 
@@ -188,7 +188,7 @@ class _Writer:
         return self._constant(f"af_c{len(self.namespace)}", arg)  # dtypes, devices, layouts
 
     def _constant(self, name: str, value: Any) -> str:
-        """Note what the text reads under a name."""
+        """Record an object that the text reads by name."""
         self.namespace[name] = value
         return name
 
@@ -198,5 +198,5 @@ def _half_name(number: int) -> str:
 
 
 def _tuple(items: Iterable[str]) -> str:
-    """What stands between the brackets of a tuple."""
+    """The text between the brackets of a tuple."""
     return "".join(f"{item}, " for item in items)

@@ -1,8 +1,8 @@
-"""Units of a generated call, and the nodes of an imported FX graph that they stand for.
+"""Units of a generated call, and the nodes of an imported FX graph that they replace.
 
-In: nodes, and names of values as fusion nodes have them; units. Out: what a node's target is named, its kind, whether
-it has effects; units in an order in which each reads what an earlier one makes, without those that nobody reads.
-Torch's operators are named as in the operator table; other callables get names that no operator has.
+In: nodes, and names of values as fusion nodes have them; units. Out: the name of a node's target, its kind, whether it
+has effects; units in topological order, without unread ones. Torch's operators are named as in the operator table;
+other callables get names that no operator has.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from autofuse.ir.optable import OpKind, info
 
 @dataclass
 class Unit:
-    """What one line of the generated function does."""
+    """One line of the generated function."""
 
     nodes: list[fx.Node]  # a single FX node, or those that a fusion node replaces
     slot: int | None = None
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     position: int = 0
-    inner: list[Unit] = field(default_factory=list)  # of a group: what runs one by one
-    size: sympy.Expr | None = None  # what the line computes, where that is a size
+    inner: list[Unit] = field(default_factory=list)  # of a group: units that may run one by one
+    size: sympy.Expr | None = None  # the size that the line computes, if it does
     arity: int | None = None  # inputs that are arguments of its callable, the first ones; all if None
     half: int | None = None  # half of an attention: its number
-    dead: list[fx.Node] = field(default_factory=list)  # what nobody reads behind it
+    dead: list[fx.Node] = field(default_factory=list)  # values that are dead after it
 
 
 def in_order(units: list[Unit], position: Mapping[fx.Node, int]) -> list[Unit]:
@@ -57,7 +57,7 @@ def in_order(units: list[Unit], position: Mapping[fx.Node, int]) -> list[Unit]:
         for n in unit.inputs:
             if n in producer:
                 edge(producer[n], unit)
-    # A node runs at its last operation, but draws in the order of the one that draws.
+    # A node runs at its last operation, but its place in the random stream is that of its random operation.
     drawn = [(min(position[n] for n in u.nodes if has_effect(n)), u) for u in units if have_effects(u)]
     effects = [unit for _, unit in sorted(drawn, key=lambda item: item[0])]
     for first, second in itertools.pairwise(effects):
@@ -79,7 +79,7 @@ def in_order(units: list[Unit], position: Mapping[fx.Node, int]) -> list[Unit]:
 
 
 def without_unread(units: list[Unit], leaving: Sequence[fx.Node]) -> list[Unit]:
-    """Without what nothing reads any more, such as views of values that stayed inside a node."""
+    """The units without unread ones, such as views of values that stay inside of a node."""
     needed = set(leaving)
     kept: list[Unit] = []
     for unit in reversed(units):
@@ -91,7 +91,7 @@ def without_unread(units: list[Unit], leaving: Sequence[fx.Node]) -> list[Unit]:
 
 
 def check_made(units: Sequence[Unit], placeholders: Sequence[fx.Node], output: fx.Node) -> None:
-    """Raise ShapeError where a line reads what no line before it makes: a group that holds too much."""
+    """Raise ShapeError where a line reads a value that no earlier line makes: a group that holds too much."""
     made = set(placeholders)
     for unit in units:
         absent = [n.name for n in unit.inputs if n not in made]
@@ -139,7 +139,7 @@ def attribute(module: fx.GraphModule, path: str) -> Any:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the operation draws random numbers or writes to an input."""
+    """Whether the operation uses random numbers or writes to an input."""
     if node.op in ("call_module", "call_method"):
         return True
     target = node.target

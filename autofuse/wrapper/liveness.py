@@ -1,7 +1,7 @@
-"""Where values of a generated function die: its text deletes each after its last use, as eager frees them.
+"""Liveness of a generated function's values: its text deletes each after its last use, as eager frees them.
 
-In: what each step reads and writes. Out: for each step what is dead behind it.
-Guarantee: the order is that of the step's reads and writes, each value once; what is to stay is left out.
+In: the reads and writes of each step. Out: for each step, the values that are dead after it. Guarantee: dead values are
+in the order of the step's reads and writes, each once; values that must stay are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 def deaths(
     reads: Sequence[Sequence[Value]], may_die: Callable[[Value], bool], writes: Sequence[Sequence[Value]] = ()
 ) -> list[list[Value]]:
-    """What each step reads for the last time, and of its ``writes`` what no step reads; ``may_die`` asks for each."""
+    """For each step, its last reads, and those of its ``writes`` that no step reads; ``may_die`` filters both."""
     last = {value: index for index, values in enumerate(reads) for value in values}
     found = [
         [value for value in dict.fromkeys(values) if last[value] == index and may_die(value)]

@@ -1,6 +1,6 @@
-"""A strategy out of the bytes that the store keeps of it.
+"""Reads a strategy from the bytes in the store.
 
-In: bytes as `strategies.bundle.pack` makes them, and how one kernel is loaded. Out: a `LoadedStrategy`.
+In: bytes of `strategies.bundle.pack`, and a function that loads one kernel. Out: a `LoadedStrategy`.
 """
 
 from __future__ import annotations

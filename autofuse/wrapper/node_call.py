@@ -1,10 +1,10 @@
 """Callables for one node: the unfused one (aten, op by op) and the fused one (a kernel's launcher).
 
-In: a `NodeForm`, the values of its symbols, for the fused one a loaded kernel: the entry of a C kernel, or the
+In: a `NodeForm`, the values of its symbols, and for the fused callable a loaded kernel: the entry of a C kernel, or the
 `LoadedArtifact` of Triton kernels. Out: a flat Python function of the node's input tensors that returns its outputs
-(one tensor, or a tuple of several).
-Guarantee: outputs have exactly the sizes and strides that the form promises, on the node's device; a call computes no
-size and looks nothing up. Both callables read the same inputs and may replace each other between calls.
+(one tensor, or a tuple of several). Guarantee: outputs have exactly the sizes and strides that the form promises, on
+the node's device; a call computes no size and looks nothing up. Both callables read the same inputs and may replace
+each other between calls.
 """
 
 from __future__ import annotations
@@ -52,18 +52,20 @@ def raise_error(error: Exception, *inputs: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class CallSite:
-    """What a callable is made for: one shape, at one place of use."""
+    """The site of a callable: one shape, at one place of use."""
 
     form: NodeForm
     symbol_values: Sequence[int]
     threads: int  # of C kernels
     allocate: Callable[..., torch.Tensor] | None = None  # replaces the allocation of outputs in tests
-    failed: Callable[..., Any] = raise_error  # ``failed(error, *inputs)`` answers in place of a call that raised
-    kept: dict[str, Any] = field(default_factory=dict)  # by the callables for all sizes, such as packed weights
+    failed: Callable[..., Any] = raise_error  # ``failed(error, *inputs)`` computes the result of a call that raised
+    kept: dict[str, Any] = field(
+        default_factory=dict
+    )  # data shared by the callables for all sizes, such as packed weights
 
 
 class Composed(ABC):
-    """Several kernels and vendor's calls that together run a group (`wrapper.strategy_call.LoadedStrategy`).
+    """Several kernels and library calls that together run a group (`wrapper.strategy_call.LoadedStrategy`).
 
     No protocol: asking whether an entry follows one takes 50 us.
     """
@@ -74,16 +76,17 @@ class Composed(ABC):
 
     @property
     def keeps(self) -> bool:
-        """Whether a callable keeps something for its place of use, such as packed weights."""
+        """Whether a callable keeps data for its place of use, such as packed weights."""
         return False
 
 
-# What runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a strategy.
+# The entry that runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a
+# strategy.
 Entry = Callable[..., None] | LoadedArtifact | Composed
 
 
 def device_type(form: NodeForm) -> str:
-    """Where the node runs: "cpu" or "cuda". All its tensors live there."""
+    """The node's device type: "cpu" or "cuda"; all its tensors are there."""
     return form.spec(form.outputs[0]).device
 
 
@@ -108,10 +111,10 @@ def make_launcher(
     """The fused callable.
 
     ``allocate(shape, strides, dtype)`` replaces the allocation of outputs in tests; ``reuse``: outputs of a C kernel
-    that are written to an input instead, which nobody reads afterwards. ``failed(error, *inputs)`` answers
-    in place of a launch that raised; without it the error goes to the caller. ``threads`` are those of a C kernel.
-    ``kept``: what a strategy keeps for its place of use, shared by the callables for all sizes there; its own if None.
-    Raises ShapeError where the kernels of a GPU are not made for these sizes.
+    that are written into an input that is dead afterwards. ``failed(error, *inputs)`` computes the result of a launch
+    that raised; without it the error goes to the caller. ``threads`` are those of a C kernel. ``kept``: a strategy's
+    data for its place of use, shared by the callables for all sizes there; its own if None. Raises ShapeError where the
+    kernels of a GPU are not made for these sizes.
     """
     if isinstance(entry, LoadedArtifact):
         return make_device_launcher(form, entry, symbol_values, allocate, failed)
@@ -139,7 +142,7 @@ def make_device_launcher(
 ) -> NodeCall:
     """The fused callable of a GPU's node, on the device that the artifact was loaded on, in its current stream.
 
-    ``calls`` and ``launch`` replace what is used of torch and the launcher where there is no GPU.
+    ``calls`` and ``launch`` replace torch's functions and the launcher where there is no GPU.
     """
     values = dict(zip(form.symbols, symbol_values, strict=True))
     outputs = [math.prod(form.spec(ref).shape.bind(values)) for ref in form.outputs]
@@ -166,9 +169,9 @@ def make_device_launcher(
 
 
 def _unless_odd(form: NodeForm, symbol_values: Sequence[int], failed: Callable[..., Any]) -> Callable[..., Any]:
-    """What answers in place of a kernel that raised: eager itself where that was for numbers that are not finite.
+    """The fallback of a kernel that raised: eager where it raised because of numbers that are not finite.
 
-    Eager's callable is made when a kernel first asks for it, which few ever do.
+    Eager's callable is made when a kernel first requests it, which is rare.
     """
 
     @functools.cache
@@ -188,7 +191,7 @@ def _unless_odd(form: NodeForm, symbol_values: Sequence[int], failed: Callable[.
 
 
 def _outside_recordings(call: NodeCall, unfused: NodeCall) -> NodeCall:
-    """A recorded CUDA graph draws anew in each replay, which only eager's kernels know how to do."""
+    """Run eager during CUDA graph capture: each replay needs new random numbers, which only eager's kernels provide."""
 
     def drawing(*inputs: torch.Tensor) -> Any:
         return unfused(*inputs) if is_capturing() else call(*inputs)
@@ -274,7 +277,7 @@ def _device_factory(form: NodeForm, scratch: tuple[tuple[str, int], ...] | None)
     lines += [f"            {out} = empty({out}_shape, {out}_strides, {out}_dtype)" for out in outputs]
     if scratch is not None:
         memory = [f"w{i}" for i in range(len(scratch))]
-        # Given back when the call returns; the allocator hands it out again in the order of the stream.
+        # Freed when the call returns; the allocator reuses it in stream order.
         for name, (dtype, elements) in zip(memory, scratch, strict=True):
             lines.append(f"            {name} = empty_scratch(({elements},), (1,), torch.{dtype})")
         pointers = [f"{name}.data_ptr()" for name in [*names, *outputs, *memory]]

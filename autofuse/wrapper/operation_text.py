@@ -1,4 +1,4 @@
-"""How generated Python writes arguments, and the values, sizes and operations of a form.
+"""Writes arguments, and the values, sizes and operations of a form, in generated Python.
 
 In: an argument of an operation, or a `NodeForm` and one of its operations. Out: an expression.
 """
@@ -19,10 +19,10 @@ Leaf = Callable[[Any], str | None]
 
 
 def argument_text(arg: Any, leaf: Leaf, is_form: bool = False) -> str:
-    """Python text of an argument, with what it is made of.
+    """Python text of an argument and its parts.
 
-    ``leaf`` is asked first: the text of a value, a size or a constant, or None for what Python itself can write.
-    ``is_form``: of a form, whose tuples stand for lists.
+    ``leaf`` is called first: it gives the text of a value, a size or a constant, or None for plain Python values.
+    ``is_form``: whether it is an argument of a form, whose tuples stand for lists.
     """
     found = leaf(arg)
     if found is not None:
@@ -58,7 +58,7 @@ def form_argument(arg: Any, form: NodeForm) -> str:
 
 
 def value_name(ref: ValueRef, form: NodeForm) -> str:
-    """How generated Python reads a value: results of operations with several are tuples."""
+    """The text that reads a value: operations with several results give tuples."""
     for op in form.operations:
         if op.name == ref.name:
             return ref.name if len(op.outputs) == 1 else f"{ref.name}[{ref.index}]"

@@ -1,4 +1,4 @@
-"""A strategy as a callable: straight-line Python of aten calls, vendor's calls and generated kernels.
+"""A strategy as a callable: straight-line Python of aten calls, library calls and generated kernels.
 
 In: a strategy, the loaded kernel of each part, the values of the node's symbols. Out: a flat function of the node's
 inputs.
@@ -73,7 +73,7 @@ class LoadedStrategy(Composed):
 
     @functools.cached_property
     def _is_one_kernel(self) -> bool:
-        """Whether a part takes and gives just what the strategy does, so that no program around it is needed."""
+        """Whether a part has the strategy's inputs and outputs, so that it needs no program around it."""
         form, steps = self.strategy.form, self.strategy.steps
         if len(steps) != 1 or not isinstance(steps[0], int):
             return False
@@ -82,7 +82,7 @@ class LoadedStrategy(Composed):
 
     @functools.cached_property
     def _reuse(self) -> tuple[Pairs, ...]:
-        """Of each part: its outputs that are written where an input lies that dies there."""
+        """For each part, its outputs that are written into the memory of an input that dies there."""
         found: list[Pairs] = [()] * len(self.strategy.parts)
         steps = [_memory_step(self.strategy, step) for step in self.strategy.steps]
         for step, pairs in zip(
@@ -94,7 +94,7 @@ class LoadedStrategy(Composed):
 
     @functools.cached_property
     def _make(self) -> Callable[..., NodeCall]:
-        """The program for any sizes: its text is the same for all."""
+        """The program for any sizes, whose text is the same for all."""
         source, namespace = render(self.strategy)
         define(source, f"strategy {self.strategy.name}", namespace)
         make: Callable[..., NodeCall] = namespace["make"]
@@ -139,7 +139,7 @@ class LoadedStrategy(Composed):
 
 
 def _memory_step(strategy: Strategy, step: Operation | int) -> Step:
-    """A step as `find_reuse` sees it. Results of operations with several are one value, whose memory is not reused."""
+    """A step as `find_reuse` sees it. Several results of one operation are one value, whose memory is not reused."""
     if isinstance(step, Operation):
         is_fresh = len(step.outputs) == 1 and (step.target.startswith("vendor.") or step.short_name in FRESH)
         return Step([ref.name for ref in step.inputs], [step.name], is_fresh)
@@ -151,14 +151,14 @@ def _memory_step(strategy: Strategy, step: Operation | int) -> Step:
 
 
 class _Outputs(threading.local):
-    """Where the kernels of the present block write, in their order."""
+    """The output tensors of the present block's kernels, in order."""
 
     def __init__(self) -> None:
         self.waiting: list[torch.Tensor] = []
 
 
 def render(strategy: Strategy) -> tuple[str, dict[str, Any]]:
-    """The Python text of a strategy, and what it needs besides."""
+    """The Python text of a strategy, and the objects that it reads."""
     form = strategy.form
     namespace: dict[str, Any] = {
         "torch": torch,
@@ -214,14 +214,14 @@ def _part_line(strategy: Strategy, index: int) -> tuple[str, set[str]]:
 
 
 def _operation_text(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
-    """An operation of aten: how its results lie follows from its inputs, which a rewrite may have changed."""
+    """An aten operation: its results' strides follow from its inputs, which a rewrite may have changed."""
     text = operation_text(op, form, namespace)
     specs = [*(form.spec(ref) for ref in op.inputs), *op.outputs]
     if info(op.target).kind in VIEWS or all(map(is_contiguous, specs)):
         return text
     if len(op.outputs) == 1:
         return f"as_promised({text}, {_layout(op.outputs[0])})"
-    # Several: those that nobody reads may be None.
+    # Several results: unread ones may be None.
     promised = "".join(f"({_layout(spec)}), " for spec in op.outputs)
     return f"all_promised({text}, ({promised}))"
 
