@@ -1,8 +1,7 @@
 """The Python API: `optimize`, `observe`, `explain`.
 
-In: a model or function of the user's. Out: the same, routed; or what was seen of it; or why a decision
-fell. The planner's classes (`FusionEngine`, `FusionPattern`, `FusionConfig`) and `register_pattern` are in
-`autofuse.fusion`.
+In: a model or function of the user's. Out: the same, routed; or its observations; or the reasons of a decision. The
+planner's classes (`FusionEngine`, `FusionPattern`, `FusionConfig`) and `register_pattern` are in `autofuse.fusion`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The ladder of ``run.debug`` (``AUTOFUSE_DEBUG``): what each level tells, in one place.
+"""The levels of ``run.debug`` (``AUTOFUSE_DEBUG``): what each one prints, in one place.
 
 In: the level of a process, and texts from the stages. Out: a block "autofuse: ..." for each, on the interpreter's own
-stderr. Each level tells what the lower ones do, too. The daemon's texts are in its log (`autofuse daemon logs`).
-Guarantee: at level 0 no text is made; none is made in a call of a captured graph at any level; a text that cannot be
-made is left out.
+stderr. Each level includes the lower ones. The daemon's texts are in its log (`autofuse daemon logs`). Guarantee: at
+level 0 no text is made; none is made in a call of a captured graph at any level; a text that cannot be made is left
+out.
 """
 
 from __future__ import annotations

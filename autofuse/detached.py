@@ -1,7 +1,7 @@
-"""Processes of ours that are no children of the script.
+"""Starts processes of ours that are not children of the script.
 
-A script that waits for all of its children would wait for them too, and one that has a handler for their end would hear
-of it. So a shell starts them, says their number and ends.
+A script that waits for all of its children would wait for them too, and a script's handler for ended children would be
+called. So a shell starts them, prints their process number and ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks that this machine has what autofuse needs.
 
-In: the settings. Out: findings, each with what was found and, where something is missing, what to type.
-Each check stands alone: one that raises becomes a finding of its own, the others still run.
+In: the settings. Out: findings; where something is missing, with the command to type. Each check stands alone: one that
+raises becomes a finding of its own, the others still run.
 """
 
 from __future__ import annotations

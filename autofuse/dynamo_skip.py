@@ -2,10 +2,10 @@
 
 In: the code of each module of the package, as it is imported, and generated programs (`define`). Out: each of their
 code objects is marked, so that Dynamo's frame evaluation, which sees every frame below a function that torch.compile
-runs (backward passes, hooks, what follows a graph break), runs it as it is and looks at what it calls.
-The mark is torch's own and lives in C: it costs nothing where Dynamo is never imported, and holds whether Dynamo comes
-before us or after. A trace of the user's may still go through ours, as through any function that it calls; skip rules
-by folder (``torch._dynamo.trace_rules``) would break such traces, and take Dynamo's import.
+runs (backward passes, hooks, code after a graph break), runs it untraced but still handles the functions that it calls.
+The mark is torch's own, on the code object in C: it costs nothing where Dynamo is never imported, and holds whether
+Dynamo comes before us or after. A trace of the user's code may still inline ours, as any function that it calls; skip
+rules by folder (``torch._dynamo.trace_rules``) would break such traces, and take Dynamo's import.
 """
 
 from __future__ import annotations

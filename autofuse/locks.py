@@ -1,7 +1,7 @@
 """Locks, events and conditions that a fork leaves free in the child.
 
-In: nothing. Out: what `threading` makes. Guarantee: what another thread held when a process forked is free in
-the child, where that thread does not exist. A child that goes on with captured modules could else wait for ever.
+In: nothing. Out: objects of `threading`. Guarantee: a lock that another thread held when the process forked is free in
+the child, where that thread does not exist. Otherwise a child that goes on with captured modules could wait for ever.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Keeps a script's random generators as they are while work of ours runs on its threads.
+"""Preserves a script's random generators while our own work runs on its threads.
 
 In: a block of our own work: late imports, compilation, planning, waiting, the beginning and the end of a session. Out:
-Python's ``random``, numpy's global generator and torch's (the CPU's, and those of GPUs in use) as they were before.
-All late imports of modules that run inside of a script stand in such a block. The user's own computation never does:
-its draws must move the generators as they do in eager.
-Guarantee: what was drawn in a block is undone. Where another thread of the script runs nothing is, for the draws could
-be that thread's; so nothing of ours draws to begin with, and this is for what we import.
-Nothing here is on the path of a captured call; a block takes 40 us.
+Python's ``random``, numpy's global generator and torch's (the CPU's, and those of GPUs in use) as they were before. All
+late imports of modules that run inside of a script stand in such a block. The user's own computation never does: it
+must advance the generators as in eager. Guarantee: the generators are restored after a block. They are not restored
+while another thread of the script runs, because that thread may have advanced them. So our own code never uses them;
+the blocks are for the modules that we import. Nothing here is on the path of a captured call; a block takes 40 us.
 """
 
 from __future__ import annotations

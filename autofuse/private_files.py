@@ -1,12 +1,12 @@
-"""Files that only this user may have written: the one place that says what is trusted.
+"""Files that only this user may have written: the only module that decides which files are trusted.
 
-In: a folder, names and bytes. Out: the same bytes in a later process, or ``Untrusted`` with the reason and the mend.
+In: a folder, names and bytes. Out: the same bytes in a later process, or ``Untrusted`` with the reason and the remedy.
 Guarantee: nothing is read unless file, folder and all folders above are real and may be written to by nobody but this
-user and root (`check_folder`, `check_beside`). What is unpickled or run as code must also carry the seal that this
-user's key makes of its name and content (`PrivateFolder`, `seal`). So what another user has put there, what was cut,
-altered or renamed, and what came with a copied store is refused.
+user and root (`check_folder`, `check_beside`). Files that are unpickled or run as code must also carry a seal: a keyed
+hash of name and content with this user's key (`PrivateFolder`, `seal`). So files that another user put there, that were
+cut, altered or renamed, or that came with a copied store are refused.
 
-The key lies in the user's own data folder, for the user alone to read. Reading and writing cost a hash of the content.
+The key is in the user's own data folder, readable by the user alone. Reading and writing cost a hash of the content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where sessions begin: the one place that puts a session and the stages together.
+"""Makes sessions: the only module that connects a session with the stages.
 
-In: settings. Out: a `Session` whose roots are captured through `pipeline`. What plans and traces is imported with the
-first trace: a run on traces of an earlier one makes none.
+In: settings. Out: a `Session` whose roots are captured through `pipeline`. Planner and tracer are imported with the
+first trace: a run on traces of an earlier run makes none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``say``: one line of ours on stderr, which never fails and never gets in the script's way.
+"""``say``: prints one line on stderr, never fails and never disturbs the script.
 
 In: text. Out: "autofuse: text" on the interpreter's own stderr. A closed or full stderr must not change how a script
-ends, and an object that the script put into ``sys.stderr`` is the script's, not ours.
+ends. An object that the script put into ``sys.stderr`` is not used.
 """
 
 from __future__ import annotations

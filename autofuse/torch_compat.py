@@ -1,7 +1,8 @@
-"""The private names of torch that autofuse uses, by what they are for: the one list, and whether this torch has them.
+"""The list of torch's private names that autofuse uses, by purpose, and a check that this torch has them.
 
 In: a torch. Out: which names it lacks (`missing`); `autofuse doctor` prints them, and what is lost. Guarantee: the list
-is complete: `tests/test_torch_compat.py` reads it against the sources. This module imports torch only when it is asked.
+is complete: `tests/test_torch_compat.py` reads it against the sources. This module imports torch only when a function
+is called.
 
 Names are private where a part of them begins with an underscore. They may go or change with any release of torch;
 what is bound to one release is stored under its version, and whatever fails on another leaves the script in eager.

@@ -1,8 +1,8 @@
-"""The passes over the columns of a row, and what each pass calculates.
+"""The passes over the columns of a row, and the values of each pass.
 
 In: a loop kernel and whether costly values are kept between passes. Out: a list of passes in order, each with the
-values to calculate, those read from and written to the row buffer, and the reductions and stores it completes.
-Guarantee: a pass uses only row reductions of earlier passes; every store and reduction is in exactly one pass.
+values to compute, those read from and written to the row buffer, and the reductions and stores it completes. Guarantee:
+a pass uses only row reductions of earlier passes; every store and reduction is in exactly one pass.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which outputs of a kernel may be written where an input lies that nobody needs afterwards.
+"""Which outputs of a kernel may be written into the memory of an input that is dead afterwards.
 
 In: a node's form, or its loops; the steps of a program. Out: pairs of an output's and an input's number, of a kernel
 alone or of each kernel in a program. Guarantee: whatever the printer's settings, each element of the input is read for
 the last time before the output's element at its place is written, and the two have the same sizes, strides and dtype;
-in a program the input is memory which a step has made, and which nobody sees afterwards, under whatever view. A printer
+in a program the input is memory which a step has made, and which nothing reads afterwards through any view. A printer
 must not promise its compiler that the two do not overlap.
 
-A fresh output costs a page's or a cache line's worth of reading before it can be written; in place there is none, and a
-step's peak of memory is lower by the output.
+A fresh output costs a read of each page or cache line before it can be written. In place there is no such read, and a
+step's peak memory is lower by the output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A knob: one thing that may vary in the code of a kernel, and where to start.
+"""A knob: one thing that may vary in the code of a kernel, with its default.
 
-In: what a target (`c.knobs`, `triton.knobs`), one of its templates or an optimizer's step lists.
-Out: `Knob`, and the configuration that takes the default of each.
+In: the knobs that a target (`c.knobs`, `triton.knobs`), a template or an optimizer's step lists. Out: `Knob`, and the
+configuration of all defaults.
 """
 
 from __future__ import annotations

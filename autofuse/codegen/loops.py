@@ -1,11 +1,10 @@
 """The loop-level form of a node: one nest of loops, independent of the target.
 
-In: what lowering found. Out: an immutable kernel description that a printer turns into C or another language.
-The nest has outer dims (``rows``) and inner dims (``cols``, the last one is vectorised). Values are in SSA
-order; each depends on some of the dims. Three kinds of reduction exist:
-``row_reduce`` over all cols, whose result may be used again in the same row; ``col_reduce`` over all rows, one
-result per column; ``full_reduce`` over rows, or over rows and cols, one result in all. The last two are
-sinks: what depends on them is calculated once after the nest (region ``post``).
+In: the result of lowering. Out: an immutable kernel description that a printer turns into C or Triton. The nest has
+outer dims (``rows``) and inner dims (``cols``, the last one is vectorised). Values are in SSA order; each depends on
+some of the dims. Three kinds of reduction exist: ``row_reduce`` over all cols, whose result may be used again in the
+same row; ``col_reduce`` over all rows, one result per column; ``full_reduce`` over rows, or over rows and cols, one
+result in all. The last two are sinks: values that depend on them are computed once, after the nest (region ``post``).
 Guarantee: `check` accepts a kernel exactly when every printer may rely on these rules.
 """
 

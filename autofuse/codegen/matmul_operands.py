@@ -1,7 +1,7 @@
-"""The operands of a product: which arguments they are, and where they lie as matrices in the memory of inputs.
+"""The operands of a matmul: their arguments, and their strides as matrices in the memory of inputs.
 
-In: a node and the argument of a product. Out: `Operand`, strides in elements; or LoweringError.
-Views are read through, and so are copies, which only put elements side by side; what is calculated is refused.
+In: a node and an argument of its matmul. Out: `Operand`, strides in elements; or LoweringError. Views are followed to
+their base, and so are copies, which only change strides; a computed operand is refused.
 """
 
 from __future__ import annotations

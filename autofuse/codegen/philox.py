@@ -1,10 +1,10 @@
-"""How eager's dropout on CUDA draws its numbers: which element gets which draw of which stream.
+"""How eager's dropout on CUDA assigns random numbers: the stream, and the place in it, of each element.
 
-In: elements, bytes of each, the device's multiprocessors. Out: `RandomState`, the numbers that a kernel needs beside a
-position, and how far eager moves the generator.
-A thread of eager's kernel owns the Philox stream of its number and takes ``draws`` numbers from it a round; in each
-round it serves ``vec`` neighbouring elements, without vectors one element at a time, a whole grid apart.
-Valid for contiguous tensors on CUDA; ROCm's generator differs. Source: ATen/native/cuda/Dropout.cu, torch 2.11 to 2.13.
+In: elements, bytes of each, the device's multiprocessors. Out: `RandomState`, the numbers that a kernel needs besides a
+position, and eager's advance of the generator. A thread of eager's kernel owns the Philox stream of its number and
+takes ``draws`` numbers from it a round; in each round it serves ``vec`` neighbouring elements, without vectors one
+element at a time, a whole grid apart. Valid for contiguous tensors on CUDA; ROCm's generator differs. Source:
+ATen/native/cuda/Dropout.cu, torch 2.11 to 2.13.
 """
 
 from __future__ import annotations

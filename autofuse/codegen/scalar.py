@@ -1,7 +1,7 @@
-"""Scalar ops as text: what printers for all targets have in common.
+"""Scalar ops as text: the common part of the printers for all targets.
 
-In: an op, its dtype, and its operands as text. Out: the text of the result. A target fills in how it writes what
-languages write differently: tables for ops of one operand, and the methods that are abstract here.
+In: an op, its dtype, and its operands as text. Out: the text of the result. A target adds what its language writes
+differently: tables for ops of one operand, and the methods that are abstract here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Templates: the kinds of kernels that a target can print, each as one record, and what a generator asks of them.
+"""Templates: the kinds of kernels that a target can print, each as one record, and the generator's queries.
 
-In: a target's table (`c.templates.registry`, `triton.templates.registry`) and a `NodeForm`.
-Out: the template of a node or the reason why it has none, its knobs, its source.
-Guarantee: the first template of a table that takes a node prints it. The last are the nests of loops, which take what
-can be lowered; their reason is the one that is given for a node that none takes.
-A new template is a file with a ``TEMPLATE``, its place in the table of its target, and a name in `STORED_NAMES`.
+In: a target's table (`c.templates.registry`, `triton.templates.registry`) and a `NodeForm`. Out: the template of a node
+or the reason why it has none, its knobs, its source. Guarantee: the first template of a table that takes a node prints
+it. The last template is the loop nest, which takes every node that can be lowered; if no template takes a node, its
+reason is given. A new template is a file with a ``TEMPLATE``, its place in the table of its target, and a name in
+`STORED_NAMES`.
 """
 
 from __future__ import annotations

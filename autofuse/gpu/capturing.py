@@ -1,8 +1,8 @@
-"""Whether the user's script records a CUDA graph right now.
+"""Whether a CUDA graph capture of the user's script is under way.
 
-While it does, a router may launch what is loaded and nothing else: no module is loaded, no plan changes, nothing is
-captured, timed or checked. What is recorded would replay for ever, and calls that synchronise end a recording.
-Every part that must hold still asks here.
+During it, a router may only launch loaded kernels: no module is loaded, no plan changes, nothing is captured, timed or
+checked. Recorded work would be replayed for ever, and a call that synchronises ends the capture. Every part that must
+not act then calls this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPUs of this process: what decisions know of them, and how time is taken on them.
+"""The GPUs of this process: their records for decisions, and their timers.
 
 In: the index of a device that the script uses. Out: its `DeviceInfo` (model, multiprocessors, capability, memory);
 an `EventTimer` that never starts CUDA itself.

@@ -1,9 +1,9 @@
-"""The GPU's driver through ctypes: load an image, find its functions, say what an error is called.
+"""The GPU's driver through ctypes: load an image, find its functions, name an error.
 
-In: the path of a driver library, or the vendor that torch was built for. Out: `Driver`.
-Guarantee: the context is the one that torch uses on the device (CUDA's primary context); images are loaded in the
-thread's relaxed capture mode, so that a script which records a graph on another thread is not disturbed.
-The two vendors are rows of one table; where their calls differ in form, the row has a function.
+In: the path of a driver library, or the vendor that torch was built for. Out: `Driver`. Guarantee: the context is the
+one that torch uses on the device (CUDA's primary context); images are loaded in the thread's relaxed capture mode, so
+that a CUDA graph capture on another thread is not disturbed. The two vendors are rows of one table; where their calls
+differ in form, the row has a function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One plan's launches of a node, worked out once: what a call does not need to compute again.
+"""One plan's launches of a node, computed once for all calls.
 
 In: a loaded artifact and the values of the node's symbols. Out: `LaunchRecord`, an array of int64 that the C launcher
 reads as it is, and the scratch memory that a call needs.

@@ -1,9 +1,8 @@
 """Compiled Triton kernels as functions of one device.
 
-In: an `Artifact` and the index of a device. Out: `LoadedArtifact`, whose functions can be launched there.
-Guarantee: an artifact is loaded once for each device, under a lock, and never while the calling thread records a
-graph; nothing is unloaded, since a recorded graph may replay a function at any time, except by `unload`, which is for
-the tuner and its losers.
+In: an `Artifact` and the index of a device. Out: `LoadedArtifact`, whose functions can be launched there. Guarantee: an
+artifact is loaded once for each device, under a lock, and never while the calling thread captures a CUDA graph. Nothing
+is unloaded, since a captured graph may replay a function at any time; `unload` is only for losing kernels of the tuner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The time of one node on a GPU, call after call.
 
-In: where the node's launches begin and end, as the timed call of a graph says. Out: seconds of earlier calls, once the
-device has finished them. Never synchronises; calls that cannot be timed are left out.
+In: begin and end of the node's launches, from the timed call of a graph. Out: seconds of earlier calls, once the device
+has finished them. Never synchronises; calls that cannot be timed are left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Eager's random numbers on CUDA, for kernels that draw by themselves: taking the generator's state, and the proof.
+"""Eager's random numbers on CUDA for our kernels: taking the generator's state, and proving equality.
 
 In: torch's generator of a device. Out: the `RandomState` of one call, with the generator where eager would leave it;
-and whether a device draws as `codegen.philox` says, which is asked before any kernel may take eager's place.
-Guarantee: a device that differs in one bit, ROCm's (another generator) or one that cannot be asked keeps eager's own
-dropout; the question leaves the generator as it was.
+and whether a device samples as `codegen.philox` says, which is tested before any kernel may replace eager's. Guarantee:
+a device that differs in one bit, a ROCm device (another generator) and one that cannot be tested keep eager's own
+dropout; the test leaves the generator as it was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a launch needs of torch: the current device, its stream, uninitialised memory.
+"""Torch's functions for a launch: the current device, its stream, uninitialised memory.
 
-In: nothing. Out: `TorchCalls`, the cheapest spelling that this build of torch has. Replaced as a whole where there is
-no GPU: with CPU tensors in place of a device's, all but the driver runs as it does on one.
+In: nothing. Out: `TorchCalls`, the cheapest functions of this build of torch. Tests without a GPU replace it as a
+whole: with CPU tensors in place of a device's, everything except the driver runs as on a GPU.
 """
 
 from __future__ import annotations

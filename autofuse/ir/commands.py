@@ -1,8 +1,7 @@
-"""What of a command line tells one script from another.
+"""The part of a command line that identifies a script.
 
 In: a command, as `RunStart` has it: words that ``shlex.join`` has joined. Out: the command without its arguments.
-Guarantee: nothing of the arguments, which change from run to run and may hold what is nobody's business; of what comes
-out, the same comes out.
+Guarantee: no arguments are kept, which change from run to run and may be private; the function is idempotent.
 """
 
 from __future__ import annotations

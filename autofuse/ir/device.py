@@ -1,7 +1,7 @@
 """The machine that decisions are keyed by.
 
-In: /proc/cpuinfo and the affinity of this process. Out: a `DeviceInfo`. Torch-free: the daemon asks the same question.
-Guarantee: processors that know other instructions have other keys, though clouds give them one name.
+In: /proc/cpuinfo and the affinity of this process. Out: a `DeviceInfo`. Torch-free: the daemon uses it too. Guarantee:
+processors with other instructions have other keys, though clouds give them the same name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Operations, tensors and fusion nodes: what passes from planning to code generation, tuning and routing.
 
-In: what capture read from a graph. Out: plain data that can be run op by op through aten (the unfused
-variant and the reference), printed as C, sent to another process as JSON and rebuilt from the store.
-Guarantee: a node's text form is canonical (inputs ``i0..``, values ``v0..``, symbols ``s0..``), so
-equal code in different layers has one ``fusion_id``.
+In: the operations that capture read from a graph. Out: plain data that can be run op by op through aten (the unfused
+variant and the reference), printed as C, sent to another process as JSON and rebuilt from the store. Guarantee: a
+node's text form is canonical (inputs ``i0..``, values ``v0..``, symbols ``s0..``), so equal code in different layers
+has one ``fusion_id``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each aten operator is, as far as fusion is concerned: the first of the rule tables.
+"""The kind and cost of each aten operator for fusion: the first of the rule tables.
 
 In: the name of an overload. Out: its kind and its cost. An overload that is not listed is opaque: it
 runs as eager runs it and no fusion reaches across it. The lowering table of the code generator covers

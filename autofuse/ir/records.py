@@ -1,8 +1,8 @@
 """The small records that stages exchange: buckets, candidates, measurements, decisions, requests, profiles.
 
-In: what one stage found. Out: what the next one needs, and what the store keeps.
-Guarantee: frozen, JSON-serialisable through ``dataclasses.asdict`` (tuples become lists), torch-free.
-Times are in microseconds (``_us``) or seconds (``_seconds``), sizes in bytes (``_bytes``).
+In: the results of one stage. Out: the inputs of the next one, and the contents of the store. Guarantee: frozen,
+JSON-serialisable through ``dataclasses.asdict`` (tuples become lists), torch-free. Times are in microseconds (``_us``)
+or seconds (``_seconds``), sizes in bytes (``_bytes``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Sizes from text: a grammar of our own, for text may come from a file that somebody else wrote.
+"""Parses sizes from text with our own grammar, because the text may come from a file of another user.
 
-In: what `str` makes of a size, such as ``s0*s1 + floor(s0/2)``. Out: a sympy expression of the same value.
-Guarantee: nothing is evaluated and nothing is looked up (sympy's own reader is Python's `eval`). What is not made of
-whole numbers, symbols, ``+ - * / // % **`` and the functions below is a ShapeError; so is what would take long: texts
-beyond `LONGEST`, numbers beyond 64 bits, powers beyond the eighth.
+In: what `str` makes of a size, such as ``s0*s1 + floor(s0/2)``. Out: a sympy expression of the same value. Guarantee:
+nothing is evaluated and nothing is looked up (sympy's own parser is Python's `eval`). Text with anything but whole
+numbers, symbols, ``+ - * / // % **`` and the functions below raises ShapeError. So does text that would take long:
+longer than `LONGEST`, numbers beyond 64 bits, powers beyond the eighth.
 """
 
 from __future__ import annotations

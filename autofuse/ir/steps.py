@@ -1,7 +1,7 @@
-"""Which steps of a root are compared with each other, and how many of a long run are kept for it.
+"""Which steps of a root are compared with each other, and how many steps of a long run are kept.
 
-In: how many elements the inputs of two steps had. Out: whether they are close, and one's time at the other's size.
-Guarantee: steps of equal sizes are compared as they were timed. The running script, the store and the report ask this.
+In: the elements of two steps' inputs. Out: whether they are close, and one step's time at the other's size. Guarantee:
+steps of equal sizes are compared as they were timed. The running script, the store and the report use this.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a stored text has to look like before a record is made of it: names, operators, dtypes, whole numbers.
+"""Checks stored values before a record is made of them: names, operators, dtypes, whole numbers.
 
 In: plain JSON from a store, a pipe or a kernel's own data. Out: the same value, or FusionError that says what was
-expected and what was found.
-Guarantee: what passes may stand in generated Python, C and Triton where such a thing stands, and means nothing else.
-Imports nothing heavy: the store and reports use it.
+expected and what was found. Guarantee: a value that passes may be put into generated Python, C and Triton at its place,
+and means nothing else there. Imports nothing heavy: the store and reports use it.
 """
 
 from __future__ import annotations

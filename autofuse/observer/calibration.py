@@ -1,8 +1,8 @@
-"""Measures what observing an op costs on this machine, so that the observer can account for itself.
+"""Measures the cost of observing an op on this machine, so that the observer can account for it.
 
-In: nothing. Out: ``OpCost``. The part of the cost that lies in torch's dispatcher cannot be seen from inside the mode's
-handler, so a few hundred tiny ops are timed with and without the mode: about 3 ms, once per run.
-Guarantee: no random number is drawn, no mode of the script sees the ops, the stack is left as it was.
+In: nothing. Out: ``OpCost``. The cost inside of torch's dispatcher cannot be seen from the mode's handler, so a few
+hundred tiny ops are timed with and without the mode: about 3 ms, once per run. Guarantee: no random number is used, no
+mode of the script sees the ops, the mode stack is left as it was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a capture is expected to take: a few terms over what is known of a root before anything is traced.
+"""The expected cost of a capture: a model of a few terms over the traits of an untraced root.
 
-In: ``Traits`` of a root; what captures of this store took. Out: seconds, all that the script will lose to it: imports,
-tracing, planning, the slow steps after. Guarantee: torch-free; pure functions of numbers.
+In: ``RootTraits`` of a root; the costs of earlier captures in this store. Out: all seconds that the script will lose to
+it: imports, tracing, planning, the slow steps after. Guarantee: torch-free; pure functions of numbers.
 
 The coefficients are a fit to twelve models of different kinds (`benchmarks/capture.py --costs`) by the script's clock:
 AMD EPYC with AVX-512, 2 cores, torch 2.13, 2026-11, where `capture.python_speed` says 1.15. Eleven are within 1.4x; the

@@ -1,10 +1,10 @@
-"""When to capture a root: a table of rules over what is known of it.
+"""When to capture a root: a table of rules over facts about it.
 
-In: `CaptureFacts`: what a root cost so far, what its capture is expected to cost, what earlier runs found. Out:
+In: `CaptureFacts`: the root's time so far, the expected cost of its capture, findings of earlier runs. Out:
 `CaptureAdvice` with a reason code. Guarantee: torch-free, no clock, pure functions of numbers.
 
-Capture is bought like skis: rent (run eager) until the rent paid is so much that the price, wrongly guessed as it may
-be, is a small share of it, then buy (`Budget`). A short script never pays; a long one pays little.
+The rule is ski rental: rent (run eager) until the price, even if it was badly guessed, is a small share of the rent
+paid; then buy (`Budget`). A short script never pays; a long one pays little.
 """
 
 from __future__ import annotations

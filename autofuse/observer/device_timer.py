@@ -1,11 +1,10 @@
-"""Times stretches of a GPU's stream through events, and never waits for one.
+"""Times stretches of a GPU's stream with events, without ever waiting for one.
 
 In: ``begin`` and ``end`` around work that a script launches. Out: ``nanoseconds`` of the stretch, once the device has
-passed both events; until then None.
-Guarantee: the script is never synchronised; while it records a CUDA graph nothing is recorded and nothing asked (both
-would end its recording); nothing is raised: the first fault switches the timer off and stays in ``fault``.
-Events are pooled by device, since an event belongs to the device that first recorded it. Torch-free: what is needed
-of torch is an ``EventCalls``.
+passed both events; until then None. Guarantee: the script is never synchronised; during CUDA graph capture no event is
+recorded or queried (both would end the capture); nothing is raised: the first fault switches the timer off and stays in
+``fault``. Events are pooled by device, since an event belongs to the device that first recorded it. Torch-free: torch's
+functions come as an ``EventCalls``.
 
 A stretch of a stream is an upper bound of the work in it: where the device waits for the host, waiting is inside.
 """

@@ -1,8 +1,8 @@
 """Which calls of a captured root stay on the original module, so that its gain is always measured and never assumed.
 
-In: the calls of a root one by one, their sizes, whether the kernels in use have changed. Out: what each is for
-(`Held`). Guarantee: torch-free, no clock, and no random stream but its own: the script's generators are never touched;
-the same calls in every run.
+In: the calls of a root one by one, their sizes, whether the kernels in use have changed. Out: the purpose of each call
+(`Held`). Guarantee: torch-free, no clock; the script's random generators are never touched; the same calls are held out
+in every run.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a root's steps take in eager, and what the script has lost to capturing it: accounts by the script's own clock.
+"""Accounts, by the script's own clock, of a root's steps in eager and of the time lost to its captures.
 
 In: steps, from one call of the root to the next: how large its inputs are, how long it was busy (forward and backward),
-how long the whole step took, whether it was observed. Out: seconds in eager so far; seconds lost, by cause.
-Guarantee: torch-free, no clock of its own, never more than what was told. An observed step counts as long as the same
-step takes when nobody watches.
+how long the whole step took, whether it was observed. Out: seconds in eager so far; seconds lost, by cause. Guarantee:
+torch-free, no clock of its own, never more seconds than were reported. An observed step counts with the time of an
+unobserved one.
 
-What a capture costs is what the script lost to it, whoever took it: the sum over the steps from the capture on, until
-they have settled, of what each took longer than in eager. A later trace opens the account again. Time between two steps
-in which the script does something else is no loss: beyond the root's own time at most a step's worth counts.
+The cost of a capture is the time that the script lost to it, whatever the cause: the sum, over the steps from the
+capture until times have settled, of the excess over eager. A later trace opens the account again. Time between two
+steps in which the script does something else is no loss: beyond the root's own time, at most one step's time counts.
 """
 
 from __future__ import annotations

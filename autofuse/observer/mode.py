@@ -1,11 +1,11 @@
-"""Watches aten calls in the dispatcher and writes one small tuple for each; thinks about them later.
+"""Watches aten calls in the dispatcher and writes one small tuple for each; evaluation comes after the step.
 
-In: every aten call of a sampled step, below autograd, forward and backward, autograd's own threads included.
-Out: ``ObserverMode.events``, a flat list of ``OpEvent`` tuples and module marks in the order in which they happened;
-``profile.aggregate`` turns it into records when the step is over.
-A call on a GPU is timed by two events of its stream where an ``EventTimer`` is given, a call on the CPU by the clock.
-Guarantee: the result of a call is what it is without us, no tensor is kept alive (only shapes and numbers are), and
-nothing of ours is raised into the script: the first fault of our own switches the mode off, with its reason.
+In: every aten call of a sampled step, below autograd, forward and backward, autograd's own threads included. Out:
+``ObserverMode.events``, a flat list of ``OpEvent`` tuples and module marks in the order in which they happened;
+``profile.aggregate`` turns it into records when the step is over. A call on a GPU is timed by two events of its stream
+where an ``EventTimer`` is given, a call on the CPU by the clock. Guarantee: the result of a call is unchanged, no
+tensor is kept alive (only shapes and numbers), and no fault of ours is raised into the script: the first one switches
+the mode off, with its reason.
 
 Measured (one thread, AVX-512, torch 2.13, 2026-11): an op costs 4 to 6 us more in a loop of one small op, 3 us of them
 torch's own for any mode; 10 us more in a real training step, where caches are cold, 6 to 7 us of them torch's own.

@@ -1,4 +1,4 @@
-"""One hook under every ``nn.Module`` call, paid for with one attribute read.
+"""One hook under every ``nn.Module`` call, at the cost of one attribute read.
 
 In: ``Module._wrapped_call_impl`` reads ``self._compiled_call_impl``, a class attribute that is ``None`` unless
 ``Module.compile()`` gave the instance its own. Here that class attribute becomes a non-data descriptor, so an

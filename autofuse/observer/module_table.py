@@ -1,7 +1,7 @@
-"""A table by module, or another object, that keeps none alive.
+"""A table by module, or another object, that does not keep its keys alive.
 
-As `weakref.WeakKeyDictionary` for modules, at a sixth of the price of a look-up (0.15 us against 0.9): the hot path of
-every root call has one or two. Modules count by identity, whatever their class says of equality.
+Like `weakref.WeakKeyDictionary`, with look-ups six times as fast (0.15 us against 0.9): the hot path of every root call
+has one or two. Modules are compared by identity, whatever their class defines as equality.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The observer as the session sees it: told of every call of a root, asked what was learnt.
+"""The observer's interface for the session: it takes every call of a root, and returns what was learnt.
 
 In: calls of roots (``on_root_call``, ``before_root_call``, ``after_root_call``). Out: dynamic dims, ops in a forward,
-the ratio of backward to forward, ``OpProfile`` and ``DimHistogram`` records, and what all of it cost.
-Guarantee: nothing is raised into the script; the first fault of our own ends the observation (``fault`` says why);
-when every root is decided, a call costs a comparison.
+the ratio of backward to forward, ``OpProfile`` and ``DimHistogram`` records, and the cost of observing. Guarantee:
+nothing is raised into the script; the first fault of our own ends the observation (``fault`` says why). Once every root
+is decided, a call costs one comparison.
 """
 
 from __future__ import annotations

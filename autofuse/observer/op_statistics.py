@@ -1,4 +1,4 @@
-"""What was seen of each op over the run: calls, times and shapes, in bounded memory.
+"""Statistics of each op over the run: calls, times and shapes, in bounded memory.
 
 In: the ``StepProfile`` of each sampled step. Out: ``OpProfile`` and ``DimHistogram`` records.
 Guarantee: at most ``max_kinds`` kinds of call and the shapes of ``max_owners`` ops are kept; all calls are counted.

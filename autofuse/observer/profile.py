@@ -4,9 +4,9 @@ In: ``ObserverMode.events``. Out: a ``StepProfile``: calls and time per (op, mod
 op's inputs, and for each root its forward ops and its forward and backward time.
 Guarantee: runs after the step, never in an op; an event that cannot be understood is counted and left out.
 
-Backward ops are given to modules by autograd's sequence numbers: a node that forward made while module M ran has a
-number from M's interval, and the node says its number when it runs. Ops that hooks, gradient accumulation or a
-checkpoint's recomputation make have none from there; they count for the root whose backward is in progress.
+Backward ops are assigned to modules by autograd's sequence numbers: a node that forward made while module M ran has a
+number from M's interval, and it is known when the node runs. Ops of hooks, gradient accumulation or a checkpoint's
+recomputation have no such number; they count for the root whose backward is in progress.
 """
 
 from __future__ import annotations

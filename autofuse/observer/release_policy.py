@@ -1,8 +1,8 @@
-"""For which sizes of its calls a root stays in eager.
+"""Decides for which sizes of calls a root stays in eager.
 
-In: for each held-out call, eager's time over the captured graph's, and how large the call was. Out: whether a call of a
-size is to run in eager. A root that loses on tiny inputs may win on large ones, and the other way round: what was found
-out on the first sizes of a run must not rule those that follow. So calls are judged by magnitude.
+In: for each held-out call, eager's time over the captured graph's, and the size of the call. Out: whether a call of a
+size should run in eager. A root that loses on tiny inputs may win on large ones, and the other way round: the first
+sizes of a run must not decide for later ones. So calls are judged by magnitude.
 """
 
 from __future__ import annotations

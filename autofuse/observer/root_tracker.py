@@ -2,10 +2,10 @@
 
 In: module calls, through ``module_calls``. Out: ``handler(module, args, kwargs)`` for each call of a root: a module
 that is called while no other module is running in this thread. The handler usually ends in ``call_original``.
-Guarantee: calls that belong to someone else run as if we were not here: inside ``torch.compile`` (tracing or
-running), export, jit and fx tracing, functorch transforms, modes that see operators or functions, and inside backward,
-where checkpointing calls modules again. Wrappers that only pass a call on (DDP, DataParallel) leave the root to the
-module inside; modules that someone else already made (compiled, scripted, traced) run whole without a root inside.
+Guarantee: calls that belong to other tools run as without autofuse: inside ``torch.compile`` (tracing or running),
+export, jit and fx tracing, functorch transforms, modes that see operators or functions, and inside backward, where
+checkpointing calls modules again. Wrappers that only pass a call on (DDP, DataParallel) leave the root to the module
+inside; modules that other tools have made (compiled, scripted, traced) run whole, without a root inside.
 """
 
 from __future__ import annotations

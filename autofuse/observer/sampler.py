@@ -1,10 +1,9 @@
-"""Decides which steps are watched, so that watching costs what it may cost and stops when it is done.
+"""Decides which steps are watched, so that watching stays within its budget and stops when it is done.
 
-In: calls of roots, and what watching them cost. Out: ``Sampler.wants(root)`` before a call, and the running cost.
-A step reaches from one call of a root to the next call of the same root, backward and optimizer included.
-Guarantee: over a run the cost stays within ``max_overhead_percent`` of the wall time plus a small advance
-(``burst_seconds``); once every root is decided, nothing is sampled.
-Torch-free; the clock is a parameter, so that tests need no waiting.
+In: calls of roots, and the cost of watching them. Out: ``Sampler.wants(root)`` before a call, and the running cost. A
+step lasts from one call of a root to the next call of the same root, backward and optimizer included. Guarantee: over a
+run the cost stays within ``max_overhead_percent`` of the wall time plus a small advance (``burst_seconds``); once every
+root is decided, nothing is sampled. Torch-free; the clock is a parameter, so that tests need no waiting.
 """
 
 from __future__ import annotations

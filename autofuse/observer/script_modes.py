@@ -1,7 +1,7 @@
-"""Modes of the script that see what runs: operators (`TorchDispatchMode`), functions of torch (`TorchFunctionMode`).
+"""Modes of the script that intercept operators (`TorchDispatchMode`) or functions of torch (`TorchFunctionMode`).
 
-In: nothing. Out: whether one is on this thread's stacks. Guarantee: our own observers count as none, nor does a default
-device, which torch has made a mode of functions. 0.1 us where no mode is active.
+In: nothing. Out: whether one is on this thread's stacks. Guarantee: our own observers do not count, nor does a default
+device, which torch implements as a function mode. 0.1 us where no mode is active.
 """
 
 from __future__ import annotations

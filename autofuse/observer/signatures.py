@@ -1,10 +1,10 @@
 """Names the tensor arguments of a call, and sums a call up in a key that is cheap to look up.
 
-In: ``args`` and ``kwargs`` of a root call. Out: ``call_signature`` (a hashable key) and ``tensor_leaves``
-((argument path, shape) pairs, such as ``("kwargs['mask']", (4, 128))``).
-Guarantee: nothing is raised, whatever the arguments are; no tensor is kept, read or synchronised with, and no code of
-the script's runs. What a call costs is bounded: containers are looked into up to a number of values in all, and lists
-that begin and end with numbers count as one. Tensors without plain sizes (nested, symbolic) are left out.
+In: ``args`` and ``kwargs`` of a root call. Out: ``call_signature`` (a hashable key) and ``tensor_leaves`` ((argument
+path, shape) pairs, such as ``("kwargs['mask']", (4, 128))``). Guarantee: nothing is raised, whatever the arguments are;
+no tensor is kept, read or synchronised with, and no code of the script runs. The cost of a call is bounded: containers
+are searched up to a total number of values, and lists that begin and end with numbers count as one value. Tensors
+without plain sizes (nested, symbolic) are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bounded statistics of shapes: which sizes each dim had, which exact shapes came up, which dims vary.
+"""Bounded statistics of shapes: the sizes of each dim, exact shapes, the dims that vary.
 
 In: signatures of calls (of a root or of an op) with the shapes of their tensor arguments. Out: ``DimHistogram``
 records, exact-shape counts, and the dims that vary.

@@ -1,9 +1,9 @@
 """Records one step at a time: puts the mode and the module watcher in place, and takes them away again.
 
-In: ``begin`` at the call of a root, ``enter_root`` and ``exit_root`` around root calls, ``end`` at a later call.
-Out: the events of the step. The two ends lie in different calls, so no ``with`` statement can hold them.
-Guarantee: everything belongs to the thread that began; a script that raises in mid-step leaves a mode that is taken
-off at the next call of a root; where the mode cannot be taken off yet it stops recording, which costs 3 us an op.
+In: ``begin`` at the call of a root, ``enter_root`` and ``exit_root`` around root calls, ``end`` at a later call. Out:
+the events of the step. Begin and end are in different calls, so no ``with`` statement can hold them. Guarantee:
+everything belongs to the thread that began; a script that raises in mid-step leaves a mode that is taken off at the
+next call of a root; where the mode cannot be taken off yet it stops recording, which costs 3 us an op.
 """
 
 from __future__ import annotations

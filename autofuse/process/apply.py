@@ -1,8 +1,8 @@
 """Settings of the whole process that cost or save time without being a kernel (malloc thresholds, threads).
 
-In: the settings, and what a store knows of earlier trials. Out: what was applied to this process.
-They speed eager up as well, so ``trial`` measures them in processes of their own, and reports show them apart
-from fusion. Guarantee: ``apply_malloc`` does nothing on a libc without ``mallopt``; no torch but for a thread count.
+In: the settings, and earlier trials from the store. Out: the settings that were applied to this process. They speed
+eager up as well, so ``trial`` measures them in processes of their own, and reports show them apart from fusion.
+Guarantee: ``apply_malloc`` does nothing on a libc without ``mallopt``; torch is imported only for a thread count.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a run gained, for people (terminal, explain, progress) and for programs (JSON)."""
+"""Reports of a run's gains, for people (terminal, explain, progress) and for programs (JSON)."""

@@ -1,6 +1,6 @@
-"""The console of reports: what it draws is its own, what it is given is text.
+"""The console of reports, which takes text from stores as plain text only.
 
-In: what rich can draw. Out: the same without control characters in any text, whichever table or line it stands in.
+In: objects that rich can draw. Out: the same without control characters in any text, in tables as in lines.
 """
 
 from __future__ import annotations

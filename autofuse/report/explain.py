@@ -1,8 +1,8 @@
-"""Why a decision fell, for people: a node's operations, what was measured in each bucket and what was decided.
+"""Explains a decision to people: a node's operations, the measurements and the decision in each bucket.
 
 In: a store and the name of a node or a module, or none for a list of both; or the report of a script that was run to
-see its graphs. Out: text on a rich console.
-Errors: UsageError for a name nobody knows, with the nearest ones. Reads only; imports no torch.
+show its graphs. Out: text on a rich console. Errors: UsageError for a name nobody knows, with the nearest ones. Reads
+only; imports no torch.
 """
 
 from __future__ import annotations

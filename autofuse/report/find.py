@@ -1,4 +1,4 @@
-"""Finds what a person means by the name of a node or a module, and collects all that the store knows of it.
+"""Finds a node or a module by a name that a person typed, and collects all stored data of it.
 
 In: a store and a name: a node's label, its fusion_id, the beginning or (labels end in a hash) the end of either, or a
 module's class name or key. Out: a ``NodeStory`` or a ``RootStory``. Errors: UsageError with the nearest names.

@@ -1,8 +1,8 @@
 """The bar a person sees while the script pauses for tuning: one line on stderr, only where that is a terminal.
 
-In: how many nodes are done. Out: a line that is drawn anew and is gone at the end. Guarantee: nothing is imported,
-no thread is started and no stream is replaced, since all of this happens inside of the script; a stream that takes
-nothing is no trouble.
+In: the number of finished nodes. Out: a line that is redrawn, and removed at the end. Guarantee: nothing is imported,
+no thread is started and no stream is replaced, since all this happens inside of the script; a stream that refuses
+output is ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a report says about a run, as plain data: the terminal and JSON print this and add nothing.
+"""The contents of a report as plain data: the terminal and JSON print this and add nothing.
 
 In: a store and the id of a run. Out: a ``Report``. Guarantee: reads only; a store without runs, and a run in which
 nothing was captured or fused, are reports too.

@@ -1,4 +1,4 @@
-"""The one look of all tables and sentences on a terminal."""
+"""The common style of all tables and sentences on a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A report for people: totals in sentences, tables of nodes, steps, modules and settings, notes, the next command.
 
-In: a ``Report`` and a rich console. Out: text on it. Guarantee: readable from 80 columns on; a gain that was not
-measured, or is none, is said in words; no number is printed that the JSON report lacks.
+In: a ``Report`` and a rich console. Out: text on it. Guarantee: readable from 80 columns on; a missing gain, or one
+that was not measured, is said in words; every printed number is in the JSON report too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reason codes, states and numbers in the words of a person.
+"""Reason codes, states and numbers in words for people.
 
 In: the codes that stages leave in the store, whose words are in `ir.reasons`. Out: short texts. Guarantee: no function
 here fails on odd input.

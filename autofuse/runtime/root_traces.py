@@ -123,8 +123,7 @@ class RootTraces:
             self._life.give_up(module, error)
 
     def note_classes(self, module: Target, direct: DirectCall | None = None) -> None:
-        """Record the classes of all objects that a trace has read, of the modules that hold them, and of what these
-        hold.
+        """Record the classes of all objects that a trace has read, of the modules that hold them, and of their members.
 
         After a graph break the guards of the later code are unknown to us: only the last two kinds are recorded.
         """

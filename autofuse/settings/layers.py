@@ -1,14 +1,13 @@
 """The values of all settings; the only reader of environment variables and TOML files.
 
 In: command-line values, ``AUTOFUSE_*`` variables, ``autofuse.toml`` or ``[tool.autofuse]`` of the project, the user's
-own ``autofuse.toml``, an effort profile, the defaults of ``groups``; the first that names a setting decides.
-A project's file may come from anywhere: it must be this user's or root's, lie no higher than the repository or the
-home, and names no program and no store.
-Out: a frozen ``Settings`` whose groups are attributes (``settings.tuner.trials``) and which knows where each value
-came from (``settings.origin("tuner.trials")``).
-Guarantee: an unknown key or a value out of range is a ``SettingsError`` that says what was expected, what was found and
-what to type. An unknown ``AUTOFUSE_*`` variable is only a warning, for it may belong to another version; so is one
-of an earlier version in a file, and whatever is wrong with a file of a folder above. Imports no torch.
+own ``autofuse.toml``, an effort profile, the defaults of ``groups``; the first that names a setting decides. A
+project's file may come from anywhere: it must belong to this user or root, must not be above the repository or the
+home, and may name no program and no store. Out: a frozen ``Settings`` whose groups are attributes
+(``settings.tuner.trials``) and which knows where each value came from (``settings.origin("tuner.trials")``). Guarantee:
+an unknown key or a value out of range is a ``SettingsError`` that says what was expected, what was found and what to
+type. An unknown ``AUTOFUSE_*`` variable is only a warning, for it may belong to another version; so is a key of an
+earlier version in a file, and any error in a file of a folder above. Imports no torch.
 """
 
 from __future__ import annotations

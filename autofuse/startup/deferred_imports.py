@@ -1,4 +1,4 @@
-"""What a session imports only once it needs it, so that scripts start sooner; all of it at once where that is unsafe.
+"""Modules that a session imports on first use, so that scripts start sooner; all of them at once where that is unsafe.
 
 A script's own folder is first on the path while it runs: a ``sympy.py`` in it would be taken for ours. Where a folder
 has such a name in it, everything is imported before the script runs.

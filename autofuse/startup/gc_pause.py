@@ -1,7 +1,7 @@
 """Python's cyclic garbage collector while autofuse starts, and while it traces.
 
-What is imported before the script lives as long as the process. To look through it again and again while it is
-imported, and once more when the interpreter ends, takes as long as all our own imports; so both are left out.
+Objects imported before the script live as long as the process. The collections during the imports, and the last one
+when the interpreter ends, take as long as all our own imports; so we skip both.
 """
 
 from __future__ import annotations

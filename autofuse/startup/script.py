@@ -1,9 +1,9 @@
 """Runs a script, a module, a folder or a zip file in this process, exactly as ``python`` would.
 
-In: what stood on the command line after our own options. Out: how it ended, as an ``Ending``; the caller may still work
-(write results, say where they are) before ``Ending.leave()`` ends the process the way ``python`` would have.
-Guarantee: the script sees a fresh ``__main__`` and its own ``sys.argv`` and ``sys.path[0]``; uncaught exceptions go to
-``sys.excepthook`` without a frame of ours; an interrupt kills by SIGINT after the script's ``atexit`` handlers ran.
+In: the command line after our own options. Out: how it ended, as an ``Ending``; the caller may still work (write
+results, say where they are) before ``Ending.leave()`` ends the process the way ``python`` would have. Guarantee: the
+script sees a fresh ``__main__`` and its own ``sys.argv`` and ``sys.path[0]``; uncaught exceptions go to
+``sys.excepthook`` without frames of ours; an interrupt kills by SIGINT after the script's ``atexit`` handlers ran.
 Every call between the interpreter's start and the script costs it a frame of its recursion limit, so there are few.
 """
 

@@ -1,12 +1,11 @@
 """Dropout masks, eight times faster and bit for bit aten's: a vectorised mt19937 on aten's own generator state.
 
-In: a bool mask to fill and the probability of True. Out: the mask ``mask.bernoulli_(p)`` would have drawn, and the
-generator in the state it would be in.
-aten draws serially, two 32-bit words an element: ``((w1 << 32) | w2) & (2^53 - 1)`` is compared with p x 2^53. The
-legacy state tensor holds ``left`` (int32 at byte 8), ``next`` (int64 at 16) and 624 words of 64 bits from byte 24;
-what follows (cached normal samples) is left as it is.
-Guarantee: checked against aten on a private generator before it is handed out; None where anything differs
-(an Intel CPU with MKL draws another stream).
+In: a bool mask to fill and the probability of True. Out: the mask that ``mask.bernoulli_(p)`` gives, and the generator
+in the state that it would leave. aten samples serially, two 32-bit words an element: ``((w1 << 32) | w2) & (2^53 - 1)``
+is compared with p x 2^53. The legacy state tensor holds ``left`` (int32 at byte 8), ``next`` (int64 at 16) and 624
+words of 64 bits from byte 24; the bytes after these (cached normal samples) stay as they are. Guarantee: checked
+against aten on a private generator before it is handed out; None where anything differs (an Intel CPU with MKL uses
+another stream).
 """
 
 from __future__ import annotations

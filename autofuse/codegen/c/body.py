@@ -1,4 +1,4 @@
-"""The C of the loop nest: rows, passes over columns, reductions, and what follows the nest.
+"""The C of the loop nest: rows, passes over columns, reductions, and the code after the nest.
 
 In: a kernel, its passes and the chosen knobs. Out: the text of the function that works on a share of the rows, and
 the statements that come before and after it.

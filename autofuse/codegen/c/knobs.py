@@ -1,4 +1,4 @@
-"""Knobs: what may vary in the code of one kernel, and where to start.
+"""Knobs of C kernels: what may vary in the code of one kernel, and the defaults.
 
 In: a loop kernel. Out: the knobs that change its code, each with choices, and a default configuration.
 Guarantee: every configuration made of these choices prints a correct kernel; a knob that would change nothing is

@@ -1,12 +1,12 @@
-"""The C of rows that lie side by side: one pass over the columns works on many rows at once, one a vector lane.
+"""The C of rows that are contiguous in memory: one pass over the columns works on many rows, one per lane.
 
 In: a kernel whose rows are neighbours in memory and whose columns are not (statistics of channels that are stored last,
 a softmax over a leading dim). Out: the text of the function that works on a share of the rows, as `Body` gives it.
 Layout of a share: items are blocks of at most ``lane_block`` neighbouring rows; a column is read for all of them before
-the next one is, so memory is read in the order in which it lies. Where there are fewer blocks than threads, these share
-a block: each works on a part of the columns, and all add up the parts in the order of threads.
-Names in the text: as in `body.py`; ``l`` is a row's lane; ``lane*``, values of the block's rows, ``t*`` and ``p*`` are
-arrays; ``s*`` is where a thread leaves its totals for the others.
+the next one is, so memory is read contiguously. Where there are fewer blocks than threads, these share a block: each
+works on a part of the columns, and all add up the parts in the order of threads. Names in the text: as in `body.py`;
+``l`` is a row's lane; ``lane*``, values of the block's rows, ``t*`` and ``p*`` are arrays; ``s*`` hold the totals of a
+thread for the others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Printing C: a loop kernel and a configuration become one C11 translation unit.
 
-In: a `LoopKernel`, a configuration, and constants for some or all symbols (the specialised form; none is the generic
-one). Out: `CSource`, whose text depends on nothing else.
-The unit exports ``af_call(sizes, ptrs)`` and ``af_entry`` (a METH_FASTCALL function of Python, declared by hand: no
-Python headers are needed). ``sizes`` holds the symbols in order, then the thread count; ``ptrs`` inputs, then outputs.
-Guarantee: any strides, sizes of 0, more than 2^31 elements; sums run in blocks whose partial sums are added in
-double, so their error does not grow with the length; the result for a thread count is always the same, and for any
-number of threads where all of a tensor becomes one number and no row needs memory of its own.
+In: a `LoopKernel`, a configuration, and constants for some or all symbols (the specialised form; without constants, the
+generic one). Out: `CSource`, whose text depends on nothing else. The unit exports ``af_call(sizes, ptrs)`` and
+``af_entry`` (a METH_FASTCALL function of Python, declared by hand: no Python headers are needed). ``sizes`` holds the
+symbols in order, then the thread count; ``ptrs`` inputs, then outputs. Guarantee: any strides, sizes of 0, more than
+2^31 elements; sums run in blocks whose partial sums are added in double, so their error does not grow with the length;
+the result for a thread count is always the same. It is the same for any number of threads where a whole tensor becomes
+one number and no row needs a buffer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How each kind of reduction is written in C: accumulators, step, OpenMP clauses, and the type it adds up in.
 
-In: a reduction kind, a dtype and the number of the value. Out: a `Reducer`, whose methods print statements.
-Guarantee: sums of floats are blocks in the compute dtype added up in double; max and min keep NaN, which a plain
-comparison loses: a second accumulator notes whether one was seen (a user-defined OpenMP reduction would keep it too,
-at twice the time and a scalar combination of lanes). Integer sums are 64 bits wide.
+In: a reduction kind, a dtype and the number of the value. Out: a `Reducer`, whose methods print statements. Guarantee:
+sums of floats are blocks in the compute dtype added up in double; max and min keep NaN, which a plain comparison loses:
+a second accumulator records whether there was one (a user-defined OpenMP reduction would keep it too, at twice the time
+and a scalar combination of lanes). Integer sums are 64 bits wide.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Turning blocks of 4-byte elements in registers: the text that loops and products share.
+"""Transposes blocks of 4-byte elements in registers: the text that loops and matmuls share.
 
 Out: C of ``af_turn(to, to_step, from, from_step, n, m)``: ``to[i * to_step + k] = from[k * from_step + i]`` for i below
-n and k below m. Whoever prints it has said before how many elements a vector has (``AF_WIDTH``).
-Guarantee: bits are moved, so that NaN and integers stay as they are; nothing but these n x m elements is touched.
+n and k below m. Its printer has defined the elements of a vector (``AF_WIDTH``) before. Guarantee: bits are moved, so
+NaN and integers stay as they are; only these n x m elements are read and written.
 """
 
 from __future__ import annotations

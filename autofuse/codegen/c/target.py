@@ -1,7 +1,7 @@
-"""The processor that C is generated for: what the compiler is told, and how wide vectors are.
+"""The processor that C is generated for: the compiler's ``-march``, and vector widths.
 
 In: a name of gcc's and clang's ``-march``, `NATIVE` unless a test says otherwise. Out: that name and vector widths.
-Guarantee: both are asked here by all that prints or compiles, so that they fit each other.
+Guarantee: all printers and compilers read both here, so that they fit each other.
 """
 
 from __future__ import annotations

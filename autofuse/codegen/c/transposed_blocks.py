@@ -1,10 +1,10 @@
 """The C of kernels some of whose tensors are dense along the rows and some along the columns: blocks of both.
 
 In: a kernel of which `knobs.can_transpose` is true. Out: the text of the function that works on a share, as `Body`
-gives it. Layout of a share: items are blocks of ``BLOCK_COLUMNS`` columns and ``BLOCK_ROWS`` rows. What a block reads
-of tensors that are dense along the rows is turned into a tile first, and what it writes to such tensors is turned out
-of one, in registers; in between its rows run along the columns as always. Names in the text: as in `body.py`; ``turn*``
-tiles of a block, ``turn*_`` a row of one.
+gives it. Layout of a share: items are blocks of ``BLOCK_COLUMNS`` columns and ``BLOCK_ROWS`` rows. A block transposes
+what it reads from tensors that are dense along the rows into a tile, and transposes what it writes to such tensors out
+of a tile, in registers; in between its rows run along the columns as usual. Names in the text: as in `body.py`;
+``turn*`` tiles of a block, ``turn*_`` a row of one.
 """
 
 from __future__ import annotations

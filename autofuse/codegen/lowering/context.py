@@ -1,8 +1,8 @@
-"""What lowering rules are, and what they see of a node while it is lowered.
+"""The protocol of lowering rules, and their view of the node that is lowered.
 
 In: a `NodeForm` and the table of rules. Out: `Context`: the canonical index of each value, values at indices, loads.
-Every rule answers two questions: `infer`, which loops run over the dims of its outputs, and `evaluate`, the value
-of an output at an index.
+Every rule has two methods: `infer` gives the loops over the dims of its outputs, `evaluate` gives the value of an
+output at an index.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Lowering: a node of operations becomes one nest of loops.
 
-In: a `NodeForm`. Out: a `LoopKernel`, or LoweringError with a reason code.
-Two passes over the operations. Forward, each tensor gets a canonical index: which loops run over its dims.
-Then every output is pulled at its canonical index: a value is evaluated at an index by evaluating its operands
-at theirs, so views, broadcasts and permutations are nothing but index remaps, and one tensor may be read under
-two indices (``x + x.t()``). Equal evaluations are shared.
+In: a `NodeForm`. Out: a `LoopKernel`, or LoweringError with a reason code. Two passes over the operations. Forward,
+each tensor gets a canonical index: which loops run over its dims. Then every output is evaluated at its canonical
+index: a value is evaluated at an index by evaluating its operands at theirs, so views, broadcasts and permutations are
+only index remaps, and one tensor may be read under two indices (``x + x.t()``). Equal evaluations are shared.
 Guarantee: torch-free, deterministic, and refuses rather than guesses.
 """
 

@@ -1,6 +1,6 @@
 """Rules of the two families that need no code of their own, pointwise operators and views, and what rules share.
 
-In: an operation and the index at which one of its outputs is wanted. Out: the value there.
+In: an operation and the index of one of its outputs. Out: the value there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lowering rules of losses. A class index becomes an indirect read, its gradient a comparison; no one-hot exists.
 
-In: the index at which a result is wanted. Out: its value.
-Guarantee: a target outside of [0, C) that is not `ignore_index` never reads out of bounds; eager raises there,
-a kernel cannot, so the loss becomes NaN, at which the runtime asks eager (`runtime/loss_guard.py`).
+In: the index at which a result is wanted. Out: its value. Guarantee: a target outside of [0, C) that is not
+`ignore_index` never reads out of bounds; eager raises there, a kernel cannot, so the loss becomes NaN, and the runtime
+then repeats the call in eager (`runtime/loss_guard.py`).
 """
 
 from __future__ import annotations

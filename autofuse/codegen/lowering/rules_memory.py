@@ -1,12 +1,12 @@
-"""Lowering rules of operators that put elements at other places: concatenation, windows, padding.
+"""Lowering rules of operators that move elements: concatenation, windows, padding.
 
-In: the index at which a result is wanted. Out: the value of the operand that lies there.
-A window (slice, select, split) of a value is its index moved: no memory is touched. What is put together from pieces
-(cat, stack, pad, the gradient of a slice) asks for each place which piece it is in:
+In: the index at which a result is wanted. Out: the value of the operand at that place. A window (slice, select, split)
+of a value is an offset of its index, without memory access. A concatenation (cat, stack, pad, the gradient of a slice)
+determines for each place the input that it belongs to:
 
-- pieces that are multiples of one unit, few units in all: the place splits into (unit, place in the unit), and outputs
-  are stored once for each unit, so that each element is calculated once and written where it belongs;
-- others: all pieces are calculated under a test of the place, and loads are made only where the test is true.
+- inputs that are multiples of one unit, few units in all: the place splits into (unit, place in the unit), and outputs
+  are stored once for each unit, so that each element is computed once and written to its place;
+- others: all inputs are evaluated under a test of the place, and loads are made only where the test is true.
 
 Guarantee: nothing is read outside of an operand; values are copied, and rounded only where aten converts them.
 """

@@ -1,8 +1,8 @@
 """Lowering rules of norms and of their gradients: layer norm, RMS norm, batch norm, group norm.
 
 In: the index at which a result is wanted. Out: its value; statistics are reductions (`rules_reduce`) over the loops of
-the dims that are normalised.
-Guarantee: variances are two-pass (mean first, then squared distances), and statistics are rounded where aten does.
+the normalised dims. Guarantee: variances are two-pass (mean first, then squared distances), and statistics are rounded
+where aten does.
 """
 
 from __future__ import annotations

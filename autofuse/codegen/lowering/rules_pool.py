@@ -1,10 +1,10 @@
 """Lowering rules of pooling over windows: each element of the result reads the few elements of its window.
 
-In: the index of an output. Out: the largest element of its window, or their mean, and where the largest lies.
-The elements of a window are read one by one, so a pooling is element-wise work of the loops that follow it. What it
-reads has to lie in memory: calculated here it would be so once for each window that it belongs to.
-Guarantee: nothing is read outside of the operand. A NaN wins a window, the last one if there are several, and of equal
-elements the first, as in aten; a window of nothing but -inf points to its first element.
+In: the index of an output. Out: the largest element of its window, or their mean, and the place of the largest. The
+elements of a window are read one by one, so a pooling is element-wise work in the loops of its readers. Its input must
+be in memory: computed here, an element would be computed once for each window that contains it. Guarantee: nothing is
+read outside of the operand. A NaN wins a window, the last one if there are several, and of equal elements the first, as
+in aten; a window of nothing but -inf points to its first element.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lowering rule of dropout on CUDA: the mask is a function of an element's place and the generator's state.
 
-In: the index at which the result or the mask is wanted. Out: its value, with eager's order and rounding:
-``x * mask * scale``, where ``mask = uniform(place) < keep``. Source: ATen/native/cuda/Dropout.cu.
-Guarantee: only what eager draws in the order of memory is lowered, and one draw a node, since a call has one state.
-Capture puts this operator in the place of eager's only where a device has proved the numbers equal to eager's.
+In: the index at which the result or the mask is wanted. Out: its value, with eager's order and rounding: ``x * mask *
+scale``, where ``mask = uniform(place) < keep``. Source: ATen/native/cuda/Dropout.cu. Guarantee: only dropouts that
+eager samples in memory order are lowered, and one per node, since a call has one state. Capture replaces eager's
+operator by this one only where a device has proved the numbers equal to eager's.
 """
 
 from __future__ import annotations

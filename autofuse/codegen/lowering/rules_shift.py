@@ -1,7 +1,7 @@
-"""Lowering rules of operators that show all elements of one tensor in another order, or again: flip, roll, repeat.
+"""Lowering rules of operators that reorder or repeat the elements of one tensor: flip, roll, repeat.
 
-In: the index at which a result is wanted. Out: the value of the operand that lies there. A flip and a repeat are the
-index moved; a roll reads one of two places, each under a test of where it is.
+In: the index at which a result is wanted. Out: the value of the operand at that place. A flip and a repeat are index
+remaps; a roll reads one of two places, each under a test of the index.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Scheduling: which loops are rows, which are columns, and in what order; then the final `LoopKernel`.
 
-In: body nodes over atoms and the stores. Out: a kernel whose dims are numbered loops.
-One set of loops K is reduced inside a row and becomes ``cols``; every other reduction must run over the rest, or
-over everything, and may only feed outputs. Loops are ordered as the memory of the largest access, adjacent
-loops that every access steps through evenly are collapsed into one.
-Guarantee: a node that needs two different inner reductions, or whose outputs share no common nest, is refused.
+In: body nodes over atoms and the stores. Out: a kernel whose dims are numbered loops. One set of loops K is reduced
+inside a row and becomes ``cols``; every other reduction must run over the rest, or over everything, and may only feed
+outputs. Loops are ordered by the strides of the largest access. Adjacent loops that every access steps through evenly
+are collapsed into one. Guarantee: a node that needs two different inner reductions, or whose outputs have no common
+nest, is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The compiled form of a node's Triton kernels: one blob that the store keeps and any process can launch.
 
-In: a `TritonSource` and the images that the compiler made of it. Out: bytes, and back.
-Layout: magic, length of the header (8 bytes, little endian), JSON header, images one after the other. The store
-checks the bytes' checksum; `Artifact.unpack` refuses what is no artifact.
-Free of torch and of Triton: a script launches kernels without importing Triton.
+In: a `TritonSource` and the images that the compiler made of it. Out: bytes, and back. Layout: magic, length of the
+header (8 bytes, little endian), JSON header, images one after the other. The store checks the bytes' checksum;
+`Artifact.unpack` refuses other bytes. Free of torch and of Triton: a script launches kernels without importing Triton.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Triton's own cache, kept in our store instead of ``~/.triton``.
 
 In: two functions that load and save the files of a key. Out: a cache manager that Triton uses for every compilation.
-Files stand in a private temporary folder only while Triton reads them: it wants paths. Texts of intermediate forms are
-not kept; they are most of the bytes, and nothing reads them again.
-Guarantee: a file that is missing from the store makes Triton compile again; nothing is written outside of the
-process's temporary folder (``TMPDIR``). Imports Triton.
+Files are in a private temporary folder only while Triton reads them, because it takes paths. Texts of intermediate
+forms are not kept: they are most of the bytes, and nothing reads them again. Guarantee: a file that is missing from the
+store makes Triton compile again; nothing is written outside of the process's temporary folder (``TMPDIR``). Imports
+Triton.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Compiling Triton ahead of time, for any target, without a GPU.
 
 In: a `TritonSource`, a target, and the assumptions under which binaries are wanted. Out: an `Artifact` with one image
-for each pass and each of the assumptions, and what each takes of the device.
-Guarantee: no driver is asked and nothing is loaded; a source that does not compile is a `CompilerError` with the first
-lines of the reason, and what the compilers print on stdout and stderr goes nowhere else.
-Imports Triton: only the compile process and its tests import this module. One compilation at a time: file descriptors
-1 and 2 point elsewhere meanwhile.
+for each pass and each of the assumptions, and the device resources of each. Guarantee: no driver is called and nothing
+is loaded. A source that does not compile raises `CompilerError` with the first lines of the reason; the compilers'
+output on stdout and stderr goes nowhere else. Imports Triton: only the compile process and its tests import this
+module. One compilation at a time: file descriptors 1 and 2 point elsewhere meanwhile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What follows the tiles: the values and outputs behind reductions over rows, in the same kernel or in a second one.
+"""The code after the tiles: values and outputs that depend on reductions over rows, in the same kernel or a second one.
 
-In: what a kernel reduces, the tile's text, and for the second kernel the partial results in scratch memory, a row for
-each share of the programs. Out: lines, or the second kernel.
-Guarantee: partial results are added up in a fixed order, so results repeat bit by bit.
+In: the kernel's reductions, the tile's text, and for the second kernel the partial results in scratch memory, a row for
+each share of the programs. Out: lines, or the second kernel. Guarantee: partial results are added up in a fixed order,
+so results repeat bit by bit.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Several nests of loops in one Triton kernel: one launch for copies, casts, fills and the like of different sizes.
+"""Horizontal fusion: several loop nests in one Triton kernel, such as copies, casts and fills of different sizes.
 
 In: a loop kernel with further nests beside it (``LoopKernel.rest``) and a configuration. Out: its text, and one launch
-whose grid is the sum of the nests' tiles.
-Each nest is a function with the masks and strides that it would have alone; the kernel finds by the program's number
-which nest a program works on, and on which of its tiles. A tile has ``TILE`` elements in all nests, in the shape that
-suits the nest; a nest without elements has no tiles.
-Guarantee: no nest reads what another one writes, since `lowering.lower` makes nests of independent parts only; so no
-program waits for another one.
+whose grid is the sum of the nests' tiles. Each nest is a function with the masks and strides that it would have alone.
+The kernel derives from the program's number its nest and its tile. A tile has ``TILE`` elements in all nests, in the
+shape that suits the nest; a nest without elements has no tiles. Guarantee: no nest reads what another one writes, since
+`lowering.lower` only makes nests of independent parts; so programs need not wait for each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How far positions reach: whether 32 bits hold every index of a kernel.
+"""Index width: whether 32 bits hold every index of a kernel.
 
-In: a loop kernel. Out: the flat sizes and the extents in memory that its indices must reach, and what a kernel with
-32-bit positions may be called for.
+In: a loop kernel. Out: the flat sizes and the extents in memory that its indices must reach, and the sizes for which a
+kernel with 32-bit positions may be called.
 """
 
 from __future__ import annotations

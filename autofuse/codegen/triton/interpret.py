@@ -1,11 +1,10 @@
-"""Running a Triton module without a GPU: Triton's interpreter on CPU tensors, to check what the printer writes.
+"""Runs a Triton module without a GPU: Triton's interpreter on CPU tensors, to check the printed code.
 
 In: a `TritonSource`. Out: a function that runs all passes of a call. Triton's own functions (``tl.sum``) must be
-interpreted too, which is settled when Triton is imported: a process calls `import_interpreted` first, for torch
-imports Triton sooner or later.
-Where the interpreter differs from hardware it is put right here: the device library becomes numpy, and a float becomes
-a bfloat16 by rounding to nearest even, where the interpreter truncates. Triton 3.6 and 3.7.
-Not checked by it: speed, registers, memory races between programs, the accuracy of the device's own functions.
+interpreted too, which is settled when Triton is imported: a process calls `import_interpreted` first, for torch imports
+Triton sooner or later. This module corrects the interpreter where it differs from hardware: the device library becomes
+numpy, and a float becomes a bfloat16 by rounding to nearest even, where the interpreter truncates. Triton 3.6 and 3.7.
+It does not check speed, registers, memory races between programs, the accuracy of the device's own functions.
 """
 
 from __future__ import annotations

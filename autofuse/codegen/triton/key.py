@@ -1,4 +1,4 @@
-"""Which binary a Triton source gives: the compiler that is installed, the options it is given, the key of the result.
+"""The key of a Triton source's binary: the installed compiler, its options.
 
 In: a source, a target, assumptions. Out: a `CompileKey` that differs wherever the binary may differ.
 Guarantee: free of torch and of Triton, whose version and files are read from the package's own records; every option

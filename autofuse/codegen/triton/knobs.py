@@ -1,10 +1,9 @@
-"""Knobs of Triton kernels: what may vary in the code of one kernel, and where to start.
+"""Knobs of Triton kernels: what may vary in the code of one kernel, and the defaults.
 
 In: a loop kernel, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices.
 Guarantee: every configuration made of these choices is right for all sizes of the bucket. Names are those that Triton
-users know; blocks are powers of two.
-Where the starts come from: about 1024 elements a program for element-wise work, 128 a warp for reductions, as
-hand-written kernels and Inductor's heuristics have them.
+users know; blocks are powers of two. Source of the defaults: about 1024 elements a program for element-wise work, 128 a
+warp for reductions, as hand-written kernels and Inductor's heuristics have them.
 """
 
 from __future__ import annotations

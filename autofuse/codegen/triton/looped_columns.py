@@ -1,8 +1,8 @@
-"""Looped columns: rows longer than a tile, with a pass over the columns for each row reduction that the next one needs.
+"""Looped columns: rows longer than a tile, with one pass over the columns per dependent row reduction.
 
 In: the tile's text and the passes. Out: the lines of the passes, for programs that have rows of their own
-(`LoopedColumns`) and for those that share them (`shared_tiles.SharedRows`).
-Beside looped columns no register can hold a column's sum until the next row: it grows in scratch memory.
+(`LoopedColumns`) and for those that share them (`shared_tiles.SharedRows`). With looped columns no register can hold a
+column's sum until the next row: it accumulates in scratch memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The text of a Triton module as a Python module, without a file.
 
-In: a `TritonSource`. Out: the names that its text defines.
-Triton asks for the text of a function when it is decorated, and finds it where tracebacks look for it.
-Needs Triton to be importable, since the text imports it; what ``@triton.jit`` makes of a function is decided by the
-process's ``TRITON_INTERPRET``.
+In: a `TritonSource`. Out: the names that its text defines. Triton reads the text of a function when it is decorated,
+from the line cache that tracebacks use. Needs Triton to be importable, since the text imports it; what ``@triton.jit``
+makes of a function is decided by the process's ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a loop kernel becomes in Triton: one or two kernels, in one of several program shapes.
+"""Triton programs of a loop kernel: one or two kernels, in one of several program shapes.
 
-In: a loop kernel, a configuration and constants for some symbols. Out: the `Spread`: what the kernel reduces, and how
-its work is spread over programs; `Program`, which each shape fills in:
+In: a loop kernel, a configuration and constants for some symbols. Out: the `Spread`: the kernel's reductions, and how
+its work is spread over programs; `Program`, the base class of the shapes:
 
 - `one_tile`: a tile a program (no reduction over rows): element-wise work, and row reductions whose row fits the tile;
 - `looped_columns` (``persistent=False``): a pass over the columns for each row reduction that the next one needs;
 - `shared_tiles` (reductions over rows): programs loop over tiles, keep accumulators, and hand their results to a second
-  kernel (`finish`) through scratch memory, or finish by themselves where the configuration gives the work to one
-  program; with looped columns too (`SharedRows`);
+  kernel (`finish`) through scratch memory, or finish by themselves where the configuration has one program; also with
+  looped columns (`SharedRows`);
 - `horizontal`: several nests in one launch.
 """
 

@@ -1,10 +1,9 @@
 """Programs that share tiles: reductions over rows, whose accumulators a program keeps from tile to tile.
 
-`SharedTiles` hold all that is reduced of them at a time; `SharedRows` loop over the columns of each tile of rows.
-A program loops over its share of the tiles, and hands what it has reduced to a second kernel (`finish`) through scratch
-memory; or finishes by itself where the configuration gives the work to one program.
-Names in the text: ``a*`` accumulators, ``t*`` partial results in scratch memory, ``share`` the part of the programs
-that work on one tile of columns.
+`SharedTiles` hold whole rows of a tile; `SharedRows` loop over the columns of each tile of rows. A program loops over
+its share of the tiles, and hands its partial results to a second kernel (`finish`) through scratch memory; it finishes
+by itself where the configuration has one program. Names in the text: ``a*`` accumulators, ``t*`` partial results in
+scratch memory, ``share`` the part of the programs that work on one tile of columns.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the Triton printer hands on: the text of a module, and how its kernels are launched.
+"""The result of the Triton printer: the text of a module, and how its kernels are launched.
 
 In: made by `printer.print_triton`. Out: `TritonSource`, from which the compiler makes binaries for any target, the
-interpreter runs the text as it is, and `resolve` says, for given sizes, which launches with which grids make one call
-of the node. Serialisable, free of torch and of Triton: the daemon, the compiler process and the script share it.
-A call runs the passes in order on one stream. Most nodes have one pass; reductions over rows have two: programs write
-partial results to scratch memory, the second pass adds them up in a fixed order, so results repeat bit by bit.
+interpreter runs the text as it is, and `resolve` gives, for given sizes, the launches and grids of one call of the
+node. Serialisable, free of torch and of Triton: the daemon, the compiler process and the script share it. A call runs
+the passes in order on one stream. Most nodes have one pass; reductions over rows have two: programs write partial
+results to scratch memory, the second pass adds them up in a fixed order, so results repeat bit by bit.
 """
 
 from __future__ import annotations

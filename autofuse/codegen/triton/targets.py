@@ -1,11 +1,10 @@
 """The GPUs that kernels are compiled for: their names, their limits, and which binaries fit them.
 
-In: a target such as "cuda:90" or "hip:gfx942", and what the assembler says a kernel takes. Out: figures of the target,
-and for a binary that cannot run there, or would run badly, the reason in words.
-Figures: NVIDIA from the table "Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide 12.8
-(threads and shared memory of a block, registers of a multiprocessor; the shared memory is what a kernel may opt in to);
-AMD from the CDNA 2 and CDNA 3 instruction set guides (64 KiB of LDS; 4 SIMDs of 512 vector registers of 64 lanes).
-Free of torch and of Triton.
+In: a target such as "cuda:90" or "hip:gfx942", and the assembler's figures for a kernel. Out: figures of the target,
+and for a binary that cannot run there, or would run badly, the reason in words. Figures: NVIDIA from the table
+"Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide 12.8 (threads and shared memory of a
+block, registers of a multiprocessor; the shared memory is what a kernel may opt in to); AMD from the CDNA 2 and CDNA 3
+instruction set guides (64 KiB of LDS; 4 SIMDs of 512 vector registers of 64 lanes). Free of torch and of Triton.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The text of one tile: where it lies, what is calculated at its places, what is stored, what reductions take of it.
+"""The text of one tile: its positions, values, stores and reductions.
 
-In: a loop kernel, the sides of the tile, constants for some symbols. Out: lines and expressions, of which the programs
-(`one_tile`, `looped_columns`, `shared_tiles`, `finish`, and the templates) put kernels together.
-A tile is BLOCK_ROWS rows by BLOCK_COLS columns. A value that depends on neither is one element, on rows a [R, 1]
-block, on columns a [1, C] block, on both an [R, C] block; broadcasting does the rest.
+In: a loop kernel, the sides of the tile, constants for some symbols. Out: lines and expressions, from which the
+programs (`one_tile`, `looped_columns`, `shared_tiles`, `finish`, and the templates) build kernels. A tile is BLOCK_ROWS
+rows by BLOCK_COLS columns. A value that depends on neither is one element, on rows a [R, 1] block, on columns a [1, C]
+block, on both an [R, C] block; broadcasting does the rest.
 
 Names in the text: ``r`` and ``c`` positions of rows and columns, ``r0`` .. ``c1`` those along single dims, ``x*``
 values, ``a*`` accumulators.

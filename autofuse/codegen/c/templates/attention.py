@@ -1,14 +1,13 @@
-"""Attention in C, forward and backward apart: what torch's flash kernels for CPUs give, from the same operands.
+"""Attention in C, forward and backward apart, with the operands and results of torch's flash kernels for CPUs.
 
-In: a `NodeForm` that is one call of such a kernel in float32, and a configuration.
-Out: C text with the entry of every generated kernel, or LoweringError with a reason code.
-Guarantee: a call reports that it is eager's where a result is not finite (torch's exponential loses NaN, 2.13), where
-causal rows end before the keys do (torch multiplies zeros with what no row sees, NaN too), and where nothing is to do.
-No element outside of the operands is read.
+In: a `NodeForm` that is one call of such a kernel in float32, and a configuration. Out: C text with the entry of every
+generated kernel, or LoweringError with a reason code. Guarantee: a call leaves the work to eager where a result is not
+finite (torch's exponential loses NaN, 2.13), where causal rows end before the keys do (torch multiplies zeros with the
+masked values, NaN included), and where there is no work. No element outside of the operands is read.
 
-Why: torch's kernels multiply blocks with MKL, whose calls are long beside blocks of some 60 rows: 40 to 110 GFLOP/s
-where tiles in registers reach twice that (EPYC, 2 threads). Here a head's keys are turned into panels once, then each
-block of rows makes its scores, probabilities and results in caches.
+Why: torch's kernels multiply blocks with MKL, whose calls have a high fixed cost for blocks of some 60 rows: 40 to 110
+GFLOP/s, where register tiles reach twice that (EPYC, 2 threads). Here a head's keys are packed into panels once; then
+each block of rows computes its scores, probabilities and results in the caches.
 """
 
 from __future__ import annotations

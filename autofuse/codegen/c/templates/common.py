@@ -1,7 +1,7 @@
-"""What the templates of C share: reading a node's operands, and putting a text together.
+"""Code that the C templates share: reading a node's operands, and filling in a text.
 
-In: a `NodeForm`, sizes, a text with ``@KEY@`` in it. Out: numbers of pointers, macros, `CSource`.
-Guarantee: an operand that is no input as it lies is refused with a reason.
+In: a `NodeForm`, sizes, a text with ``@KEY@`` in it. Out: numbers of pointers, macros, `CSource`. Guarantee: an operand
+that is not an input with its own strides is refused with a reason.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""A convolution of images in C: a product whose rows are read where the images lie, tap by tap.
+"""A 2-D convolution in C: a matmul whose rows are read directly from the NHWC input, tap by tap.
 
-In: a `NodeForm` that is one convolution in float32 of images with the channels of a pixel side by side; and a
-configuration.
-Out: C text with the entry of every generated kernel, or LoweringError with a reason code.
-Guarantee: each element is a sum of sums over some 200 products, each in order, whatever the number of threads. A call
-reports that it is eager's where taps may lie outside of an image and a weight is not finite: whether zeros are
-multiplied there is the vendor's affair. No element outside of the operands is read.
+In: a `NodeForm` that is one float32 convolution of channels-last tensors, and a configuration. Out: C text with the
+entry of every generated kernel, or LoweringError with a reason code. Guarantee: each element is a sum of sums over some
+200 products, each in order, whatever the number of threads. A call leaves the work to eager where taps may be outside
+of the input and a weight is not finite, because libraries differ in whether they multiply such weights with zeros. No
+element outside of the operands is read.
 
-Why: a call of a vendor's convolution takes 40 us before anything is calculated (oneDNN through torch 2.13), as long as
-a small one takes; and where there are few channels its tiles are half empty.
+Why: a library's convolution has a fixed cost of 40 us per call (oneDNN through torch 2.13), as much as a small
+convolution takes; with few channels its tiles are half empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nests of loops in C, as a template: what `lowering` gives, printed by `c.printer`.
+"""Loop nests in C, as a template: the result of `lowering`, printed by `c.printer`.
 
 In: a `NodeForm`. Out: its knobs and its C text, or LoweringError with a reason code.
 """

@@ -1,15 +1,14 @@
-"""A product of matrices in C: tiles of the result that stay in vector registers.
+"""A matmul in C: tiles of the result that stay in vector registers.
 
-In: a `NodeForm` that is one float32 product (mm, addmm, bmm, baddbmm) of its inputs, seen through views; and a
-configuration.
-Out: C text with the entry of every generated kernel, or LoweringError with a reason code.
-Guarantee: each element is a sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of
-threads: about as far from the exact value as a vendor's product. No element outside of the operands is read.
+In: a `NodeForm` that is one float32 matmul (mm, addmm, bmm, baddbmm) of its inputs, through views; and a configuration.
+Out: C text with the entry of every generated kernel, or LoweringError with a reason code. Guarantee: each element is a
+sum of sums over blocks of at most 192 of the depth, each in order, whatever the number of threads: about as far from
+the exact value as a library's matmul. No element outside of the operands is read.
 
-Why: vendors' products copy both operands into panels first, which takes a fifth of the time of the products of a small
-model's step (MKL, Xeon), and one that is made for another maker's processors leaves some of the rest (MKL, EPYC). Here
-the left operand is read where it lies, and the right one too where its rows are dense, or copied panel by panel by the
-thread that uses it, once for each part of up to 512 rows. Sizes that do not vary are constants of the code.
+Why: libraries copy both operands into panels first, which takes a fifth of the matmul time in a small model's step
+(MKL, Xeon), and a library that is made for another maker's processors is slower in the rest too (MKL, EPYC). Here the
+left operand is read in place. The right one is read in place where its rows are contiguous, else copied panel by panel
+by the thread that uses it, once for each part of up to 512 rows. Sizes that do not vary are constants of the code.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Printing attention in Triton: a program has some rows of queries and goes once over the keys and values.
 
-In: a node with ``softmax(f(q @ k)) @ v`` and what follows it (see `attention_plan`), a configuration (see
-`attention_knobs`), and constants for some or all symbols. Out: `TritonSource`, like that of any other node.
-The softmax is the running one of Milakov and Gimelshein (2018) and FlashAttention (Dao et al., 2022): each row keeps
-its largest score so far, the sum of exp(score - largest) and the sum of values weighted so; a larger score scales both
-down. Scores never reach memory.
-Guarantee: any sizes and strides; a row without any key left gives NaN, as the softmax does; results repeat bit by bit.
+In: a node with ``softmax(f(q @ k)) @ v`` and its epilogue (see `attention_plan`), a configuration (see
+`attention_knobs`), and constants for some or all symbols. Out: `TritonSource`, like that of any other node. The softmax
+is the online softmax of Milakov and Gimelshein (2018) and FlashAttention (Dao et al., 2022): each row keeps its largest
+score so far, the sum of exp(score - largest) and the weighted sum of values; a larger score scales both down. Scores
+never reach memory. Guarantee: any sizes and strides; a row without any key left gives NaN, as the softmax does; results
+repeat bit by bit.
 """
 
 from __future__ import annotations

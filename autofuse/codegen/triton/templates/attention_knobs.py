@@ -1,8 +1,8 @@
-"""Knobs of attention kernels: rows of queries and keys at a time; and where to start.
+"""Knobs of attention kernels: rows of queries and keys at a time, with defaults.
 
-In: a node, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices.
-Guarantee: every configuration made of these choices is right for all sizes of the bucket; what does not fit a device is
-pruned when it has been compiled.
+In: a node, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices. Guarantee:
+every configuration made of these choices is right for all sizes of the bucket; a configuration that does not fit a
+device is pruned after it has been compiled.
 """
 
 from __future__ import annotations

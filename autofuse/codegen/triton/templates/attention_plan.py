@@ -1,8 +1,8 @@
-"""Attention written out by hand as a plan: product, operations on each score, softmax, product, and what follows.
+"""The plan of hand-written attention: matmul, operations on each score, softmax, matmul, epilogue.
 
-In: a `NodeForm` with exactly that chain: ``softmax(f(q @ k)) @ v`` and operations on single elements after it.
-Out: `Attention`: where q, k and v lie, ``f`` and the rest as `LoopKernel`s; or LoweringError with a reason code.
-Guarantee: scores and probabilities are needed by nothing else, and the softmax runs over the keys.
+In: a `NodeForm` with exactly that chain: ``softmax(f(q @ k)) @ v`` and operations on single elements after it. Out:
+`Attention`: the operands q, k and v, with ``f`` and the epilogue as `LoopKernel`s; or LoweringError with a reason code.
+Guarantee: scores and probabilities have no other readers, and the softmax runs over the keys.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What follows a product of matrices in a node, for kernels that make the product in registers.
+"""The epilogue of a node's matmul, for kernels that hold the matmul's result in registers.
 
-In: a `NodeForm` and its product (mm, addmm, bmm, baddbmm). Out: the operations after it as a `LoopKernel` in which the
-product is one more input; or LoweringError with a reason code.
-Guarantee: the product is read at the place at which it is made, so that it need not leave the registers.
-aten adds ``beta * bias + alpha * product`` before it rounds, once; so do the kernels.
+In: a `NodeForm` and its matmul (mm, addmm, bmm, baddbmm). Out: the operations after it as a `LoopKernel` in which the
+matmul's result is one more input; or LoweringError with a reason code. Guarantee: each element of the result is read
+where it is computed, so that it stays in registers. aten adds ``beta * bias + alpha * product`` before it rounds, once;
+so do the kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nests of loops in Triton, as a template: what `lowering` gives, printed by `triton.printer`.
+"""Loop nests in Triton, as a template: the result of `lowering`, printed by `triton.printer`.
 
 In: a `NodeForm`. Out: its knobs and its Triton module, or LoweringError with a reason code.
 """

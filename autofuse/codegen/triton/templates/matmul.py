@@ -1,10 +1,10 @@
-"""Printing a tiled matmul in Triton: one program a tile of the result, with what follows it done in registers.
+"""Printing a tiled matmul in Triton: one program per tile of the result, with the epilogue in registers.
 
-In: a node with one product and operations on single elements after it (see `matmul_plan`), a configuration (see
-`matmul_knobs`), and constants for some or all symbols. Out: `TritonSource`, like that of any other node.
-Guarantee: any sizes, 0 and ragged ones included, and any strides; sums in float32 (float64 for float64), where float32
-operands are multiplied exactly unless the configuration asks for tf32; results repeat bit by bit.
-Names in the text: ``r`` and ``c`` rows and columns of the result, ``b`` its batch, ``acc`` the product, ``x*`` values.
+In: a node with one matmul and an element-wise epilogue (see `matmul_plan`), a configuration (see `matmul_knobs`), and
+constants for some or all symbols. Out: `TritonSource`, like that of any other node. Guarantee: any sizes, 0 and ragged
+ones included, and any strides; sums in float32 (float64 for float64), where float32 operands are multiplied exactly
+unless the configuration asks for tf32; results repeat bit by bit. Names in the text: ``r`` and ``c`` rows and columns
+of the result, ``b`` its batch, ``acc`` the matmul's result, ``x*`` values.
 """
 
 from __future__ import annotations

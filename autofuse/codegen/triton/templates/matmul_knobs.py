@@ -1,10 +1,10 @@
-"""Knobs of tiled matmuls: the tile, how far loads run ahead, and how programs are ordered; and where to start.
+"""Knobs of tiled matmuls: the tile, the pipeline depth of loads, the order of programs; with defaults.
 
-In: a node, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices.
-Guarantee: every configuration made of these choices is right for all sizes of the bucket; what does not fit a device's
-shared memory or registers is pruned when it has been compiled (`targets.prune_reason`).
-Where the starts come from: 128 x 64 tiles with 8 warps for 16-bit matrix units, half of what a bare product takes, for
-what follows needs registers too; 64 x 64 for wider types; smaller ones where the result is too small to fill a device.
+In: a node, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices. Guarantee:
+every configuration made of these choices is right for all sizes of the bucket; a configuration that does not fit a
+device's shared memory or registers is pruned after it has been compiled (`targets.prune_reason`). Source of the
+defaults: 128 x 64 tiles with 8 warps for 16-bit matrix units, half of a bare matmul's, because the epilogue needs
+registers too; 64 x 64 for wider types; smaller ones where the result is too small to fill a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A tiled matmul as a plan: where the operands of a node's one product lie, and what follows it.
+"""The plan of a tiled matmul: the operands of a node's only matmul, and its epilogue.
 
-In: a `NodeForm` with one product (mm, addmm, bmm, baddbmm) of its inputs, and operations on single elements after it.
-Out: `Matmul`; or LoweringError with a reason code.
+In: a `NodeForm` with one matmul (mm, addmm, bmm, baddbmm) of its inputs, and an element-wise epilogue. Out: `Matmul`;
+or LoweringError with a reason code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A tile of a product, and what follows the product at each place of it.
+"""A tile of a matmul's result, and the epilogue at each of its elements.
 
-In: what follows (`epilogue.Epilogue`), and the sides of the tile. Out: lines of text for a kernel that has the
-product in a register block named ``acc``.
-Guarantee: the lines need ``r``, ``c`` and ``b`` (positions), ``row_mask``, ``col_mask``, ``nrows``, ``ncols``,
-``row_tile`` and ``col_tile``, and nothing else of the kernel around them.
+In: the epilogue (`epilogue.Epilogue`), and the sides of the tile. Out: lines of text for a kernel that has the matmul's
+result in a register block named ``acc``. Guarantee: the lines need ``r``, ``c`` and ``b`` (positions), ``row_mask``,
+``col_mask``, ``nrows``, ``ncols``, ``row_tile`` and ``col_tile``, and nothing else of the kernel around them.
 """
 
 from __future__ import annotations
