@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autofuse.fusion.cost import matmul_flops
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import ValueRef
@@ -37,13 +38,15 @@ def estimate_benefit(node: FusionNode, graph: FusionGraph | None = None) -> Fusi
     local = FusionGraph(node.operations, node.inputs, node.outputs, graph.hints if graph else None)
     unfused_bytes = sum(local.operation_bytes(op) for op in node.operations)
     flops = sum(local.operation_flops(op) for op in node.operations)
+    # Libraries' matmuls are as fast as they can be; what is element-wise keeps its operands in registers.
+    matmul = sum(matmul_flops(local, op) or 0.0 for op in node.operations)
     reads = {name for op in node.kernels for name in (local.base(ref).name for ref in op.inputs)}
     fused_bytes = sum(local.nbytes(spec) for name, spec in node.inputs.items() if name in reads)
     fused_bytes += sum(local.nbytes(local.spec(ref)) for ref in node.outputs)
     kernels = len(node.kernels)
     # The kernel time is the larger of moving the bytes and doing the arithmetic.
     unfused_us = kernels * LAUNCH_US + max(unfused_bytes / BYTES_PER_US, flops / FLOPS_PER_US)
-    fused_us = LAUNCH_US + max(fused_bytes / BYTES_PER_US, flops / FLOPS_PER_US / 2)
+    fused_us = LAUNCH_US + max(fused_bytes / BYTES_PER_US, (flops + matmul) / 2 / FLOPS_PER_US)
     return FusionBenefit(
         estimated_speedup=unfused_us / fused_us,
         memory_saved=max(0, unfused_bytes - fused_bytes),

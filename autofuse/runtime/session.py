@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 PIECES_AT_END = 2  # rows of old runs' details deleted at once: more than a run adds, and quickly done
 SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward alternate
+SAMPLED_FIRST = 32  # calls of graphs that are all timed: requests are ordered by what their nodes take
 
 _current: Session | None = None
 _lock = make_lock()
@@ -176,7 +177,7 @@ class Session:
 
     def sample_due(self) -> bool:
         self._graph_calls += 1
-        return self._graph_calls % SAMPLE_EVERY == 0
+        return self._graph_calls % SAMPLE_EVERY == 0 or self._graph_calls <= SAMPLED_FIRST
 
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
         if not self.context.settings.run.check:

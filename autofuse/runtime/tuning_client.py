@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 # Calls in a bucket. A graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.
 CALLS_BEFORE_TUNING = {"wait": 1, "background": 3, "after": 2, "off": 3}
 POLL_SECONDS = 0.05
+MIDDLING_US = 100.0  # of a node that was never timed
 START_CPU_SECONDS = 5.0  # seconds for the imports of daemon and worker, and a first result
-LOOK_SECONDS = 5.0  # load above which a machine counts as full
+LOOK_SECONDS = 5.0  # how long the machine's load is watched
 
 
 class _Asked(NamedTuple):
@@ -302,6 +303,7 @@ class TuningClient:
             if plan.is_asked:
                 continue
             yield_gil()
+            siblings = self._siblings(plan)
             for index, node, place in self._open_nodes(plan):
                 known = _Asked(node.fusion_id, node.bucket, place.key, place.threads)
                 if known in self._posted:
@@ -312,7 +314,7 @@ class TuningClient:
                     bucket=node.bucket,
                     shapes=(ObservedShape(node.values, plan.count),),
                     calls=plan.count,
-                    unfused_us=plan.live_us(index) or 100.0,  # not sampled yet: assume a medium kernel
+                    unfused_us=plan.live_us(index) or _live_us(siblings, index) or MIDDLING_US,
                     estimated_speedup=context.notes.estimates.get(node.fusion_id, 1.0),
                     run_id=context.store_thread.run_id,
                 )
@@ -320,6 +322,16 @@ class TuningClient:
             plan.is_asked = True
         self._posted |= set(found)
         return list(found.values())
+
+    def _siblings(self, plan: Plan) -> list[Plan]:
+        """All plans of the same graph."""
+        routers = [list(router.all_plans()) for router in list(self._context.routers)]
+        return next((plans for plans in routers if plan in plans), [])
+
+
+def _live_us(plans: Iterable[Plan], index: int) -> float:
+    """What a node takes at sizes at which it was timed; 0.0 where it never was."""
+    return max((plan.live_us(index) for plan in plans), default=0.0)
 
 
 def _merge(first: TuneRequest | None, second: TuneRequest) -> TuneRequest:
