@@ -1,10 +1,11 @@
 """The tuning loop: takes requests from the store, runs jobs, writes what they found. It never imports torch.
 
 In: requests in the store. Out: measurements, decisions and kernels in the store.
-Guarantee: the request with the largest expected saving goes first; a kernel is stored before the decision that names
-it, and the decision before its request is done, so that ``kill -9`` loses only the job at hand; beside a running
-script the loop keeps to its share of a core, while a script waits for it (or none runs) it does not. Where a device
-cannot be used just now, its requests fail at once, so that nobody waits for them, and the next daemon tries again.
+Guarantee: the request that is expected to save most for its time goes first; a kernel is stored before the decision
+that names it, and the decision before its request is done, so that ``kill -9`` loses only the job at hand; beside a
+running script the loop keeps to its share of a core, while a script waits for it (or none runs) it does not. Where a
+device cannot be used just now, its requests fail at once, so that nobody waits for them, and the next daemon tries
+again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import IO, NamedTuple
 
 from autofuse.daemon.devices import Devices
+from autofuse.daemon.expectations import Expectations
 from autofuse.daemon.open_runs import OpenRuns
 from autofuse.daemon.peers import Peers, peers_folder
 from autofuse.daemon.request_queue import Heartbeat, RequestQueue
@@ -74,7 +76,9 @@ class TuningLoop:
         )
         self._devices = Devices(settings, self._store.kernels, self._scheduler, self.runs, worker_log)
         self.results = TuningResults(self._store.results, self._store.kernels, self._devices, self.runs)
-        self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys)
+        self._expectations = Expectations(self._store.results)
+        prefer = self._expectations.saving_a_second
+        self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys, prefer)
         self._tuner = RequestTuner(settings.tuner, self._devices, self._scheduler, self.results)
         self._heartbeat = Heartbeat(self._store.daemon, self.queue)
 
@@ -173,6 +177,7 @@ class TuningLoop:
         seconds = self._scheduler.clock() - began
         self.queue.charge(request.run_id, seconds)
         self.results.write(request, outcome)
+        self._expectations.note(outcome.decisions)
         self.queue.finish(request.key, "done")
         _log_decisions(job, outcome, seconds)
 

@@ -1,8 +1,8 @@
 """The requests of a store that this daemon works on, and the heartbeat that tells how far it is.
 
 In: requests in the store, of which each daemon takes those of its kind. Out: the next one, and what became of it.
-Guarantee: the request with the largest expected saving goes first; one whose run has spent its tuning budget is put
-aside, and queued again for a later run or the next daemon.
+Guarantee: the request that is expected to save most for its time goes first; one whose run has spent its tuning budget
+is put aside, and queued again for a later run or the next daemon.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autofuse.daemon.files import DaemonFiles
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.db.rows import DaemonState, Outcome
 from autofuse.db.store import Store
-from autofuse.db.tune_queue import NOT_READY, DaemonLog
+from autofuse.db.tune_queue import NOT_READY, DaemonLog, Prefer
 from autofuse.ir.records import DecisionKey, TuneRequest
 from autofuse.settings.layers import Settings
 
@@ -30,13 +30,17 @@ UNPARK_SECONDS = 60.0
 class RequestQueue:
     """The queue as one daemon sees it."""
 
-    def __init__(self, settings: Settings, store: Store, scheduler: Scheduler, devices: Sequence[str]) -> None:
-        """``devices``: keys of devices, or beginnings of keys, whose requests are taken."""
+    def __init__(
+        self, settings: Settings, store: Store, scheduler: Scheduler, devices: Sequence[str], prefer: Prefer
+    ) -> None:
+        """``devices``: keys of devices, or beginnings of keys, whose requests are taken; ``prefer``: the request of
+        which this is largest goes first."""
         self.done = self.failed = 0
         self._budget_seconds = settings.tuner.budget_seconds  # of each run
         self._store = store
         self._scheduler = scheduler
         self._devices = tuple(devices)
+        self._prefer = prefer
         self._files = DaemonFiles(settings)
         self._versions = versions()
         self._spent: dict[int, float] = {}  # seconds of work by run
@@ -60,7 +64,8 @@ class RequestQueue:
 
     def take(self) -> TuneRequest | None:
         """The next request, whosever it is; None where there is none."""
-        return self._store.queue.take(*self._devices, versions=self._versions, kind=self._files.kind)
+        queue, kind = self._store.queue, self._files.kind
+        return queue.take(*self._devices, versions=self._versions, kind=kind, prefer=self._prefer)
 
     def next(self) -> TuneRequest | None:
         """The next request whose run has budget left; None where there is none. Cheap while nothing changes."""

@@ -1,6 +1,6 @@
 """The queue of tuning requests between scripts and the daemon, and the daemon's heartbeat.
 
-In: requests of many scripts. Out: the request with the largest expected saving.
+In: requests of many scripts. Out: the request with the largest expected saving, or the one that a daemon prefers.
 Guarantee: a request is handed to one daemon at a time; merging never loses a shape that some run saw.
 
 A script sends counters so far of its run, again and again: the newest of a run replace its older ones and
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, or_, select, update
@@ -43,6 +43,20 @@ NOT_READY_SECONDS = 60.0  # how long that is believed: each try starts a process
 FAILED_SECONDS = 24 * 3600.0  # how long any other failure is: a compiler may be mended, a machine less full
 MAX_ATTEMPTS = 3  # daemons that may die over one request before it counts as failed
 _NO_RUN = 0  # a request made outside of a run
+_LOOKED_AT = 256  # requests, those with the largest expected savings, of which a daemon prefers one
+
+
+@dataclass(frozen=True)
+class WaitingRequest:
+    """What a daemon knows of a request before it takes it."""
+
+    key: DecisionKey
+    calls: int
+    unfused_us: float
+    estimated_speedup: float
+
+
+Prefer = Callable[[WaitingRequest], float]
 
 
 class TuneQueue:
@@ -70,42 +84,38 @@ class TuneQueue:
             return sum(_add_requests(connection, piece, force) for piece in pieces)
 
     def take(
-        self, *devices: str, versions: str | None = None, pid: int | None = None, kind: str = ""
+        self,
+        *devices: str,
+        versions: str | None = None,
+        pid: int | None = None,
+        kind: str = "",
+        prefer: Prefer | None = None,
     ) -> TuneRequest | None:
         """Take the queued request with the largest expected saving, or None; ``pid`` (ours) works on it now.
 
-        ``kind``: the daemon's, whose lock tells whether it still does.
-
-        ``devices``: keys of devices, or their beginnings that end with a colon (``cuda:``).
+        ``devices``: keys of devices, or their beginnings that end with a colon (``cuda:``); ``kind``: the daemon's,
+        whose lock tells whether it still does; ``prefer``: the request of which this is largest goes first instead.
         """
-        table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
-        query = (
-            select(table, key, bucket.ranges, node.form)
+        table, key = models.Request, models.DecisionKeyRow
+        waiting = (
+            select(table, key)
             .join(key, table.key == key.digest)
-            .join(bucket, table.bucket_id == bucket.id)
-            .join(node, bucket.fusion_id == node.fusion_id)
             .where(table.status == "queued", _is_one_of(key.device, devices))
             .order_by(table.expected_saving_us.desc(), table.calls.desc(), table.created_at, table.key)
-            .limit(1)
+            .limit(1 if prefer is None else _LOOKED_AT)
         )
         if versions is not None:
-            query = query.where(key.versions == versions)
-        with self._file.read() as connection:  # an idle daemon asks often: it must not take the write lock
-            if connection.execute(query).first() is None:
+            waiting = waiting.where(key.versions == versions)
+        while True:
+            with self._file.read() as connection:  # an idle daemon asks often: it must not take the write lock
+                rows = connection.execute(waiting).all()
+            if not rows:
                 return None
-        with self._file.write() as connection:
-            while (row := connection.execute(query).first()) is not None:
-                here = update(table).where(table.key == row.key)
-                try:
-                    request = _request_of(connection, row)
-                except (ValueError, TypeError) as error:  # a damaged row, or one that is not ours
-                    problem = {"status": "failed", "message": clean(f"not a request: {error}"), "updated_at": now()}
-                    connection.execute(here.values(**problem))
-                    continue
-                taken = {"status": "running", "pid": pid or os.getpid(), "host": kind}
-                connection.execute(here.values(**taken, updated_at=now()))
+            best = rows[0] if prefer is None else max(rows, key=lambda row: prefer(_waiting_of(row)))
+            with self._file.write() as connection:
+                request = _taken(connection, best.key, {"pid": pid or os.getpid(), "host": kind})
+            if request is not None:
                 return request
-        return None
 
     def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
         """Note what became of a request: done, failed, or requeued for later. Errors: StoreError if unknown."""
@@ -318,6 +328,34 @@ def _merged_shapes(connection: Connection, digest: str) -> tuple[ObservedShape, 
         for shape in shapes_of(shapes):
             counts[shape.symbol_values] += shape.calls
     return tuple(ObservedShape(values, calls) for values, calls in counts.most_common())
+
+
+def _waiting_of(row: Any) -> WaitingRequest:
+    return WaitingRequest(key_of(row), row.calls, row.unfused_us, row.estimated_speedup)
+
+
+def _taken(connection: Connection, digest: str, by: Mapping[str, Any]) -> TuneRequest | None:
+    """A request that is in work from now on; None where it is no longer queued, or damaged, which then has failed."""
+    table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
+    query = (
+        select(table, key, bucket.ranges, node.form)
+        .join(key, table.key == key.digest)
+        .join(bucket, table.bucket_id == bucket.id)
+        .join(node, bucket.fusion_id == node.fusion_id)
+        .where(table.key == digest, table.status == "queued")
+    )
+    row = connection.execute(query).first()
+    if row is None:
+        return None
+    changes: Mapping[str, Any]
+    request = None
+    try:
+        request = _request_of(connection, row)
+        changes = {"status": "running", **by}
+    except (ValueError, TypeError) as error:  # a damaged row, or one that is not ours
+        changes = {"status": "failed", "message": clean(f"not a request: {error}")}
+    connection.execute(update(table).where(table.key == digest).values(**changes, updated_at=now()))
+    return request
 
 
 def _request_of(connection: Connection, row: Any) -> TuneRequest:
