@@ -6,8 +6,9 @@ Guarantee: the criterion is that of any other kernel (`tuner.verify`); each call
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from autofuse.optim.form import StepForm
 from autofuse.optim.tensors import copied, make_arguments, torch_function, with_variant, written
 from autofuse.tuner.node_bench import DeviceRunner, torch_threads
 from autofuse.tuner.timing import RaceResult, RaceRules, race
-from autofuse.tuner.verify import Wrong, answer, output_error
+from autofuse.tuner.verify import Answer, Wrong, answer, output_error
 
 KINDS = ("normal", "special", "large", "zeros")
 LEAST_STEPS = (0, 1000)  # done before: the corrections of Adam are largest at the first
@@ -31,7 +32,7 @@ def prepared(
     """A candidate as a call on these arguments. Raises ValueError where it may not have them."""
     function = torch_function(form.algorithm)
     if candidate.variant == EAGER:
-        asked = with_variant(form, arguments, form.asked) if form.asked else arguments
+        asked = _as_asked(form, arguments)
         return lambda: function(**asked)
     call: StepCall
     if candidate.binary:
@@ -48,6 +49,10 @@ def prepared(
     return run
 
 
+def _as_asked(form: StepForm, arguments: dict[str, Any]) -> dict[str, Any]:
+    return with_variant(form, arguments, form.asked) if form.asked else arguments
+
+
 def check(form: StepForm, candidate: StepCandidate, threads: int, rig: DeviceRunner) -> float:
     """The worst error over eager's own. Raises `Wrong`."""
     with torch_threads(rig.usable_threads(threads)), torch.no_grad():  # a kernel itself uses all of its threads
@@ -56,27 +61,44 @@ def check(form: StepForm, candidate: StepCandidate, threads: int, rig: DeviceRun
 
 def _check_kind(form: StepForm, candidate: StepCandidate, threads: int, rig: DeviceRunner, number: int) -> float:
     kind, worst = KINDS[number], 0.0
-    start = make_arguments(form, number, kind, LEAST_STEPS[number % 2], rig.device)
-    eager, exact, found = copied(start), copied(start, torch.float64), copied(start)
-    prepared(form, AS_ASKED, eager, threads, rig)()
-    torch_function(form.algorithm)(**with_variant(form, exact, ""))
+    reference = _reference(form, number, rig.device)
+    found = copied(reference.start)
     prepared(form, candidate, found, threads, rig)()
-    triples = zip(written(form, eager), written(form, exact), written(form, found), strict=True)
-    for index, (e, x, f) in enumerate(triples):
+    for index, (f, known) in enumerate(zip(written(form, found), reference.answers, strict=True)):
         try:
-            worst = max(worst, output_error(index, f, answer(e, x), False))
+            worst = max(worst, output_error(index, f, known, False))
         except Wrong as error:
             raise Wrong(f"{error} ({kind} gradients)") from None
-    for ours, before in zip(found[form.rule.grads], start[form.rule.grads], strict=True):
+    for ours, before in zip(found[form.rule.grads], reference.start[form.rule.grads], strict=True):
         if not torch.equal(ours.nan_to_num(), before.nan_to_num()):
             raise Wrong("a gradient was changed")
     return worst
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Arguments of a step, and what eager and float64 make of each tensor that it writes."""
+
+    start: dict[str, Any]
+    answers: list[Answer]
+
+
+@functools.lru_cache(maxsize=len(KINDS))
+def _reference(form: StepForm, number: int, device: torch.device) -> _Reference:
+    """One for all candidates: it takes several times as long as a candidate's own step. A race forgets it."""
+    start = make_arguments(form, number, KINDS[number], LEAST_STEPS[number % 2], device)
+    eager, exact = copied(start), copied(start, torch.float64)
+    function = torch_function(form.algorithm)
+    function(**_as_asked(form, eager))
+    function(**with_variant(form, exact, ""))
+    return _Reference(start, [answer(e, x) for e, x in zip(written(form, eager), written(form, exact), strict=True)])
 
 
 def race_steps(
     form: StepForm, candidates: Sequence[StepCandidate], threads: int, rules: RaceRules, rig: DeviceRunner
 ) -> RaceResult:
     """Seconds a step: of what the script asked for, then of each candidate; on one thread beside a busy script."""
+    _reference.cache_clear()
     usable = rig.usable_threads(threads)
     calls = [
         prepared(form, candidate, make_arguments(form, 1, device=rig.device), usable, rig)

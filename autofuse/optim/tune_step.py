@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from autofuse.codegen.c.knobs import cpu_vector_bits
+from autofuse.codegen.knobs import Knob
 from autofuse.codegen.triton.source import Assumptions
 from autofuse.errors import CompilerError, CompilerNotReady
 from autofuse.ir.records import (
@@ -122,7 +124,7 @@ class StepTuning:
         variant, knobs = (C_MULTI, KNOBS) if isinstance(self._backend, CBackend) else (TRITON_MULTI, TRITON_KNOBS)
         configs = [
             make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
-            for choices in itertools.product(*(knob.choices for knob in knobs))
+            for choices in itertools.product(*map(_choices, knobs))
         ]
         for config, made in zip(configs, self._compile_all(configs), strict=True):
             candidate = Candidate(variant, config)
@@ -213,6 +215,13 @@ class StepTuning:
         )
         self._outcome.decisions.append(decision)
         return self._outcome
+
+
+def _choices(knob: Knob) -> tuple[Any, ...]:
+    """Vectors wider than the processor's make the same code once more."""
+    if knob.name != "vector_bits":
+        return knob.choices
+    return tuple(bits for bits in knob.choices if bits in cpu_vector_bits()) or knob.choices[:1]
 
 
 def checked_form(form: StepForm) -> StepForm:

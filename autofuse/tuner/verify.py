@@ -125,7 +125,7 @@ class _Norms:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """What eager and float64 say one output is; comparing a candidate with it takes one pass."""
 
     eager: torch.Tensor
@@ -137,7 +137,7 @@ class _Answer:
 class _Reference:
     inputs: list[torch.Tensor]
     copies: list[torch.Tensor]  # of the inputs
-    answers: list[_Answer]
+    answers: list[Answer]
 
     @property
     def nbytes(self) -> int:
@@ -263,13 +263,13 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits)))
 
 
-def answer(eager: torch.Tensor, exact: torch.Tensor) -> _Answer:
+def answer(eager: torch.Tensor, exact: torch.Tensor) -> Answer:
     """What eager and float64 say one output is."""
     if not eager.is_floating_point() or not eager.numel():
-        return _Answer(eager, exact, None)
+        return Answer(eager, exact, None)
     e, x = eager.double(), exact.double()
     finite = bool(torch.isfinite(e.sum() + x.sum()))  # sums of finite numbers may overflow only in the slow direction
-    return _Answer(eager, x, _norms(e, x) if finite else None)
+    return Answer(eager, x, _norms(e, x) if finite else None)
 
 
 def _norms(eager: torch.Tensor, exact: torch.Tensor) -> _Norms:
@@ -277,7 +277,7 @@ def _norms(eager: torch.Tensor, exact: torch.Tensor) -> _Norms:
     return _Norms((_largest(own), _rms(own)), (_largest(exact), _rms(exact)))
 
 
-def output_error(index: int, found: torch.Tensor, answer: _Answer, loose: bool) -> float:
+def output_error(index: int, found: torch.Tensor, answer: Answer, loose: bool) -> float:
     """The error over eager's own; raises Wrong where it is too large."""
     eager, exact, norms = answer.eager, answer.exact, answer.norms
     if found.shape != eager.shape or found.dtype != eager.dtype:
