@@ -8,6 +8,7 @@ standard deviations; expanded dims (stride 0) share memory as they do in a real 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -19,6 +20,7 @@ from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import evaluate
 
 Kind = Literal["normal", "large", "zeros", "special"]
+PERIOD = 65_521  # random numbers of a large tensor: a prime, so that rows of any length below it differ
 
 
 def make_inputs(
@@ -69,7 +71,7 @@ def _plain(spec: TensorSpec, sizes: tuple[int, ...], generator: torch.Generator,
         return torch.randint(low, max(high, low + 1), sizes, generator=generator)
     if kind == "zeros":
         return torch.zeros(sizes, dtype=torch.float64)
-    values = torch.randn(sizes, generator=generator, dtype=torch.float64)
+    values = _normal(sizes, generator)
     if kind == "large":
         values = values * 10 ** (4 * torch.rand(sizes, generator=generator, dtype=torch.float64))
     if kind == "special" and values.numel():
@@ -77,6 +79,15 @@ def _plain(spec: TensorSpec, sizes: tuple[int, ...], generator: torch.Generator,
         for bound, special in ((0.01, float("nan")), (0.02, float("inf")), (0.03, float("-inf")), (0.04, -0.0)):
             values = torch.where((chosen < bound) & (chosen >= bound - 0.01), torch.full_like(values, special), values)
     return values
+
+
+def _normal(sizes: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Of unit scale; a large tensor repeats its first numbers, for drawing them takes longer than a kernel's check."""
+    count = math.prod(sizes)
+    if count <= PERIOD:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64)
+    block = torch.randn(PERIOD, generator=generator, dtype=torch.float64)
+    return block.repeat(-(-count // PERIOD))[:count].view(sizes)
 
 
 # ---- roles ------------------------------------------------------------------------------------------
