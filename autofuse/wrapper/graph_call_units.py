@@ -7,10 +7,10 @@ other callables get names that no operator has.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError
 from typing import Any
 
 import sympy
@@ -21,6 +21,7 @@ from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.optable import OpKind, info
+from autofuse.ir.ordering import ordered_near
 
 
 @dataclass
@@ -44,38 +45,19 @@ def in_order(units: list[Unit], position: Mapping[fx.Node, int]) -> list[Unit]:
 
     ``position``: of each node in the program. Raises ShapeError where units need each other.
     """
-    producer = {n: unit for unit in units for n in unit.nodes}
-    before: dict[int, set[int]] = {id(u): set() for u in units}
-    after: dict[int, list[Unit]] = {id(u): [] for u in units}
-
-    def edge(first: Unit, second: Unit) -> None:
-        if first is not second and id(first) not in before[id(second)]:
-            before[id(second)].add(id(first))
-            after[id(first)].append(second)
-
-    for unit in units:
-        for n in unit.inputs:
-            if n in producer:
-                edge(producer[n], unit)
+    producer = {n: number for number, unit in enumerate(units) for n in unit.nodes}
+    before = {
+        number: {producer[n] for n in unit.inputs if n in producer} - {number} for number, unit in enumerate(units)
+    }
     # A node runs at its last operation, but its place in the random stream is that of its random operation.
-    drawn = [(min(position[n] for n in u.nodes if has_effect(n)), u) for u in units if have_effects(u)]
-    effects = [unit for _, unit in sorted(drawn, key=lambda item: item[0])]
-    for first, second in itertools.pairwise(effects):
-        edge(first, second)
-    ready = [(u.position, i) for i, u in enumerate(units) if not before[id(u)]]
-    heapq.heapify(ready)
-    index_of = {id(u): i for i, u in enumerate(units)}
-    ordered: list[Unit] = []
-    while ready:
-        unit = units[heapq.heappop(ready)[1]]
-        ordered.append(unit)
-        for other in after[id(unit)]:
-            before[id(other)].discard(id(unit))
-            if not before[id(other)]:
-                heapq.heappush(ready, (other.position, index_of[id(other)]))
-    if len(ordered) != len(units):
-        raise ShapeError("expected an acyclic graph of nodes, found a cycle; this is an error of the planner")
-    return ordered
+    drawn = [(min(position[n] for n in u.nodes if has_effect(n)), i) for i, u in enumerate(units) if have_effects(u)]
+    for (_, first), (_, second) in itertools.pairwise(sorted(drawn)):
+        before[second].add(first)
+    try:
+        return [units[number] for number in ordered_near(before, lambda number: (units[number].position, number))]
+    except CycleError:
+        problem = "expected an acyclic graph of nodes, found a cycle; this is an error of the planner"
+        raise ShapeError(problem) from None
 
 
 def without_unread(units: list[Unit], leaving: Sequence[fx.Node]) -> list[Unit]:
