@@ -52,10 +52,11 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
             planned = _plan(module, session, phase)
             router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
             described = session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
-            tell(Level.PLAN, lambda: plan_text(phase, planned.nodes, session.context.refusals[refusals:]))
+            found, sums = tuple(session.context.refusals[refusals:]), session.planner.engine.get_fusion_stats
+            tell(Level.PLAN, lambda: plan_text(phase, planned.nodes, found, sums()))
             tell(Level.GRAPHS, lambda: f"{phase} graph, as planned:\n{readable(module)}")
         if traced is not None:
-            traced.plans[phase] = Planned(router, described, tuple(session.context.refusals[refusals:]), draws)
+            traced.plans[phase] = Planned(router, described, found, draws)
         if phase == "backward":
             for half in planned.halves:
                 half.pair.is_ready = True

@@ -5,8 +5,8 @@ In: plans, routers, planned nodes and refusals. Out: blocks of lines, one for a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from autofuse.ir.reasons import LoweringReason, RefusalReason, in_words, words_of
 from autofuse.ir.records import Refusal
@@ -39,13 +39,23 @@ def timings_text(phase: str, symbols: Sequence[str], plans: Iterable[Plan]) -> s
     return "\n".join(lines)
 
 
-def plan_text(phase: str, nodes: Sequence[FusionNode], refusals: Sequence[Refusal]) -> str:
-    """The nodes of a graph, then the operations that were not fused, with the reasons."""
+def plan_text(phase: str, nodes: Sequence[FusionNode], refusals: Sequence[Refusal], sums: Mapping[str, Any]) -> str:
+    """The nodes of a graph, then the operations that were not fused, with the reasons, and ``sums`` of all graphs.
+
+    ``sums``: as `FusionEngine.get_fusion_stats` gives them.
+    """
     words = words_of(RefusalReason, LoweringReason)
     lines = [f"{phase} graph, nodes: {len(nodes)}", *(f"  {node.label}: {node.operation_names}" for node in nodes)]
     refused = [refusal for refusal in refusals if not refusal.accepted]
     lines += [f"  not fused: {r.operations}: {in_words(r.code, words)}: {r.detail}" for r in refused]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  {fusion_text('in this run so far', sums)}"])
+
+
+def fusion_text(where: str, sums: Mapping[str, Any]) -> str:
+    """``fused in this run so far: kernels 12, launches saved 30.0 %, estimated speedup of each 1.50x``."""
+    share, speedup = 100 * sums["efficiency"], sums["mean_speedup"]
+    kernels = sums["num_fused"]
+    return f"fused {where}: kernels {kernels}, launches saved {share:.1f} %, estimated speedup of each {speedup:.2f}x"
 
 
 def _graph(phase: str, symbols: Sequence[str], plan: Plan) -> str:

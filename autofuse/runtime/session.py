@@ -30,7 +30,7 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.records import Bucket, RunStart, RunTotals, StepSample
 from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
-from autofuse.runtime.debug_texts import timings_text
+from autofuse.runtime.debug_texts import fusion_text, timings_text
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.optim_hook import OptimizerHook
 from autofuse.runtime.plan_limit import PlanLimit
@@ -297,6 +297,9 @@ class Session:
             self.optimizers.uninstall()
             for router in self.context.routers:
                 tell(Level.TIMINGS, partial(timings_text, router.phase, router.program.symbols, router.all_plans()))
+            if self._planner is not None:
+                sums = self._planner.engine.optimizer.get_stats
+                tell(Level.PLAN, lambda: fusion_text("in this process", sums()))
             self.context.notes.post(self.context.store_thread.post_event)
             self.tuning.hand_over()
             self.context.store_thread.stop()

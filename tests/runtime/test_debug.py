@@ -69,7 +69,10 @@ SIGNS = {
         ": eager, not decided yet",
     ),
     Level.TIMINGS: (" calls, ", " us, eager"),
-    Level.PLAN: ("inference graph, nodes: 1\n  af_", "  not fused: ", "ValueError: of the test"),
+    Level.PLAN: (
+        *("inference graph, nodes: 1\n  af_", "  not fused: ", "ValueError: of the test"),
+        *("fused in this run so far: kernels 1, ", "fused in this process: kernels "),
+    ),
     Level.SOURCE: ("generated call of a graph:\n", "def call("),
     Level.GRAPHS: ("Dynamo's graph:\n", "inference graph of AOTAutograd:\n", "inference graph, as planned:\n"),
     Level.COMPILER: (),
