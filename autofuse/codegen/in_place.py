@@ -48,7 +48,7 @@ def overlaps(kernel: LoopKernel) -> Pairs:
     for number, output in enumerate(outputs):
         stores = [s for s in kernel.stores if s.access.param == output]
         if len(stores) != 1 or stores[0] not in last or _is_written_again(stores[0].access, kernel):
-            continue  # pieces, or what a later pass over the row, or another row, might read again
+            continue  # concat inputs, or elements that a later pass or another row may read again
         for place, source in enumerate(sources):
             same = replace(stores[0].access, param=source)
             loads = [v.attr for v in kernel.values if isinstance(v.attr, Access) and v.attr.param == source]
@@ -77,12 +77,12 @@ class Step:
 
     inputs: Sequence[Hashable]
     outputs: Sequence[Hashable]
-    is_fresh: bool  # its outputs are memory of their own; else they may be what any of its inputs lies in
+    is_fresh: bool  # its outputs have memory of their own; else they may share that of any input
     form: NodeForm | None = None  # of a C kernel, whose arguments are the first inputs
 
 
 def find_reuse(steps: Sequence[Step], kept: Collection[Hashable]) -> list[Pairs]:
-    """For each step what may be written where an input lies; ``kept``: values that are needed after the program."""
+    """For each step, the outputs that may be written into an input's memory; ``kept``: values needed at the end."""
     seen_in: dict[Hashable, set[Hashable]] = {}  # a value -> the fresh values in whose memory it may lie
     seen_as: dict[Hashable, set[Hashable]] = {}  # a fresh value -> all values that may lie in its memory
     last: dict[Hashable, int] = {}

@@ -21,7 +21,7 @@ Strides = tuple[tuple[int, Dim], ...]  # (domain dim, elements per step), absent
 
 @dataclass(frozen=True)
 class Access:
-    """Where in a parameter an element lies: offset + sum of dim index x stride + indirect index x stride."""
+    """The place of an element in a parameter: offset + sum of dim index x stride + indirect index x stride."""
 
     param: int
     strides: Strides

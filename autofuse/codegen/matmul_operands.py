@@ -16,7 +16,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, contiguous_strides
 
-# The products of matrices: which arguments are the operands, and which the bias that is added.
+# Matmul operators: which arguments are the operands, and which is the added bias.
 ANCHORS: dict[str, tuple[int, int, int | None]] = {
     "aten.mm.default": (0, 1, None),
     "aten.addmm.default": (1, 2, 0),
@@ -71,7 +71,7 @@ def live(operations: Sequence[Operation], outputs: Iterable[ValueRef]) -> list[O
 
 
 def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, Dim, list[Steps]]:
-    """The input that a value is a copy of, where its first element lies, and the steps through it along each dim."""
+    """The input of which a value is a copy, the offset of its first element, and its stride along each dim."""
     spec = form.spec(ref)
     # The lowering stores what it lowers: a copy, since a view is written to nowhere.
     copied = replace(spec, strides=SymbolicShape(contiguous_strides(spec.shape.dims)))

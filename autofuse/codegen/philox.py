@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 DROPOUT = "autofuse.philox_dropout.default"  # the operator whose kernels draw by themselves
 BLOCK = 256  # threads of a block of eager's kernel
-DRAWS = 4  # numbers that a thread draws at a time
+DRAWS = 4  # random numbers that a thread takes at a time
 _VECTOR_BYTES = 16
 
 
@@ -25,7 +25,7 @@ class RandomState:
     offset: int  # numbers that every stream has given already, a multiple of 4
     threads: int  # of eager's grid
     vec: int  # neighbouring elements of a thread
-    draws: int  # numbers that a thread's stream gives for them
+    draws: int  # random numbers that they take from a thread's stream
 
 
 def eager_threads(numel: int, multiprocessors: int, threads_of_each: int) -> int:

@@ -36,7 +36,7 @@ _KIND = re.compile(r"[0-9a-f]{8}")
 
 
 class DaemonFiles:
-    """What lies beside one store."""
+    """The files beside one store."""
 
     def __init__(self, settings: Settings) -> None:
         self.store = Path(settings.run.store)

@@ -23,7 +23,7 @@ class ProcessId:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs; one that has ended and that nobody has waited for does not."""
+        """Whether it runs; an ended process that its parent has not waited for (a zombie) does not."""
         if self.machine != this_machine():
             return False
         state, ticks = _stat(self.pid)

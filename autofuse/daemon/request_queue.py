@@ -70,7 +70,7 @@ class RequestQueue:
     def next(self) -> TuneRequest | None:
         """The next request whose run has budget left; None where there is none. Cheap while nothing changes."""
         if self._store.was_moved:
-            return None  # nobody asks for what is queued there
+            return None  # no script waits for the requests there
         now = time.monotonic()
         version = self._store.data_version()
         if version == self._seen_version and now - self._looked_at < HEARTBEAT_SECONDS:

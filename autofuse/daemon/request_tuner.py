@@ -109,8 +109,8 @@ class RequestTuner:
         bench = StrategyBenchmarks(
             provider, request.key.fusion_id, form, request.key.threads, request.bucket, strategies, tune_part
         )
-        # Few, and built already: all are tried, in one wave. What comes after the first wave has to promise to pay,
-        # and beside four rewrites to a vendor's kernels a generated product would hardly ever be seen.
+        # Few, and built already: all are tried, in one wave. What comes after the first wave has to promise to pay, and
+        # beside four rewrites to extern kernels a generated matmul would hardly ever be tried.
         limits = replace(self._limits(request), trials=len(strategies), wave=len(strategies))
         outcome = Job(request, bench, limits, (), self._scheduler.clock).run()
         outcome.decisions = [replace(d, detail=_strategies_detail(d, outcome, strategies)) for d in outcome.decisions]
@@ -179,7 +179,7 @@ def _may_cut(decisions: Sequence[Decision]) -> bool:
 
 
 def parts_lost(outcome: Outcome) -> bool:
-    """Whether the members' kernels, with the products between them, are slower than eager's operations for certain."""
+    """Whether the members' kernels, with the matmuls between them, are certainly slower than eager's operations."""
     parts = [m for m in outcome.measurements if dict(m.candidate.config).get(STRATEGY) == PARTS]
     return any(m.speedup_high is not None and m.speedup_high < 1.0 for m in parts)
 

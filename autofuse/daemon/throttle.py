@@ -93,7 +93,7 @@ class CpuThrottle:
         """
         self._look()
         if not is_needed():
-            self._tokens = BURST_SECONDS  # what was used while nobody was disturbed is not owed
+            self._tokens = BURST_SECONDS  # time used while no script was disturbed is not owed
             return 0.0
         if self._tokens >= 0.0 and self._account.room() >= ahead_seconds:
             return 0.0

@@ -25,7 +25,7 @@ BELONGING = ("-wal", "-shm", "-journal", ".graphs")
 
 
 def set_aside(path: Path) -> Path | None:
-    """Move a store out of the way; where it lies now, None where there is none. Raises StoreError."""
+    """Move a store out of the way; returns its new path, None where there is none. Raises StoreError."""
     if not os.path.lexists(path):
         return None
     try:

@@ -89,7 +89,7 @@ class StoreClient:
 
     def close(self) -> None:
         """Give the store back, and let the process end."""
-        with contextlib.suppress(StoreError):  # it has ended, or will once it finds nobody there
+        with contextlib.suppress(StoreError):  # it has ended, or will end once it finds no client
             self.ask("close", within_seconds=CLOSE_SECONDS)
         self._wire.close()
 
@@ -114,7 +114,7 @@ _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """The process ends once nobody holds the other end: a forked child must not keep it."""
+    """The process ends once no process holds the other end: a forked child must not keep it open."""
     for client in list(_clients):
         client._wire.close()
 

@@ -1,4 +1,4 @@
-"""Bounded history: what old runs looked like in detail is let go, what later runs learn from stays.
+"""Bounded history: details of old runs are deleted, data that later runs learn from stays.
 
 In: how old, and how many bytes. Out: of how many runs the details were removed.
 Guarantee: decisions, kernels, roots' verdicts, requests and each run's totals stay; what goes are single steps,
@@ -52,7 +52,7 @@ class StoreHistory:
         return count
 
     def _shorten_commands(self, days: float) -> None:
-        """Arguments may hold what is nobody's business. A later run loses no more than how long such a one took."""
+        """Arguments may be private. A later run only loses the time that such a run took."""
         run, trial, limit = models.Run, models.SettingTrialRow, now() - days * 86400.0
         self._shorten(run.id, run.command, and_(run.started_at < limit, _is_over()))
         self._shorten(trial.id, trial.workload, trial.at < limit)

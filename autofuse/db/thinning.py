@@ -53,7 +53,7 @@ class Thinning:
         )  # fmt: skip
 
     def added(self, connection: Connection, held_out: Iterable[bool]) -> None:
-        """Samples of these kinds have been written: let go what is too much by now."""
+        """Samples of these kinds have been written: delete the excess."""
         for is_held_out in held_out:
             self._rows[is_held_out] += 1
         before = self._one_in

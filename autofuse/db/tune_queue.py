@@ -280,7 +280,7 @@ def _decided(connection: Connection, digests: Iterable[str]) -> set[str]:
 def _may_pass_now(row: Any) -> bool:
     """Whether a request that has failed is worth another try."""
     seconds = NOT_READY_SECONDS if row.message.startswith(NOT_READY) else FAILED_SECONDS
-    return not 0.0 <= now() - row.updated_at <= seconds  # a time that lies ahead is of another clock
+    return not 0.0 <= now() - row.updated_at <= seconds  # a time in the future is of another clock
 
 
 def _insert(connection: Connection, requests: Mapping[str, TuneRequest]) -> None:

@@ -191,7 +191,7 @@ class FusionCandidateAnalyzer:
         return None
 
     def _join_pieces(self, growth: Growth, op: Operation) -> None:
-        """Join an operation with all that its pieces come from: one of them alone would leave the others between."""
+        """Join a concatenation with the producers of all its inputs: joining one would leave the others between."""
         graph, home = growth.graph, growth.home
         own = home[op.name]
         others = {id(home[p.name]): home[p.name] for p in graph.producers(op) if p.name in home}

@@ -1,4 +1,4 @@
-"""Arithmetic of the matmul family: what a product, a convolution or attention takes.
+"""Arithmetic of the matmul family: the FLOPs of a matmul, a convolution or an attention.
 
 In: an operation, and the likely sizes of the graph that it is in. Out: floating-point operations, a multiply-add
 counted as two.
@@ -26,7 +26,7 @@ class Sizes(Protocol):
 
 
 def matmul_flops(graph: Sizes, op: Operation) -> float | None:
-    """FLOPs of a matrix product, a convolution or attention, forward or backward; None for any other operator."""
+    """FLOPs of a matmul, a convolution or attention, forward or backward; None for any other operator."""
     specs = [graph.spec(ref) for ref in op.inputs]
     name = op.short_name
     if name == "linear" and len(specs) >= 2:
@@ -42,7 +42,7 @@ def matmul_flops(graph: Sizes, op: Operation) -> float | None:
         forward = _convolution(graph, op, specs[1], specs[2], specs[0], transposed=bool(op.arg(7)))
         return forward * sum(bool(asked) for asked in mask[:2])
     if name.startswith("_scaled_dot_product") and len(specs) >= 3:
-        # Two products each of length x length x width forward; backward five, of which one is computed again.
+        # Forward two matmuls of length x length x width each; backward five, one of which is recomputed.
         backward = "backward" in name
         query, key, value = specs[1:4] if backward else specs[:3]
         rows = graph.numel(query) / max(1, _last(graph, query))

@@ -33,7 +33,7 @@ class FusionOpportunity:
     operations: tuple[str, ...]  # their names in the graph, in program order, views left out
     estimated_speedup: float  # time apart / time as one, by a roofline of the processor (`fusion.benefit`)
     memory_saved: int  # bytes a call that no longer go through memory, at the graph's likely sizes
-    needs_group: bool = False  # products or convolutions are among them: no nest of loops, but a group, takes them in
+    needs_group: bool = False  # with matmuls or convolutions: a group takes them in, not a loop nest
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Chain:
         return any(op.short_name in ANCHORS for op in self.operations)
 
     def runs(self) -> Iterator[Seed]:
-        """The stretches between products and convolutions, which loops can compute."""
+        """The stretches between matmuls and convolutions, which loops can compute."""
         run: list[str] = []
         for op in (*self.operations, None):
             if op is not None and op.short_name not in ANCHORS:

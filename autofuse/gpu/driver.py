@@ -71,7 +71,7 @@ class Driver:
     # ---- calls -------------------------------------------------------------------------------------------
 
     def call(self, name: str, *arguments: object) -> None:
-        """Raises DeviceError with the driver's own name of what went wrong."""
+        """Raises DeviceError with the driver's own name of the error."""
         code = getattr(self._library, name)(*arguments)
         if code:
             raise DeviceError(f"expected {name} to succeed, found {self.error_name(code)}")

@@ -32,7 +32,7 @@ Generator = Any  # torch.Generator of a CUDA device, or what stands for it in te
 
 @dataclass(frozen=True)
 class Draw:
-    """The dropout of a node, as eager would run it for these sizes."""
+    """A node's dropout, as eager would run it for these sizes."""
 
     numel: int
     itemsize: int  # bytes of an element
@@ -65,7 +65,7 @@ def _capacity(device_index: int) -> tuple[int, int]:
 
 
 def drawing_launch(record: LaunchRecord, launch: Launch, draw: Draw, generator: Callable[[], Generator]) -> Launch:
-    """``launch`` with the numbers of this call in the record; a launch that fails has drawn nothing."""
+    """``launch`` with the numbers of this call in the record; a launch that fails leaves the generator unchanged."""
     lock = make_lock()  # the record is written and read under it
 
     def launch_with_state(address: int, stream: int, *pointers: int) -> None:

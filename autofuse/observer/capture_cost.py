@@ -30,7 +30,7 @@ _FACTOR_LIMITS = 0.25, 4.0
 
 @dataclass(frozen=True)
 class RootTraits:
-    """What is known of a root before it is captured."""
+    """Traits of a root before it is captured."""
 
     forward_operations: int  # aten calls
     backward_operations: int = 0
@@ -56,8 +56,8 @@ def kept_trace_seconds(size: int) -> float:
 def learn_factor(records: Sequence[RootRecord], default: float) -> float:
     """By how much captures of this store took longer than the model says; ``default`` before the first.
 
-    The median, so that one capture on a busy machine does not scare all others off. Captures of graphs that an earlier
-    run had traced say nothing of those that trace.
+    The median, so that one capture on a busy machine does not scare all others off. Captures from an earlier run's
+    graphs do not count: they do not tell the cost of tracing.
     """
     low, high = _FACTOR_LIMITS
     traced = [

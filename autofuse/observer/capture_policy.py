@@ -32,12 +32,12 @@ _FINAL_IN_EARLIER_RUNS = ("capture_failed", "slower_than_eager", "no_gain")
 
 @dataclass(frozen=True)
 class Budget:
-    """What captures may cost: at any step the run has taken at most ``max_slowdown`` times what eager takes.
+    """The budget of captures: at any step the run has taken at most ``max_slowdown`` times eager's time.
 
-    Let E be what all steps so far would have taken in eager, L what they took longer: captures, and captured steps that
-    lose. P is what the next capture is expected to take, at most m P in truth. It begins only where
-    L + m P <= (s - 1) E. So when it is over, at most s E has passed; later steps take at most s times eager's, for what
-    loses is released.
+    Let E be the time of all steps so far in eager, and L the time lost beyond it: captures, and captured steps that
+    lose. P is the expected time of the next capture, whose true time is at most m P. It begins only where L + m P <= (s
+    - 1) E. So when it is over, at most s E has passed; later steps take at most s times eager's, because losing roots
+      are released.
     """
 
     spent_seconds: float  # E
@@ -45,7 +45,7 @@ class Budget:
     max_slowdown: float  # s
 
     def needed(self, predicted_seconds: float, margin: float) -> float:
-        """What E has to be for one more capture."""
+        """The E that one more capture needs."""
         share = self.max_slowdown - 1.0
         lost = self.lost_seconds + margin * predicted_seconds
         return lost / share if share > 0.0 else float("inf")
@@ -75,7 +75,7 @@ def may_trace_again(spent_seconds: float, predicted_seconds: float, budget: Budg
 
 @dataclass(frozen=True)
 class CaptureFacts:
-    """What is known of a root before its next call. Defaults are those of the settings, and of a root that is new."""
+    """Facts about a root before its next call. The defaults are those of the settings, for a new root."""
 
     spent_seconds: float  # in eager in the root so far, backward included
     predicted_seconds: float | None  # what its capture is expected to take, None while unknown
@@ -101,7 +101,7 @@ class CaptureFacts:
 
     @property
     def was_captured(self) -> bool:
-        """In an earlier run; or one has left a trace, which lost only as long as its kernels were not tuned."""
+        """Whether an earlier run captured it, or has left a trace that lost only because its kernels were not tuned."""
         if self.known is None:
             return False
         lost_untuned = self.has_kept_trace and self.known.reason == UNTUNED and self.known_seconds is not None
@@ -114,7 +114,7 @@ class CaptureFacts:
 
     @property
     def price_seconds(self) -> float:
-        """What the capture is expected to take; 0 while that is unknown."""
+        """The expected seconds of the capture; 0 while unknown."""
         return (self.known_seconds if self.is_price_known else self.predicted_seconds) or 0.0
 
     @property
@@ -123,7 +123,7 @@ class CaptureFacts:
 
     @property
     def reads_trace(self) -> bool:
-        """The capture is to read the trace that an earlier run has left."""
+        """Whether the capture would read an earlier run's trace."""
         return self.was_captured and self.has_kept_trace
 
     @property
@@ -133,7 +133,7 @@ class CaptureFacts:
 
     @property
     def allowance(self) -> Budget:
-        """What this capture may cost."""
+        """The seconds that this capture may cost."""
         if not self.reads_trace:
             return self.budget
         return replace(self.budget, max_slowdown=min(self.budget.max_slowdown, KEPT_SLOWDOWN))
@@ -143,7 +143,7 @@ Rule = Callable[[CaptureFacts], CaptureAdvice | None]
 
 
 def advise_capture(facts: CaptureFacts) -> CaptureAdvice:
-    """Should this root be captured before its next call? The first rule that has something to say decides."""
+    """Should this root be captured before its next call? The first rule that gives advice decides."""
     return next(advice for rule in RULES if (advice := rule(facts)) is not None)
 
 

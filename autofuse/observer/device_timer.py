@@ -115,7 +115,7 @@ class EventTimer:
         return found
 
     def drop(self, stretch: Stretch) -> None:
-        """Nobody will ask for this stretch any more: its events are for others."""
+        """Drop a stretch that is no longer needed: its events can be reused."""
         self._pool[stretch.gpu] += (stretch.start, stretch.stop)
 
     def _switch_off(self, error: Exception) -> None:
@@ -123,7 +123,7 @@ class EventTimer:
 
 
 class LateTimes:
-    """Lengths that the device will tell: asked for in the order in which they were added, told as they become known."""
+    """Lengths that the device has still to measure: polled in the order of adding, reported when they are known."""
 
     def __init__(self, timer: EventTimer) -> None:
         self._timer = timer

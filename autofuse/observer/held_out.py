@@ -69,7 +69,7 @@ class HeldOut:
 class Confirmation:
     """When more calls are held out: after the kernels in use have changed, until enough pairs tell what that gained.
 
-    A loser would else stay for hundreds of calls, and a short run would end without a measured gain. A few times a
+    Otherwise a loser would stay for hundreds of calls, and a short run would end without a measured gain. A few times a
     root, so that plans which never stop changing do not keep it on eager; where the pairs leave it open, ``extensions``
     times as many follow, since twelve find a loss of 5 % on a machine that scatters by 10 % in half of the cases only.
     """
@@ -113,7 +113,7 @@ class Confirmation:
 
 
 class Held(Enum):
-    """What a call is for."""
+    """The purpose of a call."""
 
     NO = "no"  # the captured graph
     COLD = "cold"  # the original module, not to be compared: caches and branch predictors are full of the graph's code

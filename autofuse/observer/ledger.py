@@ -39,7 +39,7 @@ class EagerStep:
 
 
 class EagerTimes:
-    """What steps of each size take in eager."""
+    """Eager's times of steps, by size."""
 
     def __init__(self) -> None:
         self._steps = deque[EagerStep](maxlen=_KEPT)
@@ -185,7 +185,7 @@ class Ledger:
         self._slow, self.is_open = 0.0, False
 
     def lost(self) -> dict[str, float]:
-        """Seconds by cause so far, the open step's own share too."""
+        """Seconds by cause so far, including the open step's share."""
         found = {cause: self._lost[cause] + self._noted[cause] for cause in CAUSES}
         found["slow steps"] += max(self._slow, 0.0)
         return found

@@ -161,7 +161,7 @@ class Observer:
             known.seconds.append(seconds)
 
     def decide(self, root: str) -> None:
-        """The root is captured or stays eager for good: sampling it has no more use."""
+        """The root is captured or stays eager for good: stop sampling it."""
         with self._lock:
             self._sampler.decide(root)
             self.end_step(root)
@@ -186,7 +186,7 @@ class Observer:
             known.seconds.clear()
 
     def stop(self) -> None:
-        """End the observation; what was learnt stays readable."""
+        """End the observation; its results stay readable."""
         if self._stopped:
             return
         self._stopped = True

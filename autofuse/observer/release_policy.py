@@ -19,7 +19,7 @@ _KEPT = 64  # the last pairs of a magnitude
 
 
 class Loss(NamedTuple):
-    """Sizes that stay in eager from now on, and why."""
+    """Sizes that stay in eager from now on, with the reason."""
 
     reason: str  # see ``advise_release``
     gain: float  # eager's time over the captured graph's, median
@@ -88,7 +88,7 @@ class ReleasePolicy:
         self._ratios.setdefault(magnitude(elements), deque(maxlen=_KEPT)).append(ratio)
 
     def clear(self) -> None:
-        """The kernels changed: what was measured is of no use. What lost stays lost."""
+        """The kernels changed: discard the measurements. Lost sizes stay lost."""
         self._ratios.clear()
 
     def ratios(self, elements: int) -> Sequence[float]:

@@ -76,7 +76,7 @@ def classify(kind_of: type) -> Kind:
 
 
 def has_plain_call(kind_of: type) -> bool:
-    """Whether a call of a module is what it is by torch; a script may replace it at any time."""
+    """Whether calls of the module are torch's own ``__call__``; a script may replace it at any time."""
     return getattr(kind_of, "__call__", None) is _MODULE_CALL  # noqa: B004
 
 
@@ -284,7 +284,7 @@ def _called(frame: types.FrameType, module: Any) -> Any:
 
 
 def _belongs_elsewhere() -> bool:
-    """Is a call made now part of what someone else does: traces, transforms, runs a backward pass?"""
+    """Whether a call made now belongs to another tool: a trace, a transform, a backward pass."""
     return (
         get_eval_frame_callback() is not None  # in a region that torch.compile runs
         or _current_graph_task_id() != -1  # in backward: a recomputation, or a hook

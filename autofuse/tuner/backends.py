@@ -142,7 +142,7 @@ class TritonBackend(_TritonText):
 
 def _assumptions(source: TritonSource, sizes: Iterable[Sizes], is_final: bool) -> tuple[Assumptions, ...]:
     found = [natural_assumptions(source.symbols, values) for values in sizes]
-    if is_final:  # sizes of the bucket that nobody has seen yet, and slices of larger tensors
+    if is_final:  # sizes of the bucket that have not occurred yet, and slices of larger tensors
         found += [Assumptions(is_aligned=True), NOTHING_ASSUMED]
     return tuple(dict.fromkeys(found))
 

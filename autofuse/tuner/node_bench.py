@@ -75,7 +75,7 @@ class Cores:
         return threads
 
     def _free_cores(self) -> float:
-        """How many cores' time nobody else takes just now."""
+        """The number of cores that are idle just now."""
         began, others = perf_counter(), busy_seconds() - process_time()
         sleep(LOOK_SECONDS)
         others = busy_seconds() - process_time() - others

@@ -25,12 +25,12 @@ TunePart = Callable[[NodeForm, str, tuple[Dim, ...]], KernelRecord | None]  # fo
 
 
 def _has_products(strategy: Strategy) -> bool:
-    """Whether one of its parts is a generated product, or on a GPU an attention."""
+    """Whether one of its parts is a generated matmul, or on a GPU an attention."""
     return any(part.printer != LOOP for part in strategy.parts)
 
 
 class StrategyBenchmarks(NodeBenchmarks):
-    """Programs of several kernels and vendor's calls as candidates for one node."""
+    """Programs of several kernels and library calls as candidates for one node."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ ULPS_FLOAT64 = 64.0  # there eager is its own reference, so its error counts as 
 TIMES_EAGER = 2.0
 GUARD_BYTES = 256
 GUARD = 0xA5
-PASSED, REFUSED = 10, 8  # draws that decide where the first was refused, which is one of them
+PASSED, REFUSED = 10, 8  # samples that decide where the first was refused, including it
 FAR = 16.0  # times the bound: no luck (7 was the most in 20,000 draws of attentions of 2 to 48 keys)
 _SEED = 20_240_229
 REFERENCE_BYTES = 256 << 20  # references kept for the next candidate
@@ -232,7 +232,7 @@ def _check_strides(index: int, found: torch.Tensor, strides: Sequence[int]) -> N
 
 
 def _begin_drawing(device: torch.device | None) -> None:
-    """Eager and a candidate that draws random numbers begin with the same ones."""
+    """Eager and a candidate that uses random numbers begin with the same generator state."""
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(_SEED)
 

@@ -104,7 +104,7 @@ INCLUDES = """#include <stdint.h>
 
 
 def _driver(kernel: LoopKernel, body: Body) -> str:
-    """Thread count, scratch memory, the parallel region, and what follows it."""
+    """Thread count, scratch memory, the parallel region, and the code after it."""
     threads_at = len(kernel.symbols)
     parallel = body.parallel
     lines = [

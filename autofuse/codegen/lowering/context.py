@@ -72,7 +72,7 @@ class Context:
         self._operations = {op.name: op for op in form.operations}
         self._canonical: dict[ValueRef, Index] = {}
         self._values: dict[_Reading, Val] = {}
-        # A reduction runs over all units of what is put together; then so do the stores.
+        # A reduction runs over all units of a concatenation; then so do the stores.
         self._unrolls = not any(
             info(op.target).kind in _REDUCES and op.short_name not in _ELEMENT_BY_ELEMENT for op in form.operations
         )
@@ -181,7 +181,7 @@ class Context:
             self.operand(ValueRef(op.name), self.canonical(ValueRef(op.name)))
 
     def _stores(self, number: int, ref: ValueRef) -> Iterator[tuple[Val, AtomAccess]]:
-        """The store of an output, or one for each unit of a tensor that is put together from several."""
+        """The store of an output, or one for each unit of a concatenated tensor."""
         index, spec = self.canonical(ref), self.spec(ref)
         if ref.name in self._operations and info(self._operations[ref.name].target).kind is OpKind.PART:
             raise LoweringError("window", "expected an output with memory of its own, found a part of another tensor")

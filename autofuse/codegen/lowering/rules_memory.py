@@ -29,7 +29,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, divide
 
-MOST_UNITS = 8  # stores of an output that is put together
+MOST_UNITS = 8  # stores of a concatenated output
 _LAST = 2**62  # an end from here on means "to the end"
 
 
@@ -68,7 +68,7 @@ def _result(cx: Context, op: Operation, value: Val, source: str) -> Val:
     return value if source == to else cx.builder.round_to(cx.builder.cast(value, to), to)
 
 
-# ---- units: a dim as a few equal pieces -----------------------------------------------------------------
+# ---- units: a dim as a few equal parts ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def _batch_norm_inference(cx: Context, op: Operation, output: int, index: Index)
     eps = op.args[6]
     if output > 0:
         raise LoweringError("empty", "expected only the first output of inference batch norm, found the empty ones")
-    # One product and one sum an element, as eager computes it, NaN and Inf of the parameters included.
+    # One multiplication and one addition per element, as eager computes it, NaN and Inf of the parameters included.
     b, to, channel = cx.builder, _wide(op.outputs[0].dtype), (index[1],)
     scale = b.apply("rsqrt", b.add(b.cast(cx.operand(var, channel), to), eps))
     if weight is not None:

@@ -39,7 +39,7 @@ class _Axis:
     dilation: int
 
     def start(self, step: int) -> int:
-        """Where the first window's element lies; before 0 in the padding."""
+        """The index of the first element of the window; negative in the padding."""
         return step * self.dilation - self.padding
 
     def word(self, index: Index, step: int) -> Word:

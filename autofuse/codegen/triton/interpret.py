@@ -165,7 +165,7 @@ def _mend_interpreter() -> None:
 
 
 def _from_bfloat16(handle: Any) -> Any:
-    """The operand of a product: the interpreter would multiply the bits of bfloat16 values as integers."""
+    """The operand of a matmul: the interpreter would multiply the bits of bfloat16 values as integers."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 

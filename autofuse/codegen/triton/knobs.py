@@ -78,7 +78,7 @@ class _Space:
         return knobs
 
     def _nests(self) -> list[Knob]:
-        """Nests side by side: a tile has as many elements in each, in a shape of its own."""
+        """Horizontal fusion: a tile has the same number of elements in each nest, in a shape of its own."""
         spaces = (self, *self.beside)
         tiles = _powers(256, min(4096, max(_power(space.rows * space.cols) for space in spaces)))
         knobs = [Knob("TILE", tiles, min(tiles[-1], 1024), "elements of a tile"), _warps(min(tiles[-1], 1024) // 256)]

@@ -136,7 +136,7 @@ class TritonScalars(ScalarPrinter):
 
 
 def load_text(pointer: str, memory: str, mask: str, policy: str = "") -> str:
-    """A load in the compute dtype of what lies in memory."""
+    """A load from memory, converted to the compute dtype."""
     extra = (f", mask={mask}, other=0" if mask else "") + (f', eviction_policy="{policy}"' if policy else "")
     text = f"tl.load({pointer}{extra})"
     if memory in ("float16", "bfloat16"):
@@ -228,8 +228,8 @@ _LIMITS = {
     "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255), "bool": (0, 1),
 }  # fmt: skip
 
-# One number of Philox4x32-10 for the element at a place, as eager's dropout draws it (see codegen/philox.py). The last
-# line is exact but for its sum: a product with a power of two does not round.
+# One number of Philox4x32-10 for the element at a place, as eager's dropout samples it (see codegen/philox.py). The
+# last line is exact except for its sum: multiplication by a power of two does not round.
 _UNIFORM = """@triton.jit
 def af_uniform(place, rng_seed, rng_offset, rng_threads, rng_vec, rng_draws):
     chunk = place // rng_vec

@@ -107,7 +107,7 @@ class SharedProgram(NestProgram):
         return lines
 
     def _finish_alone(self, hoisted: set[int]) -> list[str]:
-        """One share does it all: results, what follows from them, and the outputs."""
+        """With one share: results, the values that depend on them, and the outputs."""
         lines = []
         for n in self.spread.sinks:
             reducer = self.tile.reducer(n)

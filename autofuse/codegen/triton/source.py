@@ -151,7 +151,7 @@ class ResolvedCall:
 
 
 def resolve(source: TritonSource, values: Mapping[str, int], state: RandomState | None = None) -> ResolvedCall:
-    """The launches for these values of the node's symbols, and this state of the generator if the node draws.
+    """The launches for these values of the node's symbols, and this generator state if the node samples.
 
     Raises ShapeError where the kernels are not made for these sizes: a row longer than its block, more elements than
     32-bit indices reach; and for a node that draws without a state. A call whose outputs are all empty needs no launch

@@ -29,7 +29,7 @@ def spec_of(form: NodeForm, ref: object) -> TensorSpec:
 
 
 def pointer_of(form: NodeForm, ref: ValueRef) -> int:
-    """Which pointer a value is. Raises LoweringError where it is no input as it lies."""
+    """The number of a value's pointer. Raises LoweringError where it is not an input with its own strides."""
     source = context_of(form).aliased_input(ref)
     if source is None:
         raise LoweringError("operand", f"expected an input, found {ref.name}")

@@ -42,7 +42,7 @@ from autofuse.ir.shape import Dim, contiguous_strides
 
 DEEPEST = 224  # products of a sum before it is added to the result: a panel of them stays in the nearest cache
 MOST_TAPS = 512
-# Tiles of one vector, for few channels; the others are those of products.
+# Tiles of one vector, for few channels; the others are those of matmuls.
 NARROW: dict[int, tuple[str, ...]] = {
     512: ("28x1x512", "14x1x512", "14x1x256"),
     256: ("12x1x256", "12x1x128"),
@@ -63,7 +63,7 @@ class Convolution:
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
-    is_weight_last: bool  # the channels of a tap lie side by side, not the taps of a channel
+    is_weight_last: bool  # the channels of a tap are contiguous, not the taps of a channel
 
     @property
     def taps(self) -> int:
@@ -84,7 +84,7 @@ class Convolution:
 
 @functools.lru_cache(maxsize=256)
 def plan_convolution(form: NodeForm) -> Convolution:
-    """The convolution that a node is. Raises LoweringError where it is none, or one that a vendor has to do."""
+    """The convolution of a node. Raises LoweringError where it has none, or one that only a library can run."""
     op = form.operations[0]
     if len(form.operations) != 1 or op.target != CONVOLUTION or form.outputs != (ValueRef(op.name),):
         raise LoweringError("anchor", f"expected one convolution and nothing else, found {len(form.operations)}")

@@ -42,7 +42,7 @@ TILES: dict[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """One product as a node: where its operands lie, and its sizes."""
+    """A node of one matmul: its operands' strides, and its sizes."""
 
     left: Operand
     right: Operand
@@ -55,7 +55,7 @@ class MatmulPlan:
 
 @functools.lru_cache(maxsize=256)
 def plan_c_matmul(form: NodeForm) -> MatmulPlan:
-    """The product that a node is. Raises LoweringError where it is none, or more."""
+    """The matmul of a node. Raises LoweringError where the node is not exactly one matmul."""
     found = [op for op in form.operations if op.target in ANCHORS]
     if len(found) != 1 or form.outputs != (ValueRef(found[0].name),):
         raise LoweringError("anchor", f"expected one product of matrices and no other result, found {len(found)}")
@@ -107,7 +107,7 @@ def _is_dense(right: Operand) -> bool:
 
 
 def print_c_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
-    """The C text of a product. Raises LoweringError where a size has no exact C form."""
+    """The C text of a matmul. Raises LoweringError where a size has no exact C form."""
     made, known = plan_c_matmul(form), constants or {}
     knobs = {**dict(default_config(c_matmul_knobs(form))), **dict(config)}
     tile_rows, vectors, bits = tile_of(make_config(knobs))
@@ -175,7 +175,7 @@ _COPIED = """
     else for (int64_t n = 0; n < AF_COLS; ++n) to[n] = n < cols ? from[n * AF_RIGHT_COL] : 0.0f;
   }"""
 
-# In registers: element by element it took 4 % of a product of 400 rows.
+# In registers: element by element it took 4 % of a matmul of 400 rows.
 _TRANSPOSED = """
   af_turn(panel, AF_COLS, b, AF_RIGHT_COL, depth, cols);
   for (int64_t k = 0; k < depth; ++k)
@@ -211,7 +211,7 @@ STORE = """  if (cols == AF_COLS) {
       c[i * AF_N + n] = edge[i][n] + (!is_first ? c[i * AF_N + n] : bias != NULL ? bias[n] : 0.0f);
 """
 
-# How the rows of a product are shared out, `parts` of `rows` each for every panel of AF_COLS columns.
+# How the rows of a matmul are divided among threads, `parts` of `rows` each for every panel of AF_COLS columns.
 SHARE = """  if (threads < 1 || AF_BATCH * m * n * k < AF_SERIAL_BELOW) threads = 1;
   /* Few rows a task, where threads would wait for each other else; not more than fit the caches. */
   int64_t parts = (AF_TASKS * threads + AF_BATCH * panels - 1) / (AF_BATCH * panels);

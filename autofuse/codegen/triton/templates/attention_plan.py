@@ -27,8 +27,8 @@ SAME_PLACE = frozenset(["view", "_unsafe_view", "reshape", "expand", "alias", "c
 class Attention:
     """Attention, and what is done to its scores and to its result."""
 
-    scores: Epilogue  # what follows the first product; its only output is what the softmax reads
-    result: Epilogue  # what follows the second product
+    scores: Epilogue  # the first matmul's epilogue; its only output is the softmax's input
+    result: Epilogue  # the second matmul's epilogue
     query: Operand  # [rows, depth]
     key: Operand  # [depth, keys]
     value: Operand  # [keys, width]
@@ -93,7 +93,7 @@ def plan_attention(form: NodeForm) -> Attention:
 
 
 def _chain(form: NodeForm, by_name: dict[str, Operation]) -> tuple[Operation, Operation, Operation]:
-    """The softmax, the product before it and the one after it."""
+    """The softmax, the matmul before it and the one after it."""
     softmaxes = [op for op in form.operations if op.target == "aten._softmax.default"]
     products = [op for op in form.operations if op.target in ANCHORS]
     if len(softmaxes) != 1 or len(products) != 2:
@@ -125,7 +125,7 @@ def _chain(form: NodeForm, by_name: dict[str, Operation]) -> tuple[Operation, Op
 
 
 def _check_place(form: NodeForm, scores: Epilogue, ref: ValueRef, first: Operation) -> None:
-    """The softmax must see the scores in the order in which the product makes them."""
+    """The softmax must read the scores in the order in which the matmul makes them."""
     shape, made = form.spec(ref).shape.dims, first.outputs[0].shape.dims
     loads = [v.attr for v in scores.kernel.values if isinstance(v.attr, Access) and v.attr.param == scores.product]
     written = [replace(store.access, param=scores.product) for store in scores.kernel.stores]

@@ -18,21 +18,21 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, ValueRef
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-PRODUCT = "product"  # the name of the product where what it is scaled and added to has the operation's own
+PRODUCT = "product"  # the name of the bare matmul where the scaled sum has the operation's name
 _VIEWS = frozenset(["view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "_unsafe_view"])
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows a product."""
+    """The epilogue of a matmul."""
 
     kernel: LoopKernel  # for each element
-    product: int  # the parameter of the kernel that stands for the product
-    dims: tuple[tuple[int, ...], ...]  # of the kernel: batch, rows, columns of the product
+    product: int  # the kernel's parameter for the matmul's result
+    dims: tuple[tuple[int, ...], ...]  # of the kernel: batch, rows, columns of the matmul's result
 
 
 def follow(form: NodeForm, anchor: Operation, name: str) -> Epilogue:
-    """All between a product and the node's outputs. Raises LoweringError where an element needs another one."""
+    """All operations from a matmul to the node's outputs. Raises LoweringError where an element needs another one."""
     _, _, bias = ANCHORS[anchor.target]
     scaling = _scaling(anchor, None if bias is None else anchor.args[bias])
     product = ValueRef(PRODUCT if scaling else anchor.name)

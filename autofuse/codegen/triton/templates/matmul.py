@@ -37,7 +37,7 @@ def print_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] | 
 
 
 class MatmulProgram(Program):
-    """One product and what follows it, as one kernel."""
+    """One matmul and its epilogue, as one kernel."""
 
     def __init__(self, kernel: LoopKernel, plan: Matmul, config: Config, constants: Mapping[str, int]) -> None:
         """``kernel`` has the name, the tensors and the symbols of the node."""

@@ -71,7 +71,7 @@ def _first_tile(plan: Matmul, values: Sizes) -> tuple[int, int]:
 
 
 def _first_warps(plan: Matmul, size: int) -> int:
-    """By the elements of a tile that a thread can hold beside what follows; loads at odd addresses take most.
+    """By the elements of a tile that a thread can hold besides the epilogue; unaligned loads take most.
 
     With twice as many, what reads whole tiles spills on sm_80 and sm_90 (Triton 3.7.1).
     """

@@ -19,7 +19,7 @@ from autofuse.ir.shape import Dim
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product and what follows it."""
+    """A matmul and its epilogue."""
 
     rest: Epilogue
     left: Operand
@@ -39,7 +39,7 @@ class Matmul:
 
 @functools.lru_cache(maxsize=256)
 def plan_matmul(form: NodeForm) -> Matmul:
-    """The product of a node and what follows it. Raises LoweringError where it has no such form."""
+    """The matmul of a node and its epilogue. Raises LoweringError where it has no such form."""
     anchor = _anchor(form)
     left, right, _ = ANCHORS[anchor.target]
     spec = anchor.outputs[0]

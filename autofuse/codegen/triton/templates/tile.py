@@ -20,12 +20,12 @@ from autofuse.ir.shape import Dim, SymbolicShape, free_symbols, product
 
 
 class Tile:
-    """What follows one product, at the places of a tile of it."""
+    """The epilogue of one matmul, at the elements of a tile."""
 
     def __init__(self, following: Epilogue, block: tuple[int, int], knobs: Knobs, constants: Mapping[str, int]) -> None:
         """``block``: rows and columns of the tile."""
         self.batch_dims, rows, cols = following.dims
-        # A batch is one place for all of a program: to what follows it is neither a row nor a column.
+        # A batch is constant within a program: for the epilogue it is neither a row nor a column.
         outer = {d: "b" if len(self.batch_dims) == 1 else f"b{d}" for d in self.batch_dims}
         kernel = dataclasses.replace(following.kernel, rows=rows, cols=cols)
         self.kernel = kernel
@@ -34,7 +34,7 @@ class Tile:
     # ---- lines
 
     def alone(self) -> list[str]:
-        """Where the result has one row or one column, what follows knows none."""
+        """Where the result has one row or one column, the epilogue has no such dim."""
         lines = []
         if not self.kernel.rows:
             lines.append("acc = tl.sum(tl.where(row_mask, acc, 0.0), axis=0, keep_dims=True)")
