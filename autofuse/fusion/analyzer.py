@@ -210,7 +210,7 @@ class FusionCandidateAnalyzer:
         self._join(growth, merged, own)
 
     def _join_wholes(self, growth: Growth) -> None:
-        """Join what is cut into parts with the one cluster that reads all of them: none of its readers alone could."""
+        """Join a split with the single cluster that reads all its parts: a part's reader alone could not join it."""
         graph, home = growth.graph, growth.home
         for op in graph.operations:
             own = home.get(op.name)
@@ -314,7 +314,7 @@ class FusionCandidateAnalyzer:
         return self.lowerable(node.form) if self.lowerable else None
 
     def _is_sound(self, node: FusionNode) -> bool:
-        """Whether operations read what is there, share their loops, and keep the shapes that they promise to keep."""
+        """Whether operations read existing values, share their loops, and keep the shapes that they promise to keep."""
         keeping = [op for op in node.kernels if self.is_shape_preserving(op)]
         return node.validate_fusion() and all(_has_shape_of_inputs(node, op) for op in keeping)
 

@@ -105,7 +105,7 @@ class FusionEngine:
         return list(applied.nodes)
 
     def cover(self, groups: Sequence[Collection[str]]) -> list[Refusal]:
-        """Refuse the last graph's patterns whose operators none of these groups takes in; returns the refusals."""
+        """Refuse the last graph's patterns whose operators are in none of these groups; returns the refusals."""
         asked, self._for_groups = self._for_groups, []
         patterns = {pattern.name: pattern for pattern in self.patterns}
         refused = []

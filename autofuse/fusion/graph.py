@@ -144,7 +144,7 @@ class FusionGraph:
         return True
 
     def optimize(self, engine: Fuses, apart: Sequence[Collection[str]] = ()) -> list[FusionNode]:
-        """The nodes that an engine makes of the graph, in program order; what is in none runs as eager runs it.
+        """The nodes that an engine makes of the graph, in program order; other operations run as in eager.
 
         No node holds operations of a set of ``apart`` beside others. The graph itself stays as it is.
         """
@@ -186,7 +186,7 @@ class FusionGraph:
         return [self.by_name[name] for name in names if name in self.by_name]
 
     def has_single_consumer(self, op: Operation) -> bool:
-        """Whether exactly one operation reads the values of ``op`` and none of them leaves the graph."""
+        """Whether exactly one operation reads the values of ``op`` and none of them is a graph output."""
         return len(self.consumers[op.name]) == 1 and all(o.name != op.name for o in self.outputs)
 
     def size(self, dim: Dim, default: int = 64) -> int:

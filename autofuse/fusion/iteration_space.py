@@ -24,7 +24,7 @@ class IterationSpace:
     """Iteration space of one operation."""
 
     numel: Dim  # elements iterated over
-    rows: Dim | None  # elements kept when columns are reduced; None: no split asked for
+    rows: Dim | None  # elements kept when columns are reduced; None: no split requested
     levels: tuple[Level, ...]  # per output
     general: tuple[object, ...] = ()  # not empty: an unusual reduction that only matches itself
     parts: tuple[Dim, ...] = ()  # elements of operands that are read at other places: a piece, or a whole that is cut

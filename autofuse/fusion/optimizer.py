@@ -60,7 +60,7 @@ class FusionOptimizer:
         self._patterns[pattern.name] = None
 
     def reset(self) -> None:
-        """Leave everything to the settings again, and begin the sums anew. Patterns stay registered."""
+        """Leave everything to the settings again, and reset the sums. Patterns stay registered."""
         self._values, self._patterns = {}, {}
         with self._lock:
             self._stats = FusionStats()

@@ -15,7 +15,7 @@ from autofuse.fusion.patterns import FusionPattern, add_pattern
 from autofuse.settings.layers import read_toml
 
 EXAMPLE = '[[pattern]] name = "scaled_relu" ops = ["mul", "add", "relu"]'
-# Key -> what is expected, and how to recognise it; the first two must be there.
+# Key -> the expected value, and a test for it; the first two keys are required.
 KEYS: dict[str, tuple[str, type]] = {
     "name": ("a text", str),
     "ops": ("a list of operators' names", list),

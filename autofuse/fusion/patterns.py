@@ -137,7 +137,7 @@ def register_pattern(pattern: FusionPattern, priority: int | None = None) -> Non
 
 
 def registered_patterns() -> list[FusionPattern]:
-    """What `register_pattern` keeps: the list itself, so that whoever holds it sees what comes later."""
+    """The list of registered patterns itself, so that its holders see later registrations."""
     return _registered
 
 

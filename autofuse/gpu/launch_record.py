@@ -55,7 +55,9 @@ class LaunchRecord:
     pointers: int  # inputs, outputs and scratch
     scratch: tuple[tuple[str, int], ...]  # (dtype, elements)
     words: array[int]
-    draws: tuple[tuple[int, int], ...] = ()  # (word, field of RANDOM): what each call of a node that draws sets anew
+    draws: tuple[
+        tuple[int, int], ...
+    ] = ()  # (word, field of RANDOM): what each call of a node with random numbers sets
 
     @property
     def address(self) -> int:

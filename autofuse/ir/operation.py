@@ -210,7 +210,7 @@ class NodeForm:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeForm:
-        """Raises FusionError and ShapeError for what is no node."""
+        """Raises FusionError and ShapeError for data that is no node."""
         found = cls(
             inputs=tuple(NodeInput(stored_name(name), TensorSpec.from_json(spec)) for name, spec in data["inputs"]),
             operations=tuple(Operation.from_json(op) for op in data["operations"]),
@@ -221,7 +221,7 @@ class NodeForm:
         return found
 
     def _check_refs(self) -> None:
-        """What is read must be there: in generated code any other name would be somebody else's."""
+        """Check that all read values exist: in generated code another name could belong to something else."""
         counts = {item.name: 1 for item in self.inputs}
         for reads, name, count in [
             *((op.inputs, op.name, len(op.outputs)) for op in self.operations),

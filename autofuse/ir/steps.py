@@ -16,7 +16,7 @@ THINNED_WITHIN = 8  # of a neighbourhood's routed steps one in so many stays: PA
 
 
 def is_close(elements: int, other: int) -> bool:
-    """Whether inputs with so many elements cost about as much; 0 stands for sizes that nobody noted."""
+    """Whether inputs with so many elements cost about as much; 0 stands for unrecorded sizes."""
     return max(elements, other) <= MAX_SIZE_RATIO * min(elements, other)
 
 

@@ -69,7 +69,7 @@ def resolve(settings: Settings, workload: str, device_key: str, trials: Trials |
         return settings
     found: Sequence[SettingTrial] = ()
     if settings.run.store.exists():
-        with contextlib.suppress(StoreError):  # the session opens the store too, and says what is wrong with it
+        with contextlib.suppress(StoreError):  # the session opens the store too, and reports its error
             found = (trials or partial(_trials, settings.run.store))(device_key)
     decision = latest_decision(found, workload) or "off"
     return settings.with_values({MALLOC: decision}, origin="measured" if decision == "on" else "not measured to win")

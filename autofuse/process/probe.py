@@ -38,7 +38,7 @@ class StepGate:
         except OSError:
             more = b""
         if not more:
-            # The script has done what was asked of it; it is not to go on for hours, nor to save its model.
+            # The script has done the requested steps; it must not go on for hours, nor save its model.
             os._exit(0)
         self._start = self._now()
 

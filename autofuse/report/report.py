@@ -38,7 +38,7 @@ class Totals:
     speedup: Speedup = field(default_factory=Speedup)  # hot signatures against held-out eager steps
     routed_steps: int = 0  # timed steps with fused kernels, warm-up not counted
     held_out_steps: int = 0  # timed eager steps, warm-up not counted
-    tuning_seconds: float = 0.0  # spent on what this run asked for
+    tuning_seconds: float = 0.0  # spent on this run's requests
     capture_seconds: float = 0.0
     seconds_saved: float | None = None
     break_even_step: int | None = None
@@ -86,7 +86,7 @@ class RefusalLine:
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """The most that a step's tensors took above what was held when the step began."""
+    """The peak of a step's tensors above the memory held when the step began."""
 
     root: str
     name: str
@@ -115,8 +115,8 @@ class Report:
     refusals: tuple[RefusalLine, ...] = ()  # most frequent first
     events: tuple[EventRow, ...] = ()
     steps: tuple[StepRow, ...] = ()
-    queue: QueueStatus = field(default_factory=QueueStatus)  # of what this run asked for
-    memory: tuple[MemoryLine, ...] = ()  # one of each root, of its largest input measured; empty: not asked for
+    queue: QueueStatus = field(default_factory=QueueStatus)  # of this run's requests
+    memory: tuple[MemoryLine, ...] = ()  # one of each root, of its largest measured input; empty: not requested
 
 
 def load_report(store: Store, run_id: int | None = None) -> Report:

@@ -168,7 +168,7 @@ _FLAGS = re.compile(r"(True|False), (True|False)\)$")
 
 
 def signature(text: str) -> str:
-    """The shapes of a call's arguments, ``4×128 4×128``, with what is not plain training said behind them.
+    """The shapes of a call's arguments, ``4×128 4×128``, followed by what differs from plain training.
 
     ``4×*`` stands for all sizes that the row does not tell apart.
     """

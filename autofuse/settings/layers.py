@@ -42,7 +42,7 @@ from autofuse.settings.groups import (
 PROFILE_FOLDER = Path(__file__).with_name("profiles")
 PROJECT_FILE = "autofuse.toml"
 _IS_GONE = "is a setting of an earlier version and does nothing; remove it"
-OWN_CHOICE = ("run.cc", "run.store")  # what is run and what is trusted is no project's to say
+OWN_CHOICE = ("run.cc", "run.store")  # a project must not choose which programs run and which store is trusted
 
 
 def as_text(value: Any) -> str:

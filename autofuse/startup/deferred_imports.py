@@ -45,7 +45,7 @@ def import_now_for(folder: str) -> None:
     if not names:
         return
     for name in (*_MODULES, *(_WITH_A_STORE if "autofuse.db.store" in sys.modules else ())):
-        with contextlib.suppress(Exception), untouched():  # whoever needs it meets the error again, and says it
+        with contextlib.suppress(Exception), untouched():  # its user meets the error again, and reports it
             importlib.import_module(name)
     for loaded in [n for n in sys.modules if n.partition(".")[0] in names]:
         del sys.modules[loaded]

@@ -24,7 +24,7 @@ def paused() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Let no collection look at objects that exist by now; those that the script makes are collected as ever.
+    """Exempt existing objects from collections; objects that the script makes are collected as usual.
 
     ``gc.get_objects`` and ``gc.get_referrers`` do not list them from then on; ``gc.unfreeze()`` undoes it.
     """

@@ -161,7 +161,7 @@ def _prepare_script(name: str) -> _Prepared:
     else:
         loader = importlib.machinery.SourceFileLoader("__main__", path)
         # Bytes, so that compile() honours the encoding cookie and a byte order mark.
-        with io.FileIO(path) as file:  # which python -W error tells of where nobody closes it
+        with io.FileIO(path) as file:  # closed, because python -W error reports open files
             code = compile(file.readall(), path, "exec", dont_inherit=True)
     attributes = {"__file__": path, "__cached__": None, "__loader__": loader, "__package__": None, "__spec__": None}
     return _Prepared(code, attributes, name)
