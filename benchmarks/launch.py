@@ -179,7 +179,7 @@ def case(machine: Machine, rows: int, function: Callable[..., Any], rounds: int)
     record: LaunchRecord = fused.record  # type: ignore[attr-defined]
     through_ctypes = launcher.CtypesLaunch(record)
     slow = make_device_launcher(form, loaded, (), calls=machine.calls, launch=through_ctypes)
-    plan = router._miss(())
+    plan = router.plan_for(())
     plan.calls = (fused,)
     memory = _memory(machine, form, record)
     pointers = (a.data_ptr(), b.data_ptr(), *(t.data_ptr() for t in memory()))

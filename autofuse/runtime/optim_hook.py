@@ -43,7 +43,7 @@ class OptimizerHook:
         self._kernels = kernels
         self._wait_for = wait_for
         self._originals: dict[str, Callable[..., None]] = {}
-        self._spent = 0.0  # seconds in torch's own steps, while there is no router
+        self.spent_seconds = 0.0  # seconds in torch's own steps, while there is no router
         self._failed = False
         self.router: OptimizerRouter | None = None
 
@@ -85,7 +85,7 @@ class OptimizerHook:
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self._spent += perf_counter() - began
+                    self.spent_seconds += perf_counter() - began
             try:
                 bound = signature.bind(*args, **kwargs)
                 bound.apply_defaults()
@@ -101,7 +101,7 @@ class OptimizerHook:
         context = self._context
         if self._failed or not context.store_thread.usable:  # a forked child cannot read decisions
             return False
-        if self._kernels.is_loaded or context.mode == "wait" or self._spent >= RENT * IMPORT_SECONDS:
+        if self._kernels.is_loaded or context.mode == "wait" or self.spent_seconds >= RENT * IMPORT_SECONDS:
             return True
         params = args[0] if args else kwargs.get("params")
         return isinstance(params, list) and bool(params) and getattr(params[0], "is_cuda", False)

@@ -59,13 +59,13 @@ class OptimizerRouter:
         self._context = context
         self._kernels = kernels
         self._wait_for = wait_for
-        self._groups: dict[tuple[Any, ...], Group] = {}
+        self.groups: dict[tuple[Any, ...], Group] = {}
         self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused steps, of evicted groups
 
     def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
         """Make the step; False where torch must make it."""
         try:
-            group = self._group(algorithm, arguments)
+            group = self.group_of(algorithm, arguments)
         except Exception as error:
             self._context.report_fallback("optimizer_unknown", "an optimizer's step stays torch's own", error)
             return False
@@ -73,7 +73,7 @@ class OptimizerRouter:
 
     # ---- one step ------------------------------------------------------------------------------------
 
-    def _group(self, algorithm: str, arguments: Mapping[str, Any]) -> Group | None:
+    def group_of(self, algorithm: str, arguments: Mapping[str, Any]) -> Group | None:
         """The group of these arguments; None for a step that is left to torch."""
         params = arguments["params"]
         if not params or any(_is_given(arguments.get(name)) for name in UNUSUAL):
@@ -83,7 +83,7 @@ class OptimizerRouter:
         # Threads that train one model have gradients of their own, so they need tables of their own.
         ends = params[0].data_ptr(), params[-1].data_ptr()
         key = (algorithm, flags, asked, len(params), ends, threading.get_ident())
-        group = self._groups.get(key)
+        group = self.groups.get(key)
         if group is None:
             device = params[0].device
             if device.type not in DEVICES:
@@ -96,10 +96,10 @@ class OptimizerRouter:
             sizes = tuple(p.numel() for p in params)
             form = StepForm(algorithm, flags, dtype, sizes, asked, device.type, counters)
             self._kernels.use_device(device)
-            known = next((g for g in self._groups.values() if g.form == form and g.device == device), None)
-            if len(self._groups) >= MOST_GROUPS:
+            known = next((g for g in self.groups.values() if g.form == form and g.device == device), None)
+            if len(self.groups) >= MOST_GROUPS:
                 self._let_oldest_go()
-            group = self._groups[key] = Group(form, device)
+            group = self.groups[key] = Group(form, device)
             if any(p.device != device for p in params):
                 self._leave(group, f"expected all parameters on {device}, found some elsewhere")
             if known is not None:
@@ -107,7 +107,7 @@ class OptimizerRouter:
         return group
 
     def _let_oldest_go(self) -> None:
-        oldest = self._groups.pop(next(iter(self._groups)))
+        oldest = self.groups.pop(next(iter(self.groups)))
         steps, fused = self._let_go.get(oldest.form, (0, 0))
         self._let_go[oldest.form] = steps + oldest.steps, fused + oldest.fused_steps
 
@@ -180,7 +180,7 @@ class OptimizerRouter:
         """Hot steps without a decision that have not been requested."""
         context, kernels = self._context, self._kernels
         found: dict[str, TuneRequest] = {}
-        for group in list(self._groups.values()):
+        for group in list(self.groups.values()):
             place = kernels.tunable(group.device)
             hot = group.steps >= STEPS_BEFORE_TUNING.get(context.mode, 1)
             if place is None or group.is_broken or group.is_posted or not hot:
@@ -205,7 +205,7 @@ class OptimizerRouter:
     def uses(self) -> list[NodeUse]:
         """How the steps were used, for the report."""
         sums: dict[StepForm, tuple[int, int]] = dict(self._let_go)
-        for group in list(self._groups.values()):
+        for group in list(self.groups.values()):
             steps, fused = sums.get(group.form, (0, 0))
             sums[group.form] = steps + group.steps, fused + group.fused_steps
         return [

@@ -88,13 +88,13 @@ class GraphRouter:
     def __call__(self, args: list[Any]) -> Any:
         if self.host.sample_due() and not self._stands_still():
             return self._timed(args)
-        return self.program.call(self._lookup, self._miss, args)
+        return self.program.call(self._lookup, self.plan_for, args)
 
     def _timed(self, args: list[Any]) -> Any:
         times = [0.0] * len(self.program.slots)
         used: list[Plan] = []
         start = self._clock()
-        result = self.program.timed_call(_Recorder(self, used), self._miss, args, times)
+        result = self.program.timed_call(_Recorder(self, used), self.plan_for, args, times)
         used[-1].add_sample(self._clock() - start, times)
         return result
 
@@ -146,7 +146,8 @@ class GraphRouter:
         """Whether a CUDA graph capture is under way, so that nothing may change or be measured."""
         return self.on_gpu and capturing.is_capturing()
 
-    def _miss(self, key: tuple[int, ...]) -> Plan:
+    def plan_for(self, key: tuple[int, ...]) -> Plan:
+        """The plan for the values of the graph's symbols, which may still change; made where there is none."""
         plan = self.pending.get(key)
         if plan is None:
             is_new = False
@@ -365,7 +366,7 @@ class _Recorder:
         self._used = used
 
     def get(self, key: tuple[int, ...]) -> Plan:
-        plan = self._router._lookup.get(key) or self._router._miss(key)
+        plan = self._router._lookup.get(key) or self._router.plan_for(key)
         plan.start_sample()
         self._used.append(plan)
         return plan

@@ -56,15 +56,15 @@ class RunContext:
         self.refusals: list[Refusal] = []
         self.notes = GraphMetricsLog()
         self._marks: set[object] = set()  # the observers of which plans run
-        self._said: Counter[str] = Counter()
+        self.said: Counter[str] = Counter()  # how often each kind of notice came, whether or not it was printed
 
     # ---- messages to the user ---------------------------------------------------------------------
 
     def say_once(self, kind: str, message: str) -> None:
         """One line on stderr for each kind of trouble, and an event in the store."""
-        self._said[kind] += 1
+        self.said[kind] += 1
         self.store_thread.post_event(Event(kind, message))
-        if self._said[kind] == 1 and not self.settings.run.quiet:
+        if self.said[kind] == 1 and not self.settings.run.quiet:
             say(message)
 
     def report_fallback(self, kind: str, what: str, error: BaseException) -> None:

@@ -66,9 +66,9 @@ class TuningClient:
         self._has_begun = has_begun
         self._posted: set[_Asked] = set()  # keys that have been requested
         self._leaving: list[TuneRequest] = []  # requests of evicted plans, for the end of the run
-        self._lacks_daemon = False  # requests were written for which no daemon was started
-        self._script: Script | None = None  # our entry, as daemons read it
-        self._neighbours: Peers | None = None  # from the moment on at which the store is open
+        self.lacks_daemon = False  # requests were written for which no daemon was started
+        self.script: Script | None = None  # our entry, as daemons read it
+        self.neighbours: Peers | None = None  # from the moment on at which the store is open
         self._machine: MachineLoad | None = None  # from the script's first step on: its imports fill one core only
         self.news_at = time.perf_counter()  # something was requested or decided
 
@@ -106,7 +106,7 @@ class TuningClient:
         context.disturbances += 1
         try:
             with untouched():
-                requests = [*requests, *self._requests(self._hot_plans("wait"))]
+                requests = [*requests, *self.requests_for(self._hot_plans("wait"))]
                 if requests:
                     ticket = context.store_thread.post_requests(requests)
                     context.store_thread.wait_written(ticket, 10.0)
@@ -159,7 +159,7 @@ class TuningClient:
         In background mode not for ever: a dead daemon, or one with a spent budget, decides nothing any more.
         """
         context = self._context
-        silence = 0.0 if self._lacks_daemon else time.perf_counter() - self.news_at
+        silence = 0.0 if self.lacks_daemon else time.perf_counter() - self.news_at
         if not self.enabled or (context.mode != "after" and silence > context.settings.tuner.budget_seconds):
             return False
         return self.has_open()
@@ -180,23 +180,23 @@ class TuningClient:
         context = self._context
         if context.mode != "background" or not self.enabled:
             return
-        requests = self._requests(self._hot_plans("background"))
+        requests = self.requests_for(self._hot_plans("background"))
         requests += self._optimizer_requests()
         if requests:
             self.news_at = time.perf_counter()
             context.store_thread.post_requests(requests)
-            self._lacks_daemon = True
+            self.lacks_daemon = True
         age = time.perf_counter() - context.started
         # Open requests of an earlier run: its daemon ended with it, as in a container.
         is_late = context.store_thread.has_leftovers or age >= context.settings.tuner.start_after_seconds
-        if self._lacks_daemon and is_late and self._can_afford_daemon():
-            self._lacks_daemon = False
+        if self.lacks_daemon and is_late and self._can_afford_daemon():
+            self.lacks_daemon = False
             self._ensure_daemon()
             self.news_at = time.perf_counter()
 
     def _can_afford_daemon(self) -> bool:
         """Whether a daemon that is started now can work, on idle cores or on the script's account."""
-        if self._script is None or self._neighbours is None or control.running_pid(self._context.settings):
+        if self.script is None or self.neighbours is None or control.running_pid(self._context.settings):
             return True
         if self._machine is None:
             if not self._has_begun():
@@ -208,21 +208,21 @@ class TuningClient:
         if not is_full:
             return True
         percent = self._context.settings.tuner.busy_percent
-        return room_beside([self._script], time.time(), self._neighbours.spent(), percent) >= START_CPU_SECONDS
+        return room_beside([self.script], time.time(), self.neighbours.spent(), percent) >= START_CPU_SECONDS
 
     def announce(self, store: Store) -> None:
         """Tell this user's daemons that a script runs, and for how long it is expected to run."""
         with contextlib.suppress(OSError):
-            peers = self._neighbours = Peers(peers_folder(self._context.settings))
+            peers = self.neighbours = Peers(peers_folder(self._context.settings))
             expected = store.runs.last_seconds(self._context.command)
             age = time.perf_counter() - self._context.started
-            self._script = peers.announce(expected, time.time() - age)
+            self.script = peers.announce(expected, time.time() - age)
 
     def withdraw(self) -> None:
         """Tell the daemons that the script has ended."""
-        if self._neighbours is not None:
+        if self.neighbours is not None:
             with contextlib.suppress(OSError):
-                self._neighbours.withdraw()
+                self.neighbours.withdraw()
 
     def hand_over(self) -> None:
         """At the end of the script: in ``after`` mode tuning begins now; a frozen run reports what it missed."""
@@ -233,7 +233,7 @@ class TuningClient:
             return
         if context.mode != "after":
             return
-        requests = self._leaving + self._requests(self._hot_plans("after"))
+        requests = self._leaving + self.requests_for(self._hot_plans("after"))
         requests += self._optimizer_requests()
         if requests:
             context.store_thread.wait_written(context.store_thread.post_requests(requests), 10.0)
@@ -243,11 +243,11 @@ class TuningClient:
         """Record the requests of plans about to be evicted, which are made at the end. On the script's path."""
         if self._context.mode == "after" and self.enabled:
             leaving = set(plans)
-            self._leaving += self._requests([plan for plan in self._hot_plans("after") if plan in leaving])
+            self._leaving += self.requests_for([plan for plan in self._hot_plans("after") if plan in leaving])
 
     def leave_to_daemon(self) -> None:
         """After all is written, start the daemon for requests of a script that was too short for one beside it."""
-        if self._lacks_daemon and self.enabled:
+        if self.lacks_daemon and self.enabled:
             self._ensure_daemon(control.launch)
 
     def _report_misses(self) -> None:
@@ -295,7 +295,7 @@ class TuningClient:
         places = [(index, node, self._kernels.tunable(node.slot.device)) for index, node in undecided]
         return [(index, node, place) for index, node, place in places if place is not None]
 
-    def _requests(self, plans: list[Plan]) -> list[TuneRequest]:
+    def requests_for(self, plans: list[Plan]) -> list[TuneRequest]:
         """One request for each undecided, unrequested node and bucket, with the calls so far."""
         context = self._context
         found: dict[_Asked, TuneRequest] = {}

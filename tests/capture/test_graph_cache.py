@@ -81,7 +81,7 @@ def starter(place):
             call = compile_with(
                 graph, inputs, lambda g, phase, times: route_graph(g, phase, session, times), blocks, keeper
             )
-            assert not session.context._said
+            assert not session.context.said
             return call
 
         keeper = Keeper(PrivateFolder(folder), lambda kind, message: said.append(kind))

@@ -158,7 +158,7 @@ def test_draws_whose_order_nodes_cannot_keep_stay_with_eager(session_with: Any) 
     session = session_with()
     session.draws.draws_as_eager = lambda device, dtype: True
     router = route_graph(traced(crossed, GPU, GPU), "inference", session)
-    assert isinstance(router, GraphRouter) and session.context._said["graph_not_planned"] == 0
+    assert isinstance(router, GraphRouter) and session.context.said["graph_not_planned"] == 0
     drawn = [op.target for s in router.program.slots for op in s.node.operations if op.target == DROPOUT]
     assert (len(drawn) == 2) != ("native_dropout" in router.program.source)
 

@@ -214,7 +214,7 @@ def test_while_a_graph_is_recorded_a_new_plan_runs_eager_and_is_settled_later(st
 def test_a_plan_swapped_in_just_before_a_recording_is_launched_but_not_settled_in_it(standing_in, recording):
     catalogue = GpuKernel(load_artifact(artifact_of(chain_source()), 0, driver=standing_in.driver))
     router = gpu_router(catalogue)
-    (plan,) = [router._miss(())]
+    (plan,) = [router.plan_for(())]
     calls = plan.calls
     recording[0] = True
     router(tensors())
@@ -324,11 +324,11 @@ def session_with(tmp_path, monkeypatch):
 
 def requests_of(session, function, *devices):
     router = route_graph(traced(function, *devices), "inference", session)
-    assert isinstance(router, GraphRouter), session.context._said
-    router._miss(())
+    assert isinstance(router, GraphRouter), session.context.said
+    router.plan_for(())
     (plan,) = router.all_plans()
     plan.count = 5
-    return session.tuning._requests([plan])
+    return session.tuning.requests_for([plan])
 
 
 def both(x, y, c):
@@ -355,7 +355,7 @@ def test_what_one_backend_lacks_does_not_stop_the_other(session_with, missing, e
     session = session_with(*missing, **environment)
     requests = requests_of(session, both, GPU, GPU, "cpu")
     assert {r.key.device.partition(":")[0] for r in requests} == kinds
-    assert set(session.context._said) == said
+    assert set(session.context.said) == said
     problems = {d.type: session.kernels.catalogue.backends.problem(d) for d in (GPU, torch.device("cpu"))}
     assert {kind for kind, problem in problems.items() if problem is None} == kinds
 
@@ -399,7 +399,7 @@ def test_a_device_that_cannot_be_described_is_said_once(session_with):
     session = session_with()
     for _ in range(3):
         session.kernels.use_device(torch.device("cuda", 7))
-    assert session.context._said == {"device_unknown": 1}
+    assert session.context.said == {"device_unknown": 1}
     assert session.kernels.choose("n", (1,), torch.device("cuda", 7)) is UNKNOWN
 
 

@@ -54,7 +54,7 @@ class Calls:
         self.router = router
 
     def _entry(self) -> Any:
-        form = next(g.form for g in self.router._groups.values() if g.call is None)
+        form = next(g.form for g in self.router.groups.values() if g.call is None)
         if self.variant == "triton_multi":
             return Counted(self, print_triton_step(form, ()))
         source, toolchain = print_step(form, ()), find_toolchain()
@@ -250,7 +250,7 @@ def test_threads_have_tables_of_their_own(calls: Calls) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert calls.kernels == 8 and len({id(g.call) for g in calls.router._groups.values()}) == 2
+    assert calls.kernels == 8 and len({id(g.call) for g in calls.router.groups.values()}) == 2
 
 
 def test_groups_of_tensors_that_are_gone_are_not_kept(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_groups_of_tensors_that_are_gone_are_not_kept(calls: Calls, monkeypatch:
     models = [parameters(2) for _ in range(5)]
     for params in models:
         trained("SGD", params, steps=2)
-    assert len(calls.router._groups) == 3
+    assert len(calls.router.groups) == 3
     assert [(use.calls, use.fused_calls) for use in calls.router.uses()] == [(10, 10)]
 
 
@@ -301,7 +301,7 @@ def test_a_groups_request_names_its_device(calls: Calls, on_gpu: list[bool], ask
 def test_where_the_counters_are_is_part_of_a_step(calls: Calls, on_gpu: list[bool]) -> None:
     """Torch's ``fused`` has them on the device."""
     arguments = {"params": meta_parameters(3), "fused": True, "state_steps": [torch.zeros((), device="meta")]}
-    group = calls.router._group("adam", arguments)
+    group = calls.router.group_of("adam", arguments)
     assert group is not None and (group.form.counters, group.form.asked) == ("device", "fused")
 
 
@@ -330,8 +330,10 @@ def test_a_script_pays_for_the_router_once_it_has_spent_much_more(
     calls.is_loaded = False
     calls.hook.router = None
     first = trained("SGD", parameters(8), 3)
-    assert calls.hook.router is None and 0.0 < calls.hook._spent < optim_hook.IMPORT_SECONDS and not calls.kernels
-    monkeypatch.setattr(optim_hook, "IMPORT_SECONDS", calls.hook._spent / optim_hook.RENT)
+    assert (
+        calls.hook.router is None and 0.0 < calls.hook.spent_seconds < optim_hook.IMPORT_SECONDS and not calls.kernels
+    )
+    monkeypatch.setattr(optim_hook, "IMPORT_SECONDS", calls.hook.spent_seconds / optim_hook.RENT)
     second = trained("SGD", parameters(8), 3)
     assert calls.hook.router is not None and calls.capture_seconds > 0.0
     assert torch.equal(first.param_groups[0]["params"][0], second.param_groups[0]["params"][0])

@@ -76,7 +76,7 @@ def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(settings, monkey
     finally:
         other.close()
     assert not session.context.store_thread._thread.is_alive() and not session.context.store_thread.usable
-    assert session.context._said["store_unusable"] == 1 and session.context.steps == []
+    assert session.context.said["store_unusable"] == 1 and session.context.steps == []
     assert {"timeout_seconds": 0.05} in waits, "else SQLite waits for five seconds, at each of its calls"
     with Store.open(path) as store:
         assert [run.finished_at for run in store.runs.recent()] == [None] * is_open
@@ -92,7 +92,7 @@ def test_a_store_that_never_answers_is_told_at_the_end(settings, monkeypatch):
     session = make_session(settings, "test")
     session.context.store_thread.start()
     session.context.store_thread.stop(0.05)
-    assert session.context._said["store_unusable"] == 1 and not session.is_stored
+    assert session.context.said["store_unusable"] == 1 and not session.is_stored
     answers.set()
     session.context.store_thread._thread.join(60.0)
 
@@ -101,7 +101,7 @@ def test_nothing_is_kept_for_a_store_that_is_lost(session):
     session.context.steps.append(TimedStep("root", "sizes", False, 0, 1, 1.0, 1))
     session.context.store_thread.post_event(Event("before", ""))
     session.context.store_thread._fail("garbage.")
-    assert session.context.steps == [] and session.context._said["store_unusable"] == 1
+    assert session.context.steps == [] and session.context.said["store_unusable"] == 1
     kept = len(session.context.store_thread._events)
     for _ in range(9):
         session.context.say_once("after", "")
@@ -120,10 +120,10 @@ def test_a_forked_child_that_ends_leaves_its_parents_session_alone(session):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    (script,) = session.tuning._neighbours.scripts()
+    (script,) = session.tuning.neighbours.scripts()
     assert script.pid == os.getpid()
     session.finish(None)
-    assert session.tuning._neighbours is not None and not session.tuning._neighbours.scripts()
+    assert session.tuning.neighbours is not None and not session.tuning.neighbours.scripts()
 
 
 def test_a_session_that_ends_forgets_old_runs(session):
@@ -137,7 +137,7 @@ def test_a_session_that_ends_forgets_old_runs(session):
         session.context.store_thread.start()
         session.finish(0)
         assert [len(store.steps.of_run(run_id)) for run_id in (1, 2)] == [0, 1]
-        assert store.runs.get(3).finished_at is not None and not session.context._said
+        assert store.runs.get(3).finished_at is not None and not session.context.said
 
 
 @pytest.mark.parametrize("cc", ["env cc", "cc -pipe", "cc"])

@@ -42,7 +42,7 @@ def asked(tmp_path, monkeypatch):
         with torch.no_grad():
             for size in sizes:
                 model(torch.ones(size, 64), torch.ones(size, 64))
-        assert session.context.routers, session.context._said
+        assert session.context.routers, session.context.said
         if mode == "background":
             session.tuning.post_new_work()
         else:
@@ -84,7 +84,7 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
     session.tuning.leave_to_daemon()
     assert began == [], "nothing was asked for"
     session.tuning.post_new_work()
-    assert session.tuning._lacks_daemon and began == []
+    assert session.tuning.lacks_daemon and began == []
     session.tuning.leave_to_daemon()
     assert began == ["launch"]
     began.clear()
@@ -112,9 +112,9 @@ def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_
     monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()])
     monkeypatch.setattr(session.context.store_thread, "post_requests", lambda requests: 0)
     session.context.store_thread.has_leftovers = True
-    session.tuning._neighbours = peers = Peers(tmp_path / "met")
+    session.tuning.neighbours = peers = Peers(tmp_path / "met")
     (tmp_path / "met").mkdir(mode=0o700)
-    session.tuning._script = peers.announce(0.0)
+    session.tuning.script = peers.announce(0.0)
     now[0] += 60.0
     session.tuning.post_new_work()
     assert not began, "one core was busy with imports"

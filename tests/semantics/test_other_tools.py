@@ -116,7 +116,7 @@ def test_a_kernel_stays_after_gradients_in_batches(tmp_path: Path) -> None:
             plans = [plan for router in session.context.routers for plan in router.all_plans()]
             kernels.append(sum(plan.fused_calls(node) for plan in plans for node in plan.nodes))
         assert kernels == [2, 3, 5], "forward and backward, forward alone, both"
-        assert not session.context._said["node_failed"]
+        assert not session.context.said["node_failed"]
 
 
 def test_gradients_in_batches(model: nn.Module) -> None:

@@ -71,8 +71,15 @@ def test_a_product_takes_its_activation_inside(name: str, dtype: torch.dtype) ->
     assert group.kind == "matmul"
     fused = strategy(group, "onednn_linear")
     assert [op.target for op in fused.form.operations] == ["vendor.linear.default"] and not fused.parts
+    lacks_bf16 = dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for kind in strategies_of(group.node.form):
-        assert check(group.node.form, kind, [(1,), (2,), (7,), (64,)]) >= 0.0
+        if lacks_bf16 and kind.name.startswith(
+            "onednn"
+        ):  # without AVX-512: a candidate that fails, and no wrong result
+            with pytest.raises(RuntimeError, match="could not create a primitive"):
+                check(group.node.form, kind, [(7,)])
+        else:
+            assert check(group.node.form, kind, [(1,), (2,), (7,), (64,)]) >= 0.0
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (1, 1, 5), (2, 3, 4, 5)])
