@@ -66,14 +66,14 @@ def test_a_daemon_is_started_beside_a_script_that_goes_on_and_after_one_that_end
         values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
         session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
         monkeypatch.setattr(session.context.store_thread, "post_requests", lambda requests: 0)
-        monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()] if not began else [])
+        monkeypatch.setattr(session.tuning, "requests_for", lambda plans: [object()] if not began else [])
         return session
 
     session = session_with_work()
     session.tuning.post_new_work()
     assert began == [], "a young script has its cores to itself"
     session.context.started -= 61.0
-    monkeypatch.setattr(session.tuning, "_requests", lambda plans: [])
+    monkeypatch.setattr(session.tuning, "requests_for", lambda plans: [])
     session.tuning.post_new_work()
     session.tuning.post_new_work()
     assert began == ["ensure_running"], "what it asked for before is not forgotten"
@@ -109,7 +109,7 @@ def test_no_daemon_is_started_before_the_steps_have_shown_whether_they_fill_all_
     monkeypatch.setattr("autofuse.runtime.tuning_client.MachineLoad", machine)
     values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "background", "run.quiet": True}
     session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
-    monkeypatch.setattr(session.tuning, "_requests", lambda plans: [object()])
+    monkeypatch.setattr(session.tuning, "requests_for", lambda plans: [object()])
     monkeypatch.setattr(session.context.store_thread, "post_requests", lambda requests: 0)
     session.context.store_thread.has_leftovers = True
     session.tuning.neighbours = peers = Peers(tmp_path / "met")
