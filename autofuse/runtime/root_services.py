@@ -22,6 +22,7 @@ from autofuse.observer.capture_policy import Budget
 from autofuse.observer.device_timer import EventTimer
 from autofuse.observer.observer import Observer
 from autofuse.observer.root_tracker import RootTracker
+from autofuse.preserve_rng import untouched
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.root_traits import device_of
 from autofuse.runtime.run_context import RunContext
@@ -61,7 +62,8 @@ class Capturer(Protocol):
 
 def _load_dynamo() -> Capturer:
     """Import Dynamo: 1 s that a script without a root worth capturing never pays."""
-    from autofuse.capture import dynamo
+    with untouched():
+        from autofuse.capture import dynamo
 
     return dynamo
 

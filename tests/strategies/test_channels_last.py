@@ -181,8 +181,13 @@ def test_convolutions_of_channels_last_images_are_generated_one_by_one() -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     (group,) = groups_of(NETS["branches"]().to(dtype), torch.randn(2, 8, 10, 14, dtype=dtype))
+    lacks_bf16 = dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for strategy in last_ways(group):
-        check(group.node.form, strategy, [(2, 10, 14), (1, 3, 5)])
+        if lacks_bf16 and "onednn" in strategy.name:  # without AVX-512: a candidate that fails, and no wrong result
+            with pytest.raises(RuntimeError, match="bf16 path needs the cpu support"):
+                check(group.node.form, strategy, [(2, 10, 14)])
+        else:
+            check(group.node.form, strategy, [(2, 10, 14), (1, 3, 5)])
 
 
 def test_between_its_convolutions_nothing_is_turned() -> None:
