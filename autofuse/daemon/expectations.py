@@ -10,6 +10,7 @@ element-wise nodes with gains of 3 to 10x stood behind them in the queue.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
@@ -19,6 +20,7 @@ from autofuse.ir.records import EAGER, Decision, DecisionKey
 
 LEAST_GAIN = 1.01  # of a node that eager has won so far: other sizes may turn out otherwise
 TYPICAL_SECONDS = 0.5  # of a job, before any was done
+RECENT = 64  # jobs that say what one takes
 
 
 class Expectations:
@@ -28,7 +30,7 @@ class Expectations:
         self._results = results
         self._gains: dict[str, list[float]] = {}  # speedups decided on, by node, device and threads
         self._seconds: dict[str, list[float]] = {}  # that these took
-        self._all_seconds: list[float] = []
+        self._recent_seconds = deque[float](maxlen=RECENT)  # of any node
 
     def note(self, decisions: Iterable[Decision]) -> None:
         """What was just decided and stored."""
@@ -42,7 +44,7 @@ class Expectations:
         gains, seconds = self._gains[family], self._seconds[family]
         speedup = max(median(gains), LEAST_GAIN) if gains else waiting.estimated_speedup
         saving = waiting.calls * waiting.unfused_us * max(0.0, 1.0 - 1.0 / max(speedup, 1e-9))
-        typical = median(self._all_seconds) if self._all_seconds else TYPICAL_SECONDS
+        typical = median(self._recent_seconds) if self._recent_seconds else TYPICAL_SECONDS
         return saving / max(median(seconds) if seconds else typical, 1e-3)
 
     def _read(self, key: DecisionKey) -> str:
@@ -60,7 +62,7 @@ class Expectations:
         family = _family(decision.key)
         self._gains[family].append(1.0 if decision.candidate.variant == EAGER else decision.speedup)
         self._seconds[family].append(decision.tuning_seconds)
-        self._all_seconds.append(decision.tuning_seconds)
+        self._recent_seconds.append(decision.tuning_seconds)
 
 
 def _family(key: DecisionKey) -> str:

@@ -96,10 +96,12 @@ class TuneQueue:
         ``devices``: keys of devices, or their beginnings that end with a colon (``cuda:``); ``kind``: the daemon's,
         whose lock tells whether it still does; ``prefer``: the request of which this is largest goes first instead.
         """
-        table, key = models.Request, models.DecisionKeyRow
-        waiting = (
+        table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
+        waiting = (  # with a bucket and a node: a row without them can never be taken
             select(table, key)
             .join(key, table.key == key.digest)
+            .join(bucket, table.bucket_id == bucket.id)
+            .join(node, bucket.fusion_id == node.fusion_id)
             .where(table.status == "queued", _is_one_of(key.device, devices))
             .order_by(table.expected_saving_us.desc(), table.calls.desc(), table.created_at, table.key)
             .limit(1 if prefer is None else _LOOKED_AT)

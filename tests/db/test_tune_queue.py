@@ -13,7 +13,7 @@ from store_records import DEVICE, VERSIONS, bucket, decision, key, request, star
 from autofuse.db import tune_queue
 from autofuse.db.rows import QueueStatus
 from autofuse.db.store import Store
-from autofuse.db.tune_queue import FAILED_SECONDS, MAX_ATTEMPTS, NOT_READY
+from autofuse.db.tune_queue import FAILED_SECONDS, MAX_ATTEMPTS, NOT_READY, Prefer
 from autofuse.errors import StoreError
 from autofuse.ir.records import Candidate, Decision, DeviceInfo, ObservedShape
 
@@ -36,6 +36,20 @@ def test_a_damaged_request_fails_and_the_others_go_on(store: Store) -> None:
     assert [(row.status, row.message.partition(":")[0]) for row in store.queue.requests("a" * 64)] == [
         ("failed", "not a request")
     ]
+
+
+@pytest.mark.parametrize("prefer", [None, lambda waiting: float(waiting.calls)], ids=["plain", "preferred"])
+@pytest.mark.parametrize("table", ["buckets", "nodes"])
+def test_a_request_whose_rows_are_lost_does_not_keep_others_waiting(
+    store: Store, table: str, prefer: Prefer | None
+) -> None:
+    damaged, sound = request("a" * 64, calls=99), request("b" * 64, calls=10)
+    store.queue.add([damaged, sound])
+    with sqlite3.connect(store.path) as raw:
+        raw.execute(f"DELETE FROM {table} WHERE fusion_id = ?", ("a" * 64,))
+    raw.close()
+    assert store.queue.take(DEVICE.key, prefer=prefer) == sound
+    assert store.queue.take(DEVICE.key, prefer=prefer) is None
 
 
 def test_requests_of_other_devices_and_versions_wait(store: Store) -> None:
