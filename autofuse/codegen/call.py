@@ -17,7 +17,7 @@ from autofuse.ir.shape import evaluate
 
 
 class Kernel(Protocol):
-    """A compiled one, of any generator."""
+    """A compiled kernel, of any generator."""
 
     @property
     def name(self) -> str: ...
@@ -27,10 +27,10 @@ class Kernel(Protocol):
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
-        """Symbols that it has built in."""
+        """The symbols that the kernel has built in, with their values."""
 
     def load(self) -> Any:
-        """Its entry in this process."""
+        """The kernel in this process, with a method ``call(sizes, pointers)``."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -40,7 +40,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def allocate(spec: TensorSpec, values: Mapping[str, int], poison: bool = False) -> torch.Tensor:
-    """An uninitialised tensor of a spec; poisoned, it holds values no kernel would write by chance."""
+    """An uninitialised CPU tensor of a spec; a poisoned one holds values that no kernel would write by chance."""
     sizes = spec.shape.bind(values)
     strides = tuple(evaluate(s, values) for s in spec.strides)
     tensor = torch.empty_strided(sizes, strides, dtype=torch_dtype(spec.dtype))
@@ -50,7 +50,7 @@ def allocate(spec: TensorSpec, values: Mapping[str, int], poison: bool = False) 
 
 
 def check_inputs(form: NodeForm, inputs: Sequence[torch.Tensor], values: Mapping[str, int]) -> None:
-    """Raises ShapeError where a tensor is not what the node's spec promises."""
+    """Raise ShapeError where an input does not have the dtype or the strides of the node's spec."""
     for item, tensor in zip(form.inputs, inputs, strict=True):
         if str(tensor.dtype) != f"torch.{item.spec.dtype}":
             raise ShapeError(f"expected {item.spec.dtype} for {item.name}, found {tensor.dtype}")
@@ -60,7 +60,11 @@ def check_inputs(form: NodeForm, inputs: Sequence[torch.Tensor], values: Mapping
 
 
 def call_kernel(kernel: Kernel, inputs: Sequence[torch.Tensor], threads: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Run a kernel; outputs are poisoned first, so that an element it forgets shows."""
+    """Run a kernel on CPU tensors, with ``threads`` threads (None: torch's number), and return new outputs.
+
+    Outputs are poisoned first, so that an element that the kernel does not write shows. Raises ShapeError where the
+    inputs do not fit the node, or sizes differ from those that the kernel has built in.
+    """
     form = kernel.form
     values = {**bind_shapes(form, [tuple(t.shape) for t in inputs])}
     wrong = {n: v for n, v in kernel.constants if values[n] != v}

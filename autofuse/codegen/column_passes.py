@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autofuse.codegen.dtypes import DTYPES
 from autofuse.codegen.loops import COST, SINKS, Access, LoopKernel, Region, Store, live_values, regions
 
-_WORTH_KEEPING = 8  # cost of a value, in arithmetic operations, from which a row buffer is cheaper
+_WORTH_KEEPING = 8  # cost in arithmetic operations from which a row buffer is cheaper than calculating again
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class ColumnPass:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that happens for a row, and what happens outside of rows."""
+    """The passes of each row, and what is calculated and stored outside of them."""
 
     phases: tuple[ColumnPass, ...]
-    entry_values: tuple[int, ...]  # depend on sizes and 0-d inputs only
+    entry_values: tuple[int, ...]  # that no loop changes, calculated once before the rows
     last_row_values: tuple[int, ...]  # row values after the last pass
     row_sinks: tuple[int, ...]  # reductions over rows of a value without columns
     row_stores: tuple[Store, ...]
-    post_values: tuple[int, ...]  # calculated once after the nest, some of them per column
+    post_values: tuple[int, ...]  # calculated after the nest, once or for each column
     post_stores: tuple[Store, ...]
     buffered: tuple[int, ...]  # values that have a row buffer
-    kept: tuple[int, ...]  # those of them that were calculated, not just widened
+    kept: tuple[int, ...]  # buffered values that are calculated, not just widened
 
 
 def store_region(kernel: LoopKernel, store: Store, found: list[Region]) -> Region:
-    """Where a store happens: the value's region, widened by the dims it is written along."""
+    """The region in which a store is done: that of its value, widened by the dims that it is written along."""
     dims = {d for d, _ in store.access.strides}
     value = found[store.value]
     in_columns = value.cols or bool(dims & set(kernel.cols))
@@ -63,13 +63,17 @@ def store_region(kernel: LoopKernel, store: Store, found: list[Region]) -> Regio
 def split_by_columns(
     kernel: LoopKernel, stores: Sequence[Store], found: list[Region]
 ) -> tuple[list[Store], list[Store]]:
-    """Stores of single elements, and those along columns."""
+    """Two lists: stores that do not vary along columns, and stores that do."""
     along = {id(s) for s in stores if store_region(kernel, s, found).cols}
     return [s for s in stores if id(s) not in along], [s for s in stores if id(s) in along]
 
 
 def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:
-    """The passes of a kernel. ``keep``: costly values go through a row buffer; ``widen``: narrow loads do."""
+    """The passes of a kernel.
+
+    ``keep``: costly values are kept in a row buffer for later passes. ``widen``: in a kernel with row reductions, loads
+    of 1 and 2 bytes are copied to a row buffer before the pass that needs them.
+    """
     return _Planner(kernel, keep, widen).plan()
 
 
@@ -113,11 +117,11 @@ class _Planner:
         )
 
     def _reduced(self, number: int) -> int:
-        """What a reduction reduces."""
+        """The value that a reduction reduces."""
         return self.kernel.values[number].args[0]
 
     def _roots(self) -> dict[int, list[int]]:
-        """What each pass must calculate, by the row reductions that stand before it."""
+        """For each stage, the values that its pass must calculate. Pass n may use row reductions of stages up to n."""
         needs = [(self.found[n].stage - 1, self._reduced(n)) for n in self.row_reduces]
         needs += [(self.found[self._reduced(n)].stage, self._reduced(n)) for n in self.loop_sinks]
         needs += [(region.stage, store.value) for store, region in self.full_stores]
@@ -127,7 +131,7 @@ class _Planner:
         return roots
 
     def _row_values(self) -> list[int]:
-        """Values of a row that are no reductions."""
+        """Values that vary along rows but not along columns, without the row reductions."""
         return [n for n in self.live if self.found[n].name == "row" and self.kernel.values[n].op != "row_reduce"]
 
     def _passes(self) -> list[ColumnPass]:
@@ -160,7 +164,7 @@ class _Planner:
         )
 
     def _worth_keeping(self, stage: int, computed: list[int]) -> list[int]:
-        """Of a pass's values, those that are cheaper to read back in a later one than to make anew."""
+        """The values of a pass that a later pass reads back more cheaply than it would calculate them again."""
         if not self.keep or not self.roots[stage]:
             return []
         later = set().union(*(self.wanted[s] for s in self.wanted if s > stage))
@@ -171,8 +175,9 @@ class _Planner:
 def _narrow_loads(kernel: LoopKernel, numbers: list[int]) -> list[int]:
     """Loads of 1 and 2 bytes an element that vary along the vectorised dim.
 
-    gcc 12 vectorises a loop for its narrowest type; beside a reduction that means 64 lanes combined one by one
-    (23 ns instead of 5 for a masked maximum of 128 floats). Widened once, all passes run on 32-bit lanes.
+    gcc 12 vectorises a loop for its narrowest type; beside a reduction that means 64 lanes combined one by one (23 ns
+    instead of 5 for a masked maximum of 128 floats). bool and 16-bit floats are widened to 32 bits once, and all passes
+    run on 32-bit lanes.
     """
     last = kernel.cols[-1]
     found = []
@@ -191,7 +196,7 @@ def _without_unread(phase: ColumnPass, read_later: set[int]) -> ColumnPass:
 
 
 def _closure(kernel: LoopKernel, roots: list[int], inside: set[int], stop: set[int]) -> set[int]:
-    """Column values needed for the roots; ``stop`` values are included but not looked behind."""
+    """The values of ``inside`` that the roots need; ``stop`` values are included, but not their operands."""
     found: set[int] = set()
     stack = [r for r in roots if r in inside]
     while stack:
@@ -205,7 +210,7 @@ def _closure(kernel: LoopKernel, roots: list[int], inside: set[int], stop: set[i
 
 
 def _frontier(kernel: LoopKernel, writes: list[int], wanted: dict[int, set[int]], stage: int) -> list[int]:
-    """Of the values worth keeping, those a later pass uses from outside of the kept ones."""
+    """The values worth keeping that a later pass uses itself, not just to calculate other kept values."""
     kept = set(writes)
     outer: set[int] = set()
     for later, reach in wanted.items():
@@ -223,7 +228,7 @@ def _used_inside(kernel: LoopKernel, number: int, reach: set[int]) -> bool:
 
 
 def cone_cost(kernel: LoopKernel, found: list[Region]) -> list[int]:
-    """Rough cost of making each value anew in a pass over the columns."""
+    """Rough cost of each value, in arithmetic operations, where a pass over the columns calculates it anew."""
     cones: list[frozenset[int]] = []
     for number, value in enumerate(kernel.values):
         if found[number].cols and not found[number].post:

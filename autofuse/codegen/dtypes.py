@@ -22,7 +22,7 @@ class DType:
     compute: str  # dtype of the values a kernel calculates with
     category: int  # 0 bool, 1 integer, 2 floating
     nbytes: int
-    rank: int  # wider wins within a category
+    rank: int  # the higher rank wins within a category
 
 
 _TABLE: tuple[DType, ...] = (
@@ -77,14 +77,17 @@ def promote(a: str, b: str) -> str:
 
 
 def scalar_dtype(value: bool | int | float) -> str:
-    """The dtype a Python number stands for when it decides the category."""
+    """The dtype that a Python number contributes to a promotion."""
     if isinstance(value, bool):
         return "bool"
     return "int64" if isinstance(value, int) else "float32"
 
 
 def result_type(dim: Iterable[str], zero_dim: Iterable[str], scalars: Iterable[bool | int | float]) -> str:
-    """``torch.result_type``: tensors with dims decide, then 0-dim tensors, then numbers, by category."""
+    """``torch.result_type``: tensors with dims decide; 0-dim ones, then numbers, matter if their category is higher.
+
+    Raises LoweringError("dtype") where there is no operand.
+    """
     result: str | None = None
     for group in (list(dim), list(zero_dim), [scalar_dtype(s) for s in scalars]):
         joined: str | None = None

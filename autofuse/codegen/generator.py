@@ -26,7 +26,7 @@ Variant = Literal["c_generic", "c_specialised"]
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel with all that is known of it."""
+    """A compiled kernel, and what it was made from."""
 
     name: str
     source: str
@@ -39,7 +39,7 @@ class CompiledKernel:
     constants: tuple[tuple[str, int], ...] = ()  # symbols a specialised kernel has built in
 
     def load(self) -> Any:
-        """The kernel in this process (`load.LoadedKernel`)."""
+        """The kernel loaded into this process (`load.LoadedKernel`)."""
         return _loader(self.key, self.name)(self.binary)
 
     def __call__(self, *inputs: Any, threads: int | None = None) -> tuple[Any, ...]:
@@ -66,11 +66,11 @@ def _loader(key: CompileKey, name: str) -> Callable[[bytes], Any]:
 
 
 class FusionKernelGenerator(SourceGenerator[CSource]):
-    """Generates kernels for fusion nodes with the system compiler; the tuner's kernels of CPUs come from here too.
+    """Generates kernels for fusion nodes with the system compiler; the tuner's CPU kernels come from here too.
 
     Shapes are symbolic in the generic form and numbers of elements in the specialised one. Raises ShapeError for shapes
     that do not fit the node, LoweringError for a node that no template prints, CompilerError where the compiler is
-    missing or refuses. Source: the templates of `codegen.c.templates`.
+    missing or refuses the source. Source: the templates of `codegen.c.templates`.
     """
 
     templates = C_TEMPLATES
@@ -82,7 +82,7 @@ class FusionKernelGenerator(SourceGenerator[CSource]):
         timeout: float = 120.0,
         tend: Tend | None = None,
     ) -> None:
-        """``timeout``: seconds of a compiler; ``tend`` waits for it, as `compile_source` says."""
+        """``cc``: the compiler, where no toolchain is given; ``timeout``: seconds; ``tend``: see `compile_source`."""
         self.toolchain = toolchain or find_toolchain(cc)
         self.timeout = timeout
         self._tend = tend
@@ -92,22 +92,22 @@ class FusionKernelGenerator(SourceGenerator[CSource]):
     ) -> CompiledKernel:
         """A kernel with the sizes of these input shapes built in.
 
-        Raises ShapeError where the shapes do not fit the node, LoweringError and CompilerError as `lower` and
-        `compile_source` do.
+        Raises ShapeError where the shapes do not fit the node, LoweringError where no template prints it, and
+        CompilerError as `compile_source` does.
         """
         form = form_of(node)
         return self._build(form, config, bind_shapes(form, concrete_shapes))
 
     def generate_generic_kernel(self, node: Any, config: Config | None = None) -> CompiledKernel:
-        """A kernel for every size: symbols are read when it is called. Raises as `generate_fused_kernel`."""
+        """A kernel for every size: each call passes the symbols' values. Raises LoweringError and CompilerError."""
         return self._build(form_of(node), config, {})
 
     def key(self, source: CSource, config: Config) -> CompileKey:
-        """Under which the binary of a text is known."""
+        """The key under which the binary of a source with this configuration is stored."""
         return compile_key(source.text, self.toolchain, flags_for(self.toolchain, config))
 
     def compile(self, source: CSource, config: Config) -> KernelRecord:
-        """A translation unit with the flags of a configuration. Raises CompilerError."""
+        """Compile a source with the flags of a configuration. Raises CompilerError."""
         flags = flags_for(self.toolchain, config)
         binary = compile_source(source.text, self.toolchain, flags, self.timeout, self._tend)
         return KernelRecord(self.key(source, config), source.name, source.text, binary)

@@ -27,7 +27,7 @@ Pairs = tuple[tuple[int, int], ...]  # (output, input)
 
 @functools.lru_cache(maxsize=4096)
 def in_place(form: NodeForm) -> Pairs:
-    """Raises LoweringError, as `lower` does."""
+    """The outputs of a node that its kernel may write into an input's memory. Raises LoweringError, as `lower` does."""
     pairs = []
     for output, source in overlaps(lower(form)):
         one, other = form.spec(form.outputs[output]), form.inputs[source].spec
@@ -37,7 +37,7 @@ def in_place(form: NodeForm) -> Pairs:
 
 
 def overlaps(kernel: LoopKernel) -> Pairs:
-    """Pairs of an output and an input that a kernel reads at the very place that it writes, and no later."""
+    """Pairs of an output and an input of one dtype, which is read only where the output is written, and before that."""
     phases = plan(kernel, keep=False).phases
     if kernel.rest or not phases:
         return ()
@@ -48,7 +48,7 @@ def overlaps(kernel: LoopKernel) -> Pairs:
     for number, output in enumerate(outputs):
         stores = [s for s in kernel.stores if s.access.param == output]
         if len(stores) != 1 or stores[0] not in last or _is_written_again(stores[0].access, kernel):
-            continue  # concat inputs, or elements that a later pass or another row may read again
+            continue  # an output stored in parts, or elements that a later pass or another row may read
         for place, source in enumerate(sources):
             same = replace(stores[0].access, param=source)
             loads = [v.attr for v in kernel.values if isinstance(v.attr, Access) and v.attr.param == source]
@@ -59,30 +59,30 @@ def overlaps(kernel: LoopKernel) -> Pairs:
 
 
 def _is_written_again(access: Access, kernel: LoopKernel) -> bool:
-    """Whether loops write an element more than once, as where an output is smaller than the nest."""
+    """Whether the loops write an element more than once, as they do where an output is smaller than the nest."""
     moving = {dim for dim, stride in access.strides if stride != 0}
-    visited = [*kernel.rows, *(kernel.cols if moving.intersection(kernel.cols) else ())]  # else once a row
+    visited = [*kernel.rows, *(kernel.cols if moving.intersection(kernel.cols) else ())]  # else one store a row
     return any(kernel.dims[dim] != 1 and dim not in moving for dim in visited)
 
 
 # ---- in a program ------------------------------------------------------------------------------------------------
 
-# Operators whose result is memory of its own.
+# Operators whose result has memory of its own.
 FRESH = frozenset(["mm", "addmm", "bmm", "baddbmm", "convolution"])
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a program: values are known by whatever the program knows them by."""
+    """One line of a program. A value is any hashable by which the program identifies it."""
 
     inputs: Sequence[Hashable]
     outputs: Sequence[Hashable]
     is_fresh: bool  # its outputs have memory of their own; else they may share that of any input
-    form: NodeForm | None = None  # of a C kernel, whose arguments are the first inputs
+    form: NodeForm | None = None  # of a step that is a C kernel; its inputs come first in ``inputs``
 
 
 def find_reuse(steps: Sequence[Step], kept: Collection[Hashable]) -> list[Pairs]:
-    """For each step, the outputs that may be written into an input's memory; ``kept``: values needed at the end."""
+    """For each step, outputs that may be written into an input's memory. ``kept``: values needed after the program."""
     seen_in: dict[Hashable, set[Hashable]] = {}  # a value -> the fresh values in whose memory it may lie
     seen_as: dict[Hashable, set[Hashable]] = {}  # a fresh value -> all values that may lie in its memory
     last: dict[Hashable, int] = {}
@@ -112,5 +112,5 @@ def find_reuse(steps: Sequence[Step], kept: Collection[Hashable]) -> list[Pairs]
 def _pairs(form: NodeForm | None) -> Pairs:
     try:
         return in_place(form) if form is not None else ()
-    except LoweringError:  # no kernel of one nest
+    except LoweringError:  # no loop form
         return ()

@@ -20,7 +20,7 @@ from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import evaluate
 
 Kind = Literal["normal", "large", "zeros", "special"]
-PERIOD = 65_521  # random numbers of a large tensor: a prime, so that rows of any length below it differ
+PERIOD = 65_521  # numbers drawn for a large tensor, then repeated; a prime, so that shorter rows all differ
 
 
 def make_inputs(
@@ -82,7 +82,11 @@ def _plain(spec: TensorSpec, sizes: tuple[int, ...], generator: torch.Generator,
 
 
 def _normal(sizes: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Of unit scale; a large tensor repeats its first numbers, for drawing them takes longer than a kernel's check."""
+    """Normal random numbers of unit scale, float64.
+
+    A tensor of more than `PERIOD` elements repeats the first ones, because drawing all of them takes longer than a
+    kernel's check.
+    """
     count = math.prod(sizes)
     if count <= PERIOD:
         return torch.randn(sizes, generator=generator, dtype=torch.float64)
@@ -177,7 +181,7 @@ def _roles(form: NodeForm) -> dict[str, Role]:
 
 
 def _masks(form: NodeForm) -> dict[str, Role]:
-    """Masks of scores that have a row for each key: in all likelihood causal, which kernels may make use of."""
+    """Roles for square masks of scores. They are most likely causal, which some kernels exploit."""
     sources = _view_sources(form)
     scores = {form.spec(op.args[0]).shape for op in form.operations if op.short_name == "_softmax"}
     found: dict[str, Role] = {}
@@ -198,7 +202,7 @@ def _causal(
 
 
 def _view_sources(form: NodeForm) -> dict[str, str]:
-    """Input behind each value that is only a view or a copy of it."""
+    """For each view or copy, the name of the value that it shows, followed through earlier views."""
     sources: dict[str, str] = {}
     for op in form.operations:
         if _is_view(op) and isinstance(op.args[0], ValueRef):

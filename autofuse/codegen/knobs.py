@@ -26,5 +26,5 @@ class Knob:
 
 
 def default_config(knobs: Iterable[Knob]) -> Config:
-    """A configuration to start from."""
+    """The configuration in which every knob has its default."""
     return make_config({knob.name: knob.default for knob in knobs})

@@ -32,13 +32,13 @@ class Operand:
     """A matrix, or a batch of them, in the memory of an input."""
 
     name: str  # of the input
-    batch: Steps  # from one matrix to the next
+    batch: Steps  # of the dim that leads from one matrix to the next
     rows: Dim
     cols: Dim
     offset: Dim = 0  # elements from the beginning of the input
 
     def extent(self, rows: Dim, cols: Dim) -> Dim:
-        """Elements of memory that matrices of this size span, about."""
+        """Roughly how many elements of memory matrices of this size span, from the beginning of the input."""
         steps = [(rows, self.rows), (cols, self.cols), *self.batch]
         total = self.offset
         for size, stride in steps:
@@ -47,7 +47,11 @@ class Operand:
 
 
 def read_operand(form: NodeForm, ref: ValueRef) -> Operand:
-    """A matrix [rows, cols] or a batch of them. Raises LoweringError where it is no input seen through views."""
+    """A value as a matrix [rows, cols], or a batch of matrices, in the memory of an input.
+
+    Views and copies are followed to the input. Raises LoweringError where the value is calculated, or where no single
+    stride leads along its rows or its columns.
+    """
     spec = form.spec(ref)
     source = context_of(form).aliased_input(ref)
     if source is not None:
@@ -71,9 +75,9 @@ def live(operations: Sequence[Operation], outputs: Iterable[ValueRef]) -> list[O
 
 
 def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, Dim, list[Steps]]:
-    """The input of which a value is a copy, the offset of its first element, and its stride along each dim."""
+    """The input that a value is a copy of, the offset of its first element, and the parts of each of its dims."""
     spec = form.spec(ref)
-    # The lowering stores what it lowers: a copy, since a view is written to nowhere.
+    # Lowering ends in a store, and a view may have no memory of its own to store to: so a copy of the value is lowered.
     copied = replace(spec, strides=SymbolicShape(contiguous_strides(spec.shape.dims)))
     copy = Operation(f"{ref.name}_copy", "aten.clone.default", (ref,), (), (copied,))
     operations = (*live(form.operations, [ref]), copy)
@@ -89,7 +93,7 @@ def _through_copies(form: NodeForm, ref: ValueRef) -> tuple[str, Dim, list[Steps
 
 
 def _steps(word: Word, strides: dict[Atom, Dim]) -> Steps:
-    """The parts of a dim; those that follow each other evenly are one."""
+    """The (size, stride) parts of a dim, outermost first; neighbours that one stride covers are merged."""
     found: list[tuple[Dim, Dim]] = []
     for part in resolve(word):
         size, stride = part.size, strides.get(part, 0) if isinstance(part, Atom) else 0

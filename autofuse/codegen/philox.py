@@ -19,17 +19,17 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class RandomState:
-    """The generator as a kernel's call sees it."""
+    """The state of the generator, and how eager shares out its numbers: what one call of a kernel needs."""
 
     seed: int
     offset: int  # numbers that every stream has given already, a multiple of 4
     threads: int  # of eager's grid
-    vec: int  # neighbouring elements of a thread
-    draws: int  # random numbers that they take from a thread's stream
+    vec: int  # neighbouring elements that a thread serves at a time
+    draws: int  # random numbers that a thread takes from its stream for these elements
 
 
 def eager_threads(numel: int, multiprocessors: int, threads_of_each: int) -> int:
-    """Threads of eager's grid. ``threads_of_each``: the most that a multiprocessor holds."""
+    """Threads of eager's grid. ``threads_of_each``: the most threads that a multiprocessor holds."""
     return BLOCK * min(multiprocessors * (threads_of_each // BLOCK), -(-numel // BLOCK))
 
 
@@ -50,5 +50,5 @@ def random_state(
 
 
 def offset_advance(numel: int, threads: int) -> int:
-    """By how much eager moves the generator's offset, which does not depend on the vectors; 0 without elements."""
+    """By how much eager advances the generator's offset: 0 without elements, and the same for every vector width."""
     return ((numel - 1) // (threads * DRAWS) + 1) * DRAWS if numel else 0

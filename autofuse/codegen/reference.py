@@ -32,10 +32,11 @@ def run_unfused(
     symbol_values: Mapping[str, int] | Sequence[int],
     masks: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a node, one aten call after the other, where the inputs are. Inputs are not changed.
+    """Run a node's operations one by one through aten, on the device of its inputs, and return its outputs.
 
-    ``masks``: of the node's dropouts. An empty list takes those that are drawn; from a filled one they are taken, since
-    other dtypes draw others.
+    The inputs are not changed. ``masks``: the masks of the node's dropouts, in order. An empty list is filled with the
+    masks that are drawn. The masks of a filled list are used in place of drawn ones, because another dtype would draw
+    others.
     """
     given = list(masks) if masks else None
     device = inputs[0].device if inputs else torch.device(form.spec(form.outputs[0]).device)
@@ -65,7 +66,7 @@ def _run(op: Operation, values: Mapping[ValueRef, Any], symbols: Mapping[str, in
     args = [concrete(a) for a in op.args]
     kwargs = {name: concrete(a) for name, a in op.kwargs}
     if info(op.target).kind is OpKind.CREATION and not op.inputs:
-        kwargs["device"] = device  # import drops the argument: a node runs on one device
+        kwargs["device"] = device  # import drops the device argument: a node runs on one device
     special = _OURS.get(op.target)
     return special(*args, **kwargs) if special else overload(op.target)(*args, **kwargs)
 
@@ -85,7 +86,7 @@ def overload(target: str) -> Any:
 
 
 def _restore(arg: Any) -> Any:
-    """Strings back to dtypes and memory formats, tuples to lists (aten takes lists)."""
+    """Turn strings back into dtypes and memory formats, and tuples into lists, which aten takes."""
     if isinstance(arg, str):
         if arg in DTYPES:
             return torch_dtype(arg)
@@ -136,7 +137,7 @@ def _drop_half_to_float(op: Operation) -> Operation:
 
 
 def widen(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of the float64 reference: floating tensors as float64, with the strides they have."""
+    """Inputs for the float64 reference: floating-point tensors become float64 and keep their strides, others stay."""
     wide = []
     for t in tensors:
         if t.is_floating_point():

@@ -22,10 +22,10 @@ INFIX = {
 class ScalarPrinter(ABC):
     """Prints scalar ops in the language of one target."""
 
-    unary: ClassVar[Mapping[str, Callable[[str, str], str]]]  # from the operand's dtype and its text
+    unary: ClassVar[Mapping[str, Callable[[str, str], str]]]  # op -> function of the operand's dtype and text
 
     def __init__(self, fast: bool = False) -> None:
-        """``fast``: faster functions than the library's, where the target has some."""
+        """``fast``: use faster functions than the library's, where the target has some."""
         self.fast = fast
 
     def expression(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
@@ -53,25 +53,25 @@ class ScalarPrinter(ABC):
         if name == "bool":
             return f"{a} != 0"
         if is_float(source) and not is_float(name) and dtype(name).nbytes < 4:
-            # out of range is undefined; aten's kernels go through a wider integer
+            # out of range, the result is undefined; aten's kernels convert through a wider integer
             a = self.converted(a, "int64" if name == "uint8" else "int32")
         return self.converted(a, name)
 
     @abstractmethod
     def converted(self, a: str, name: str) -> str:
-        """In another compute dtype, as the language converts."""
+        """``a`` converted to the compute dtype ``name``, by the language's own conversion."""
 
     @abstractmethod
     def rounded(self, a: str, memory: str, name: str) -> str:
-        """To the precision of a 16-bit float."""
+        """``a`` rounded to the 16-bit float dtype ``memory``, and back in the compute dtype ``name``."""
 
     @abstractmethod
     def selected(self, condition: str, a: str, b: str) -> str:
-        """One of two."""
+        """``a`` where the condition is true, else ``b``."""
 
     @abstractmethod
     def extreme(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
-        """Maximum or minimum: NaN in either operand wins, as in aten."""
+        """Maximum or minimum; as in aten, the result is NaN where either operand is."""
 
     @abstractmethod
     def of_integers(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
@@ -83,4 +83,4 @@ class ScalarPrinter(ABC):
 
     @abstractmethod
     def infix(self, op: str, name: str, source: str, args: Sequence[str]) -> str:
-        """An operator between its operands. ``source``: the dtype of these."""
+        """An operator between its two operands, whose dtype is ``source``."""

@@ -30,10 +30,10 @@ class Template(Generic[Source]):
     """One kind of kernel of one target."""
 
     name: str
-    plan: Callable[[NodeForm], Any]  # what a node is; raises LoweringError with a reason where it is not of this kind
-    # Of a node, the sizes that it is timed on (None: not known) and the upper ends of their bucket.
+    plan: Callable[[NodeForm], Any]  # a node's plan; raises LoweringError with a reason for a node of another kind
+    # From a node, the sizes that it is timed on (None: not known), and the upper ends of their bucket.
     knobs: Callable[[NodeForm, Any, Any], tuple[Knob, ...]]
-    render: Callable[[NodeForm, Config, Sizes], Source]  # with these symbols built in
+    render: Callable[[NodeForm, Config, Sizes], Source]  # the symbols in Sizes are built in
     # Additions and multiplications of a node at these values of its symbols; None: no choice depends on them.
     flops: Callable[[NodeForm, Sequence[int]], int] | None = None
 
@@ -64,14 +64,14 @@ def template_of(templates: Table[Source], form: NodeForm) -> Template[Source]:
 class SourceGenerator(Generic[Source]):
     """What the generators of both targets have in common: all that needs no compiler.
 
-    ``name`` is that of a template; without it the table decides. What follows raises LoweringError for a node that the
-    template is not for.
+    ``name``: a template's; None for the template that the table gives (`template_of`). `knobs` and `source` raise
+    LoweringError for a node that the template cannot print.
     """
 
     templates: ClassVar[Mapping[str, Template[Any]]]
 
     def knobs(self, form: NodeForm, values: Sizes | None, high: Sizes, name: str | None = None) -> tuple[Knob, ...]:
-        """What may vary for kernels that are timed on ``values``, in a bucket that ends at ``high``."""
+        """The knobs of kernels that are timed on ``values`` (None: not known), in a bucket that ends at ``high``."""
         return self._template(form, name).knobs(form, values, high)
 
     def source(self, form: NodeForm, config: Config, constants: Sizes, name: str | None = None) -> Source:

@@ -10,6 +10,6 @@ CODEGEN_VERSION = "15"  # changes whenever equal nodes would get other text; par
 
 @functools.cache
 def versions() -> str:
-    """As it stands in decision keys: "torch 2.13, codegen 7". Scripts and daemons agree on it; imports no torch."""
+    """The versions as decision keys hold them: "torch 2.13, codegen 7". Scripts and daemons agree; imports no torch."""
     minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
     return f"torch {minor}, codegen {CODEGEN_VERSION}"
