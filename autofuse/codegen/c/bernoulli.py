@@ -108,8 +108,8 @@ AF_EXPORT PyObject* af_entry(PyObject* self, PyObject* const* args, intptr_t cou
 def make_bernoulli(toolchain: Toolchain, folder: PrivateFolder | None = None) -> Bernoulli | None:
     """A function ``(mask, p, generator=None)`` that fills a bool mask as ``mask.bernoulli_(p)`` does.
 
-    None where it cannot be compiled or loaded, or does not agree with aten on this machine. ``folder``: where an
-    earlier run has left it compiled, for a compiler takes 0.13 s of a start.
+    None where it cannot be compiled or loaded, or does not agree with aten on this machine. ``folder`` keeps the
+    compiled function for later runs, since the compiler takes 0.13 s of a start.
     """
     try:
         draw = load_kernel(_compiled(toolchain, folder), "af_bernoulli_mt19937").entry

@@ -20,11 +20,11 @@ from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
 from autofuse.codegen.loops import COST, Access, LoopKernel, Store
 from autofuse.ir.dims import dim_text
 
-BLOCK = 256  # columns whose partial sums stay in the compute dtype; their sums are added in double
-FLUSH = 32  # rows whose column sums stay in the compute dtype
-TILE = 512  # columns of a non-temporal store's tile
+BLOCK = 256  # columns that are summed in the compute dtype; the sums of blocks are added in double
+FLUSH = 32  # rows whose column sums are added in the compute dtype, before they go to the double totals
+TILE = 512  # columns of a tile that is converted to half or stored past the caches as a whole
 LINE_BYTES = 64
-SHARES = 64  # of the work of a nest whose single results are the same for any number of threads
+SHARES = 64  # parts of a nest's work, where its single results are the same for any number of threads
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
 
 
@@ -36,15 +36,15 @@ class Body(ValuePrinter):
         self.parallel = knobs.get("threads", "parallel") == "parallel"
         self.splits_columns = kernel.kind in ("pointwise", "full") and len(kernel.cols) == 1
         heavy = any(COST.get(v.op, 1) >= 12 for v in kernel.values)
-        self.serial_below = 8192 if heavy else 32768  # points of the nest; aten's own grain is 32768
+        self.serial_below = 8192 if heavy else 32768  # in points of the nest; aten's own grain is 32768
         self.block = int(str(knobs.get("sum_block", BLOCK)))
         self.streams = bool(knobs.get("nontemporal", False)) and can_stream(kernel)
-        # Sums of columns and buffers of rows are memory that 64 shares would take 64 times.
+        # Each share has column sums and row buffers of its own: 64 times their memory would be too much.
         keeps_rows = bool(plan.buffered) or bool(self._sinks("col_reduce"))
         self.has_shares = bool(self._sinks("full_reduce") or self._sinks("rows_reduce")) and not keeps_rows
 
     def items_limit(self) -> str:
-        """How many threads can have something to do."""
+        """C expression: how many threads can have work."""
         return f"nrows * ((ncols + {COLUMN_SPLIT - 1}) / {COLUMN_SPLIT})" if self.splits_columns else "nrows"
 
     def work_text(self) -> str:
@@ -53,7 +53,7 @@ class Body(ValuePrinter):
     # ---- scratch memory
 
     def scratch_layout(self) -> list[str]:
-        """Offsets of a thread's scratch memory, in bytes; empty where a kernel needs none."""
+        """C lines that define the offsets in a thread's scratch memory, in bytes; none where a kernel needs none."""
         pieces: list[tuple[str, str]] = []
         for n in self.plan.buffered:
             pieces.append((f"buf{n}", f"ncols * sizeof({VALUE_TYPE[self.kernel.values[n].dtype]})"))
@@ -145,7 +145,7 @@ class Body(ValuePrinter):
         return lines
 
     def _decode(self, digits: list[tuple[str, str]]) -> list[str]:
-        """The first item's position in each row dim; later ones follow by counting."""
+        """C lines that calculate the first item's position in each row dim; `_advance` counts on from it."""
         if not digits:
             return []
         if len(digits) == 1:
@@ -228,9 +228,9 @@ class Body(ValuePrinter):
         return lines
 
     def _next_row(self, phase: ColumnPass) -> list[str]:
-        """Ask for the next row while a block's arithmetic goes on: else memory waits for it, and it for memory.
+        """C lines that prefetch the next row during a block's arithmetic, so that the two overlap.
 
-        For tensors that are larger than the caches. The pass that first reads a row needs no such help.
+        Only for tensors that are larger than the caches, and in the first costly pass after the one that reads the row.
         """
         costly = [p for p in self.plan.phases if p.stage > 0 and self._is_costly(p)]
         if not self.streams or not costly or phase is not costly[0] or len(self.kernel.cols) > 1:
@@ -250,9 +250,10 @@ class Body(ValuePrinter):
         return any(COST.get(self.kernel.values[n].op, 1) >= 12 for n in phase.values)
 
     def _tiled(self, phase: ColumnPass, start: str, stop: str, ahead: list[str]) -> list[str]:
-        """Columns in tiles that stay in the first cache, then are converted to half, or go to memory past the caches.
+        """A loop over tiles of columns that stay in the first-level cache until they are converted or streamed.
 
-        No compiler vectorises conversions to half with the CPU's own instructions, which need half of the time.
+        Tiles are converted to half, which no compiler vectorises with the CPU's own instructions, though these need
+        half of the time; streams go to memory past the caches.
         """
         lines = [f"for (int64_t b = {start}; b < {stop}; b += {TILE}) {{"]
         lines.append(f"  const int64_t b_end = {stop} - b < {TILE} ? {stop} : b + {TILE};")
@@ -301,7 +302,7 @@ class Body(ValuePrinter):
         return [*lines, *(self.store(dataclasses.replace(s, value=self._unrounded(s, phase))) for s in phase.stores)]
 
     def _unrounded(self, store: Store, phase: ColumnPass) -> int:
-        """The value to store: storing rounds by itself, and a cast to 16 bits would else convert three times."""
+        """The value to store, without a cast to the store's own dtype: with it, it would be converted three times."""
         value = self.kernel.values[store.value]
         repeats = value.op == "round_to" and value.attr == self._memory(store.access)
         is_made_here = store.value in phase.values and store.value not in phase.buffer_reads

@@ -37,7 +37,7 @@ BASE_FLAGS = (
     "-fvisibility=hidden", "-std=gnu11", "-w",
 )  # fmt: skip
 
-TEND_SECONDS = 0.05  # between two looks at a compiler that may have to stand still
+TEND_SECONDS = 0.05  # between two calls of ``tend`` while a compiler runs
 
 _PROBES_AT_ONCE = 3
 
@@ -58,7 +58,7 @@ class Toolchain:
 
     @property
     def path(self) -> str:
-        """For people."""
+        """The command as a person would type it."""
         return shlex.join(self.command)
 
     @property
@@ -71,8 +71,8 @@ class Toolchain:
 def find_toolchain(cc: str | None = None, folder: PrivateFolder | None = None) -> Toolchain:
     """The given compiler, else the first of cc, gcc, clang that PATH has.
 
-    ``folder``: where an earlier process has noted what the same program can do; its probes take 0.2 s of a start.
-    Raises CompilerError where there is none or where it cannot build a shared object.
+    ``folder`` keeps what the probes of a program found for later processes, since they take 0.2 s of a start. Raises
+    CompilerNotReady where there is no compiler, or where it cannot build a shared object.
     """
     names = [cc] if cc else ["cc", "gcc", "clang"]
     for name in names:
@@ -86,7 +86,7 @@ def find_toolchain(cc: str | None = None, folder: PrivateFolder | None = None) -
 
 
 def _command(name: str) -> tuple[str, ...]:
-    """A program, or one with words behind it as make and configure take CC; empty where there is none."""
+    """A compiler's program, or a program with arguments, as make and configure take CC; empty where there is none."""
     path = shutil.which(name)
     if path:
         return (path,)
@@ -98,9 +98,9 @@ def _command(name: str) -> tuple[str, ...]:
 
 
 def _known(command: tuple[str, ...], march: str, folder: PrivateFolder) -> Toolchain:
-    """As an earlier process found it, where programs, processor and C library are the same."""
-    programs = [path for word in command if (path := shutil.which(word))]  # "ccache gcc" are two
-    found_there = [os.stat(path) for path in programs]  # through links
+    """The toolchain that an earlier process found with the same programs, processor and C library; else probed now."""
+    programs = [path for word in command if (path := shutil.which(word))]  # "ccache gcc" has two
+    found_there = [os.stat(path) for path in programs]  # os.stat follows links
     identities = [(found.st_size, found.st_mtime_ns, found.st_ino) for found in found_there]
     facts = (
         command, march, [*map(os.path.realpath, programs)], identities, platform.libc_ver(), sorted(flags()),
@@ -118,11 +118,11 @@ def _known(command: tuple[str, ...], march: str, folder: PrivateFolder) -> Toolc
 
 @functools.lru_cache(maxsize=8)
 def _probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
-    """What it can do, and whether that is all the compiler's own verdict: it is not where memory or a disk was full.
+    """What a compiler can do, and whether all of that is its own verdict: not where, say, memory or a disk was full.
 
-    Only what a run of it has written counts as done: a script that ignores SIGCHLD, or waits for all of its children,
-    takes our children's exit codes, and Python gives 0 then. Runs of the compiler side by side: a script waits for
-    them when it is first captured, 0.4 s one by one.
+    A run of the compiler counts as successful only by the file that it has written: where a script ignores SIGCHLD, or
+    waits for all of its children, the exit codes of our children are lost, and Python gives 0. The probes run side by
+    side, because a script waits for them when it is first captured; one by one they take 0.4 s.
     """
     nothing = "int af_probe(void) { return 0; }"
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder, ThreadPoolExecutor(_PROBES_AT_ONCE) as pool:
@@ -166,7 +166,7 @@ _LIBMVEC_PROBES = (
 
 
 def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Path) -> bool | None:
-    """None: the compiler did not come to a verdict, and may at another time."""
+    """Whether the compiler builds this text; None where it came to no verdict, and may at another time."""
     source, binary = stem.with_suffix(".c"), stem.with_suffix(".so")
     source.write_text(text)
     # --no-undefined: a vector variant that libmvec lacks must fail here, not when the kernel is loaded
@@ -188,30 +188,30 @@ def _compiles(command: Sequence[str], text: str, flags: Sequence[str], stem: Pat
     return False if any(sign in result.stderr for sign in (f"{source}:", *_VERDICTS)) else None
 
 
-# What compilers and linkers say of a program, or of what they lack for it: functions of libmvec, OpenMP.
+# Words that make a message a verdict: on the program, or on what is missing for it (functions of libmvec, OpenMP).
 _VERDICTS = ("undefined reference", "undefined symbol", "-fopenmp", "gomp", "libomp", "-lomp")
 
 
 def _macros(command: Sequence[str], march: str, place: Path) -> str | None:
-    """What -march means here, as the compiler itself says it; None: it did not come to say it."""
+    """The macros that the compiler defines for this ``-march`` here; None where the run failed."""
     result = _run([*command, f"-march={march}", "-dM", "-E", "-x", "c", "/dev/null", "-o", str(place)], 20)
     return place.read_text() if result.returncode == 0 and place.exists() else None
 
 
 def _target_text(macros: str) -> str:
-    """The processor, and a digest of what the compiler makes of it."""
+    """The machine, its instruction set, and a digest of the macros that the compiler defines for it."""
     names = sorted(line.split()[1] for line in macros.splitlines() if line.startswith("#define __"))
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:12]
     return f"{platform.machine()}:{cpu_device().isa}:{digest}"
 
 
 def is_for_this_cpu(target: str) -> bool:
-    """Whether a stored kernel was made for a processor that knows the same instructions; it has to say so."""
+    """Whether a stored kernel's target names this machine and its instruction set."""
     return target.split(":")[:-1] == [platform.machine(), cpu_device().isa]
 
 
 def _environment() -> dict[str, str]:
-    """Compilers then speak English, in which their verdicts are read."""
+    """The environment of compilers: with it their messages are in English, as `_compiles` expects."""
     return {**os.environ, "LC_ALL": "C"}
 
 
@@ -254,7 +254,7 @@ def compile_key(source: str, toolchain: Toolchain, flags: Sequence[str]) -> Comp
 
 
 def _run_tended(arguments: Sequence[str], timeout: float, tend: Tend) -> subprocess.CompletedProcess[str]:
-    """The same with a process group of its own, which ``tend`` may make stand still."""
+    """As `_run`, with a process group for the compiler, which ``tend`` may make stand still."""
     try:
         with subprocess.Popen(
             arguments,
@@ -287,11 +287,12 @@ def _run_tended(arguments: Sequence[str], timeout: float, tend: Tend) -> subproc
 def compile_source(
     source: str, toolchain: Toolchain, flags: Sequence[str], timeout: float = 120.0, tend: Tend | None = None
 ) -> bytes:
-    """The shared object of a translation unit. Raises CompilerError with the compiler's first error lines, of these
-    CompilerNotReady where they are not about the text, and OSError where there is no room for it.
+    """Compile a translation unit to the bytes of a shared object, within ``timeout`` seconds.
 
-    ``tend`` is given the compiler's process group again and again, and returns for how many seconds it has made it
-    stand still: these do not count as the compiler's.
+    Raises CompilerError with the compiler's first error lines; its subclass CompilerNotReady where they are not about
+    the text; OSError where there is no room for the files. While the compiler runs, ``tend`` is called with its process
+    group again and again. It may make the group stand still, and returns for how many seconds: these do not count
+    towards the timeout.
     """
     with tempfile.TemporaryDirectory(prefix="autofuse-cc-") as folder:
         text, binary = Path(folder) / "kernel.c", Path(folder) / "kernel.so"
@@ -300,7 +301,7 @@ def compile_source(
         result = _run(command, timeout) if tend is None else _run_tended(command, timeout, tend)
         if result.returncode != 0 or not binary.exists():
             errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-            # Complaints about the text name a place in it or a name that it uses; all else is no fault of it.
+            # Errors about the text name a place in it, or a name that is not defined; others are no fault of it.
             ours = [line for line in errors if f"{text}:" in line or "undefined reference" in line]
             if ours:
                 raise CompilerError("expected the generated C to compile, found:\n" + "\n".join(ours[:5]))

@@ -18,12 +18,12 @@ from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import COST, Access, LoopKernel, regions
 from autofuse.ir.shape import Dim, evaluate
 
-STREAM_FROM_BYTES = 8 << 20  # what is written past the caches need not be read before: a third less traffic of a copy
-SERIAL_BELOW = 16384  # elements that one thread is done with before others have begun
+STREAM_FROM_BYTES = 8 << 20  # lines written past the caches are not read before: a copy has a third less traffic
+SERIAL_BELOW = 16384  # elements below which one thread is done before others have begun
 LANES = 1024  # neighbouring rows of a block: wide blocks read memory in its order, narrow ones stay in a cache
-# What to change first: by what won against the default over 35 buckets of 13 nodes.
+# What to change first, ordered by wins against the default over 35 buckets of 13 nodes.
 _LIKELIEST = ("blocks", "sum_block", "nontemporal", "lane_block", "vector_bits", "math", "threads", "staging")
-_FEWEST = 4  # rows, where their number is known, from which vectors of them are filled
+_FEWEST = 4  # rows, where their number is known, below which vectors along rows stay mostly empty
 
 
 @functools.cache
@@ -37,11 +37,11 @@ def cpu_vector_bits() -> tuple[int, ...]:
 
 
 def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None) -> tuple[Knob, ...]:
-    """The knobs that change this kernel's code, the likeliest to pay first; with symbol values, those that may at all,
-    with defaults for these sizes.
+    """The knobs that change this kernel's code, first those that are likeliest to pay.
 
-    What fits the caches is not written past them: whoever reads it next would wait for the memory, and a race, which
-    reads nothing of it, would not notice.
+    With symbol values, knobs that cannot pay at these sizes are left out, and the defaults suit the sizes.
+    ``nontemporal`` is left out where the outputs fit the caches: whoever reads them next would wait for the memory, and
+    a race, in which nobody reads them, would not show it.
     """
     widths = cpu_vector_bits()
     is_short = symbol_values is not None and elements(kernel, symbol_values) < SERIAL_BELOW
@@ -67,14 +67,14 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
         knobs.append(Knob("sum_block", (256, 1024), 256, "columns added in the compute dtype before double takes over"))
     is_small = symbol_values is not None and _written_bytes(kernel, symbol_values) < STREAM_FROM_BYTES
     if not has_lanes and can_stream(kernel) and not is_small:
-        # Not where arithmetic bounds the kernel: values on their way to memory take a detour through a tile.
+        # Off where arithmetic bounds the kernel, because values on their way to memory go through a tile first.
         streams = symbol_values is not None and not any(COST.get(v.op, 1) >= 12 for v in kernel.values)
         knobs.append(Knob("nontemporal", (False, True), streams, "write outputs past the caches; pays from about 8 MB"))
     return tuple(sorted(knobs, key=lambda knob: _LIKELIEST.index(knob.name)))
 
 
 def can_stream(kernel: LoopKernel) -> bool:
-    """Whether a pass over the columns only writes outputs, each in order: they need not go through the caches."""
+    """Whether a pass over the columns only writes outputs, each in order: these need not go through the caches."""
     return any(is_streamable(kernel, phase) for phase in plan(kernel, keep=True).phases)
 
 
@@ -86,10 +86,10 @@ def is_streamable(kernel: LoopKernel, phase: ColumnPass) -> bool:
 
 
 def can_transpose(kernel: LoopKernel) -> bool:
-    """Whether some tensors are dense along the last row dim and some along the columns, and elements are all there is.
+    """Whether a kernel is element-wise, with some tensors dense along the last row dim and some along the columns.
 
-    Row by row, each element of the former is in a cache line of its own, which is gone before the next row reads from
-    it: a copy of images into another order took four times as long (3 x 64 x 32 x 32, EPYC).
+    A loop over rows finds each element of the former in another cache line, which is gone before the next row reads
+    from it: a copy of images into another order took four times as long (3 x 64 x 32 x 32, EPYC).
     """
     if kernel.kind != "pointwise" or len(kernel.cols) != 1 or not kernel.rows:
         return False
@@ -102,7 +102,7 @@ def can_transpose(kernel: LoopKernel) -> bool:
 
 
 def uses_lanes(kernel: LoopKernel) -> bool:
-    """Whether the tensors are dense along the last row dim, not along the columns, and rows are all there is to do."""
+    """Whether rows suit vector lanes: only rows are reduced, and most tensors are dense along the last row dim."""
     if not kernel.has_row_reduce or not kernel.rows or kernel.sinks or plan(kernel, keep=False).post_stores:
         return False
     row, col = kernel.rows[-1], kernel.cols[-1]

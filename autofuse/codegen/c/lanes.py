@@ -21,8 +21,8 @@ from autofuse.codegen.column_passes import ColumnPass, Plan
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.loops import Access, LoopKernel
 
-SHARE = 64  # columns of a thread from which threads share a block
-_VECTOR = 16  # rows that a block is a multiple of
+SHARE = 64  # columns that each thread has at least where threads share a block
+_VECTOR = 16  # a block's rows are a multiple of this
 
 
 class LaneBody(Body):
@@ -39,7 +39,7 @@ class LaneBody(Body):
         return f"{outer} * ((n{self.lane} + {_VECTOR - 1}) / {_VECTOR}) + n{self.kernel.cols[0]} / {SHARE}"
 
     def scratch_layout(self) -> list[str]:
-        """Places for a thread's totals, in bytes; none where threads share nothing."""
+        """C lines that define the places of a thread's totals, in bytes; none where threads share nothing."""
         lines, offset = [], "0"
         for n in self._reductions() if self.parallel else ():
             lines.append(f"  const int64_t at_s{n} = {offset};")
@@ -57,7 +57,11 @@ class LaneBody(Body):
     # ---- accesses
 
     def element(self, access: Access, c: str, extra: str = "") -> str:
-        """An element of the column and lane at hand; the pointer is at the block's first row, and column if any."""
+        """The element of the current column and lane.
+
+        The access's pointer is at the block's first row and, where the access moves with the columns, at the current
+        column.
+        """
         terms = [self._product("l", s) for d, s in access.strides if d == self.lane]
         terms += [extra] if extra else []
         return f"{self._at(access)}[{' + '.join(terms) or '0'}]"
@@ -73,7 +77,7 @@ class LaneBody(Body):
         return "(l0 + l)" if dim == self.lane else super()._loop(dim, c)
 
     def _block_pointers(self, indent: str) -> list[str]:
-        """Pointers to the block's first row; `Body`'s have the position of each row dim as an offset."""
+        """C lines of pointers to the block's first row: `Body`'s, with ``l0`` as the position along the lane dim."""
         return [
             line.replace(f"r{self.lane}", "l0") if re.search(rf"\br{self.lane}\b", line) else line
             for line in self._pointer_lines("row", indent)
@@ -144,7 +148,7 @@ class LaneBody(Body):
         return self.regions[number].name == "row" and self.kernel.values[number].op != "const"
 
     def _read(self, numbers: Iterable[int]) -> list[str]:
-        """The block's values that an expression of these needs, for the lane at hand."""
+        """C lines that read, for the current lane, those of these values that the block holds as arrays."""
         found = sorted(n for n in set(numbers) if self._is_lane_value(n))
         return [f"const {VALUE_TYPE[self.kernel.values[n].dtype]} x{n} = lane{n}[l];" for n in found]
 
@@ -196,7 +200,7 @@ class LaneBody(Body):
         return lines
 
     def _share(self, phase: ColumnPass) -> list[str]:
-        """The totals of all threads, added up by each of them in the same order."""
+        """C lines with which each thread adds up the totals of all threads, in the same order."""
         lines = ["    if (is_shared) {"]
         for n in phase.reductions:
             ctype = self._reducer(n).total

@@ -45,7 +45,11 @@ class LoadedKernel:
     library: Any
 
     def call(self, sizes: Sequence[int], pointers: Sequence[int]) -> None:
-        """Run once: ``sizes`` are the symbols' values in order and the thread count."""
+        """Run once. ``sizes``: the symbols' values in order, then the thread count; ``pointers``: inputs, then outputs.
+
+        Raises MemoryError without memory for its buffers, ValueError for 2^31 columns or more, and FloatingPointError
+        where the work is left to eager.
+        """
         array = (ctypes.c_int64 * len(sizes))(*sizes)
         self.entry(ctypes.addressof(array), *pointers)
 

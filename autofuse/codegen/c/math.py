@@ -10,7 +10,7 @@ below 0.71 of the smallest normal number; erf saturates at 1.
 
 from __future__ import annotations
 
-# e^r as p, for x = n log 2 + r: what both functions of exp share.
+# p = e^r, where x = n log 2 + r: the lines that both exp functions share.
 _EXP_OF_REST = """  const float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;

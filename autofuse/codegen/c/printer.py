@@ -59,7 +59,7 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
 
 
 def _body(kernel: LoopKernel, knobs: Mapping[str, object]) -> Body:
-    """What prints the loops of a nest."""
+    """The printer of a nest's loops: rows as lanes, transposed blocks, or plain loops."""
     if uses_lanes(kernel):
         return LaneBody(kernel, plan(kernel, keep=False, widen=False), knobs)
     made = plan(kernel, keep=knobs.get("staging", "buffer") == "buffer")
@@ -115,7 +115,7 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
         f"  if (threads < 1 || {body.work_text()} < {body.serial_below}) threads = 1;",
         "  if (threads > items) threads = items > 0 ? items : 1;",
     ]
-    if body.has_shares:  # by the sizes alone, whoever works on them
+    if body.has_shares:  # the sizes alone decide the number, not the threads
         lines.append(f"  const int64_t shares = {body.work_text()} < {body.serial_below} ? 1 : {SHARES};")
     if body.tests_positions:
         lines.append(f"  if (n{body.last} >= INT32_MAX) return -2;")
@@ -155,7 +155,11 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
 
 
 def _driver_of_nests(kernel: LoopKernel, nests: Sequence[tuple[Body, str]]) -> str:
-    """One parallel region for all nests. A nest too small to be shared is a single thread's, each another one's."""
+    """One parallel region for all nests.
+
+    Each nest numbers the threads differently, so that different threads work on the nests that are too small to be
+    shared.
+    """
     lines = [f"static int {kernel.name}(const int64_t* sizes, void** ptrs) {{", "  int64_t work = 0;"]
     calls = []
     for k, (body, sizes) in enumerate(nests):

@@ -16,15 +16,15 @@ from autofuse.codegen.dtypes import VALUE_TYPE, is_float
 
 @dataclass(frozen=True)
 class Reducer:
-    """One reduction over values of a dtype. Accumulators are C lvalues; ``{a}`` is one, ``{x}`` the new value."""
+    """One reduction over values of a dtype. ``{a}`` is an accumulator (a C lvalue), ``{x}`` the new value."""
 
     accumulator: str  # C type inside a block of columns, and of column sums over a few rows
     total: str  # C type across blocks, rows and threads
     start: str
     clause: str  # OpenMP's name of the reduction
-    step: str  # inside a vectorised loop that reduces
+    step: str  # statement inside a vectorised loop that reduces
     result: str  # C type of the result
-    join: str = ""  # everywhere else, where it differs
+    join: str = ""  # statement everywhere else, where it differs from ``step``
     nan_flag: bool = False  # a second accumulator, an int, tells whether NaN was seen
     widens: bool = False  # block sums are added to a wider total
 
@@ -41,7 +41,7 @@ class Reducer:
         return a if self.total == self.result else f"({self.result}){a}"
 
     def noted(self, a: str, flag: str) -> str:
-        """The total of a loop, NaN where one was seen."""
+        """A statement after the loop: the total becomes NaN where the flag says that one was seen."""
         return f"if ({flag}) {a} = NAN;"
 
 

@@ -79,7 +79,7 @@ _UNARY: Mapping[str, Callable[[str, str], str]] = {
 
 
 class CScalars(ScalarPrinter):
-    """C. ``fast``: functions of `c.math`, which the compiler inlines, in place of the library's."""
+    """Prints scalar ops in C. ``fast``: inlined functions of `c.math` in place of the library's."""
 
     unary = _UNARY
 

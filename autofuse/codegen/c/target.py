@@ -13,7 +13,7 @@ from pathlib import Path
 
 NATIVE = "native"
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-# What a processor must have, by its flags in /proc/cpuinfo, to run what is generated for another.
+# For each other processor: the flags in /proc/cpuinfo that a processor must have to run code for it.
 OTHERS: dict[str, frozenset[str]] = {
     "x86-64-v3": frozenset({"avx2", "fma", "bmi2", "f16c"}),
     "skylake-avx512": AVX512 | {"avx512cd", "fma", "bmi2", "adx"},
@@ -22,12 +22,12 @@ _chosen = [NATIVE]
 
 
 def march() -> str:
-    """The name that the compiler gets."""
+    """The name that the compiler gets as its ``-march``."""
     return _chosen[-1]
 
 
 def can_run(name: str) -> bool:
-    """Whether this processor runs code for another."""
+    """Whether this processor runs code that is generated for the processor of this name."""
     return name == NATIVE or OTHERS[name] <= flags()
 
 
@@ -52,7 +52,7 @@ def vector_bits() -> tuple[int, ...]:
 
 
 def flags() -> frozenset[str]:
-    """What this processor has, as /proc/cpuinfo names it."""
+    """The features of this processor, by their names in /proc/cpuinfo; AVX2 where that cannot be read."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

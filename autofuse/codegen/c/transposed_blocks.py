@@ -20,18 +20,18 @@ from autofuse.codegen.loops import Access, LoopKernel
 from autofuse.ir.dims import dim_text
 
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 16  # best of 8 to 64 each on an EPYC
-_TILE_BYTES = 16 << 10  # of all tiles of a block, half of a first cache
-_ELEMENT_BYTES = 4  # of what `af_turn` takes
+_TILE_BYTES = 16 << 10  # of all tiles of a block: half of a first-level cache
+_ELEMENT_BYTES = 4  # of an element that `af_turn` moves
 
 
 class TransposedBody(Body):
-    """Prints one kernel's loops in blocks."""
+    """Prints one kernel's loops in blocks of rows and columns."""
 
     def __init__(self, kernel: LoopKernel, plan: Plan, knobs: Mapping[str, object]) -> None:
         super().__init__(kernel, plan, knobs)
         self.streams = False
         self.row = kernel.rows[-1]
-        # What is read under a test only may lie outside of its tensor.
+        # What is read under a test may lie outside of its tensor, so no tile can be filled with it beforehand.
         guarded = {v.attr for v in kernel.values if isinstance(v.attr, Access) and v.op != "load"}
         tiles = [a for a in self._pointers if a not in guarded and self._is_turned(a)]
         self._tiles = {access: f"turn{n}" for n, access in enumerate(tiles)}
@@ -84,7 +84,7 @@ class TransposedBody(Body):
         return memory_type(self._memory(access))
 
     def _turns(self, accesses: list[Access], is_read: bool) -> list[str]:
-        """Tiles filled before the rows of a block, or written out after them."""
+        """C lines that fill tiles before the rows of a block, or write them out after these rows."""
         if not accesses:
             return []
         lines = ["    {", f"    const int64_t r{self.row} = r_begin;", *self._pointer_lines("row", "    ")]

@@ -22,7 +22,7 @@ from autofuse.ir.dims import dim_text
 from autofuse.ir.shape import Dim
 
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-_INLINE_LIMIT = 12  # operations of a truth value that is written out at each use
+_INLINE_LIMIT = 12  # most operations of a truth value that is written out at each use
 
 
 class ValuePrinter:
@@ -36,7 +36,7 @@ class ValuePrinter:
         self.last = kernel.cols[-1]
         self._widened = frozenset(n for p in plan.phases for n in p.widened)
         self._place = "lin + c" if len(kernel.cols) > 1 else "c"  # a column's place in a row buffer
-        self._cones: list[int] = []  # operations of the truth values each value is made of
+        self._cones: list[int] = []  # operations of the expression of each truth value; 0 for other values
         for value in kernel.values:
             own = 1 + sum(self._cones[a] for a in value.args) if value.dtype == "bool" else 0
             self._cones.append(own)
@@ -56,7 +56,8 @@ class ValuePrinter:
         value = self.kernel.values[number]
         reducer = REDUCERS[str(value.attr)](value.dtype)
         if value.op == "full_reduce" and reducer.widens:
-            # A loss adds up a whole tensor and may cancel to almost nothing: in double from the first addition on.
+            # A loss adds up a whole tensor and may cancel to almost nothing: it is in double from the first addition
+            # on.
             return dataclasses.replace(reducer, accumulator=reducer.total, widens=False)
         return reducer
 
@@ -66,14 +67,14 @@ class ValuePrinter:
     # ---- expressions
 
     def text(self, number: int) -> str:
-        """A value where it is used."""
+        """The C text of a value where it is used: a literal, a variable, or an expression."""
         value = self.kernel.values[number]
         if value.op == "const":
             return literal(value.attr, value.dtype)
         return f"({self._inline(number)})" if self._is_inlined(number) else f"x{number}"
 
     def _is_inlined(self, number: int) -> bool:
-        """Truth values inside of column loops are written where they are used: as variables they cost a register."""
+        """Whether a value is written out where it is used: truth values in column loops, to save registers."""
         value = self.kernel.values[number]
         if value.dtype != "bool" or value.op in ("const", *SINKS) or self._cones[number] > _INLINE_LIMIT:
             return number in self._widened and value.dtype == "bool"
@@ -85,7 +86,7 @@ class ValuePrinter:
         return self.compute(number)
 
     def compute(self, number: int, c: str = "c") -> str:
-        """The C expression that makes a value."""
+        """The C expression that calculates a value."""
         value = self.kernel.values[number]
         if isinstance(value.attr, Access):
             access, gathers = value.attr, value.op.startswith("gather")
@@ -110,7 +111,7 @@ class ValuePrinter:
         return self.scalars.expression(value, [self.text(a) for a in value.args], operands)
 
     def _is_nonpositive(self, number: int) -> bool:
-        """Whether a value is never above 0: what is left of a row's values without the largest of them."""
+        """Whether a value is never above 0, being an element of a row minus the largest element of that row."""
         value = self.kernel.values[number]
         if value.op != "sub":
             return False
@@ -119,10 +120,10 @@ class ValuePrinter:
         return largest.op == "row_reduce" and largest.attr in ("peak", "max") and largest.args == (each,)
 
     def _position_test(self, number: int, c: str) -> str | None:
-        """A comparison of the column's position with something known per row, in 32 bits.
+        """A comparison of the column's position with a value of the row, in 32 bits; None for other values.
 
-        In 64 bits it would halve the vector length of a whole loop of floats. Exact below 2^31 columns, which
-        the driver checks: the other side is clamped to the range of 32 bits.
+        In 64 bits it would halve the vector length of a whole loop of floats. It is exact: the driver checks that there
+        are fewer than 2^31 columns, and the row's value is clamped to the range of 32 bits.
         """
         value = self.kernel.values[number]
         if value.op not in ("eq", "ne", "lt", "le", "gt", "ge") or not self.kernel.rows:
@@ -189,7 +190,7 @@ class ValuePrinter:
         return lines
 
     def _pointer_lines(self, where: str, indent: str) -> list[str]:
-        """Pointers that move with the row (``row``), with nothing (``entry``)."""
+        """C lines of the pointers that move with the row (``where`` is "row"), or of those that do not ("entry")."""
         lines = []
         for access, name in self._pointers.items():
             moving = [(d, s) for d, s in access.strides if d in self.kernel.rows]
@@ -206,7 +207,7 @@ class ValuePrinter:
         return lines
 
     def _column_terms(self, access: Access) -> list[tuple[int, Dim]]:
-        """Outer column dims an access moves with: its pointer is set anew in their loops."""
+        """The outer column dims that an access moves with: its pointer is set anew in their loops."""
         return [(d, s) for d, s in access.strides if d in self.kernel.cols and d != self.last]
 
     def _column_pointers(self, indent: str, used: Sequence[Access]) -> list[str]:
