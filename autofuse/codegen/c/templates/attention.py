@@ -30,20 +30,21 @@ from autofuse.ir.optable import ATTENTION_BACKWARD, TORCH_ATTENTIONS
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim, as_dim
 
-# Rows and vectors of the sums that stay in registers: of scores, and by the vectors that a head's width is made of.
+# Sums that stay in registers, by the bits of the widest vectors: (rows, vectors) of scores; for results, rows by
+# vectors, of which a head's width is a multiple.
 SCORES: dict[int, tuple[int, int]] = {512: (12, 2), 256: (6, 2), 128: (6, 2)}
 HEADS: dict[int, dict[int, int]] = {
     512: {4: 6, 3: 8, 2: 12, 1: 14},
     256: {2: 6, 1: 10},
     128: {2: 6, 1: 10},
 }
-LARGEST_SCALE = 1e30  # a float with room
+LARGEST_SCALE = 1e30  # far below the largest float32
 BLOCKS = (48, 24, 96)  # rows of queries whose scores are made together
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One call as a node: where its tensors lie, and its sizes."""
+    """One call as a node: its sizes, and where its tensors lie."""
 
     is_backward: bool
     sizes: tuple[Dim, ...]  # batches, heads, queries, keys
@@ -103,7 +104,11 @@ def plan_attention(form: NodeForm) -> Attention:
 
 
 def _scale(scale: object, width: int) -> float:
-    """Torch hides causal scores before it scales them, which gives NaN where the scale is not positive."""
+    """The scale of scores, 1 / sqrt(width) for None.
+
+    Raises LoweringError where it is not positive, since torch hides causal scores before it scales them, which then
+    gives NaN; and where it is too large.
+    """
     if scale is None:
         return 1.0 / math.sqrt(width)
     if not isinstance(scale, int | float) or not 0.0 < scale < LARGEST_SCALE:
@@ -135,7 +140,7 @@ def _mask(form: NodeForm, op: Operation, sizes: Sequence[Dim]) -> tuple[int, tup
 
 
 def attention_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
-    """What may vary: the rows of a block."""
+    """The knobs: how many rows a block has."""
     plan_attention(form)
     return (Knob("rows", BLOCKS, BLOCKS[0], "queries whose scores are made together"),)
 
@@ -180,7 +185,7 @@ def print_attention(form: NodeForm, config: Config, constants: Mapping[str, int]
 
 
 def _sizes(form: NodeForm, made: Attention, known: Mapping[str, int]) -> list[str]:
-    """Sizes and steps as macros: what does not vary is a constant wherever it is used."""
+    """Sizes and strides as macros; those that do not vary are constants wherever they are used."""
     dims: dict[str, Dim] = dict(zip(("BATCHES", "HEADS", "QUERIES", "KEYS"), made.sizes, strict=True))
     for name, _, steps in made.tensors:
         dims |= {f"{name}_{dim}": step for dim, step in zip("BHT", steps, strict=True)}

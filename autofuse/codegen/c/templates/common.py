@@ -22,7 +22,7 @@ from autofuse.ir.shape import Dim, free_symbols
 
 
 def spec_of(form: NodeForm, ref: object) -> TensorSpec:
-    """Of an argument. Raises LoweringError where it is no tensor."""
+    """The spec of an operation's argument. Raises LoweringError where that is no tensor."""
     if not isinstance(ref, ValueRef):
         raise LoweringError("operand", f"expected a tensor, found {ref}")
     return form.spec(ref)
@@ -37,7 +37,10 @@ def pointer_of(form: NodeForm, ref: ValueRef) -> int:
 
 
 def bias_of(form: NodeForm, ref: ValueRef, cols: Dim) -> int:
-    """Which pointer a bias is. Raises LoweringError where it is not one dense row of float32 with a number a column."""
+    """The number of a bias's pointer.
+
+    Raises LoweringError where the bias is not an input that is one dense row of float32, with a number for each column.
+    """
     spec, names = spec_of(form, ref), _input_names(form)
     is_row = spec.dtype == "float32" and tuple(spec.shape) == (cols,) and tuple(spec.strides) == (1,)
     if not is_row or ref.name not in names:
@@ -57,7 +60,7 @@ def _input_names(form: NodeForm) -> list[str]:
 
 
 def tile_of(config: Config) -> tuple[int, int, int]:
-    """Rows, vectors and bits of the sums that stay in registers."""
+    """Rows, vectors and vector bits of a tile: the sums that stay in registers."""
     rows, vectors, bits = (int(part) for part in str(dict(config)["tile"]).split("x"))
     return rows, vectors, bits
 
@@ -76,9 +79,9 @@ def header(what: str, config: Config, known: Sizes) -> str:
 
 
 def size_macros(form: NodeForm, known: Sizes, dims: Mapping[str, Dim], others: Iterable[Dim] = ()) -> list[str]:
-    """Sizes and steps as macros ``AF_<key>``: what does not vary is a constant wherever it is used.
+    """Sizes and strides as macros ``AF_<key>``; those that do not vary are constants wherever they are used.
 
-    ``others``: what the text reads besides, whose symbols are needed too.
+    ``others``: further dims in the text, whose symbols need macros too.
     """
     used = {str(s) for dim in (*dims.values(), *others) for s in free_symbols(dim)}
     lines = []
@@ -92,7 +95,7 @@ def size_macros(form: NodeForm, known: Sizes, dims: Mapping[str, Dim], others: I
 def fill(kind: str, form: NodeForm, text: str, values: Mapping[str, str]) -> CSource:
     """A translation unit: ``text`` and the entry of every kernel, with each ``@KEY@`` replaced, in this order.
 
-    ``@NAME@`` is the kernel's, ``@THREADS@`` the number of threads that the caller passes.
+    ``@NAME@`` becomes the kernel's name, ``@THREADS@`` the number of threads that the caller passes.
     """
     name = f"af_{kind}_{hashlib.sha256(form.text().encode()).hexdigest()[:10]}"
     whole = text + ENTRY

@@ -71,12 +71,12 @@ class Convolution:
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Of the images and of the results."""
+        """Channels of the images, and of the results."""
         return int(self.image[1]), int(self.result[1])
 
     @property
     def is_even(self) -> bool:
-        """Whether the pixels of the results are those of the images."""
+        """Whether images are dense and pixel n of the results is made from pixel n of the images alone."""
         _, channels, height, width = self.image
         plain = self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0)
         return plain and self.steps == (height * width * channels, width * channels, channels)
@@ -134,7 +134,7 @@ def _pair(name: str, found: object) -> tuple[int, int]:
 
 
 def convolution_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
-    """What may vary: the tile, of those that are not half empty for certain."""
+    """The knobs: the tile, from those whose width suits the number of the result's channels."""
     bits = cpu_vector_bits()[-1]
     cols, lanes = plan_convolution(form).channels[1], bits // 32
     tiles = NARROW[bits] if cols <= lanes else TILES[bits] if cols <= 2 * lanes else (*MIDDLE[bits], *TILES[bits])
@@ -182,7 +182,7 @@ def print_convolution(form: NodeForm, config: Config, constants: Mapping[str, in
 
 
 def _sizes(form: NodeForm, made: Convolution, known: Mapping[str, int]) -> list[str]:
-    """Sizes and steps as macros: what does not vary is a constant wherever it is used."""
+    """Sizes and strides as macros; those that do not vary are constants wherever they are used."""
     dims: dict[str, Dim] = {
         "IMAGES": made.result[0], "HEIGHT": made.image[2], "WIDTH_IN": made.image[3],
         "OUT_HEIGHT": made.result[2], "OUT_WIDTH": made.result[3], "C": made.channels[0], "N": made.channels[1],
@@ -195,7 +195,7 @@ def _sizes(form: NodeForm, made: Convolution, known: Mapping[str, int]) -> list[
     return size_macros(form, known, dims)
 
 
-# A panel is [channel][tap][column] or [tap][channel][column], as the weights lie.
+# A panel is [channel][tap][column] or [tap][channel][column], in the order of the weights.
 _TAPS_TOGETHER = """
   af_turn(panel, AF_COLS, weight + first * AF_TAPS, AF_C * AF_TAPS, channels * AF_TAPS, cols);"""
 

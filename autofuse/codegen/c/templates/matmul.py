@@ -31,8 +31,8 @@ from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, contiguous_strides, evaluate
 
-# Rows, vectors and bits of a tile, by the widest vectors: as many sums as there are registers for, in shapes that suit
-# processors which load fast, and such as add fast. The narrow one has the fewest columns to fill.
+# Rows, vectors and bits of tiles, by the bits of the widest vectors. A tile has as many sums as there are registers
+# for; shapes suit processors that load fast, or that add fast. The narrowest has the fewest columns to fill.
 TILES: dict[int, tuple[str, ...]] = {
     512: ("14x2x512", "6x4x512", "8x3x512", "6x2x256"),
     256: ("6x2x256", "4x3x256"),
@@ -64,7 +64,7 @@ def plan_c_matmul(form: NodeForm) -> MatmulPlan:
     spec = op.outputs[0]
     if op.kwargs:
         raise LoweringError("factor", f"expected a product without factors, found {op.kwargs}")
-    # Of the node's inputs, since operands are read there: a copy in between might have been a conversion.
+    # The dtypes of the inputs count too, since operands are read there: a copy in between may be a conversion.
     dtypes = {spec.dtype, *(item.spec.dtype for item in form.inputs)}
     if dtypes != {"float32"}:
         raise LoweringError("dtype", f"expected a product of float32 inputs, found {', '.join(sorted(dtypes))}")
@@ -91,7 +91,7 @@ def c_matmul_flops(form: NodeForm, values: Sequence[int]) -> int:
 
 
 def c_matmul_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
-    """What may vary: the tile, and whether the right operand is copied into panels where it need not be."""
+    """The knobs: the tile, and whether a right operand whose rows are contiguous is still copied into panels."""
     tiles = TILES[cpu_vector_bits()[-1]]
     knobs = [Knob("tile", tiles, tiles[0], "rows, vectors and bits of the sums that stay in registers")]
     if _is_dense(plan_c_matmul(form).right):
@@ -136,7 +136,7 @@ def print_c_matmul(form: NodeForm, config: Config, constants: Mapping[str, int] 
 
 
 def _sizes(form: NodeForm, made: MatmulPlan, known: Mapping[str, int]) -> list[str]:
-    """Sizes and strides as macros: what does not vary is a constant wherever it is used."""
+    """Sizes and strides as macros; those that do not vary are constants wherever they are used."""
     dims: dict[str, Dim] = {
         "M": made.rows, "N": made.cols, "K": made.depth,
         "LEFT_ROW": made.left.rows, "LEFT_COL": made.left.cols,
@@ -157,7 +157,7 @@ def _places(made: MatmulPlan) -> list[Dim]:
 
 
 def _batch_text(operand: Operand) -> str:
-    """Elements before matrix ``b`` of a batch."""
+    """A C expression: the elements before matrix ``b`` of a batch."""
     terms = [f"(int64_t)({dim_text(operand.offset)})"]
     rest = "(b)"
     for at, (size, stride) in reversed(list(enumerate(operand.batch))):
@@ -175,7 +175,7 @@ _COPIED = """
     else for (int64_t n = 0; n < AF_COLS; ++n) to[n] = n < cols ? from[n * AF_RIGHT_COL] : 0.0f;
   }"""
 
-# In registers: element by element it took 4 % of a matmul of 400 rows.
+# Transposed in registers: element by element, the copy took 4 % of a matmul of 400 rows.
 _TRANSPOSED = """
   af_turn(panel, AF_COLS, b, AF_RIGHT_COL, depth, cols);
   for (int64_t k = 0; k < depth; ++k)
@@ -187,8 +187,8 @@ def remainders(tile_rows: int) -> str:
     return "\n".join(f"  if (left & {n}) {{ AF_TILE({n}); at += {n}; }}" for n in (16, 8, 4, 2, 1) if n < tile_rows)
 
 
-# What follows the sums of a tile: added to what earlier blocks of the depth gave, or to the bias, and written. A row of
-# the result has AF_N elements.
+# C after the sums of a tile: it adds the result of earlier blocks of the depth, or the bias, and writes. A row of the
+# result has AF_N elements.
 STORE = """  if (cols == AF_COLS) {
 #pragma GCC unroll 32
     for (int i = 0; i < rows; ++i)
@@ -211,7 +211,7 @@ STORE = """  if (cols == AF_COLS) {
       c[i * AF_N + n] = edge[i][n] + (!is_first ? c[i * AF_N + n] : bias != NULL ? bias[n] : 0.0f);
 """
 
-# How the rows of a matmul are divided among threads, `parts` of `rows` each for every panel of AF_COLS columns.
+# C that divides the rows of a matmul among threads: `parts` of `rows` each, for every panel of AF_COLS columns.
 SHARE = """  if (threads < 1 || AF_BATCH * m * n * k < AF_SERIAL_BELOW) threads = 1;
   /* Few rows a task, where threads would wait for each other else; not more than fit the caches. */
   int64_t parts = (AF_TASKS * threads + AF_BATCH * panels - 1) / (AF_BATCH * panels);
