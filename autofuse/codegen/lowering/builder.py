@@ -79,13 +79,13 @@ class Builder:
         return self.node("const", name, (), text or _as_constant(value, name))
 
     def size(self, dim: Dim, name: str) -> Val:
-        """A size (or an expression of sizes) as a number."""
+        """A size, or an expression of sizes, as a value in the compute dtype of ``name``."""
         if isinstance(dim, int):
             return self.const(dim, name)
         return self.node("size", compute_dtype(name), (), dim)
 
     def load(self, param: int, memory_dtype: str, words: Iterable[Word], strides: Iterable[Dim]) -> Val:
-        """Read a parameter at an index."""
+        """A parameter's element at an index: a load, or a gather where a part of the index is read or calculated."""
         words, strides = tuple(words), tuple(strides)
         terms, indirect = linear_terms(words, strides)
         name, offset = compute_dtype(memory_dtype), linear_offset(words, strides)
@@ -147,9 +147,9 @@ class Builder:
         return self.node("reduce", value.dtype, (value,), (kind, over)) if over else value
 
     def _one_hot(self, value: Val, over: frozenset[Atom]) -> Val | None:
-        """sum over c of where(c == t, x, 0) = where(0 <= t < size, x, 0), with t and x free of c.
+        """sum over c of where(c == t, x, 0) = where(0 <= t < size, x, 0), with t and x free of c; None for other sums.
 
-        The gradient of a class index summed over the classes: no loop is left of it.
+        This is the gradient of a class index, summed over the classes: no loop is left of it.
         """
         node = self.nodes[value.number]
         if node.op != "where" or not over:
@@ -223,7 +223,7 @@ def _as_constant(value: Number, name: str) -> Number:
 def linear_terms(
     words: Iterable[Word], strides: Iterable[Dim]
 ) -> tuple[tuple[tuple[Atom, Dim], ...], tuple[tuple[Val, Dim], ...]]:
-    """Strides per atom of a tensor index, and its indirect parts with theirs.
+    """The stride of each atom of a tensor index, and its indirect parts with their strides.
 
     A dim that covers parts (p1..pk) with stride s gives pk the stride s, p(k-1) the stride s x size of pk, ...
     """
@@ -240,12 +240,12 @@ def linear_terms(
 
 
 def linear_offset(words: Iterable[Word], strides: Iterable[Dim]) -> Dim:
-    """The part of a place in memory that no loop changes."""
+    """The part of an index's place in memory that no loop changes, in elements."""
     return as_dim(sum(part.start * step for part, step in _steps(words, strides) if isinstance(part, Moved)))
 
 
 def _steps(words: Iterable[Word], strides: Iterable[Dim]) -> Iterator[tuple[Part, Dim]]:
-    """Each part of an index with the elements that one step along it makes; a moved part before what moves it."""
+    """Each part of an index with its stride in elements; a moved part comes before the parts of its word."""
     for word, stride in zip(words, strides, strict=True):
         step = stride
         for part in reversed(resolve(word)):

@@ -33,9 +33,9 @@ from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
 
 _REDUCES = (OpKind.REDUCTION, OpKind.NORMALISATION, OpKind.LOSS)
-_ELEMENT_BY_ELEMENT = ("_native_batch_norm_legit_no_training",)  # though of such a kind
+_ELEMENT_BY_ELEMENT = ("_native_batch_norm_legit_no_training",)  # of such a kind, yet element-wise
 _MOST_STORES = 8  # of one output
-_MAX_PULLS = 8  # each repeats because a view split an atom; a handful of views share the same splits
+_MAX_PULLS = 8  # evaluations of the outputs, repeated while views split atoms; views share most splits
 
 
 class Rule(Protocol):
@@ -46,7 +46,7 @@ class Rule(Protocol):
         """Whether the operator is worth naming in the kernel's name."""
 
     def infer(self, cx: Context, op: Operation) -> Sequence[Index | None]:
-        """The canonical index of each output; None leaves an output to fresh loops."""
+        """The canonical index of each output; None for an output that gets fresh loops."""
 
     def evaluate(self, cx: Context, op: Operation, output: int, index: Index) -> Val:
         """The value of output ``output`` at ``index``."""
@@ -72,7 +72,7 @@ class Context:
         self._operations = {op.name: op for op in form.operations}
         self._canonical: dict[ValueRef, Index] = {}
         self._values: dict[_Reading, Val] = {}
-        # A reduction runs over all units of a concatenation; then so do the stores.
+        # A reduction runs over all units of a concatenation in a loop; then the stores do so too.
         self._unrolls = not any(
             info(op.target).kind in _REDUCES and op.short_name not in _ELEMENT_BY_ELEMENT for op in form.operations
         )
@@ -117,7 +117,7 @@ class Context:
         self._join_unrelated()
 
     def _join_unrelated(self) -> None:
-        """Tensors of one size that no operator ties together run over the same loops too."""
+        """Let tensors of one size that no operator ties together run over the same loops too."""
         indices = sorted(self._canonical.values(), key=lambda i: -len(atoms_of(i)))
         if not indices:
             return
@@ -153,14 +153,14 @@ class Context:
         return self.builder.load(self._params[ref.name], spec.dtype, index, spec.strides)
 
     def aliased_input(self, ref: ValueRef) -> ValueRef | None:
-        """The input whose memory a value is, seen through views; None where something was calculated or copied."""
+        """The input whose memory a value shows through views alone; None where the value is calculated or copied."""
         while ref.name not in self._params:
             op = self._operations[ref.name]
             source = op.args[0] if op.args else None
             if op.short_name not in _ALIASES or not isinstance(source, ValueRef):
                 return None
             if op.short_name == "reshape" and not _is_contiguous(self.spec(source)):
-                return None  # may have copied
+                return None  # it may have copied
             ref = source
         return ref
 
@@ -194,7 +194,7 @@ class Context:
             yield value, AtomAccess(len(self.form.inputs) + number, terms, 0, linear_offset(place, spec.strides))
 
     def _unrolled(self, index: Index) -> list[Index]:
-        """The index with every known place of its unrolled loops; with the loops where those are too many."""
+        """One index for each combination of places in unrolled loops; the index itself where these are too many."""
         atoms = [a for a in atoms_of(index) if a.is_unrolled]
         if not self._unrolls or math.prod(int(a.size) for a in atoms) > _MOST_STORES:
             return [index]
@@ -210,7 +210,10 @@ class Context:
     # ---- shared by rules
 
     def reduce_word(self, ref: ValueRef, dim: int, index: Index) -> Word:
-        """The loops over dim ``dim`` of a tensor while its other dims are at ``index``."""
+        """The loops over dim ``dim`` of a tensor while its other dims are at ``index``.
+
+        Raises LoweringError where ``index`` has some of these loops.
+        """
         word = resolve(self.canonical(ref)[dim])
         others = {p for n, w in enumerate(index) if n != dim for p in atoms_of((w,))}
         if any(p in others for p in word):
@@ -235,7 +238,7 @@ def _is_contiguous(spec: TensorSpec) -> bool:
 
 
 def _check_distinct(index: Index, spec: TensorSpec) -> None:
-    """An output whose elements share memory (stride 0) cannot be written in parallel."""
+    """Raise LoweringError where elements of an output share memory (stride 0): they cannot be written in parallel."""
     for word, stride in zip(index, spec.strides, strict=True):
         if resolve(word) and stride == 0:
             raise LoweringError("overlap", f"expected an output with memory of its own, found strides {spec.strides}")

@@ -48,7 +48,7 @@ class Indirect:
 
 @dataclass(frozen=True)
 class Moved:
-    """A position that is calculated from others: ``start + step x position of word``; without a word, one place."""
+    """A position calculated from others: ``start + step x position of word``; without a word, ``start`` itself."""
 
     start: Dim
     size: Dim  # of the dim that it is a position in
@@ -117,8 +117,8 @@ def split(atom: Atom, sizes: Sequence[Dim]) -> tuple[Atom, ...]:
 def join(left: Word, right: Word) -> bool:
     """Make two words of the same size one, so that both run over the same loops.
 
-    Returns False, with nothing joined, where some tensor holds both words in different dims (``x + x.t()``):
-    they must stay apart. Raises LoweringError where sizes do not match.
+    Returns False, with nothing joined, where a word has parts other than loops, or where some tensor holds both words
+    in different dims (``x + x.t()``), which must stay apart. Raises LoweringError where sizes do not match.
     """
     a, b = list(resolve(left)), list(resolve(right))
     if a == b:
@@ -141,7 +141,7 @@ def _joint_owners(atoms: Iterable[Atom]) -> set[Hashable]:
 
 
 def _align(left: list[Atom], right: list[Atom]) -> list[tuple[Atom, Atom]]:
-    """Split both words until they agree atom by atom."""
+    """Split both words until they agree atom by atom. Raises LoweringError where their sizes do not match."""
     pairs: list[tuple[Atom, Atom]] = []
     a, b = left[::-1], right[::-1]  # used as stacks, outermost on top
     while a and b:
@@ -190,7 +190,7 @@ def _take(parts: list[Atom | Moved], sizes: list[Dim], from_left: bool) -> Index
 
 
 def _split_part(part: Atom | Moved, sizes: tuple[Dim, Dim]) -> tuple[Atom | Moved, Atom | Moved]:
-    """An atom, or a known place, as a place in the outer and one in the inner of two dims."""
+    """Split an atom, or a known place, into its parts in an outer and an inner dim of these sizes."""
     if isinstance(part, Atom):
         outer, inner = split(part, sizes)
         return outer, inner
@@ -231,7 +231,7 @@ def _take_stack(stack: list[Atom | Moved], sizes: list[Dim], from_left: bool) ->
 
 
 def _regroup_indirect(index: Index, shape: SymbolicShape) -> Index:
-    """A dim under an indirect or moved index must pass a view whole; the dims on both sides of it are regrouped."""
+    """Regroup the dims on both sides of a dim with an indirect or moved index, which the view must leave whole."""
     position = next(i for i, w in enumerate(index) if not all(isinstance(p, Atom) or is_fixed(p) for p in resolve(w)))
     size = word_size(index[position])
     before = product(word_size(w) for w in index[:position])

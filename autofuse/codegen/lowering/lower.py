@@ -37,7 +37,7 @@ def context_of(form: NodeForm) -> Context:
 def lower(form: NodeForm) -> LoopKernel:
     """The loop form of a node; raises LoweringError(code, message) where it has none.
 
-    Copies and the like that have nothing to do with each other and share no loops become nests side by side.
+    Copies and other moves (`is_move`) that are independent of each other and share no loops become nests side by side.
     """
     try:
         return _lower(form)
@@ -50,13 +50,13 @@ def lower(form: NodeForm) -> LoopKernel:
 
 
 def lowered(form: NodeForm) -> LoopKernel:
-    """As `lower`, whose last results are kept: one node's kernel is printed with many configurations."""
+    """`lower`, with its last results kept: one node's kernel is printed with many configurations."""
     return _lowered(form, tuple(op.source for op in form.operations))
 
 
 @functools.lru_cache(maxsize=16)
 def _lowered(form: NodeForm, sources: tuple[str | None, ...]) -> LoopKernel:
-    """Equal forms differ in the lines of the script, which stand in the text."""
+    """Sources are part of the cache's key: equal forms may come from different lines, which the text shows."""
     return lower(form)
 
 
@@ -136,9 +136,9 @@ def _lower(form: NodeForm) -> LoopKernel:
 
 
 def lower_tile(form: NodeForm, tile: ValueRef, name: str) -> tuple[LoopKernel, tuple[tuple[int, ...], ...]]:
-    """The loop form of a node that works on tiles of an input: on the places where the input is read, nowhere else.
+    """The loop form of a node that works on tiles of an input, and reads each element of it only where it is used.
 
-    Out: the kernel, and the dims of it that the input's leading dims, its last but one and its last have become.
+    Returns the kernel, and the dims of it that the input's leading dims, its last but one and its last have become.
     Raises LoweringError where a value is reduced, or where the input is read at another place than it is used for.
     """
     context = context_of(form)

@@ -40,7 +40,10 @@ Scalar = Callable[..., Any]  # (builder, dtype of the result, *args, **kwargs) -
 
 @dataclass(frozen=True)
 class Pointwise:
-    """One element from one element of each operand. ``function`` has the arguments of the aten operator."""
+    """A rule that makes one element from one element of each operand.
+
+    ``function`` takes the builder, the dtype of the result, and the arguments of the aten operator.
+    """
 
     function: Scalar
     counts: bool = True
@@ -57,7 +60,7 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Operands meet in their common dtype, which the bool result does not tell."""
+    """A rule that compares operands in their common dtype, which the bool result does not tell."""
 
     op: str
     counts: bool = True
@@ -95,7 +98,7 @@ Remap = Callable[["Context", Operation, Index], Index]
 
 @dataclass(frozen=True)
 class View:
-    """The same elements under another index."""
+    """A rule that gives the same elements under another index."""
 
     forward: Remap  # index of the source -> index of the result
     backward: Remap  # index of the result -> index of the source

@@ -89,7 +89,7 @@ def _like(cx: Context, op: Operation) -> Sequence[Index | None]:
 
 
 def _constant(argument: int | None, number: Number = 0) -> Any:
-    """A constant tensor whose value is an argument, or always the same number."""
+    """The value of a constant tensor: an argument of the operator, or always the same number."""
 
     def evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
         value = number if argument is None else op.arg(argument, dict(op.kwargs).get("fill_value", number))

@@ -88,7 +88,7 @@ def _infer_nll_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
 
 
 def _nll_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
-    """``where(class == target, -weight * grad / total_weight, 0)``, all of it known per row but the comparison."""
+    """``where(class == target, -weight * grad / total_weight, 0)``; only the comparison varies along a row."""
     grad, scores, target, weight, reduction, ignore, total = op.args[:7]
     b, to, classes = cx.builder, op.outputs[0].dtype, cx.shape(scores)[-1]
     rows = _rows(index)
@@ -132,7 +132,7 @@ def _elements(cx: Context, op: Operation, output: int, index: Index) -> Val:
 
 
 def _reduced(cx: Context, op: Operation, each: Val, reduction: int, place: Index) -> Val:
-    """One loss of those of all elements, whose place in the input is ``place``."""
+    """The losses of all elements, reduced as the operator asks; ``place`` is their index in the input."""
     b, to = cx.builder, op.outputs[0].dtype
     if reduction == _NONE:
         return each
@@ -190,7 +190,7 @@ def _smooth_backward(cx: Context, op: Operation, output: int, index: Index) -> V
     off = b.sub(b.cast(cx.operand(x, index), to), b.cast(cx.operand(target, index), to))
     slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
     beyond = b.where(b.compare("gt", off, 0), b.const(1, to), b.const(-1, to))
-    inner = b.div(off, b.const(float(beta), to)) if beta else off  # of beta 0: only NaN comes here
+    inner = b.div(off, b.const(float(beta), to)) if beta else off  # with beta 0, only NaN comes here
     each = b.where(b.compare("ge", b.apply("abs", off), float(beta)), beyond, inner)
     if reduction == _MEAN:
         each = b.mul(b.div(b.const(1, to), b.size(cx.shape(x).numel, to)), each)

@@ -29,7 +29,7 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, divide
 
-MOST_UNITS = 8  # stores of a concatenated output
+MOST_UNITS = 8  # most units of a dim: an output is stored once for each
 _LAST = 2**62  # an end from here on means "to the end"
 
 
@@ -53,7 +53,8 @@ def replace_word(index: Index, dim: int, *words: Word) -> Index:
 def moved_word(word: Word, start: Dim, size: Dim, step: int = 1) -> Word:
     """The place ``start + step x place of word`` in a dim of ``size``.
 
-    The word itself only where it runs over all of the dim: digits beside it take their strides from its size.
+    It is the word itself only where that runs over all of the dim, since digits beside it take their strides from its
+    size.
     """
     is_whole = start == 0 and step == 1 and as_dim(word_size(word) - size) == 0
     return word if is_whole else (Moved(start, size, word, step),)
@@ -73,14 +74,17 @@ def _result(cx: Context, op: Operation, value: Val, source: str) -> Val:
 
 @dataclass(frozen=True)
 class Units:
-    """A dim of ``count`` x ``size`` places: the unit is the outer digit, or the inner one (every count-th place)."""
+    """A dim of ``count`` units with ``size`` places each.
+
+    The number of the unit is the outer digit of a place, or the inner one: then a unit has every count-th place.
+    """
 
     count: int
     size: Dim
     is_inner: bool = False
 
     def compose(self, inner: Word) -> Word:
-        """The loops of the dim, with those within a unit given."""
+        """The loops of the dim, from the loops within a unit."""
         outer: Word = (Atom(self.count, is_unrolled=True),) if self.count > 1 else ()
         return (*inner, *outer) if self.is_inner else (*outer, *inner)
 
@@ -96,7 +100,7 @@ class Units:
         return (second, first) if self.is_inner else (first, second)
 
     def choose(self, b: Builder, word: Word, value_of: Callable[[int, Word], Val]) -> Val:
-        """The value at a place, where ``value_of`` tells it for a known unit."""
+        """The value at a place; ``value_of`` gives it for a known unit and a place within."""
         digit, inner = self.take_apart(word)
         if self.count == 1:
             return value_of(0, inner)
@@ -110,7 +114,7 @@ class Units:
 
 
 def _units_of(sizes: Sequence[Dim]) -> Units | None:
-    """The unit that all sizes are multiples of; None where there is none, or too many of it."""
+    """The unit that all sizes are multiples of; None where there is none, or where more than MOST_UNITS are needed."""
     if len(set(sizes)) == 1:
         return Units(len(sizes), sizes[0]) if len(sizes) <= MOST_UNITS else None
     numbers = [size for size in sizes if isinstance(size, int)]
@@ -124,7 +128,10 @@ def _units_of(sizes: Sequence[Dim]) -> Units | None:
 
 
 def _pieces(cx: Context, op: Operation) -> tuple[list[ValueRef], int]:
-    """The tensors that have elements, and the dim. aten also takes empty tensors of one dim beside others."""
+    """The tensors that have elements, and the dim that they are concatenated along.
+
+    aten also takes empty tensors of one dim beside others.
+    """
     rank = len(op.outputs[0].shape)
     dim = normal_dim(int(op.arg(1, dict(op.kwargs).get("dim", 0))), rank)
     found = [ref for ref in op.args[0] if len(cx.shape(ref)) == rank and cx.shape(ref)[dim] != 0]
@@ -188,7 +195,7 @@ def _cat(cx: Context, op: Operation, output: int, index: Index) -> Val:
 
 
 def all_of(b: Builder, tests: Sequence[Val]) -> Val | None:
-    """Whether all are true; None where there are none."""
+    """The truth value that all tests hold; None where there are none."""
     return functools.reduce(lambda x, y: b.apply("and", x, y), tests) if tests else None
 
 
@@ -227,7 +234,7 @@ class Window:
 
     @property
     def units(self) -> tuple[Units, int] | None:
-        """The dim as equal parts, one of which the window is, and which one; None where it is not."""
+        """The dim as equal units, of which the window is one, and the number of that unit; None where it is none."""
         count = divide(self.total, self.length) if self.length != 0 else None
         if not isinstance(count, int) or count > MOST_UNITS:
             return None
@@ -418,7 +425,7 @@ def _put_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
 
 
 class _Margin(NamedTuple):
-    """What a padded dim has around it."""
+    """A padded dim: its size, and the places before and after it."""
 
     dim: int
     before: Dim  # places
@@ -427,7 +434,7 @@ class _Margin(NamedTuple):
 
 
 def _margins(cx: Context, op: Operation) -> list[_Margin]:
-    """Those of the padded dims."""
+    """The margins of the padded dims."""
     shape, amounts = cx.shape(op.args[0]), op.args[1]
     found = []
     for k in range(len(amounts) // 2):

@@ -167,7 +167,7 @@ def _batch_norm_inference(cx: Context, op: Operation, output: int, index: Index)
 
 
 class _Statistics(NamedTuple):
-    """Of a channel: biased variance, mean, and what is left of the mean once it is rounded."""
+    """The statistics of a channel: biased variance, mean, and what rounding has taken from the mean."""
 
     var: Val
     mean: Val
@@ -175,10 +175,10 @@ class _Statistics(NamedTuple):
 
 
 def _rounded_statistics(b: Builder, var: Val, mean: Val, to: str) -> _Statistics:
-    """Statistics in double as a tensor of type ``to`` holds them.
+    """Statistics in float64, rounded as a tensor of type ``to`` holds them.
 
-    Of -1e5 +- 0.001 the mean's rounding is larger than the deviation, and whether eager's error or ours is the smaller
-    would be luck: ``(x - mean) - left`` has none.
+    For elements such as -1e5 +- 0.001, the mean's rounding error is larger than the deviation, and luck would decide
+    whether eager's error or ours is smaller. ``(x - mean) - left`` has no such error.
     """
     rounded = b.cast(mean, to)
     left = None if to == "float64" else b.cast(b.sub(mean, b.cast(rounded, "float64")), to)
@@ -186,10 +186,11 @@ def _rounded_statistics(b: Builder, var: Val, mean: Val, to: str) -> _Statistics
 
 
 def _channel_statistics(b: Builder, x: Val, over: Sequence[Atom], n: Dim) -> _Statistics:
-    """Statistics of a channel from its elements in double, as aten's.
+    """Statistics of a channel, calculated from its elements in float64, as aten does.
 
-    In float32, 1000 +- 0.001 has a mean whose rounding makes the variance wrong in the third digit. On one core of an
-    EPYC, 2026-11, double costs 4 to 57 % of six kernels' time, which is then still a quarter to a half of eager's.
+    In float32, the mean of 1000 +- 0.001 is rounded so far that the variance is wrong in the third digit. On one core
+    of an EPYC, 2026-11, float64 costs 4 to 57 % of six kernels' time, which is then still a quarter to a half of
+    eager's.
     """
     var, mean = variance(b, b.cast(x, "float64"), over, n)
     return _rounded_statistics(b, var, mean, x.dtype)
@@ -198,21 +199,25 @@ def _channel_statistics(b: Builder, x: Val, over: Sequence[Atom], n: Dim) -> _St
 def _shifted_statistics(b: Builder, x: Val, first: Val, over: Sequence[Atom], n: Dim) -> _Statistics:
     """The same in one pass: var = E[(x - k)^2] - E[x - k]^2, with k an element of the channel.
 
-    (mean - k)^2 is at most n var, so at most the digits of n are lost of double's 16: none that float32 has, up to 1e8
-    elements. Where channels are neighbours in memory, a block of them fits no cache, and a pass less counts.
+    (mean - k)^2 is at most n var, so the difference loses at most as many of float64's 16 digits as n has: none of
+    those that float32 has, up to 1e8 elements. Where channels are neighbours in memory, a block of them fits no cache,
+    and each pass less counts.
     """
     wide, k = b.cast(x, "float64"), b.cast(first, "float64")
-    k = b.select(b.compare("lt", b.apply("abs", k), math.inf), k, 0, "float64")  # the mean of a channel with Inf is Inf
+    k = b.select(b.compare("lt", b.apply("abs", k), math.inf), k, 0, "float64")  # k = Inf would make the mean NaN
     size, off = b.size(n, "float64"), b.sub(wide, k)
     shift = b.div(b.reduce("sum", off, over), size)
     var = b.sub(b.div(b.reduce("sum", b.mul(off, off), over), size), b.mul(shift, shift))
-    # Of equal elements both terms are 0; rounding must not make less of it. NaN stays.
+    # Both terms are 0 for equal elements, and rounding must not make the difference negative. NaN stays.
     var = b.select(b.compare("lt", var, 0), 0, var, "float64")
     return _rounded_statistics(b, var, b.add(k, shift), x.dtype)
 
 
 def _refuse_statistics(cx: Context, op: Operation, output: int) -> None:
-    """Where torch's tracing gives statistics of 16-bit tensors another dtype than its kernels do, eager's stay."""
+    """Refuse statistics that are traced in another dtype than the running ones.
+
+    For 16-bit tensors, torch's tracing and its kernels disagree about that dtype, so eager calculates them.
+    """
     running, found = cx.spec(op.args[3]).dtype, op.outputs[output].dtype
     if found != running:
         raise LoweringError("batch_norm", f"expected statistics of {running}, found them traced as {found}")
@@ -226,7 +231,7 @@ def _batch_norm_no_stats(cx: Context, op: Operation, output: int, index: Index) 
 
 
 def _batch_norm_functional(cx: Context, op: Operation, output: int, index: Index) -> Val:
-    """(result, mean, 1/deviation, new running mean, new running variance); the last has n - 1 below it."""
+    """(result, mean, 1 / deviation, new running mean, new running variance); the last takes the unbiased variance."""
     x, weight, bias, running_mean, running_var, training, momentum, eps = op.args[:8]
     if not training:
         raise LoweringError("batch_norm", "expected training, found running statistics that are to be used")
@@ -237,7 +242,7 @@ def _batch_norm_functional(cx: Context, op: Operation, output: int, index: Index
     b, to = cx.builder, _wide(op.outputs[0].dtype)
     (var, mean, _), n = _statistics_at(cx, op, index[0])
     size = b.size(n, to)
-    fresh = mean if output == 3 else b.mul(var, b.div(size, b.sub(size, 1)))  # of one element NaN, as in aten
+    fresh = mean if output == 3 else b.mul(var, b.div(size, b.sub(size, 1)))  # NaN for one element, as in aten
     old = b.cast(cx.operand(running_mean if output == 3 else running_var, index), to)
     return b.add(b.mul(fresh, momentum), b.mul(old, 1 - momentum))
 
@@ -258,7 +263,7 @@ def _statistics_at(cx: Context, op: Operation, channel: Word) -> tuple[_Statisti
 
 
 def _first_element(cx: Context, x: ValueRef, start: Index, n: Dim) -> Val:
-    """The element of a channel with which its loops begin; 0 where there is none to read."""
+    """The first element of a channel in the order of its loops; 0 for a channel without elements."""
     b = cx.builder
     outer = b.guard
     if not isinstance(n, int):

@@ -20,12 +20,12 @@ from autofuse.errors import LoweringError
 
 
 def _float_unary(op: str) -> Scalar:
-    """Integers go to the floating result dtype first."""
+    """A function of floats: integers are converted to the floating dtype of the result first."""
     return lambda b, to, x: b.apply(op, b.cast(x, to))
 
 
 def _rounding(op: str) -> Scalar:
-    """Integers are whole already."""
+    """A rounding function: integers stay as they are."""
     return lambda b, to, x: b.apply(op, b.cast(x, to)) if is_float(to) else x
 
 
@@ -145,7 +145,7 @@ def _addcdiv(b: Builder, to: str, x: Val, y: Val, z: Val, value: Number = 1) -> 
 
 
 def _lerp(b: Builder, to: str, start: Val, end: Val, weight: Operand) -> Val:
-    """The form that is exact at both ends: from the start below 0.5, from the end above."""
+    """The form that is exact at both ends: from the start for weights below 0.5 in size, from the end for others."""
     x, y, w = b.cast(start, to), b.cast(end, to), b.cast(weight, to)
     delta = b.sub(y, x)
     from_start = b.add(x, b.mul(w, delta))
@@ -222,7 +222,10 @@ def _softplus(b: Builder, to: str, x: Val, beta: Number = 1, threshold: Number =
 
 
 def _mish_parts(b: Builder, to: str, x: Val) -> tuple[Val, Val]:
-    """exp(x) and tanh(log(1 + exp(x))) = n / (n + 2) with n = e (e + 2); from x = 20 on the latter is 1."""
+    """e = exp(x), and tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2).
+
+    x is cut off at 20 (40 for float64), from where on the latter rounds to 1.
+    """
     e = b.apply("exp", b.apply("minimum", x, b.const(20 if to != "float64" else 40, to)))
     n = b.mul(e, b.add(e, 2))
     return e, b.div(n, b.add(n, 2))
@@ -233,7 +236,7 @@ def _mish(b: Builder, to: str, x: Val) -> Val:
 
 
 def _xlogy(b: Builder, to: str, x: Val | Number, y: Val | Number) -> Val:
-    """ATen's BinaryOpsKernel.cpp: xlogy_kernel. 0 for x = 0, whatever the logarithm, but for that of NaN."""
+    """ATen's BinaryOpsKernel.cpp: xlogy_kernel. 0 for x = 0, whatever log(y) is; but NaN where y is NaN."""
     x, y = b.cast(x, to), b.cast(y, to)
     product = b.where(b.compare("eq", x, 0), b.const(0, to), b.mul(x, b.apply("log", y)))
     return b.where(b.apply("isnan", y), b.const(math.nan, to), product)
@@ -326,7 +329,7 @@ def _hardswish_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
     return b.select(b.compare("le", x, -3), 0, b.where(b.compare("ge", x, 3), grad, middle), to)
 
 
-_FLOAT_SIXTH = 0.1666666716337204  # aten's kernel divides in float, for double too
+_FLOAT_SIXTH = 0.1666666716337204  # aten's kernel has 1/6 in float32, for float64 too
 
 
 def _hardsigmoid_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:

@@ -39,15 +39,15 @@ class _Axis:
     dilation: int
 
     def start(self, step: int) -> int:
-        """The index of the first element of the window; negative in the padding."""
+        """The index of element ``step`` of the first window; negative in the padding."""
         return step * self.dilation - self.padding
 
     def word(self, index: Index, step: int) -> Word:
-        """The place of an element of the window at ``index``."""
+        """The place of element ``step`` of the window at ``index``."""
         return (Moved(self.start(step), self.size, index[self.dim], self.stride),)
 
     def nearest(self, b: Builder, index: Index, step: int) -> Word:
-        """The same, or what is nearest to it in the image."""
+        """The same place, or the one in the image that is nearest to it."""
         word = self.word(index, step)
         is_before, is_beyond = self._may_leave(step)
         if not is_before and not is_beyond:
@@ -61,11 +61,11 @@ class _Axis:
 
     def _may_leave(self, step: int) -> tuple[bool, bool]:
         """Whether the element may lie before the image, and beyond it."""
-        beyond = as_dim(self.stride * (self.count - 1) + self.start(step) - self.size)  # of the last window's
+        beyond = as_dim(self.stride * (self.count - 1) + self.start(step) - self.size)  # of the last window's element
         return self.start(step) < 0, not isinstance(beyond, int) or beyond >= 0
 
     def tests(self, b: Builder, index: Index, step: int) -> list[Val]:
-        """That the element is in the image, as far as that is not certain."""
+        """The tests that the element is in the image; none where it always is."""
         place, found = b.index(self.word(index, step)), []
         is_before, is_beyond = self._may_leave(step)
         if is_before:
@@ -76,7 +76,11 @@ class _Axis:
 
 
 def _axes(cx: Context, op: Operation, dilation: object = 1) -> tuple[_Axis, _Axis]:
-    """Rows and columns of the windows. Raises LoweringError where they are not of a few elements in memory."""
+    """The rows and columns of the windows.
+
+    Raises LoweringError for windows of more than MOST_ELEMENTS elements, for dtypes that are not floats, and for a
+    tensor that is not in memory.
+    """
     shape, result = cx.shape(op.args[0]), op.outputs[0].shape
     lengths = _pair(op.args[1], (1, 1))
     strides, paddings, dilations = _pair(op.arg(2, ()), lengths), _pair(op.arg(3, 0), (0, 0)), _pair(dilation, (1, 1))
@@ -115,8 +119,11 @@ def _steps(axes: tuple[_Axis, _Axis]) -> Iterator[tuple[int, int]]:
 
 
 def _max_pool(cx: Context, op: Operation, output: int, index: Index) -> Val:
-    """A place outside of the image counts as the nearest one in it, which every such window holds too: no element is
-    read under a test, which compilers make branches of."""
+    """The largest element of a window, or its place in the image.
+
+    A place outside of the image is replaced by the nearest one in it, which the same window holds too. So no element is
+    read under a test, which compilers would make a branch of.
+    """
     rows, cols = axes = _axes(cx, op, op.arg(4, 1))
     if any(axis.dilation > 1 and (axis.padding or op.arg(5, False)) for axis in axes):
         raise LoweringError("pooling", "expected windows without gaps where they leave the image, found a dilation")

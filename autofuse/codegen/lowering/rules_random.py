@@ -50,7 +50,10 @@ def _evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
 
 
 def _keep_and_scale(p: float, name: str) -> tuple[float, float]:
-    """Eager rounds the probability to the type it calculates in, then divides in float64."""
+    """The probability to keep an element, and the scale of kept ones.
+
+    Eager rounds the probability to the type it calculates in, then divides in float64.
+    """
     keep = 1.0 - float(p)
     if name == "float32":
         keep = float(struct.unpack("f", struct.pack("f", keep))[0])

@@ -21,7 +21,7 @@ from autofuse.ir.shape import Dim, product
 
 
 def reduced_atoms(words: Sequence[Word]) -> tuple[Atom, ...]:
-    """Loops of the words that are reduced; an indirect index cannot be."""
+    """The loops of reduced words. Raises LoweringError for an indirect index, which has no loop."""
     parts = [p for word in words for p in resolve(word)]
     if any(isinstance(p, Indirect) for p in parts):
         raise LoweringError("reduction", "expected loops to reduce over, found an indirect index")
@@ -39,7 +39,7 @@ def open_dims(cx: Context, ref: ValueRef, dims: Sequence[int], index: Index) -> 
 
 
 def keep_index(index: Index, dims: Sequence[int], rank: int, keepdim: bool) -> Index:
-    """The index of a reduction's source, empty where it was reduced, from the index of its result."""
+    """The index of a reduction's source from the index of its result; words of reduced dims are empty."""
     if keepdim:
         return tuple(() if d in dims else word for d, word in enumerate(index))
     words = iter(index)
@@ -91,7 +91,7 @@ def _kind(kind: str) -> Any:
 
 
 def variance(b: Builder, x: Val, over: Sequence[Atom], n: Dim, correction: Number = 0) -> tuple[Val, Val]:
-    """Variance and mean, two passes."""
+    """Variance and mean in two passes; the variance is divided by n - ``correction``."""
     mean = b.div(b.reduce("sum", x, over), b.size(n, x.dtype))
     off = b.sub(x, mean)
     squares = b.reduce("sum", b.mul(off, off), over)
@@ -102,7 +102,7 @@ def variance(b: Builder, x: Val, over: Sequence[Atom], n: Dim, correction: Numbe
 
 
 def mean_as_aten(b: Builder, var: Val, mean: Val) -> Val:
-    """aten's running mean turns an infinite element into NaN."""
+    """The mean as aten's running mean gives it: NaN where the variance is NaN, as after an infinite element."""
     return b.select(b.apply("isnan", var), math.nan, mean, mean.dtype)
 
 

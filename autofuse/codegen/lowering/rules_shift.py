@@ -37,7 +37,7 @@ def _roll(cx: Context, op: Operation, output: int, index: Index) -> Val:
     turns = [(normal_dim(int(d), len(shape)), _turn(s, shape[int(d)])) for s, d in zip(op.args[1], dims, strict=True)]
 
     def rolled(at: Index, rest: Sequence[tuple[int, Dim]]) -> Val:
-        """place p holds what was at p - shift, or, where that is before the beginning, a size further."""
+        """Place p holds what was at p - shift, or at p - shift + size where the former is before the beginning."""
         if not rest:
             return cx.operand(op.args[0], at)
         b, (dim, shift) = cx.builder, rest[0]
@@ -55,7 +55,7 @@ def _roll(cx: Context, op: Operation, output: int, index: Index) -> Val:
 
 
 def _turn(shift: Dim, size: Dim) -> Dim:
-    """The shift as a number of places from 0 to the size."""
+    """The shift as a number of places from 0 to the size. Raises LoweringError where it may be beyond."""
     if isinstance(shift, int) and isinstance(size, int):
         return shift % size if size else 0
     if shift == -1:
@@ -66,7 +66,7 @@ def _turn(shift: Dim, size: Dim) -> Dim:
 
 
 def _repeats(cx: Context, op: Operation) -> list[tuple[Dim, Dim]]:
-    """For each dim of the result how often the operand's dim is repeated, and its size; 1 where it has none."""
+    """For each dim of the result, how often the operand's dim is repeated, and its size (1 where it has none)."""
     shape, times = cx.shape(op.args[0]), op.args[1]
     sizes = [1] * (len(times) - len(shape)) + list(shape)
     return list(zip(times, sizes, strict=True))

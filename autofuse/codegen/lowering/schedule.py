@@ -39,7 +39,7 @@ class _Body:
 
     @property
     def terms(self) -> list[Terms]:
-        """Every linear form over loops in the body."""
+        """The (loop, stride) terms of every access and index of the body."""
         return [a.strides for a in self.accesses] + [n.attr for n in self.nodes if n.op == "index"]  # type: ignore[misc]
 
 
@@ -83,8 +83,8 @@ def schedule_tile(
 ) -> tuple[LoopKernel, tuple[tuple[int, ...], ...]]:
     """A kernel whose loops are those of a nest, and which of its dims each part of the nest has become.
 
-    ``nest``: outermost first; the last part is the columns. Only neighbours within a part collapse.
-    Raises LoweringError where something runs over other loops or is reduced.
+    ``nest``: outermost first; the last part is the columns. Only neighbours within a part collapse. Raises
+    LoweringError where a value runs over other loops or is reduced.
     """
     body = _live(nodes, stores)
     loops = [atom for part in nest for atom in part]
@@ -185,7 +185,10 @@ def _domain(body: _Body) -> Atoms:
 
 
 def _inner_reduction(body: _Body) -> Atoms | None:
-    """The loops reduced inside a row: those of every reduction whose result is used again under its loops."""
+    """The loops reduced inside a row: those of every reduction whose result is used again under its loops.
+
+    None where there are none; raises LoweringError where there are several sets of them.
+    """
     tainted: list[frozenset[int]] = []  # reductions each node depends on
     internal: set[int] = set()
     for number, node in enumerate(body.nodes):
@@ -225,8 +228,11 @@ def _split_nest(body: _Body, domain: Atoms, inner: Atoms | None, order: list[Ato
 
 
 def _memory_order(body: _Body, domain: Atoms, symbols: Iterable[str]) -> list[Atom]:
-    """Loops from the largest stride to the smallest, after the access that touches most of them."""
-    hints = {s: 61 + 2 * n for n, s in enumerate(symbols)}  # only to compare strides
+    """The loops, outermost first: by the strides, from the largest to the smallest, of the access with most of them.
+
+    Loops that this access lacks stand before its own, ordered by the other accesses.
+    """
+    hints = {s: 61 + 2 * n for n, s in enumerate(symbols)}  # made-up sizes, only to compare strides
     accesses = sorted(body.accesses, key=lambda a: -len(a.strides))  # stable: stores win ties
     placed: list[Atom] = []
     for access in accesses:
@@ -298,7 +304,10 @@ def _value(
 
 
 def _row_wise(body: _Body, over: Atoms, rows: list[Atom]) -> bool:
-    """A reduction over all loops that only feeds outputs is shared among threads, not done in one row."""
+    """Whether a reduction over the columns is done row by row.
+
+    One over all loops that only feeds outputs is not: it is shared among threads.
+    """
     return bool(rows) or _inner_reduction(body) is not None
 
 
@@ -312,7 +321,7 @@ def _kind(kernel: LoopKernel) -> str:
 
 
 def _check_sinks(kernel: LoopKernel) -> None:
-    """What is known only after the nest may meet neither a row's values nor the rows of an output."""
+    """Raise LoweringError where a value known only after the nest meets a row's values, or is stored along rows."""
     found = regions(kernel)
     for number, value in enumerate(kernel.values):
         follows = found[number].post and value.op not in SINKS
