@@ -51,12 +51,12 @@ class Artifact:
 
     @property
     def assumptions(self) -> tuple[Assumptions, ...]:
-        """What is there, strongest first."""
+        """The assumptions of the images, strongest first."""
         found = dict.fromkeys(image.assumptions for image in self.images)
         return tuple(sorted(found, key=lambda a: (-a.is_aligned, -len(a.divisible), a.divisible)))
 
     def best(self, is_aligned: bool, values: Mapping[str, int]) -> Assumptions | None:
-        """The strongest assumptions among the images that hold for a call."""
+        """The strongest assumptions among the images that hold for a call; None where none do."""
         return next((a for a in self.assumptions if a.hold(is_aligned, values)), None)
 
     def pack(self) -> bytes:
@@ -82,7 +82,7 @@ class Artifact:
 
     @classmethod
     def unpack(cls, data: bytes) -> Artifact:
-        """Raises StoreError for bytes that are no artifact."""
+        """The artifact in bytes that `pack` has made. Raises StoreError for other bytes."""
         try:
             return cls._unpack(data)
         except (ValueError, KeyError, TypeError, IndexError) as error:

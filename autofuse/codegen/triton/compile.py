@@ -37,7 +37,7 @@ _MESSAGE_LINES = 5
 
 
 def compile_source(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
-    """All passes of a source under each of the assumptions. Raises CompilerError."""
+    """Compile all passes of a source under each of the assumptions. Raises CompilerError."""
     parsed = parse_target(target)
     gpu = GPUTarget(parsed.backend, parsed.arch, parsed.warp_size)
     options = options_for(source, target)
@@ -60,10 +60,10 @@ def compile_source(source: TritonSource, target: str, assumptions: Sequence[Assu
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Triton's settings of the process that matter here, until the end of the block."""
+    """Set what matters here of Triton's settings in this process, until the end of the block."""
     with knobs.compilation.scope(), knobs.nvidia.scope():
         knobs.compilation.disable_line_info = True  # about half of a cubin
-        knobs.nvidia.dump_ptxas_log = True  # printed: registers and spills
+        knobs.nvidia.dump_ptxas_log = True  # makes ptxas print registers and spills
         yield
 
 
@@ -74,7 +74,8 @@ def _signature(item: Pass) -> dict[str, str]:
 def _attributes(item: Pass, assumed: Assumptions) -> dict[tuple[int], list[list[Any]]]:
     """What the compiler may take for granted, by the position of an argument.
 
-    Not for AMD: that a tensor is smaller than 2 GiB ("tt.pointer_range"), which nobody checks at a launch.
+    AMD's compiler could also be told that a tensor is smaller than 2 GiB ("tt.pointer_range"): it is not, because
+    nobody checks that at a launch.
     """
 
     def holds(name: str, kind: str) -> bool:
@@ -128,7 +129,7 @@ def _image(number: int, assumed: Assumptions, kernel: Any, resources: Resources)
 
 
 def _read_nvidia(kernel: Any, log: str, threads: int) -> Resources:
-    """From what ``ptxas -v`` printed; the driver's figure counts all local memory as spilled."""
+    """Resources from what ``ptxas -v`` printed; the driver's figure would count all local memory as spilled."""
     registers = re.findall(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     if not registers or not spills:
@@ -137,7 +138,10 @@ def _read_nvidia(kernel: Any, log: str, threads: int) -> Resources:
 
 
 def _read_amd(kernel: Any, log: str, threads: int) -> Resources:
-    """From the metadata at the end of the assembler's text; its figure of shared memory lacks the launch's part."""
+    """Resources from the metadata at the end of the assembler's text, and Triton's figure of shared memory.
+
+    The assembler's figure of shared memory lacks what a launch adds.
+    """
     text = kernel.asm["amdgcn"]
     names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
     found = {name: re.search(rf"\.{name}:\s+(\d+)", text) for name in names}
@@ -157,7 +161,7 @@ _READERS = {"cuda": _read_nvidia, "hip": _read_amd}
 
 @contextlib.contextmanager
 def _captured() -> Iterator[IO[str]]:
-    """What Python and native code print within the block; on a failure Triton prints all of the assembler's text."""
+    """What Python and native code print within the block: on a failure, Triton prints all of the assembler's text."""
     saved = os.dup(1), os.dup(2)
     with os.fdopen(os.memfd_create("autofuse-triton"), "w+", errors="replace") as printed:
         sys.stdout.flush()

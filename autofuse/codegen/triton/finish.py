@@ -19,11 +19,14 @@ from autofuse.codegen.triton.tile_text import TileText, indented
 from autofuse.ir.shape import Dim
 
 PARTIALS = 16  # partial results of a column that the second kernel adds up at a time
-FINISH_COLS = 128  # columns of its tiles
+FINISH_COLS = 128  # most columns of a tile of the second kernel
 
 
 def after_nest(tile: TileText, passes: Plan, within: bool, known: set[int]) -> list[str]:
-    """Values and outputs that follow the nest. ``within``: the columns of the tile are at hand; ``known``: values."""
+    """Lines of the values and outputs that follow the nest.
+
+    ``within``: the tile's columns are at hand; ``known``: values that are calculated already.
+    """
     along_columns = [n for n in passes.post_values if tile.regions[n].cols and n not in known]
     single, along = split_by_columns(tile.kernel, passes.post_stores, tile.regions)
     lines = tile.values(n for n in passes.post_values if not tile.regions[n].cols)
@@ -39,7 +42,7 @@ def after_nest(tile: TileText, passes: Plan, within: bool, known: set[int]) -> l
 def print_second(spread: Spread, wide: TileText, partial_columns: Dim, arguments: Sequence[Argument]) -> Piece:
     """The kernel that adds up partial results and writes what depends on them.
 
-    ``wide``: the first kernel's tile; ``partial_columns``: of the scratch memory of a single result.
+    ``wide``: the first kernel's tile; ``partial_columns``: columns of scratch memory that a single result has.
     """
     config = dataclasses.replace(wide.config, block_cols=min(wide.config.block_cols, FINISH_COLS))
     tile = TileText(spread.kernel, config, wide.constants)
@@ -56,7 +59,7 @@ def print_second(spread: Spread, wide: TileText, partial_columns: Dim, arguments
 
 
 def _add_up_columns(tile: TileText, scratch: int, number: int) -> list[str]:
-    """One result for each column: the partial results of some shares at a time."""
+    """Lines that add up one result for each column, from the partial results of some shares at a time."""
     reducer, name = tile.reducer(number), f"a{number}"
     mask = tile.mask(False, True, "(p < programs)")
     load = f"tl.load(t{scratch} + p * ncols + c, mask={mask}, other={reducer.neutral})"
@@ -71,7 +74,7 @@ def _add_up_columns(tile: TileText, scratch: int, number: int) -> list[str]:
 
 
 def _add_up(tile: TileText, scratch: int, number: int, columns: Dim) -> list[str]:
-    """A single result."""
+    """Lines that add up a single result."""
     reducer, name = tile.reducer(number), f"a{number}"
     count = f"programs * {tile.size(columns)}" if columns != 1 else "programs"
     load = f"tl.load(t{scratch} + p, mask=p < {count}, other={reducer.neutral})"

@@ -24,7 +24,7 @@ USUAL_SIZE = 1024  # of every symbol, where the sizes to start from are not know
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """Generated Triton kernels with all that is known of them."""
+    """Generated Triton kernels, and what they were made from."""
 
     source: TritonSource
     config: Config
@@ -64,7 +64,11 @@ class TritonKernelGenerator(SourceGenerator[TritonSource]):
         return self._generate(form_of(node), config, values, values)
 
     def generate_generic_kernel(self, node: Any, config: Config | None = None) -> TritonKernel:
-        """A kernel whose sizes are arguments; rows up to those of its block."""
+        """A kernel whose sizes are arguments. Raises LoweringError.
+
+        Where the configuration holds whole rows in registers, rows are at most as long as its block (see
+        `TritonSource.limits`).
+        """
         form = form_of(node)
         return self._generate(form, config, {}, dict.fromkeys(form.symbols, USUAL_SIZE))
 

@@ -48,7 +48,7 @@ class NestsProgram(Program):
             names += [f"{name}={block}" for name, block in launch.constants]
             branches.append("else:" if k == last else f"{'elif' if k else 'if'} pid < start_{k + 1}:")
             branches.append(f"    {launch.function}({', '.join(names)})")
-        # The sides of tiles are constants of the nests.
+        # The sides of tiles are constants of the nests' functions, so the kernel itself has none.
         kernel = make_piece(self.kernel.name, [*lines, *branches], one.arguments(), {}, parts[0].launch.tiles)
         beside = tuple(part.launch.tiles for part in parts[1:])
         text = "\n\n".join([*(part.text for part in parts), kernel.text])
@@ -56,7 +56,10 @@ class NestsProgram(Program):
 
 
 def _with_tile(config: Config, nest: LoopKernel, number: int) -> Config:
-    """The configuration with the sides of a nest's tile: columns first, but square where rows are neighbours too."""
+    """The configuration with the sides of a nest's tile.
+
+    A tile has as many columns as it may, but is square where some tensor has its neighbours in memory along rows.
+    """
     knobs = dict(config)
     tile = int(knobs["TILE"])
     side = 1 << tile.bit_length() // 2 if is_crossed(nest) else tile

@@ -34,5 +34,5 @@ def index_limits(reached: Iterable[Dim], is_wide: bool) -> list[Limit]:
 
 
 def open_limits(limits: Iterable[Limit]) -> tuple[Limit, ...]:
-    """Without those that constant sizes keep."""
+    """The limits that symbols may exceed: without those that constant sizes keep."""
     return tuple((size, bound) for size, bound in limits if not (isinstance(size, int) and size <= bound))

@@ -27,7 +27,7 @@ InterpretedEntry = Callable[..., None]  # (symbol values, inputs and outputs, st
 
 
 def load_interpreted(source: TritonSource) -> InterpretedEntry:
-    """The module as ``entry(symbol values, inputs and outputs)``; RuntimeError where Triton is not interpreted."""
+    """The module as ``entry(symbol values, tensors, state)``. Raises RuntimeError where Triton is not interpreted."""
     with _interpreting():
         names = define(source)
     names["libdevice"] = _LIBRARY
@@ -62,7 +62,10 @@ def import_interpreted() -> None:
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    """``@triton.jit`` looks at the environment; children of this process must not inherit what is meant for it."""
+    """Set TRITON_INTERPRET, which ``@triton.jit`` reads, for the block only: child processes must not inherit it.
+
+    Raises RuntimeError where Triton has been imported without it.
+    """
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -80,7 +83,7 @@ def _interpreting() -> Iterator[None]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory that a tensor spans as one dim: the interpreter copies what it is given, gaps included."""
+    """All memory that a tensor spans, as one dim: the interpreter copies what it is given, so gaps are copied too."""
     if tensor.dtype is torch.bool:
         tensor = tensor.view(torch.uint8)
     spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -113,7 +116,7 @@ def _joint_type(args: Sequence[Any], result: Any) -> Any:
 
 
 def _torch_function(name: str) -> Callable[..., Any]:
-    """For what numpy lacks."""
+    """A function of torch.special on numpy arrays, for what numpy lacks."""
     function = getattr(torch.special, name)
     return lambda x: function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
@@ -157,7 +160,7 @@ def _mend_interpreter() -> None:
     patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)  # 3.6 makes an int of an array with a dim, which numpy 2.4 no longer does
+        patch(tensor, scope)  # 3.6 calls int() on an array with a dim, which numpy 2.4 refuses
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor
@@ -165,7 +168,7 @@ def _mend_interpreter() -> None:
 
 
 def _from_bfloat16(handle: Any) -> Any:
-    """The operand of a matmul: the interpreter would multiply the bits of bfloat16 values as integers."""
+    """A matmul's operand as float32: the interpreter would multiply the bits of bfloat16 values as integers."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 

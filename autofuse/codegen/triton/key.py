@@ -59,7 +59,7 @@ class TritonVersion:
 
 
 def find_triton() -> TritonVersion:
-    """What is installed, without importing it. Raises CompilerError where it is missing or too old."""
+    """The Triton that is installed, without importing it. Raises CompilerError where it is missing or too old."""
     found = _installed()
     if found is None:
         raise CompilerError(
@@ -97,7 +97,7 @@ def options_for(source: TritonSource, target: str) -> Options:
 
 
 def in_order(assumptions: Sequence[Assumptions]) -> tuple[Assumptions, ...]:
-    """Each once, in an order of its own: a set of binaries has none."""
+    """Each of the assumptions once, in a fixed order: the order in which they are given does not matter."""
     return tuple(sorted(set(assumptions), key=lambda a: (a.is_aligned, a.divisible)))
 
 
@@ -125,5 +125,5 @@ def kernel_record(artifact: Artifact) -> KernelRecord:
 
 
 def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which only the key decides what Triton makes."""
+    """The variables of an environment, without those that would change what Triton makes."""
     return {name: value for name, value in variables.items() if not VARIABLES.fullmatch(name)}

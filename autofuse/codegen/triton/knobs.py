@@ -23,7 +23,7 @@ WARPS = (1, 2, 4, 8, 16)
 
 
 def triton_knobs(kernel: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-    """The knobs of a kernel."""
+    """The knobs of a kernel that is timed on ``values``, in a bucket that ends at ``high``."""
     return _Space(kernel, values, high).knobs()
 
 
@@ -54,7 +54,7 @@ class _Space:
             )
         if not self.single and not self.col_reduce:
             knobs.append(Knob("eviction", ("none", "first"), "none", "cache policy of loads that are read once"))
-        # no choice: recorded with a configuration, since a kernel for more elements is another one
+        # a single choice, recorded with the configuration, since a kernel for more elements is another one
         bits = 64 if self.needs_64 else 32
         knobs.append(Knob("index_bits", (bits,), bits, "width of positions"))
         return tuple(knobs)
@@ -109,7 +109,7 @@ class _Space:
         """Rows longer than a tile of 1024: in registers, or in loops over columns."""
         if self.is_crossed:
             knobs = [_blocks("BLOCK_COLS", (16, 32, 64, 128), 64), _blocks("BLOCK_ROWS", (8, 16, 32, 64), 32)]
-        elif self.col_reduce:  # several rows for each time that the sums are read and written
+        elif self.col_reduce:  # several rows each time that the sums in scratch memory are read and written
             knobs = [_blocks("BLOCK_COLS", (256, 512, 1024, 2048), 1024), _blocks("BLOCK_ROWS", (1, 2, 4, 8), 4)]
         else:
             knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
@@ -123,7 +123,7 @@ class _Space:
         return knobs
 
     def _least_rows(self, whole: int) -> int:
-        """Neighbours in memory are rows where the reduced dim is not the last: a tile needs some of them."""
+        """The least rows of a tile: several where the reduced dim is not the last, since neighbours are rows then."""
         return max(1, min(16, MAX_TILE // whole)) if self.is_crossed else 1
 
     # ---- sums over rows
@@ -171,7 +171,7 @@ def _blocks(name: str, choices: tuple[int, ...], default: int) -> Knob:
 
 
 def _warps(wanted: int, most_usual: int = 8) -> Knob:
-    """``wanted`` by the size of a tile; ``most_usual``: 32 where a tile needs the registers of that many."""
+    """``wanted``: warps for the size of a tile. ``most_usual``: 32 where a tile needs the registers of so many."""
     choices = (*WARPS, 32) if most_usual > 16 else WARPS
     usual = [w for w in choices if w <= min(most_usual, max(1, wanted))]
     return Knob("num_warps", choices, usual[-1], "warps of a program")
@@ -182,7 +182,7 @@ def _stages() -> Knob:
 
 
 def _programs(tiles: int, most: int = 1024) -> Knob:
-    """How many programs share the tiles; one finishes by itself, more need a second launch."""
+    """How many programs share the tiles; one may finish by itself, several need a second kernel."""
     choices = tuple(n for n in (1, 64, 256, 1024) if n <= max(1, most))
     usual = 1 if tiles <= 8 else min(256, choices[-1])
     return Knob("PROGRAMS", choices, usual, "programs that share a reduction over rows")

@@ -18,12 +18,12 @@ class GrowingSums:
     """Reductions to columns whose accumulators are in scratch memory, a row of it for each program."""
 
     def __init__(self, tile: TileText, places: dict[int, str]) -> None:
-        """``places``: of each reduction, the pointers to the program's part of it."""
+        """``places``: for each reduction, the text of the pointers to the program's part of it."""
         self.tile = tile
         self.places = places
 
     def start(self) -> list[str]:
-        """Neutral elements: a share of no rows has results too."""
+        """Lines that store neutral elements: a share without rows has results too."""
         if not self.places:
             return []
         inner = self.tile.col_positions("start")
@@ -38,7 +38,7 @@ class GrowingSums:
         reducer, mask = tile.reducer(number), tile.col_mask_argument
         before = f"tl.load({place}{mask}{f', other={reducer.neutral}' if mask else ''})"
         element = tile.element(number, True, True)
-        if not tile.regions[tile.kernel.values[number].args[0]].rows:  # each row adds it all the same
+        if not tile.regions[tile.kernel.values[number].args[0]].rows:  # each row adds the same element
             element = broadcast(element)
         return [
             f"{name} = {element}",
@@ -49,7 +49,10 @@ class GrowingSums:
 
 
 def passes_over_columns(tile: TileText, passes: Plan, growing: GrowingSums, hoisted: set[int]) -> list[str]:
-    """Row reductions in stages, each stage a loop that makes anew what it needs. ``hoisted`` values are there."""
+    """Lines of the passes: for each stage of row reductions a loop, which makes anew what it needs.
+
+    ``hoisted``: values that are calculated already.
+    """
     lines: list[str] = []
     for found in passes.phases:
         lines += tile.values(n for n in found.row_values if n not in hoisted)
@@ -74,7 +77,7 @@ def _pass_over_columns(tile: TileText, found: ColumnPass, growing: GrowingSums) 
 
 
 class LoopedColumns(NestProgram):
-    """Some rows a program."""
+    """Each program has some rows, and loops over their columns."""
 
     def lines(self) -> list[str]:
         tile, passes = self.tile, self.spread.passes

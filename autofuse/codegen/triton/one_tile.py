@@ -12,22 +12,22 @@ from autofuse.ir.records import Config
 
 @dataclass(frozen=True)
 class TilePlace:
-    """Which tile a program has. All fields but the first are text."""
+    """Which tile a program has, as text: lines and expressions."""
 
-    lines: list[str]  # that find it
-    row_tile: str  # its number along rows
-    start: str  # its first column
-    first_row: str = ""  # whether it is the first along rows; empty where there is one only
+    lines: list[str]  # that calculate what the expressions name
+    row_tile: str  # the tile's number along rows
+    start: str  # the tile's first column
+    first_row: str = ""  # whether the tile is the first along rows; empty where there is only one
     first_col: str = ""
 
 
 class OneTile(NestProgram):
-    """A tile a program."""
+    """Each program works on one tile."""
 
     def __init__(
         self, kernel: LoopKernel, config: Config, constants: Mapping[str, int], is_called: bool = False
     ) -> None:
-        """``is_called``: by a kernel that has several nests."""
+        """``is_called``: the text is a function, which the kernel of several nests calls."""
         super().__init__(kernel, config, constants)
         self.is_called = is_called
 

@@ -42,7 +42,7 @@ class Spread:
     """What a kernel reduces, and how a configuration spreads its work over programs. Numbers are those of values."""
 
     kernel: LoopKernel
-    is_looped: bool  # columns are: a row does not fit the tile
+    is_looped: bool  # columns are looped over: a row does not fit the tile
     programs: int  # that share the tiles of a reduction over rows
 
     @classmethod
@@ -53,7 +53,7 @@ class Spread:
 
     @cached_property
     def passes(self) -> Plan:
-        """Over the columns."""
+        """The passes over the columns."""
         return plan(self.kernel, keep=False, widen=False)
 
     @cached_property
@@ -67,7 +67,7 @@ class Spread:
 
     @cached_property
     def one_sinks(self) -> list[int]:
-        """Those with one result."""
+        """The reductions over rows with a single result."""
         return [n for n in self.sinks if n not in self.col_sinks]
 
     @cached_property
@@ -77,7 +77,10 @@ class Spread:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one program finishes what it reduces: not where columns are many or looped."""
+        """Whether one program finishes what it reduces, without a second kernel.
+
+        It does not where column sums come with single results, or with columns that are looped over.
+        """
         needs_second = bool(self.col_sinks) and (self.is_looped or bool(self.one_sinks))
         return bool(self.sinks) and self.programs == 1 and not needs_second
 
@@ -113,7 +116,7 @@ class NestProgram(Program):
     """The kernels of one nest of loops."""
 
     shared = 0  # leading tiles that programs share, as in `Pass`
-    is_called = False  # by a kernel that finds the program's number and has it as the first argument
+    is_called = False  # the text is a function, which a kernel calls with the program's number as first argument
 
     def __init__(self, kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> None:
         self.kernel = kernel
@@ -138,7 +141,7 @@ class NestProgram(Program):
         ]
 
     def tiles(self) -> tuple[tuple[Dim, int], ...]:
-        """What the number of programs follows from."""
+        """(extent, block) of rows and columns, from which the number of programs follows, as in `Pass`."""
         tile, found = self.tile, []
         if self.kernel.rows or (self.shared and not self.spread.has_column_tiles):
             found.append((tile.nrows, tile.config.block_rows))

@@ -23,7 +23,7 @@ TYPES: Mapping[str, str] = {
     "float64": "tl.float64",
 }  # fmt: skip
 
-# In memory; a bool is a byte.
+# Pointer types, by the dtype in memory; a bool is a byte there.
 POINTERS: Mapping[str, str] = {
     "bool": "*u8", "uint8": "*u8", "int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64",
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
@@ -88,7 +88,7 @@ def _divide(name: str, a: str, b: str) -> str:
 
 
 class TritonScalars(ScalarPrinter):
-    """Triton. ``fast``: approximate instructions in place of the device library's functions."""
+    """Prints scalar ops in Triton. ``fast``: approximate instructions in place of the device library's functions."""
 
     unary = _UNARY
 
@@ -109,7 +109,7 @@ class TritonScalars(ScalarPrinter):
         """Raises LoweringError for a power that is no small constant."""
         a, b = args
         if value.op == "fmod":
-            return f"{a} % {b}"  # rounds towards zero, as C does
+            return f"{a} % {b}"  # its quotient rounds towards zero, as C's does
         if value.op == "remainder":
             return f"tl.where(({a} % {b} != 0) & (({a} % {b} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})"
         exponent = operands[1]
@@ -130,7 +130,7 @@ class TritonScalars(ScalarPrinter):
 
     def infix(self, op: str, name: str, source: str, args: Sequence[str]) -> str:
         left, right = args
-        if source == "bool" and op in ("lt", "le", "gt", "ge"):  # a truth value of one bit would be -1
+        if source == "bool" and op in ("lt", "le", "gt", "ge"):  # as a number of one bit, True would be -1
             left, right = f"{left}.to(tl.int32)", f"{right}.to(tl.int32)"
         return f"{left} {INFIX[op]} {right}"
 
@@ -158,7 +158,7 @@ _NARROWED = ("float16", "bfloat16", "bool")
 class Reducer:
     """How one kind of reduction over values of a dtype is written.
 
-    Sums of float32 are blocks added up by halving; a sum over a whole tensor (``wide``) is in float64 from the first
+    Sums of float32 add up blocks by halving them. A sum over a whole tensor (``wide``) is in float64 from the first
     addition on, since a loss may cancel to almost nothing.
     """
 
@@ -188,7 +188,7 @@ class Reducer:
         return str(_LIMITS["bool" if self.name == "bool" else self.total][0 if low else 1])
 
     def taken(self, x: str, source: str) -> str:
-        """The element as it is added, in the type of the total."""
+        """The element in the type of the total, as it is added."""
         if self.kind in ("any", "all"):
             return f"({x} != 0).to(tl.int32)" if source != "bool" else f"{x}.to(tl.int32)"
         return x if source == self.total else f"{x}.to({TYPES[self.total]})"
@@ -197,14 +197,14 @@ class Reducer:
         return f"tl.full({shape}, {self.neutral}, {TYPES[self.total]})"
 
     def merged(self, a: str, x: str) -> str:
-        """Accumulator and element, lane by lane."""
+        """The accumulator joined with an element, lane by lane."""
         if self.kind in ("sum", "prod"):
             return f"{a} {'+' if self.kind == 'sum' else '*'} {x}"
         op = "maximum" if self.kind in ("max", "peak", "any") else "minimum"
         return f"tl.{op}({a}, {x}{', propagate_nan=tl.PropagateNan.ALL' if self.keeps_nan else ''})"
 
     def reduced(self, a: str, axis: int) -> str:
-        """Along an axis, which stays as one element."""
+        """The reduction along an axis, which is kept with size 1."""
         if self.kind == "sum":
             return f"tl.sum({a}, axis={axis}, keep_dims=True)"
         if self.kind == "prod":

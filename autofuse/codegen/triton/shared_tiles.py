@@ -33,7 +33,7 @@ class Walk:
     stages: int  # loads in flight ahead of the loop over tiles
     before: list[str] = field(default_factory=list)  # lines above the loop over tiles
     inside: list[str] = field(default_factory=list)  # lines in the loop that find the tile
-    extra: str = ""  # mask of what has no columns, where tiles of columns share a row
+    extra: str = ""  # mask for what does not vary along columns, where a row has several tiles
 
 
 ROW_TILES = "tl.cdiv(nrows, BLOCK_ROWS)"
@@ -42,7 +42,7 @@ FIRST_COLUMNS = "(col_tile == 0)"
 
 
 class SharedProgram(NestProgram):
-    """What both kinds have in common: accumulators, a loop over tiles, and the results."""
+    """What `SharedTiles` and `SharedRows` have in common: accumulators, a loop over tiles, and the results."""
 
     def __init__(self, kernel: LoopKernel, config: Config, constants: Mapping[str, int]) -> None:
         super().__init__(kernel, config, constants)
@@ -53,7 +53,7 @@ class SharedProgram(NestProgram):
 
     @abstractmethod
     def work(self, walk: Walk, hoisted: set[int]) -> list[str]:
-        """The lines that work on one tile; ``hoisted`` values are there."""
+        """The lines that work on one tile; ``hoisted`` values are calculated already."""
 
     @property
     @abstractmethod
@@ -62,7 +62,7 @@ class SharedProgram(NestProgram):
 
     @property
     def growing(self) -> GrowingSums:
-        """Reductions whose accumulators are not registers."""
+        """Reductions whose accumulators are in scratch memory, not in registers."""
         return GrowingSums(self.tile, {})
 
     def lines(self) -> list[str]:
@@ -86,12 +86,12 @@ class SharedProgram(NestProgram):
     # ---- results
 
     def partial(self, number: int) -> str:
-        """Where a program keeps its part of a column's result."""
+        """Pointers to a program's part of a column's result, in scratch memory."""
         share = "share" if self.spread.has_column_tiles else "pid"
         return f"t{self.spread.sinks.index(number)} + {share} * ncols + c"
 
     def _hand_on(self) -> list[str]:
-        """Partial results to scratch memory, a row for each share; those that grow there are there already."""
+        """Lines that store partial results in scratch memory, a row for each share, except those that grow there."""
         lines = []
         for k, n in enumerate(self.spread.sinks):
             reducer = self.tile.reducer(n)
@@ -131,7 +131,10 @@ class SharedProgram(NestProgram):
         return tuple(Scratch(self.tile.reducer(n).total, size) for n, size in columns.items())
 
     def _partial_columns(self) -> Dim:
-        """Columns of scratch memory of a single result: a place for each tile of columns where those are apart."""
+        """Columns of scratch memory that a single result has.
+
+        One for each tile of columns where a program keeps to its columns, else one in all.
+        """
         if self.spread.col_sinks and self.spread.has_column_tiles:
             block = self.tile.config.block_cols
             return as_dim((self.tile.ncols + block - 1) // block)
@@ -139,7 +142,7 @@ class SharedProgram(NestProgram):
 
 
 class SharedTiles(SharedProgram):
-    """Tiles that hold all that is reduced of them at a time."""
+    """Programs whose tiles hold whole rows, or, without row reductions, parts of rows."""
 
     @property
     def hoists_columns(self) -> bool:

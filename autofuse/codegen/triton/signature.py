@@ -35,8 +35,8 @@ def make_piece(
 ) -> Piece:
     """A kernel with these lines as its body.
 
-    ``blocks``: the constants that the lines may name; ``tiles`` and ``shared`` as in `Pass`; ``is_called``: by a kernel
-    that finds the program's number and has it as the first argument.
+    ``blocks``: the constants that the lines may name; ``tiles`` and ``shared`` as in `Pass`; ``is_called``: the kernel
+    is a function, which another kernel calls with the program's number as first argument.
     """
     body = "\n".join(f"    {line}" for line in lines)
     used = [a for a in (*arguments, *RANDOM_ARGUMENTS) if _occurs(a.name, body)]
@@ -56,7 +56,7 @@ def program_number(is_wide: bool) -> str:
 
 
 def pointer_arguments(params: Iterable[Param]) -> list[Argument]:
-    """The tensors of a node."""
+    """The tensors of a node, as arguments."""
     return [Argument(p.name, "param", POINTERS[p.dtype], n) for n, p in enumerate(params)]
 
 
@@ -65,7 +65,7 @@ def symbol_arguments(symbols: Iterable[str], constants: Collection[str], is_wide
     return [Argument(s, "symbol", "i64" if is_wide else "i32") for s in symbols if s not in constants]
 
 
-# The state of the generator; seed and offset count further than 32 bits.
+# The state of the generator; seed and offset need more than 32 bits.
 RANDOM_ARGUMENTS = tuple(
     Argument(f"rng_{name}", "random", "i64" if name in ("seed", "offset") else "i32", n)
     for n, name in enumerate(RANDOM)

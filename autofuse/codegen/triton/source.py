@@ -40,13 +40,13 @@ class Pass:
     arguments: tuple[Argument, ...]  # in the order of the signature
     constants: tuple[tuple[str, int], ...]  # tl.constexpr parameters, which follow the arguments
     tiles: tuple[tuple[Dim, int], ...]  # (extent, block): the product of ceil(extent / block) is the number of tiles
-    shared: int = 0  # so many leading tiles are shared by at most ``TritonSource.programs`` programs, in a loop
+    shared: int = 0  # so many leading entries of ``tiles`` are shared by programs, which loop over their tiles
     beside: tuple[tuple[tuple[Dim, int], ...], ...] = ()  # tiles of further nests, whose programs follow in order
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that passes hand results on in: ``programs`` x ``columns`` elements, contiguous."""
+    """Memory in which a pass leaves results for the next: ``programs`` x ``columns`` elements, contiguous."""
 
     dtype: str
     columns: Dim
@@ -63,7 +63,7 @@ class TritonSource:
     symbols: tuple[str, ...]  # that are arguments; those of a specialised kernel are part of the text
     num_warps: int
     num_stages: int
-    programs: int = 0  # of all shared tiles and the others together, about; the argument ``programs`` is their share
+    programs: int = 0  # of a launch, about; the argument ``programs`` is how many of them share tiles
     limits: tuple[tuple[Dim, int], ...] = ()  # (size, bound): the kernels are wrong for sizes beyond a bound
 
     def to_json(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _grid(item: Pass, programs: int, values: Mapping[str, int]) -> int:
 
 
 def _shares(source: TritonSource, item: Pass, values: Mapping[str, int]) -> int:
-    """Programs that share the leading tiles, for each of the others."""
+    """How many programs share the leading tiles, for each of the other tiles."""
     others, shared = (max(1, _tiles(t, values)) for t in (item.tiles[item.shared :], item.tiles[: item.shared]))
     return min(max(1, source.programs // others), shared)
 
@@ -225,7 +225,7 @@ class Assumptions:
 
 
 def natural_assumptions(symbols: Sequence[str], values: Mapping[str, int]) -> Assumptions:
-    """The strongest that hold for fresh tensors of these sizes."""
+    """The strongest assumptions that hold for fresh tensors of these sizes."""
     return Assumptions(True, tuple(s for s in symbols if values[s] % 16 == 0))
 
 

@@ -28,7 +28,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What one program may take."""
+    """What one program may take of a device."""
 
     threads: int
     shared_bytes: int
@@ -43,7 +43,7 @@ LIMITS |= {f"hip:{arch}": DeviceLimits(1024, 64 << 10, 4 * 512 * 64, 8) for arch
 
 
 def parse_target(text: str) -> Target:
-    """Raises CompilerError for what is no target."""
+    """The target of a text such as "cuda:90". Raises CompilerError for a text that names none."""
     if found := re.fullmatch(r"cuda:(\d{2,3})", text):
         return Target("cuda", int(found[1]), 32)
     if found := re.fullmatch(r"hip:(gfx[0-9a-f]{3,4})", text):
@@ -52,7 +52,7 @@ def parse_target(text: str) -> Target:
 
 
 def target_of(isa: str) -> str:
-    """The target of a device: "sm_90" is cuda:90, "gfx942:sramecc+:xnack-" is hip:gfx942."""
+    """The target of a device: "sm_90" is cuda:90, "gfx942:sramecc+:xnack-" is hip:gfx942. Raises CompilerError."""
     name = isa.partition(":")[0]
     text = f"cuda:{name.removeprefix('sm_')}" if name.startswith("sm_") else f"hip:{name}"
     parse_target(text)
@@ -60,17 +60,17 @@ def target_of(isa: str) -> str:
 
 
 def limits_of(target: str) -> DeviceLimits:
-    """Raises CompilerError for a device whose limits are not known."""
+    """The limits of a target. Raises CompilerError where they are not known."""
     if target not in LIMITS:
         raise CompilerError(f"expected one of {', '.join(LIMITS)}, whose limits are known; found {target}")
     return LIMITS[target]
 
 
 def prune_reason(artifact: Artifact, limits: DeviceLimits) -> str | None:
-    """Why these kernels need not be timed, None where they are worth it.
+    """Why these kernels need not be timed, in words; None where they are worth it.
 
-    Those for tensors at odd addresses may spill where there are others: their loads, element by element, take registers
-    that the tensors of nearly all calls leave free, and what was timed were those.
+    Beside kernels for aligned tensors, those for tensors at odd addresses may spill: they load element by element,
+    which takes more registers, but nearly all calls have aligned tensors, and only their kernels are timed.
     """
     is_aligned = any(image.assumptions.is_aligned for image in artifact.images)
     for image in artifact.images:

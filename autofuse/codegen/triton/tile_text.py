@@ -85,7 +85,7 @@ class TileText:
         self._places = {id(s): store_region(kernel, s, self.regions) for s in kernel.stores}
 
     def place(self, store: Store) -> Region:
-        """Where a store happens."""
+        """The region in which a store is done."""
         return self._places[id(store)]
 
     # ---- sizes and positions
@@ -119,7 +119,7 @@ class TileText:
         return [*lines, f"{what}{dims[0]} = {rest}"]
 
     def row_positions(self, tile: str) -> list[str]:
-        """``tile``: the number of the tile along rows, as text."""
+        """Lines of the positions and the mask of a tile's rows. ``tile``: its number along rows, as text."""
         if not self.kernel.rows:
             return []
         lines = [f"r = {self.arange(f'{tile} * BLOCK_ROWS', 'BLOCK_ROWS', 0)}"]
@@ -128,7 +128,7 @@ class TileText:
         return lines + self.positions("r", self.kernel.rows)
 
     def col_positions(self, start: str) -> list[str]:
-        """``start``: the tile's first column, as text."""
+        """Lines of the positions and the mask of a tile's columns. ``start``: its first column, as text."""
         lines = [f"c = {self.arange(start, 'BLOCK_COLS', 1)}"]
         if self.col_mask:
             lines.append("col_mask = c < ncols")
@@ -171,7 +171,7 @@ class TileText:
 
     @property
     def col_mask_argument(self) -> str:
-        """Of a load or a store that has columns only."""
+        """The mask argument of a load or a store that varies along columns only."""
         return ", mask=col_mask" if self.col_mask else ""
 
     # ---- values
@@ -201,7 +201,7 @@ class TileText:
             place = self.text(value.args[0]) + ("" if self.config.is_wide else ".to(tl.int32)")
             return f"af_uniform({', '.join([place, *(a.name for a in RANDOM_ARGUMENTS)])})"
         operands = [self.kernel.values[a] for a in value.args]
-        # a literal takes its type from the operand beside it: one must not be a constant
+        # a literal takes its type from the operand beside it, so that one must not be a constant
         inline = value.op in TAKES_LITERALS and any(o.op != "const" for o in operands[-2:])
         return self.scalars.expression(value, [self.text(a, inline) for a in value.args], operands)
 
@@ -221,7 +221,11 @@ class TileText:
         return load_text(self._pointer(access, index), memory, self.mask(in_rows, in_cols, guard), policy)
 
     def store(self, store: Store, extra: str = "") -> str:
-        """A store at the tile's positions; one that rows or columns do not reach is done by the first tile alone."""
+        """A store at the tile's positions.
+
+        ``extra``: a further mask, such as that of the first tile, which alone stores what rows or columns do not
+        change.
+        """
         dims = {d for d, _ in store.access.strides}
         in_rows, in_cols = bool(dims & set(self.kernel.rows)), bool(dims & set(self.kernel.cols))
         mask = self.mask(in_rows, in_cols, extra)
@@ -275,7 +279,7 @@ class TileText:
 
 
 def broadcast(element: str) -> str:
-    """An element as one of each place of the tile."""
+    """An element that is broadcast to all places of the tile."""
     return f"tl.broadcast_to({element}, [BLOCK_ROWS, BLOCK_COLS])"
 
 
@@ -284,5 +288,5 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 def _fills(size: Dim, block: int) -> bool:
-    """Whether tiles end where the size ends; an empty size has a tile too, with nothing in it."""
+    """Whether a size is filled by whole tiles; an empty size is not, since it has a tile too."""
     return isinstance(size, int) and size > 0 and size % block == 0
