@@ -92,7 +92,10 @@ class AttentionProgram(Program):
         ]
 
     def _step(self) -> list[str]:
-        """Some keys; a row that has met none yet has the largest score -inf, from which nothing can be subtracted."""
+        """Lines that work on the next keys.
+
+        A row that has met no key yet has the largest score -inf, and -inf - -inf would be NaN: 0 is subtracted then.
+        """
         plan, scores, text = self.attention, self.scores, self.text
         mask = "(n < ncols)" if scores.col_mask else ""
         return [
@@ -121,7 +124,7 @@ class AttentionProgram(Program):
     def _end(self) -> list[str]:
         lines = []
         keys = with_constants(self.attention.keys, self.text.constants)
-        if not (isinstance(keys, int) and keys > 0):  # without keys, eager's sum of nothing is 0
+        if not (isinstance(keys, int) and keys > 0):  # without keys, eager's result is a sum of nothing: 0
             lines.append("weight = tl.where(tl.full([1, 1], ncols, tl.int64) > 0, weight, 1.0)")
         lines += [
             "acc = mixed / weight",
@@ -135,7 +138,7 @@ class AttentionProgram(Program):
 
 
 def block_of(size: int) -> int:
-    """The block that holds a head: what a matrix unit takes at least."""
+    """The block that holds a head: a power of two, at least the 16 that a matrix unit takes."""
     return max(16, 1 << (size - 1).bit_length())
 
 

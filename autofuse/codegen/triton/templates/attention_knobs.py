@@ -14,15 +14,15 @@ from autofuse.codegen.triton.templates.attention_plan import plan_attention
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.shape import evaluate
 
-# Queries and keys to start from, by whether elements have 16 bits: with 64 keys, masks at odd addresses spill on sm_80,
-# and with a stage less some bytes do (Triton 3.7.1).
+# Default numbers of queries and keys, by whether elements have 16 bits. Kernels for masks at odd addresses spill on
+# sm_80 with 64 keys, and some bytes of them with a stage less (Triton 3.7.1).
 FIRST = {True: (64, 32), False: (32, 32)}
 
 
 def attention_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = False) -> tuple[Knob, ...]:
     """The knobs of a node. Raises LoweringError where it is no attention.
 
-    ``allow_tf32``: what torch.backends.cuda.matmul says; eager's own products are rounded then.
+    ``allow_tf32``: whether torch.backends.cuda.matmul allows tf32, to which eager's own matmuls then round.
     """
     plan = plan_attention(form)
     narrow = dtype(plan.dtype).nbytes == 2
@@ -47,6 +47,6 @@ def attention_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool
 
 
 def _sides(most: int, widest: int) -> tuple[int, ...]:
-    """Powers of two up to the first that holds a side."""
+    """Powers of two up to the first that holds ``most`` elements, at most ``widest``."""
     needed = max(16, 1 << max(0, most - 1).bit_length())
     return tuple(side for side in (16, 32, 64, 128) if side <= min(widest, needed))

@@ -18,8 +18,8 @@ from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import Dim
 
-DTYPES = ("float16", "bfloat16", "float32")  # Triton 3.7.1 does not compile all of them in float64
-WIDEST_HEAD = 128  # elements of a query that a program holds for each of its rows
+DTYPES = ("float16", "bfloat16", "float32")  # without float64, in which Triton 3.7.1 does not compile all kernels
+WIDEST_HEAD = 128  # most elements of a query, which a program holds for each of its rows
 SAME_PLACE = frozenset(["view", "_unsafe_view", "reshape", "expand", "alias", "clone", "_to_copy"])
 
 

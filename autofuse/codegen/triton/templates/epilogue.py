@@ -26,13 +26,17 @@ _VIEWS = frozenset(["view", "t", "transpose", "permute", "expand", "unsqueeze", 
 class Epilogue:
     """The epilogue of a matmul."""
 
-    kernel: LoopKernel  # for each element
+    kernel: LoopKernel  # of the operations, for each element of the matmul's result
     product: int  # the kernel's parameter for the matmul's result
     dims: tuple[tuple[int, ...], ...]  # of the kernel: batch, rows, columns of the matmul's result
 
 
 def follow(form: NodeForm, anchor: Operation, name: str) -> Epilogue:
-    """All operations from a matmul to the node's outputs. Raises LoweringError where an element needs another one."""
+    """The epilogue of a matmul: all other operations that the node's outputs need.
+
+    Raises LoweringError where an element of the epilogue needs another element of the matmul's result, where the
+    epilogue reduces, or where no output needs the matmul.
+    """
     _, _, bias = ANCHORS[anchor.target]
     scaling = _scaling(anchor, None if bias is None else anchor.args[bias])
     product = ValueRef(PRODUCT if scaling else anchor.name)
@@ -65,7 +69,7 @@ def parameters(form: NodeForm) -> tuple[Param, ...]:
 
 
 def _scaling(anchor: Operation, bias: ValueRef | None) -> list[Operation]:
-    """``beta * bias + alpha * product``; aten does not read a bias whose factor is 0."""
+    """The operations of ``beta * bias + alpha * product``; aten does not read a bias whose factor is 0."""
     if bias is None:
         return []
     beta, alpha = anchor.kwarg("beta", 1), anchor.kwarg("alpha", 1)

@@ -61,7 +61,10 @@ class MatmulProgram(Program):
         return open_limits(index_limits(self.matmul.extents, self.text.config.is_wide))
 
     def _tile_of_program(self) -> list[str]:
-        """Programs that run at a time share rows and columns of the operands, which the L2 cache then has."""
+        """Lines that find the program's tile.
+
+        Programs that run at the same time share rows and columns of the operands, which are then in the L2 cache.
+        """
         text = self.text
         lines = [*text.sizes(), f"depth = {text.size(self.matmul.depth)}"]
         lines.append(f"pid = {program_number(text.config.is_wide)}")

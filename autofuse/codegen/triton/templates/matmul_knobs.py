@@ -25,7 +25,7 @@ WIDEST = {"float16": 256, "bfloat16": 256, "float32": 128, "float64": 64}  # mor
 def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = False) -> tuple[Knob, ...]:
     """The knobs of a node. Raises LoweringError where it has no tiled matmul.
 
-    ``allow_tf32``: what torch.backends.cuda.matmul says; eager's own products are rounded then.
+    ``allow_tf32``: whether torch.backends.cuda.matmul allows tf32, to which eager's own matmuls then round.
     """
     plan = plan_matmul(form)
     rows, cols = (_sides(max(evaluate(d, values), evaluate(d, high)), plan.dtype) for d in (plan.rows, plan.cols))
@@ -51,7 +51,7 @@ def matmul_knobs(form: NodeForm, values: Sizes, high: Sizes, allow_tf32: bool = 
 
 
 def _sides(most: int, name: str) -> tuple[int, ...]:
-    """Powers of two up to the first that holds a side."""
+    """Powers of two up to the first that holds ``most`` elements, at most the widest of the dtype."""
     needed = max(LEAST, 1 << max(0, most - 1).bit_length())
     return tuple(side for side in (16, 32, 64, 128, 256) if side <= min(needed, WIDEST[name]))
 
@@ -61,7 +61,7 @@ def _depths(name: str) -> tuple[int, ...]:
 
 
 def _first_tile(plan: Matmul, values: Sizes) -> tuple[int, int]:
-    """Halved, the longer side first, until there is one for each multiprocessor or it is small."""
+    """The default sides of a tile: halved, the longer one first, until there are FULL tiles or no side is above 32."""
     rows, cols, batch = (max(1, evaluate(d, values)) for d in (plan.rows, plan.cols, plan.batch))
     sides = (128, 64) if dtype(plan.dtype).nbytes == 2 else (64, 64)
     row, col = (min(side, _sides(size, plan.dtype)[-1]) for side, size in zip(sides, (rows, cols), strict=True))
@@ -71,9 +71,10 @@ def _first_tile(plan: Matmul, values: Sizes) -> tuple[int, int]:
 
 
 def _first_warps(plan: Matmul, size: int) -> int:
-    """By the elements of a tile that a thread can hold besides the epilogue; unaligned loads take most.
+    """The default number of warps, by the elements of a tile that a thread can hold besides the epilogue.
 
-    With twice as many, what reads whole tiles spills on sm_80 and sm_90 (Triton 3.7.1).
+    Unaligned loads take most registers. With twice as many elements, an epilogue that reads whole tiles spills on sm_80
+    and sm_90 (Triton 3.7.1).
     """
     held = 16 if plan.dtype == "float64" else 32
     return max(4, min(8, size // (32 * held)))

@@ -34,7 +34,7 @@ class Tile:
     # ---- lines
 
     def alone(self) -> list[str]:
-        """Where the result has one row or one column, the epilogue has no such dim."""
+        """Lines for a result of one row or column: ``acc`` is reduced to it, since the epilogue has no such dim."""
         lines = []
         if not self.kernel.rows:
             lines.append("acc = tl.sum(tl.where(row_mask, acc, 0.0), axis=0, keep_dims=True)")
@@ -49,12 +49,12 @@ class Tile:
         return lines + self.text.values(self.text.live)
 
     def stores(self) -> list[str]:
-        """All outputs; what rows or columns do not reach is written by the first tile alone."""
+        """The stores of all outputs; the first tile alone stores what rows or columns do not change."""
         return [self._store_once(store) for store in self.kernel.stores]
 
     @property
     def row_mask(self) -> str:
-        """Where rows may end within a tile: its mask. One row has a tile all the same."""
+        """The mask of rows where they may end within a tile, else empty; a single row needs it too."""
         return self.text.row_mask if self.kernel.rows else "row_mask"
 
     @property
@@ -72,7 +72,7 @@ class Tile:
     # ---- inside
 
     def _of_batch(self, operand: Operand) -> list[str]:
-        """The terms of the batch ``b``, whose parts run as the digits of a number do."""
+        """The terms of the batch ``b``, which divides into the parts of the batch as a number into digits."""
         terms = []
         sizes = [size for size, _ in operand.batch]
         for at, (size, stride) in enumerate(operand.batch):
@@ -110,6 +110,6 @@ def with_constants(dim: Dim, constants: Mapping[str, int]) -> Dim:
 
 
 def is_multiple(dim: Dim, block: int, constants: Mapping[str, int]) -> bool:
-    """Whether steps of a block end where a size ends."""
+    """Whether steps of a block end just where a size ends, for every call."""
     size = with_constants(dim, constants)
     return isinstance(size, int) and size % block == 0
