@@ -16,8 +16,8 @@ from torch import Tensor
 from autofuse.strategies.sdpa_training_match import DEVICES
 
 _aten = torch.ops.aten
-_EFFICIENT_ROWS = 32  # the memory-efficient kernel pads its logsumexps to a multiple of so many rows
-_EFFICIENT_MASK = 16  # elements: rows of a mask must begin at multiples of this
+_EFFICIENT_ROWS = 32  # CUDA's memory-efficient kernel pads the logsumexps of each head to a multiple of so many rows
+_EFFICIENT_MASK = 16  # elements: all strides of a mask but the last must be multiples of this
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Kernels:
 
     forward: Callable[[Operands], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Operands, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    rows: Callable[[int], int]  # queries -> number of logsumexps; the last ones may be padding
-    takes_any_mask: bool  # whether a full mask is cheap: otherwise the kernel is slower than matmuls
+    rows: Callable[[int], int]  # T -> last dim of the logsumexps, [B, H, rows(T)]: those beyond T are padding
+    takes_any_mask: bool  # whether a square mask that is not causal is cheap; else matmuls are faster
 
 
 # ---- CPU -------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def _efficient_backward(gradient: Tensor, x: Operands, out: Tensor, sums: Tensor
 
 
 def _aligned(x: Operands) -> Tensor | None:
-    """The mask as the memory-efficient kernels read it: expanded to all heads, rows at aligned addresses."""
+    """The mask, if any, as the memory-efficient kernels read it: expanded to all heads, rows at aligned addresses."""
     if x.mask is None:
         return None
     keys = x.key.shape[-2]
@@ -102,7 +102,7 @@ KERNELS = dict(zip(DEVICES, (_CPU, _GPU), strict=True))
 
 
 def kernels_for(x: Operands) -> Kernels | None:
-    """The kernels that take these operands."""
+    """The kernels that take these operands; None where there are none."""
     found = KERNELS.get(x.query.device.type)
     return found if found is not _GPU or _efficient_takes(x) else None
 

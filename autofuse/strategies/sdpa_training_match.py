@@ -21,7 +21,7 @@ from autofuse.strategies.strategy import graph_of
 
 SDPA_TRAINING = "sdpa_training"  # the strategy
 TRAINING = "vendor.attention_training.default"
-DEVICES = ("cpu", "cuda")  # dtypes with a forward and a backward kernel of torch's attention
+DEVICES = ("cpu", "cuda")  # types of devices on which torch's attention has a forward and a backward kernel
 SOFTMAX_BACKWARD = "_softmax_backward_data"
 _DROPOUTS = ("native_dropout", "dropout_scale", "bernoulli_mask", "philox_dropout")
 _TRANSPOSE = "aten.transpose.int"
