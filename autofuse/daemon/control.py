@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("autofuse.daemon")
 
-START_SECONDS = 30.0  # without progress: beside a script that fills all cores, its imports take minutes
-STOP_SECONDS = 10.0  # then it is killed, which loses nothing but the job at hand
+START_SECONDS = 30.0  # without CPU progress; beside a script that fills all cores, the daemon's imports take minutes
+STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL, which loses only the job in work
 POLL_SECONDS = 0.05
-URGENT_SECONDS = 3.0  # a script that waits renews its mark more often than this
-LOG_BYTES = 4 << 20  # a log this long is put aside when the next daemon starts
+URGENT_SECONDS = 3.0  # a waiting script touches the urgent file more often than this
+LOG_BYTES = 4 << 20  # a longer log is moved aside when the next daemon starts
 LOCK_TAKEN_SECONDS = 3.0
 LOCK_TAKEN = 75  # exit code of a daemon that found another one (EX_TEMPFAIL)
 
@@ -58,7 +58,7 @@ def log_path(settings: Settings) -> Path:
 
 
 def urgent_path(settings: Settings) -> Path:
-    """Touched by a script that waits: the daemon need not yield while its age is below URGENT_SECONDS."""
+    """The file that a waiting script touches: while it is younger than URGENT_SECONDS, the daemon does not yield."""
     return DaemonFiles(settings).urgent
 
 
@@ -66,30 +66,33 @@ def urgent_path(settings: Settings) -> Path:
 
 
 def running_pid(settings: Settings) -> int | None:
-    """The process that works on what this one asks of the store, None where there is none."""
+    """The process number of the daemon that serves this process's requests; None where none runs."""
     found = DaemonFiles(settings).running()
     return found.pid if found is not None else None
 
 
 def is_served(settings: Settings) -> bool:
-    """Whether somebody works on what we ask of the store, in whichever container."""
+    """Whether a daemon serves this process's requests, here or in another container."""
     files = DaemonFiles(settings)
     return files.running() is not None or files.is_served(files.kind)
 
 
 def status(settings: Settings) -> DaemonState | None:
-    """What the running daemon said last, ours if there are several; None where none runs."""
+    """The state of the daemon that serves this process, else of another one of the store; None where none runs."""
     found = statuses(settings)
     pid = running_pid(settings)
     return next((state for state in found if state.pid == pid), found[0] if found else None)
 
 
 def statuses(settings: Settings) -> list[DaemonState]:
-    """Of all daemons of the store: one for each version and number of cores that asked."""
+    """The states of all running daemons of the store, at most one of each kind (`files`).
+
+    Only the daemon with the latest heartbeat has details; the others are reported as idle.
+    """
     running = DaemonFiles(settings).all_running()
     state: DaemonState | None = None
     if running:
-        from autofuse.db.store import Store  # not for scripts, which only start daemons
+        from autofuse.db.store import Store  # scripts only start daemons, and need no more
 
         with contextlib.suppress(StoreError), Store.open(settings.run.store, readonly=True) as store:
             state = store.daemon.state()
@@ -103,9 +106,9 @@ def statuses(settings: Settings) -> list[DaemonState]:
 
 
 def ensure_running(settings: Settings) -> int | None:
-    """The daemon's process number; started where there was none. None where one of another container or machine serves.
+    """Start the daemon unless one runs; its process number, None where one of another container or machine serves.
 
-    Raises DaemonError where it does not start.
+    Raises DaemonError where the daemon does not start.
     """
     pid = running_pid(settings)
     if pid is not None:
@@ -119,14 +122,15 @@ def ensure_running(settings: Settings) -> int | None:
         raise DaemonError(
             f"expected the tuning daemon to start within {START_SECONDS:.0f} s{_look(settings)}"
         ) from None
-    except (OSError, NotImplementedError, Untrusted) as error:  # the second: a file system without locks
+    except (OSError, NotImplementedError, Untrusted) as error:  # NotImplementedError: a file system without locks
         raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
 
 
 def launch(settings: Settings) -> None:
-    """Start a daemon where there is none, and do not wait for it: for a process that is about to end.
+    """Start a daemon unless one runs, without waiting for it: for a process that is about to end.
 
-    Raises DaemonError. It is announced at once, so that whoever wants to end it before it has begun finds it.
+    The daemon's process number is written at once, so that `stop` also finds a daemon that has not begun to serve.
+    Raises DaemonError.
     """
     files = DaemonFiles(settings)
     try:
@@ -135,7 +139,7 @@ def launch(settings: Settings) -> None:
             if running_pid(settings) is None:
                 files.announce(_spawn(settings))
     except Timeout:
-        return  # somebody starts one
+        return  # another process is starting one
     except (OSError, NotImplementedError, Untrusted) as error:
         raise DaemonError(f"expected to start the tuning daemon, found {error}") from error
 
@@ -152,7 +156,7 @@ def _start(settings: Settings) -> int | None:
         if not has_ended and not process.is_alive:
             if not files.is_served(files.kind):
                 raise DaemonError(f"expected the tuning daemon to run, found that it ended{_look(settings)}")
-            has_ended = True  # another one was faster, and has not said so yet
+            has_ended = True  # another daemon took the lock first, and has not written its number yet
             deadline = min(deadline, time.monotonic() + LOCK_TAKEN_SECONDS)
         elif (now_used := _cpu_seconds(process.pid)) > used:
             deadline, used = time.monotonic() + START_SECONDS, now_used
@@ -165,7 +169,7 @@ def _start(settings: Settings) -> int | None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """How long a process has worked; 0 where that is not told."""
+    """CPU seconds of a process; 0 where they cannot be read."""
     with contextlib.suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system)
@@ -173,13 +177,13 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _spawn(settings: Settings) -> int:
-    """The process number of a new daemon. Raises OSError and Untrusted."""
+    """Start a daemon process; its process number. Raises OSError and Untrusted."""
     command, environment = python_module("autofuse")
     with DaemonFiles(settings).open_log(LOG_BYTES) as output:
         pid = spawn([*command, "daemon", "serve", *settings.as_arguments()], environment, output)
-    lower_priority(settings.tuner.nice, pid)  # from its first moment: its imports take a core for seconds
+    lower_priority(settings.tuner.nice, pid)  # at once: the daemon's imports take a core for seconds
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(pid, usable_cores())  # this thread may have been pinned since
+        os.sched_setaffinity(pid, usable_cores())  # the script may have pinned this thread since
     return pid
 
 
@@ -188,7 +192,7 @@ def _look(settings: Settings) -> str:
 
 
 def stop(settings: Settings) -> bool:
-    """End all daemons of the store; whether one was running. Queued work stays queued. Raises DaemonError."""
+    """End all daemons of the store; True if any was running. Queued requests stay queued. Raises DaemonError."""
     running = DaemonFiles(settings).all_running()
     for process in running:
         _end(process)
@@ -215,18 +219,18 @@ def _end(process: ProcessId) -> None:
 
 
 def serve(settings: Settings) -> None:
-    """Be the daemon until stopped or idle. Ends the process with an exit code where there is nothing to serve."""
+    """Run as the daemon until stopped or idle; exit with LOCK_TAKEN where another daemon serves, with 1 on an error."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
     set_level(settings.run.debug)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand: otherwise its starter did it
+    if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand; otherwise `_spawn` has lowered it
         lower_priority(settings.tuner.nice)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a script may leave its children to the system
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited from a script that ignores it
     try:
         files = DaemonFiles(settings)
         files.check()
         with files.lock():
-            from autofuse.daemon.loop import TuningLoop  # not for scripts, which only start daemons
+            from autofuse.daemon.loop import TuningLoop  # scripts only start daemons, and need no more
 
             loop = TuningLoop(settings, is_urgent=lambda: _someone_waits(settings))
             with _announced(files, loop):
@@ -242,9 +246,9 @@ def serve(settings: Settings) -> None:
 def drain(
     settings: Settings, on_progress: Callable[[int, int], None] = lambda done, total: None, *, again: bool = False
 ) -> Drained:
-    """Work the queue off in this process, at full speed, until it is empty or ``tuner.budget_seconds`` are spent.
+    """Work off the queue in this process, at full speed, until it is empty or ``tuner.budget_seconds`` are spent.
 
-    ``on_progress(done, total)``; ``again``: work on what has failed before too. A running daemon is ended first: a
+    ``on_progress(done, total)``; ``again``: also tune requests that failed before. Running daemons are ended first: a
     store has one writer of decisions. Raises DaemonError, StoreError and CompilerError.
     """
     stop(settings)
@@ -265,7 +269,7 @@ def drain(
 
 @contextlib.contextmanager
 def _announced(files: DaemonFiles, loop: TuningLoop) -> Iterator[None]:
-    """While it runs, the loop has its process number beside the store, and ends at SIGTERM and SIGINT."""
+    """Announce this process beside the store, and let SIGTERM and SIGINT stop the loop; at the end close it."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         log.info("asked to stop by signal %d", number)
@@ -285,6 +289,6 @@ def _announced(files: DaemonFiles, loop: TuningLoop) -> Iterator[None]:
 
 def _someone_waits(settings: Settings) -> bool:
     try:
-        return abs(time.time() - urgent_path(settings).stat().st_mtime) < URGENT_SECONDS  # ahead: of another clock
+        return abs(time.time() - urgent_path(settings).stat().st_mtime) < URGENT_SECONDS  # abs: clocks may differ
     except OSError:
         return False

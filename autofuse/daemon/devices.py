@@ -25,11 +25,11 @@ from autofuse.tuner.benchmark_provider import BenchmarkProvider
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import Main, NotReady, WorkerProcess
 
-OTHER_DEVICES = ("cuda:", "interpreter:")  # beginnings of keys: every GPU of this machine
+OTHER_DEVICES = ("cuda:", "interpreter:")  # prefixes of keys: every GPU of this machine, and the interpreter
 
 
 class Devices:
-    """Providers by device; those of GPUs share a compiler of Triton."""
+    """One `BenchmarkProvider` for each device; GPUs share one Triton compiler."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Devices:
         runs: OpenRuns,
         worker_log: IO[bytes] | int | None = None,
     ) -> None:
-        """``runs`` knows the script whose GPUs a worker is to see."""
+        """``runs`` tells which script's GPUs a worker may see."""
         self.cpu = cpu_device().key
-        self.keys = (self.cpu, *OTHER_DEVICES)  # of devices, or their beginnings
+        self.keys = (self.cpu, *OTHER_DEVICES)  # keys of devices, or prefixes of them
         self._settings = settings
         self._kernels = kernels
         self._scheduler = scheduler
@@ -49,10 +49,10 @@ class Devices:
         self._worker_log = worker_log
         self._providers: dict[str, BenchmarkProvider] = {}
         self._compiler: TritonCompiler | None = None
-        self._not_ready: dict[str, tuple[float, str]] = {}  # by device: until when, and why
+        self._not_ready: dict[str, tuple[float, str]] = {}  # by device: until when (monotonic), and why
 
     def provider(self, device: str) -> BenchmarkProvider:
-        """Where candidates for a device are built and timed. Raises CompilerError for one without a compiler."""
+        """The provider that builds and times a device's candidates. Raises CompilerError where there is no compiler."""
         if device not in self._providers:
             backend = self._backend(device)
             worker = WorkerProcess(
@@ -67,7 +67,7 @@ class Devices:
                 ),
                 tend=self._scheduler.tend,
             )
-            # One compilation of Triton at a time: its process has one conversation.
+            # Triton's compiler process takes one source at a time.
             cores = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
             self._providers[device] = BenchmarkProvider(
                 backend,
@@ -79,23 +79,23 @@ class Devices:
         return self._providers[device]
 
     def memory_bytes(self, device: str) -> int:
-        """What a worker may use of a device."""
+        """The memory in bytes that a worker may use on a device."""
         tuner = self._settings.tuner
         return tuner.gpu_memory_bytes if device.startswith("cuda:") else tuner.memory_bytes
 
     def check_ready(self, device: str) -> None:
-        """Raises NotReady for a device that has been tried in vain a moment ago."""
+        """Raises NotReady for a device that could not be used within the last NOT_READY_SECONDS."""
         until, problem = self._not_ready.get(device, (0.0, ""))
         if time.monotonic() < until:
             raise NotReady(problem)
         self._not_ready.pop(device, None)
 
     def note_not_ready(self, device: str, problem: str) -> None:
-        """A device was tried in vain."""
+        """Refuse a device that could not be used for the next NOT_READY_SECONDS."""
         self._not_ready.setdefault(device, (time.monotonic() + NOT_READY_SECONDS, problem))
 
     def kill_workers(self) -> None:
-        """Give their memory back; they start again when they are needed."""
+        """End all workers and Triton's compiler, to free their memory; they start again when needed."""
         for provider in self._providers.values():
             provider.worker.kill()
         if self._compiler is not None:

@@ -18,28 +18,28 @@ from autofuse.db.results import TuneResults
 from autofuse.db.tune_queue import WaitingRequest
 from autofuse.ir.records import EAGER, Decision, DecisionKey
 
-LEAST_GAIN = 1.01  # of a node that eager has won so far: other sizes may turn out otherwise
-TYPICAL_SECONDS = 0.5  # of a job, before any was done
-RECENT = 64  # jobs that say what one takes
+LEAST_GAIN = 1.01  # the least speedup to expect: a node that eager has won may gain at other sizes
+TYPICAL_SECONDS = 0.5  # expected of a job before any was done
+RECENT = 64  # latest decisions whose median time is expected of a node without decisions
 
 
 class Expectations:
-    """Of one store's requests."""
+    """The savings to expect from one store's requests."""
 
     def __init__(self, results: TuneResults) -> None:
         self._results = results
-        self._gains: dict[str, list[float]] = {}  # speedups decided on, by node, device and threads
-        self._seconds: dict[str, list[float]] = {}  # that these took
-        self._recent_seconds = deque[float](maxlen=RECENT)  # of any node
+        self._gains: dict[str, list[float]] = {}  # speedups of decisions, 1 for eager, by node, threads and device
+        self._seconds: dict[str, list[float]] = {}  # tuning time of the same decisions
+        self._recent_seconds = deque[float](maxlen=RECENT)  # tuning time of the latest decisions of all nodes
 
     def note(self, decisions: Iterable[Decision]) -> None:
-        """What was just decided and stored."""
+        """Add decisions that were just stored."""
         for decision in decisions:
             if _family(decision.key) in self._gains:
                 self._add(decision)
 
     def saving_a_second(self, waiting: WaitingRequest) -> float:
-        """Microseconds that a request is expected to save, for each second of its tuning."""
+        """Microseconds that a request is expected to save for each second of its tuning."""
         family = self._read(waiting.key)
         gains, seconds = self._gains[family], self._seconds[family]
         speedup = max(median(gains), LEAST_GAIN) if gains else waiting.estimated_speedup
@@ -48,7 +48,7 @@ class Expectations:
         return saving / max(median(seconds) if seconds else typical, 1e-3)
 
     def _read(self, key: DecisionKey) -> str:
-        """The name of a node's past, which is read from the store once."""
+        """The key of a node's past decisions, which are read from the store on first use."""
         family = _family(key)
         if family not in self._gains:
             self._gains[family], self._seconds[family] = [], []

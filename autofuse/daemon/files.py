@@ -45,7 +45,7 @@ class DaemonFiles:
 
     @functools.cached_property
     def kind(self) -> str:
-        """What tells the requests that this process can serve, or makes, from all others."""
+        """A hash of what a daemon and its requests must share: the processor, its usable cores and the versions."""
         return hashlib.sha256(f"{cpu_device().key} {versions()}".encode()).hexdigest()[:8]
 
     def _beside(self, suffix: str) -> Path:
@@ -58,7 +58,7 @@ class DaemonFiles:
         return self._beside(f".daemon-{kind}.pid")
 
     def check(self) -> None:
-        """Make the folder where there is none. Raises DaemonError where others may write there, and OSError."""
+        """Make the store's folder if it is missing. Raises DaemonError where others may write there, and OSError."""
         try:
             if not os.path.lexists(self.store.parent):
                 make_folder(self.store.parent)
@@ -70,7 +70,7 @@ class DaemonFiles:
     # ---- who runs ---------------------------------------------------------------------------------------
 
     def announce(self, pid: int) -> None:
-        """This process, or one that has just been started, serves the store. Raises OSError and Untrusted."""
+        """Write down that process ``pid``, ours or a new one, serves the store. Raises OSError and Untrusted."""
         path = self._pid_path(self.kind)
         fresh = path.with_name(path.name + ".new")
         with os.fdopen(open_own(fresh, os.O_WRONLY | os.O_TRUNC), "w") as file:
@@ -81,7 +81,7 @@ class DaemonFiles:
         self._pid_path(self.kind).unlink(missing_ok=True)
 
     def running(self, kind: str | None = None) -> ProcessId | None:
-        """The daemon of a kind (ours where None); takes no lock, so it disturbs no start."""
+        """The running daemon of a kind (default: ours), or None. Takes no lock, so it does not disturb a start."""
         with contextlib.suppress(OSError, ValueError, TypeError, Untrusted):
             check_beside(self.store, ())
             found = ProcessId(**json.loads(read_own(self._pid_path(kind or self.kind))))
@@ -89,7 +89,7 @@ class DaemonFiles:
         return None
 
     def all_running(self) -> list[ProcessId]:
-        """The daemons of all kinds."""
+        """The running daemons of all kinds."""
         named = re.compile(re.escape(self.store.name) + r"\.daemon-([0-9a-f]{8})\.pid")
         kinds: list[str] = []
         with contextlib.suppress(OSError):
@@ -100,15 +100,15 @@ class DaemonFiles:
     # ---- locks ------------------------------------------------------------------------------------------
 
     def lock(self) -> FileLock:
-        """To be held while serving. Entering raises Timeout where another process holds it."""
+        """The lock that a daemon holds while it serves. Entering raises Timeout where another process holds it."""
         return FileLock(self._lock_path(self.kind), timeout=1.0, mode=0o600)
 
     def start_lock(self, timeout: float) -> FileLock:
-        """To be held while starting a daemon."""
+        """The lock that a process holds while it starts a daemon; ``timeout`` in seconds."""
         return FileLock(self._beside(".start.lock"), timeout=timeout, mode=0o600)
 
     def is_served(self, kind: str) -> bool:
-        """Whether a daemon of that kind holds its lock, in whichever container."""
+        """Whether a daemon of this kind holds its lock, here or in another container."""
         path = self._lock_path(kind)
         if not _KIND.fullmatch(kind) or not path.exists():
             return False
@@ -120,7 +120,7 @@ class DaemonFiles:
 
     @contextlib.contextmanager
     def open_log(self, most_bytes: int) -> Iterator[int]:
-        """The log, to be appended to; one that is longer is put aside. Raises OSError and Untrusted."""
+        """Open the log for appending; a log longer than ``most_bytes`` is moved aside. Raises OSError and Untrusted."""
         with contextlib.suppress(FileNotFoundError):
             found = os.lstat(self.log)
             if stat.S_ISREG(found.st_mode) and found.st_size > most_bytes:

@@ -36,22 +36,22 @@ from autofuse.tuner.worker_process import NotReady
 
 log = logging.getLogger("autofuse.daemon")
 
-POLL_SECONDS = 0.05  # just after work, when more may follow
+POLL_SECONDS = 0.05  # shortly after work, when more may follow
 IDLE_POLL_SECONDS = 0.2  # 0.3 % of a core
 IDLE_AFTER_SECONDS = 2.0
-WORKER_IDLE_SECONDS = 60.0  # then its memory is given back
+WORKER_IDLE_SECONDS = 60.0  # without work; then the workers end, which frees their memory
 
 
 class Drained(NamedTuple):
-    """What became of the requests of a queue."""
+    """How many requests of a queue were done, failed, or are left."""
 
     done: int
     failed: int
-    left: int  # for other devices and versions, or beyond the budget
+    left: int  # for other devices or versions, or because the budget was spent
 
 
 class TuningLoop:
-    """Works requests off, one at a time: puts together the parts of the daemon, and says in which order they act."""
+    """Works off requests, one at a time: makes the daemon's parts and calls them in order."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class TuningLoop:
         is_urgent: Callable[[], bool],
         worker_log: IO[bytes] | int | None = None,
     ) -> None:
-        """``is_urgent``: whether someone waits for the result. Raises StoreError."""
+        """``is_urgent``: whether a script or a person waits for the results. Raises StoreError."""
         self.settings = settings
         self.is_stopping = False
         self._store = Store.open(settings.run.store)
@@ -114,7 +114,7 @@ class TuningLoop:
             time.sleep(POLL_SECONDS if idle_seconds < IDLE_AFTER_SECONDS else IDLE_POLL_SECONDS)
 
     def drain(self, on_progress: Callable[[int, int], None], again: bool = False) -> Drained:
-        """Work until the queue is empty or ``tuner.budget_seconds`` are spent; ``again``: on what has failed, too."""
+        """Work until the queue is empty or ``tuner.budget_seconds`` are spent; ``again``: also on failed requests."""
         self.queue.take_up()
         if again:
             self._store.queue.requeue_failed()
@@ -129,7 +129,7 @@ class TuningLoop:
         return Drained(self.queue.done, self.queue.failed, self._store.queue.length().open)
 
     def close(self) -> None:
-        """Give everything back: requests, workers, store."""
+        """End the workers, queue parked requests again, and close the store."""
         self._devices.kill_workers()
         self._scheduler.end()
         try:
@@ -142,7 +142,7 @@ class TuningLoop:
     # ---- one request ----------------------------------------------------------------------------
 
     def work(self, request: TuneRequest) -> None:
-        """Run the job of a request and store what it found. Raises StoreError."""
+        """Tune a request and store the results. Raises StoreError."""
         try:
             self._work(request)
         finally:
@@ -164,7 +164,7 @@ class TuningLoop:
             return
         except StoreError:
             raise
-        except (NotReady, CompilerNotReady, OSError, MemoryError) as error:  # of this moment, not of the request
+        except (NotReady, CompilerNotReady, OSError, MemoryError) as error:  # may pass; no fault of the request
             problem = str(error) or type(error).__name__
             self._devices.note_not_ready(request.key.device, problem)
             log.warning("%s: %s", job, problem)

@@ -27,7 +27,7 @@ class OpenRuns:
         self._runs = runs
         self._nodes = nodes
         self._peers = peers
-        self._gains: dict[tuple[str, str], tuple[float, float]] = {}  # by node and bucket: when decided, us a call
+        self._gains: dict[tuple[str, str], tuple[float, float]] = {}  # by node and bucket: when, us saved a call
 
     def asking_pid(self) -> int | None:
         """The process whose request is in work, None where it has ended or runs on another machine."""
@@ -35,12 +35,12 @@ class OpenRuns:
         return next((run.pid for run in self._here() if run.id == self.asking and run.pid in here), None)
 
     def note(self, decision: Decision, at: float | None = None) -> None:
-        """A kernel was decided for, just now or ``at`` epoch seconds: what it saves counts from then on."""
+        """Count what the kernel of a decision saves, from now on or from ``at`` (UTC epoch seconds)."""
         gain = decision.unfused_us - decision.fused_us
         self._gains[decision.key.fusion_id, decision.bucket.label] = time.time() if at is None else at, gain
 
     def saved(self, scripts: Sequence[Script]) -> dict[int, float]:
-        """Seconds that kernels decided beside them have saved scripts of this store, by their races."""
+        """Seconds that kernels have saved each script, by process number; only kernels decided while it ran count."""
         began = {script.pid: script.began for script in scripts}
         found = {}
         for run in self._here() if self._gains else ():
@@ -51,6 +51,6 @@ class OpenRuns:
         return found
 
     def _here(self) -> list[RunRow]:
-        """Of scripts that may be running on this machine: elsewhere their numbers are other processes'."""
+        """Recent runs of this machine that have not ended: process numbers of other machines mean nothing here."""
         here = this_machine()
         return [run for run in self._runs.recent(RECENT_RUNS) if run.finished_at is None and run.machine == here]

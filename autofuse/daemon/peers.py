@@ -27,14 +27,14 @@ class Script:
     """A script that runs under autofuse."""
 
     pid: int
-    ticks: float  # when its process began, which tells it from a later one of the same number
-    began: float  # Unix time
+    ticks: float  # clock ticks at its process's start, to tell it from a later process of the same number
+    began: float  # the run's start, UTC epoch seconds
     expected_seconds: float  # how long the last run of the same command took, 0.0 where there was none
     spent: float  # CPU seconds that daemons had taken when it began
 
 
 def peers_folder(settings: Settings) -> Path:
-    """The folder that all scripts and daemons of this user share; one beside the store where there is none to trust.
+    """The folder that all scripts and daemons of this user share; one beside the store where none can be trusted.
 
     Raises OSError.
     """
@@ -52,7 +52,7 @@ def peers_folder(settings: Settings) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises OSError where the folder cannot be made, is a link, or may be written to by others."""
+    """Make a folder for this user alone. Raises OSError where that fails, it is a link, or others may use it."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     found = os.lstat(folder)
@@ -65,13 +65,13 @@ class Peers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._turn: int | None = None  # the locked file, while it is our turn
+        self._turn: int | None = None  # the locked file's descriptor, while we have the turn
         self._own: Path | None = None
 
     # ---- scripts --------------------------------------------------------------------------------
 
     def announce(self, expected_seconds: float, began: float | None = None) -> Script:
-        """This process runs a script. Raises OSError."""
+        """Announce that this process runs a script; ``began`` in UTC epoch seconds, now if None. Raises OSError."""
         ticks = start_ticks(os.getpid())
         script = Script(os.getpid(), ticks, time.time() if began is None else began, expected_seconds, self.spent())
         path = self._folder / f"script-{script.pid}"
@@ -80,13 +80,13 @@ class Peers:
         return script
 
     def withdraw(self) -> None:
-        """It has ended."""
+        """Withdraw the announcement: the script has ended."""
         if self._own is not None:
             self._own.unlink(missing_ok=True)
             self._own = None
 
     def scripts(self) -> list[Script]:
-        """Those that run; what killed ones have left is removed."""
+        """The scripts that run; files that killed scripts have left are removed."""
         found = []
         with contextlib.suppress(OSError):
             for path in self._folder.glob("script-*"):
@@ -100,14 +100,14 @@ class Peers:
     # ---- what daemons took ----------------------------------------------------------------------
 
     def spent(self) -> float:
-        """CPU seconds that all daemons have taken beside scripts so far; it only grows, but may begin anew."""
+        """CPU seconds that all daemons have taken beside scripts so far; begins anew at 0 where its file is lost."""
         try:
             return float((self._folder / "spent").read_text())
         except (OSError, ValueError):
             return 0.0
 
     def add_spent(self, seconds: float) -> None:
-        """To be called by whoever has the turn."""
+        """Add to `spent`; only the process that has the turn may call this."""
         with contextlib.suppress(OSError):
             self._write(self._folder / "spent", repr(self.spent() + seconds))
 
@@ -118,13 +118,13 @@ class Peers:
         return self._turn is not None
 
     def take_turn(self) -> bool:
-        """Whether it is our turn to work beside scripts; it stays ours until it is given back."""
+        """Take the turn to work beside scripts if it is free; True if we have it, then until `give_turn`."""
         if self._turn is not None:
             return True
         try:
             descriptor = os.open(self._folder / "turn", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:
-            return True  # a folder that has vanished: nobody else can have it either
+            return True  # the folder has vanished: nobody else can have the turn either
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

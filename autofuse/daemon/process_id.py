@@ -15,15 +15,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process, for good."""
+    """One process, told from all others that have or had its number."""
 
     pid: int
-    ticks: int  # from the machine's start to its own
-    machine: str  # which start of which machine, and which container's numbers
+    ticks: int  # clock ticks from the machine's start to the process's
+    machine: str  # the machine's boot and the PID namespace, see `this_machine`
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs; an ended process that its parent has not waited for (a zombie) does not."""
+        """Whether the process runs; a zombie, which has ended without being waited for, does not."""
         if self.machine != this_machine():
             return False
         state, ticks = _stat(self.pid)
@@ -31,14 +31,14 @@ class ProcessId:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it belongs to this user."""
+        """Whether the process belongs to this user."""
         with contextlib.suppress(OSError):
             return os.stat(f"/proc/{self.pid}").st_uid == os.geteuid()
         return False
 
 
 def process_id(pid: int) -> ProcessId:
-    """Of a process that runs. Raises ProcessLookupError."""
+    """The identity of a running process. Raises ProcessLookupError where ``pid`` does not run."""
     state, ticks = _stat(pid)
     if not state or state in "ZX":
         raise ProcessLookupError(f"expected process {pid} to run, found none")
@@ -46,13 +46,13 @@ def process_id(pid: int) -> ProcessId:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process began, -1 where there is none."""
+    """Clock ticks from the machine's start to the process's; -1 where there is no such process."""
     return _stat(pid)[1]
 
 
 @functools.cache
 def this_machine() -> str:
-    """This start of this machine, and the container whose process numbers we see."""
+    """The identity of this machine's boot and of our PID namespace (container), in which process numbers count."""
     parts = []
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -62,7 +62,7 @@ def this_machine() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and start of a process; "" and -1 where there is none."""
+    """State letter and start ticks of a process; "" and -1 where there is no such process."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])

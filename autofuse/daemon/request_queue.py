@@ -33,44 +33,44 @@ class RequestQueue:
     def __init__(
         self, settings: Settings, store: Store, scheduler: Scheduler, devices: Sequence[str], prefer: Prefer
     ) -> None:
-        """``devices``: keys of devices, or beginnings of keys, whose requests are taken; ``prefer``: the request of
-        which this is largest goes first."""
+        """``devices``: keys of devices, or prefixes of keys, whose requests are taken; ``prefer``: the request with the
+        largest value goes first."""
         self.done = self.failed = 0
-        self._budget_seconds = settings.tuner.budget_seconds  # of each run
+        self._budget_seconds = settings.tuner.budget_seconds  # for each run
         self._store = store
         self._scheduler = scheduler
         self._devices = tuple(devices)
         self._prefer = prefer
         self._files = DaemonFiles(settings)
         self._versions = versions()
-        self._spent: dict[int, float] = {}  # seconds of work by run
-        self._parked: list[TuneRequest] = []  # of runs whose budget is spent
+        self._spent: dict[int, float] = {}  # seconds of work, by run
+        self._parked: list[TuneRequest] = []  # requests of runs whose budget is spent
         self._parked_at = 0.0
         self._seen_version = -1
         self._looked_at = 0.0
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a daemon of this kind."""
+        """The number of requests for these devices that wait, parked ones included."""
         return self._store.queue.length(*self._devices).queued + len(self._parked)
 
     def take_up(self) -> int:
-        """Queue again what daemons before us had in work or could not do where they ran; how many requests."""
+        """Queue again what earlier daemons left in work or could not tune at that time; the number of requests."""
 
         def is_served(kind: str) -> bool:
-            return kind != self._files.kind and self._files.is_served(kind)  # our own lock is held by us
+            return kind != self._files.kind and self._files.is_served(kind)  # we hold our own kind's lock
 
         return self._store.queue.requeue_stale(is_served) + self._store.queue.requeue_failed(NOT_READY)
 
     def take(self) -> TuneRequest | None:
-        """The next request, whosever it is; None where there is none."""
+        """Take the next request, of whichever run; None where there is none."""
         queue, kind = self._store.queue, self._files.kind
         return queue.take(*self._devices, versions=self._versions, kind=kind, prefer=self._prefer)
 
     def next(self) -> TuneRequest | None:
-        """The next request whose run has budget left; None where there is none. Cheap while nothing changes."""
+        """Take the next request whose run has budget left, or None. Cheap while nothing in the store changes."""
         if self._store.was_moved:
-            return None  # no script waits for the requests there
+            return None  # nobody waits for requests of a store that was put aside
         now = time.monotonic()
         version = self._store.data_version()
         if version == self._seen_version and now - self._looked_at < HEARTBEAT_SECONDS:
@@ -89,24 +89,24 @@ class RequestQueue:
         return None
 
     def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
-        """Note what became of a request."""
+        """Store how a request ended, and count it."""
         self._store.queue.finish(key, status, message)
         self.done += status == "done"
         self.failed += status == "failed"
 
     def charge(self, run_id: int | None, seconds: float) -> None:
-        """Seconds of work on a run's request count against its budget."""
+        """Charge seconds of work on a request to the budget of its run."""
         self._spent[run_id or 0] = self._spent.get(run_id or 0, 0.0) + seconds
 
     def unpark(self) -> None:
-        """Queue again what was put aside: its run may be another one by now, with a budget of its own."""
+        """Queue parked requests again: by now another run, with a budget of its own, may have asked for them."""
         while self._parked:
             self._store.queue.finish(self._parked[-1].key, "requeued", "the run's tuning budget was spent")
             self._parked.pop()
 
 
 class Heartbeat:
-    """Says in the store, again and again, what this daemon does."""
+    """Writes regularly to the store what this daemon does."""
 
     def __init__(self, log: DaemonLog, queue: RequestQueue) -> None:
         self.job = ""  # the request in work, for people
@@ -116,7 +116,7 @@ class Heartbeat:
         self._beat_at = 0.0
 
     def beat(self, state: str, at_once: bool = False) -> None:
-        """Unless it has been said a moment ago."""
+        """Write ``state`` to the store, unless that was done within HEARTBEAT_SECONDS; ``at_once``: in any case."""
         if not at_once and time.monotonic() - self._beat_at <= HEARTBEAT_SECONDS:
             return
         self._beat_at = time.monotonic()

@@ -38,9 +38,9 @@ from autofuse.tuner.outcome import JobLimits, Outcome
 from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
 from autofuse.tuner.tune_node import Job
 
-WORKER_START_SECONDS = 3.0  # of CPU time, to import torch
+WORKER_START_SECONDS = 3.0  # CPU time of importing torch
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
-CUT_BELOW = 1.15  # speedup of one kernel below which it is also tried as two
+CUT_BELOW = 1.15  # a node whose one kernel gains less is also tried as two kernels
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
 
 
@@ -52,24 +52,24 @@ class RequestTuner:
         self._devices = devices
         self._scheduler = scheduler
         self._results = results
-        self._answered: set[str] = set()  # digests of keys that a group has asked for as one of its parts
+        self._answered: set[str] = set()  # digests of keys that were tuned as parts of a group
 
     def was_answered(self, key: DecisionKey) -> bool:
-        """Whether a group's tuning has found what is asked for; true once for each time that it has."""
+        """Whether the key was tuned as a part of a group since it was last asked about here."""
         is_answered = key.digest in self._answered
         self._answered.discard(key.digest)
         return is_answered
 
     def tune(self, request: TuneRequest) -> Outcome:
-        """Find what is asked for.
+        """Tune what the request asks for: a node, a group or an optimizer step.
 
-        Raises Interrupted where the daemon is to end, NotReady, CompilerNotReady, OSError and MemoryError for what is
-        of the moment, StoreError; whatever else is the request's fault.
+        Raises Interrupted where the daemon is to end; NotReady, CompilerNotReady, OSError and MemoryError for problems
+        that may pass; StoreError. Any other exception is the request's fault.
         """
         provider = self._devices.provider(request.key.device)
         if provider.worker.pid is None:
             self._scheduler.rest(WORKER_START_SECONDS)
-        provider.worker.start()  # imports torch while the first kernels compile
+        provider.worker.start()  # the worker imports torch while the first kernels compile
         form = form_of_request(request.node)
         if isinstance(form, StepForm):
             limits, compilers = self._limits(request), provider.compilers()
@@ -87,7 +87,7 @@ class RequestTuner:
         return outcome
 
     def _tune_kernel(self, request: TuneRequest, form: NodeForm, printer: str = LOOP) -> Outcome:
-        """One node as one kernel."""
+        """Tune a node as one kernel; ``printer``: the name of the kernel's template."""
         provider = self._devices.provider(request.key.device)
         winners = self._results.winners(request.key)
         bench = provider.bench(request.key.fusion_id, form, request.key.threads, request.bucket, printer)
@@ -98,7 +98,7 @@ class RequestTuner:
     def _tune_strategies(
         self, request: TuneRequest, form: NodeForm, strategies: Sequence[Strategy], whole: Outcome | None = None
     ) -> Outcome:
-        """Race programs of several kernels. ``whole``: what is known of the node as one kernel."""
+        """Race strategies of several kernels. ``whole``: the outcome of the node as one kernel, if it was tuned so."""
         provider = self._devices.provider(request.key.device)
 
         def tune_part(part: NodeForm, printer: str, sizes: Sequence[Dim]) -> KernelRecord | None:
@@ -109,8 +109,8 @@ class RequestTuner:
         bench = StrategyBenchmarks(
             provider, request.key.fusion_id, form, request.key.threads, request.bucket, strategies, tune_part
         )
-        # Few, and built already: all are tried, in one wave. What comes after the first wave has to promise to pay, and
-        # beside four rewrites to extern kernels a generated matmul would hardly ever be tried.
+        # The strategies are few and built already, so all are tried in one wave. A later wave runs only where it may
+        # pay, and after four rewrites to extern kernels a generated matmul would hardly ever be tried.
         limits = replace(self._limits(request), trials=len(strategies), wave=len(strategies))
         outcome = Job(request, bench, limits, (), self._scheduler.clock).run()
         outcome.decisions = [replace(d, detail=_strategies_detail(d, outcome, strategies)) for d in outcome.decisions]
@@ -124,7 +124,7 @@ class RequestTuner:
     def _part_winner(
         self, request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
     ) -> KernelRecord | None:
-        """The kernel of a part in the request's bucket: a known decision's, else tuned now; None where eager wins."""
+        """The kernel of a part in the request's bucket, from a stored decision or tuned now; None where eager wins."""
         own = _part_request(request, form, part, printer, sizes)
         known = self._results.last_decision(own.key, own.bucket)
         kernel = self._results.kernel_of(known) if known is not None else None
@@ -154,13 +154,13 @@ class RequestTuner:
 def _part_request(
     request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
 ) -> TuneRequest:
-    """The request of a part: its bucket and shapes are what the node's make of its sizes."""
+    """The request of a part, whose bucket and shapes follow from the node's by the part's ``sizes``."""
 
     def at(values: Sequence[int]) -> tuple[int, ...]:
         named = dict(zip(form.symbols, values, strict=True))
         return tuple(evaluate(size, named) for size in sizes)
 
-    # Sizes grow with the symbols, so the ends of the ranges are those of the part's.
+    # Sizes grow with the symbols, so the ends of the node's ranges give the ends of the part's ranges.
     ends = zip(at([r[0] for r in request.bucket.ranges]), at([r[1] for r in request.bucket.ranges]), strict=True)
     bucket = Bucket(tuple(ends))
     calls: dict[tuple[int, ...], int] = {}
@@ -179,13 +179,13 @@ def _may_cut(decisions: Sequence[Decision]) -> bool:
 
 
 def parts_lost(outcome: Outcome) -> bool:
-    """Whether the members' kernels, with the matmuls between them, are certainly slower than eager's operations."""
+    """Whether the group's kernels, with aten's matmuls between them (PARTS), are certainly slower than eager."""
     parts = [m for m in outcome.measurements if dict(m.candidate.config).get(STRATEGY) == PARTS]
     return any(m.speedup_high is not None and m.speedup_high < 1.0 for m in parts)
 
 
 def _strategies_detail(decision: Decision, outcome: Outcome, strategies: Sequence[Strategy]) -> str:
-    """The reason for a choice among strategies: what each of them gained."""
+    """The text of a decision among strategies, with the speedup of each."""
     gains = {str(dict(m.candidate.config)[STRATEGY]): m.speedup for m in outcome.measurements if m.speedup is not None}
     seen = ", ".join(f"{name} {gain:.2f}x" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
     chosen = dict(decision.candidate.config).get(STRATEGY)
@@ -194,7 +194,7 @@ def _strategies_detail(decision: Decision, outcome: Outcome, strategies: Sequenc
 
 
 def _with_cuts(whole: Outcome, cut: Outcome) -> Outcome:
-    """One kernel stays unless a strategy has won; what was measured of the strategies is kept, and the reason."""
+    """The decision for one kernel, or for the cut into two where one has won; all measurements are kept."""
     merged = Outcome(list(whole.decisions), [*whole.measurements, *cut.measurements], list(whole.kernels))
     first = cut.decisions[0]
     chosen = dict(first.candidate.config).get(STRATEGY)

@@ -21,12 +21,12 @@ from autofuse.daemon.throttle import CpuThrottle, MachineLoad, allowed_percent, 
 from autofuse.settings.groups import TunerSettings
 from autofuse.tuner.ipc import Interrupted
 
-SCRIPTS_SECONDS = 1.0  # how long it is believed that a script runs, or none
-SAVED_SECONDS = 30.0  # how long what our kernels have saved is believed
+SCRIPTS_SECONDS = 1.0  # for so long the list of running scripts is not read again
+SAVED_SECONDS = 30.0  # for so long what our kernels have saved is not read again
 
 
 class Scheduler:
-    """When and for how long one daemon works."""
+    """Decides when one daemon works, and for how long."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class Scheduler:
         is_stopping: Callable[[], bool],
         saved: Callable[[list[Script]], Mapping[int, float]] = lambda scripts: {},
     ) -> None:
-        """``saved``: seconds that kernels decided beside a script have saved it, by its process."""
+        """``saved``: by process number, the seconds that kernels which were decided while a script ran have saved
+        it."""
         self._settings = settings
         self._peers = peers
         self.is_urgent = is_urgent
@@ -47,31 +48,31 @@ class Scheduler:
         self._scripts_at = self._saved_at = 0.0
         self._saved: Mapping[int, float] = {}
         self._others = MachineLoad(cpu_seconds)
-        # What our imports took, if it was beside a script, we owe.
+        # The CPU time of our imports is charged if a script runs.
         self._owed = cpu_seconds() if self.scripts() else 0.0
         self._share = CpuThrottle(self._percent, cpu_seconds, account=self)
 
     def clock(self) -> float:
-        """Seconds of work: rests do not count."""
+        """Seconds of a monotonic clock that stands still during rests."""
         return time.monotonic() - self._share.rested_seconds
 
     def scripts(self) -> list[Script]:
-        """Those that run, as of the last second."""
+        """The running scripts, as of the last SCRIPTS_SECONDS."""
         if time.monotonic() - self._scripts_at > SCRIPTS_SECONDS:
             self._scripts, self._scripts_at = self._peers.scripts(), time.monotonic()
         return self._scripts
 
     def may_begin(self) -> bool:
-        """Whether a piece of work may be begun: nobody is disturbed by it, or it is our turn, from now on."""
+        """Whether work may begin: someone waits for it, no script runs, or we have the turn or can take it now."""
         return self.is_urgent() or not self.scripts() or self._peers.take_turn()
 
     def end(self) -> None:
-        """A piece of work is done; another daemon may have its turn."""
+        """End a piece of work: report the time that it took, and give up the turn."""
         self._pay()
         self._peers.give_turn()
 
     def rest(self, ahead_seconds: float = 0.0) -> None:
-        """Before a step of the work, which is expected to take ``ahead_seconds`` where that is much.
+        """Rest as needed before a step of work; ``ahead_seconds``: CPU time that a long step is expected to take.
 
         Raises Interrupted where the daemon is to end.
         """
@@ -80,15 +81,15 @@ class Scheduler:
             raise Interrupted
 
     def tend(self, group: int) -> float:
-        """While a process group of ours works: let it stand still where it takes too much; for how many seconds."""
+        """Halt a working process group of ours where we have taken too much; for how many seconds."""
         if threading.current_thread() is not threading.main_thread() or not self._must_yield():
             return 0.0
         if not self.scripts() or not self._others.is_full():
-            return 0.0  # a race that is held up in its middle measures less, and here nobody waits for us
+            return 0.0  # a halt in the middle spoils a race, and here we hold up nobody
         return self._share.rest(self._must_yield, halted=partial(_halted, group))
 
     def _must_yield(self) -> bool:
-        """Whether there is anybody to yield to: a script, or whatever else keeps the machine busy."""
+        """Whether to yield: to a script, or to other processes that keep the machine busy."""
         if self.is_stopping() or self.is_urgent():
             return False
         return bool(self.scripts()) or self._others.is_busy()
@@ -119,7 +120,7 @@ class Scheduler:
         return room_beside(scripts, time.time(), spent, self._settings.busy_percent, self._saved)
 
     def _pay(self) -> None:
-        """Let other daemons know what we took."""
+        """Add what we took to the sum that all daemons share, if we have the turn."""
         if self._owed and self._peers.has_turn:
             self._peers.add_spent(self._owed)
             self._owed = 0.0
@@ -127,7 +128,7 @@ class Scheduler:
 
 @contextlib.contextmanager
 def _halted(group: int) -> Iterator[None]:
-    """The processes of a group stand still."""
+    """Halt the processes of a group; they go on at the end."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGSTOP)
     try:

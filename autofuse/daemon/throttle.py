@@ -27,13 +27,13 @@ from autofuse.tuner.machine_load import OTHERS_SHARE, busy_seconds
 
 BURST_SECONDS = 0.25  # CPU time that may be used at once before the share counts
 NAP_SECONDS = 0.05
-LONG_NAP_SECONDS = 0.5  # while an account fills: to look takes 0.3 ms, and the script may end
-SLICE_SECONDS = 0.05  # of CPU time, for which an overdrawn account has to recover before work goes on
+LONG_NAP_SECONDS = 0.5  # while the account fills: a look costs 0.3 ms, and the script may end
+SLICE_SECONDS = 0.05  # CPU time that an overdrawn account must hold again before work goes on
 LEAST_PERCENT = 1.0  # of one core
-FULL_PERCENT = 10.0  # of one core at most at any time beside a script that fills them all, whatever its account holds
-LONGEST_EXPECTED_SECONDS = 3600.0  # of a script's length that is spent ahead: it may end before
-SAVED_SHARE = 0.25  # of the time that our kernels have saved a script, by their races, that may go into more of them
-SETTLED_SECONDS = 120.0  # a script that has run for so long is taken for one that goes on
+FULL_PERCENT = 10.0  # of one core: the most beside a script that fills all cores, whatever the account holds
+LONGEST_EXPECTED_SECONDS = 3600.0  # the most of a script's expected length that counts in advance: it may end before
+SAVED_SHARE = 0.25  # the part of the time that kernels have saved a script which may be spent on more kernels
+SETTLED_SECONDS = 120.0  # a script of this age is expected to go on
 LOOK_SECONDS = 0.5
 _IDLE_IO = 3  # ionice's class "idle"
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -41,13 +41,13 @@ _KNOWS_CHILDREN = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exist
 
 
 class Account(Protocol):
-    """What may be used beside scripts."""
+    """The CPU time that may be used beside scripts."""
 
     def charge(self, seconds: float) -> None:
-        """CPU seconds that were used since the last time."""
+        """Charge CPU seconds that were used since the last call."""
 
     def room(self) -> float:
-        """CPU seconds that are left."""
+        """The CPU seconds that are left; negative if overdrawn."""
 
 
 class _Free:
@@ -69,7 +69,8 @@ class CpuThrottle:
         sleep: Callable[[float], None] = time.sleep,
         account: Account | None = None,
     ) -> None:
-        """``percent`` of one core, just now; ``cpu_seconds``: used so far by all that counts."""
+        """``percent``: the share of one core that is allowed now; ``cpu_seconds``: used so far by all processes that
+        count."""
         self._percent = percent
         self._cpu_seconds = cpu_seconds
         self._clock = clock
@@ -86,10 +87,10 @@ class CpuThrottle:
         ahead_seconds: float = 0.0,
         halted: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> float:
-        """Sleep until the share allows to go on; at once where no rest ``is_needed`` (any more). Seconds rested.
+        """Sleep until share and account allow work, or no rest ``is_needed`` any more; the seconds rested.
 
-        ``ahead_seconds``: what the account must hold for the piece of work that follows; ``halted`` is entered for as
-        long as a rest lasts.
+        ``ahead_seconds``: CPU time that the account must hold for the work that follows; ``halted`` is a context that
+        is entered for as long as a rest lasts.
         """
         self._look()
         if not is_needed():
@@ -127,12 +128,12 @@ class CpuThrottle:
 def room_beside(
     scripts: Sequence[Script], now: float, spent: float, percent: float, saved: Mapping[int, float] | None = None
 ) -> float:
-    """CPU seconds that daemons may still take beside these scripts, so that each of them is slowed by ``percent``.
+    """CPU seconds that daemons may still take beside these scripts, so that none is slowed by more than ``percent``.
 
-    ``spent``: what daemons have taken so far, of which a script counts what came after its beginning; ``saved``: by the
-    script's process, what kernels that were decided beside it have saved it. A script that is expected to go on for
-    long pays ahead, for it has the longest use of what is found early; one that ends soon pays for nothing it cannot
-    use.
+    ``spent``: CPU seconds that daemons have taken so far; for a script only those since its start count. ``saved``: by
+    process number, the seconds that kernels which were decided while a script ran have saved it; SAVED_SHARE of them is
+    added. The share of a script's expected length is available from its start: a long script has the longest use of
+    early results, and a short one does not pay for results that come too late.
     """
 
     def left(script: Script) -> float:
@@ -144,16 +145,16 @@ def room_beside(
 
 
 def young_share(age_seconds: float) -> float:
-    """The part of its share of idle cores that the daemon takes beside a script of this age.
+    """The part of its share that the daemon takes beside a script of this age, in seconds, while cores are idle.
 
-    What is tuned beside a script that ends within a minute comes too late for it, and no later for the next run if it
-    is tuned when the script has ended.
+    Kernels that are tuned beside a script that ends within a minute come too late for it. The next run has them as
+    early if they are tuned after the script has ended.
     """
-    return min(1.0, age_seconds / SETTLED_SECONDS) if age_seconds >= 0.0 else 1.0  # less: the clock was set back
+    return min(1.0, age_seconds / SETTLED_SECONDS) if age_seconds >= 0.0 else 1.0  # negative: the clock was set back
 
 
 def allowed_percent(percent: float, script_age: float | None, is_full: bool) -> float:
-    """Of one core, beside a script of that age in seconds (None: no script runs); ``is_full``: no core is left."""
+    """The allowed percentage of a core beside a script of this age in seconds, if any; ``is_full``: no core is idle."""
     if script_age is None:
         return percent
     return min(percent, FULL_PERCENT) if is_full else young_share(script_age) * percent
@@ -162,7 +163,7 @@ def allowed_percent(percent: float, script_age: float | None, is_full: bool) -> 
 def cpu_seconds(pid: int | None = None) -> float:
     """CPU seconds of a process, ours where None, of its children that have ended and of all its living descendants.
 
-    Compilers count while they run. 0.2 ms for three processes; a look at all processes of the machine takes
+    So compilers count while they run. Takes 0.2 ms for three processes; reading all processes of the machine takes
     milliseconds.
     """
     total, queue = 0.0, [pid or os.getpid()]
@@ -184,7 +185,7 @@ def _children(process: Path) -> list[int]:
 
 
 class MachineLoad:
-    """Whether processes that are not ours keep the machine busy, and whether a core is left."""
+    """Whether processes that are not ours keep the machine busy, and whether a core is idle."""
 
     def __init__(
         self,
@@ -199,12 +200,12 @@ class MachineLoad:
         self._is_busy = self._is_full = self.has_looked = False
 
     def is_busy(self) -> bool:
-        """As of the last ``look_seconds``; looks again when they are over."""
+        """Whether other processes keep the machine busy, as measured at most ``look_seconds`` ago."""
         self._look()
         return self._is_busy
 
     def is_full(self) -> bool:
-        """Whether all cores work, on whatever it is."""
+        """Whether all cores are busy, with our own processes or others."""
         self._look()
         return self._is_full
 
@@ -221,16 +222,16 @@ class MachineLoad:
 
 
 def lower_priority(nice: int, pid: int = 0) -> None:
-    """Let a process, 0 for this one, yield to everything: CPU, disk. Its children inherit it."""
+    """Lower a process's priority (0: this one's) for CPU and disk; its children inherit it."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, pid) + nice))
     if nice >= 10:
         # Batch: a script's thread that wakes up gets its core back at once. Not SCHED_IDLE: beside a script whose
-        # threads spin on every core it would get nothing at all, and no kernel would ever be tuned.
+        # threads spin on every core the process would get nothing at all, and no kernel would ever be tuned.
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
         with contextlib.suppress(OSError, ValueError, AttributeError, psutil.Error):
             psutil.Process(pid or None).ionice(_IDLE_IO)
-        # Where the kernel groups processes by session, ours is as heavy as the script's whatever its nice value is.
+        # Where the kernel schedules by session, our session weighs as much as the script's, whatever our nice value is.
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid or 'self'}/autogroup").write_text(str(nice))

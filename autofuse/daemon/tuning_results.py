@@ -38,7 +38,7 @@ class TuningResults:
             _note_winner(self._winners.setdefault(_family(request.key), {}), decision)
 
     def winners(self, key: DecisionKey) -> dict[Bucket, Config]:
-        """The winner of each bucket of the node so far; kernels that have killed a worker are noted as well."""
+        """The winner of each bucket of the node so far. The first call also notes kernels that have killed a worker."""
         family = _family(key)
         if family not in self._winners:
             self._winners[family] = {}
@@ -55,7 +55,7 @@ class TuningResults:
         return self._kernels.get(decision.compile_key) if decision.compile_key else None
 
     def last_decision(self, key: DecisionKey, bucket: Bucket) -> Decision | None:
-        """What was decided last for a key in a bucket."""
+        """The latest decision for a key in a bucket; None where there is none."""
         found = [
             stored.decision
             for stored in self._results.history(key.fusion_id)

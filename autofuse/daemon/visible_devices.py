@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 import psutil
 
-# What hides, or numbers anew, the devices of CUDA and of ROCm.
+# Variables that hide or renumber the devices of CUDA and ROCm.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
 )  # fmt: skip
 
 
 def as_seen_by(pid: int | None, variables: Mapping[str, str]) -> dict[str, str]:
-    """``variables`` with the view of the GPUs that the process ``pid`` was started with; None: as they are."""
+    """``variables``, with the GPU settings that process ``pid`` was started with; unchanged for None."""
     if pid is not None:
         with contextlib.suppress(psutil.Error, OSError):
             theirs = psutil.Process(pid).environ()

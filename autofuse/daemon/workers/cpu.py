@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-# torch first: its OpenMP runtime is the one that kernels must use, and its reserved memory is not a kernel's.
+# torch first: kernels must use its OpenMP runtime, and the memory that it reserves must not count as a kernel's.
 import torch
 
 from autofuse.ir.operation import NodeForm
@@ -34,12 +34,12 @@ from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.verify import Wrong
 
 _PR_SET_PDEATHSIG = 1
-OPEN_NODES = 64  # benches kept; their kernels stay mapped for good, a few pages each
+OPEN_NODES = 64  # benches that are kept; kernels stay mapped in any case, a few pages each
 LACK = ("out of memory", "outofmemory")  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 
 
 class Fatal(Exception):
-    """Nothing in this process works any more: a GPU's context after an illegal access."""
+    """The process is of no more use, such as with a GPU's context after an illegal access."""
 
 
 class Benches:
@@ -51,7 +51,7 @@ class Benches:
         self._current: NodeBench | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks; anything that goes wrong is a reply too."""
+        """Do what a request asks; errors are replies too, except `Fatal`."""
         try:
             return {"ok": True, **getattr(self, f"do_{request['do']}")(request)}
         except Wrong as error:
@@ -64,7 +64,7 @@ class Benches:
             return _problem("out_of_memory" if _is_lack_of_memory(error) else "refused", error)
 
     def do_open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make a node the current one; ``form`` is its JSON. Says whether it is new here, without any kernels."""
+        """Make a node the current one; ``form`` is its JSON. ``is_new``: the worker has no kernels of it."""
         name, threads = str(request["node"]), int(request["threads"])
         if self._current is not None:
             self._current.close()
@@ -94,7 +94,7 @@ class Benches:
         return asdict(result)
 
     def do_check_step(self, request: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's step instead of a node."""
+        """Check an optimizer step instead of a node."""
         form = StepForm.from_json(request["step"])
         candidate = StepCandidate.from_json(request["candidate"])
         return {"error_ratio": optimizer.check(form, candidate, request["threads"], self._rig)}
@@ -112,7 +112,7 @@ class Benches:
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    """Torch's allocators raise RuntimeError, the driver of a GPU whatever wraps its code."""
+    """Whether memory was short: torch's allocators raise RuntimeError, a GPU's driver errors of various types."""
     text = str(error).lower().replace("_", " ")
     return any(words in text for words in LACK) or (
         isinstance(error, RuntimeError) and "alloc" in text and "memory" in text
@@ -125,7 +125,7 @@ def _problem(status: str, error: Exception) -> dict[str, Any]:
 
 
 def serve(pipe: Pipe, rig: DeviceRunner) -> None:
-    """Answer requests until the other side closes, or until something has broken the process."""
+    """Answer requests until the other side closes the pipe, or until an error is fatal to this process."""
     benches = Benches(rig)
     with contextlib.suppress(PipeClosed):
         pipe.send({"ok": True})
@@ -138,29 +138,29 @@ def serve(pipe: Pipe, rig: DeviceRunner) -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Addresses that torch has reserved count as well: the bound is on top of them."""
+    """Limit the address space to ``memory_bytes`` beyond what is mapped now: torch reserves much of it."""
     with open("/proc/self/statm") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, resource.RLIM_INFINITY))
 
 
 def main(make_rig: Callable[[int], DeviceRunner], memory_bytes: int, parent: int) -> None:
-    """Be the worker of the process ``parent``; requests come on stdin, replies go to stdout.
+    """Run as a worker of the process ``parent``; requests come on stdin, replies go to stdout.
 
-    ``make_rig`` is given the memory that the worker may use, in bytes, and sees to it.
+    ``make_rig`` gets ``memory_bytes``, the memory that the worker may use, and enforces it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it died before the line above
+        return  # the parent died before the line above
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipe = Pipe(os.dup(0), os.dup(1))
     os.dup2(2, 1)  # whatever a kernel prints must not end up among the replies
-    # Page faults of fresh outputs are the allocator's: a fused kernel, which has fewer, gets no credit for them.
+    # Page faults of fresh outputs are a matter of the allocator: a fused kernel must not win by having fewer of them.
     apply_malloc()
     try:
         rig = make_rig(memory_bytes)
-    except Exception as error:  # such as a device that is not there: no fault of a kernel
+    except Exception as error:  # such as a missing device: no fault of a kernel
         pipe.send(_problem("refused", error))
         return
     serve(pipe, rig)

@@ -1,4 +1,4 @@
-"""The worker for one model of GPU: ``python -m autofuse.daemon.workers.gpu MEMORY NICE PARENT DEVICE_KEY``.
+"""The worker for one model of GPU: ``python -m autofuse.daemon.workers.gpu MEMORY PARENT DEVICE_KEY``.
 
 It has a CUDA context of its own, so that what a kernel does to it, it does to nobody else (see `cpu`).
 """

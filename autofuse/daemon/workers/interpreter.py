@@ -34,18 +34,18 @@ from autofuse.wrapper.node_call import (  # noqa: E402
 
 
 class Interpreted(Composed):
-    """An interpreted kernel, to be called like any other."""
+    """An interpreted kernel, which is called like any other."""
 
     def __init__(self, source: TritonSource) -> None:
         self.source = source
         self._run = load_interpreted(source)
 
     def on_tensors(self, values: Mapping[str, int], *tensors: torch.Tensor) -> None:
-        """For these values of the module's symbols."""
+        """Run the module for these values of its symbols."""
         self._run(values, tensors)
 
     def make_call(self, site: CallSite) -> Callable[..., Any]:
-        """The callable for one shape; what it raises goes to the caller."""
+        """The callable for one shape; it raises what the interpreter raises."""
         table = dict(zip(site.form.symbols, site.symbol_values, strict=True))
         layouts = expected_outputs(site.form, site.symbol_values)
         empty = site.allocate or empty_like_spec

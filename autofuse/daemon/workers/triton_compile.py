@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StoreFiles:
-    """Triton's files, which the other side of the pipe keeps."""
+    """Triton's files, kept by the process on the other side of the pipe."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -47,7 +47,7 @@ class StoreFiles:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what a request asks; anything that goes wrong is a reply too, except the end of the conversation."""
+    """Compile what a request asks for; errors are replies too, except the end of the pipe."""
     try:
         source = TritonSource.from_json(request["source"])
         assumptions = [Assumptions(is_aligned, tuple(divisible)) for is_aligned, divisible in request["assumptions"]]
@@ -64,7 +64,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(pipe: Pipe) -> None:
-    """Answer requests until the other side closes."""
+    """Answer requests until the other side closes the pipe."""
     files = StoreFiles(pipe)
     cache.install(files.load, files.save)
     with contextlib.suppress(PipeClosed):
@@ -74,10 +74,10 @@ def serve(pipe: Pipe) -> None:
 
 
 def main(memory_bytes: int, parent: int) -> None:
-    """Be the compile process of the process ``parent``; requests come on stdin, replies go to stdout."""
+    """Run as the compile process of the process ``parent``; requests come on stdin, replies go to stdout."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it died before the line above
+        return  # the parent died before the line above
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipe = Pipe(os.dup(0), os.dup(1))
