@@ -56,15 +56,15 @@ class StoreFile:
     def open(cls, path: Path, *, readonly: bool = False, timeout_seconds: float = BUSY_TIMEOUT_SECONDS) -> Self:
         """Open the store at ``path``; unless ``readonly``, make its parents and bring its schema up to date.
 
-        ``timeout_seconds`` is how long any transaction waits for another process's write.
-        Errors: StoreError for a file that is not ours, cannot be read or cannot be written; StoreVersionError for
-        a newer schema. The file is left as it was then.
+        ``timeout_seconds`` is how long any transaction waits for another process's write. Errors, each of which leaves
+        the file as it was: StoreError for a file that is another program's, or cannot be read or written;
+        StoreVersionError for a newer schema, and with ``readonly`` for an older one.
         """
         path = Path(path)
         return cls(open_engine(path, readonly=readonly, timeout_seconds=timeout_seconds), path, readonly)
 
     def close(self) -> None:
-        """Give the file back; closing twice is allowed."""
+        """Close the file; closing twice is allowed."""
         with self._lock:
             if self._engine is not None:
                 # SQLite's connections must not be used, not even closed, on the other side of a fork.
@@ -82,7 +82,7 @@ class StoreFile:
             return int(connection.exec_driver_sql("PRAGMA data_version").scalar_one())
 
     def read(self) -> contextlib.AbstractContextManager[Connection]:
-        """A consistent view of the store."""
+        """A transaction that sees one consistent state of the store."""
         return self._transaction(writes=False)
 
     def write(self) -> contextlib.AbstractContextManager[Connection]:
@@ -92,7 +92,7 @@ class StoreFile:
         return self._transaction(writes=True)
 
     def outside_transactions(self, statement: str) -> None:
-        """Run a statement that no transaction may hold."""
+        """Run a statement that SQLite allows only outside of transactions."""
         with self._lock:
             if self._engine is None or self.readonly:
                 raise StoreError(f"expected a store that is open for writing, found {self.path} closed or readonly")
@@ -117,12 +117,12 @@ class StoreFile:
                     connection = connection.execution_options(**{WRITES: writes})
                     with connection.begin():
                         yield connection
-            # Overflow and value errors: numbers and texts that SQLite has no room for, JSON that a damaged row holds.
+            # OverflowError and ValueError: numbers and texts that SQLite cannot hold, and damaged JSON in a row.
             except (SQLAlchemyError, sqlite3.Error, OverflowError, ValueError) as error:
                 raise store_error(self.path, error) from error
 
     def _reopen_after_fork(self) -> None:
-        self._lock = threading.RLock()  # the parent's other thread may have held it
+        self._lock = threading.RLock()  # another thread of the parent may have held the lock
         self._pid = os.getpid()
         if self._engine is not None:
             self._engine.dispose(close=False)
@@ -146,7 +146,7 @@ def upsert(
     keys: Sequence[str],
     update: Sequence[str],
 ) -> None:
-    """Insert ``rows``; where ``keys`` exist already, bring the columns ``update`` up to date."""
+    """Insert ``rows``; where a row with the same ``keys`` exists, replace its columns ``update``."""
     values = [dict(row) for row in rows]
     if values:
         connection.execute(_upsert(model, tuple(keys), tuple(update)), values)
@@ -154,7 +154,7 @@ def upsert(
 
 @functools.cache
 def _upsert(model: type[models.Base], keys: tuple[str, ...], update: tuple[str, ...]) -> Insert:
-    """Once for each: making a statement takes longer than running it."""
+    """The statement of `upsert`, cached: making a statement takes longer than running it."""
     statement = insert(model)
     if not update:
         return statement.on_conflict_do_nothing(index_elements=list(keys))
@@ -180,12 +180,12 @@ def put_keys(connection: Connection, keys: Iterable[DecisionKey]) -> None:
 
 
 def key_of(row: Any) -> DecisionKey:
-    """A key from a row with its columns."""
+    """The decision key of a row that has its columns."""
     return DecisionKey(row.fusion_id, row.bucket, row.device, row.threads, row.versions)
 
 
 class NodeText(NamedTuple):
-    """A node with what is known of it for people."""
+    """A node, with texts that describe it to people."""
 
     fusion_id: str
     form: Mapping[str, Any]
@@ -195,13 +195,13 @@ class NodeText(NamedTuple):
 
 
 def put_nodes(connection: Connection, nodes: Iterable[NodeText]) -> None:
-    """Store nodes; a text that is known by now fills one that was not."""
+    """Store nodes; of nodes that are stored already, texts that are not empty replace the old ones."""
     texts = ("label", "operations", "source")
     rows: dict[str, dict[str, Any]] = {}
     for node in nodes:
         row = rows.setdefault(node.fusion_id, {**dict.fromkeys(texts, ""), "first_seen_at": now()})
         row |= {name: value for name, value in node._asdict().items() if value}
-    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # by the texts that are known
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # rows, by the names of their known texts
     for row in rows.values():
         alike.setdefault(tuple(name for name in texts if row[name]), []).append(row)
     for known, group in alike.items():
@@ -209,7 +209,7 @@ def put_nodes(connection: Connection, nodes: Iterable[NodeText]) -> None:
 
 
 def put_buckets(connection: Connection, buckets: Iterable[tuple[str, Bucket]]) -> dict[tuple[str, str], int]:
-    """Store buckets of nodes, by fusion_id; their row numbers by fusion_id and label."""
+    """Store buckets, each with its node's fusion_id; the row ids, by fusion_id and label."""
     rows = {(of, bucket.label): {"fusion_id": of, "label": bucket.label, "ranges": ranges_json(bucket)}
             for of, bucket in buckets}  # fmt: skip
     upsert(connection, models.BucketRow, rows.values(), ["fusion_id", "label"], [])
@@ -224,7 +224,7 @@ def add_event_row(connection: Connection, run_id: int | None, event: Event) -> N
     connection.execute(insert(models.EventRow).values(**values, at=now()))
 
 
-# ---- forms --------------------------------------------------------------------------------------
+# ---- values -------------------------------------------------------------------------------------
 
 
 def clean(text: str) -> str:
@@ -238,7 +238,7 @@ def key_text(value: Any) -> str:
 
 
 def as_tuples(value: Any) -> Any:
-    """Lists as JSON gives them back to the tuples that records hold."""
+    """Turn lists, which JSON returns, into the tuples that records hold."""
     return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value
 
 

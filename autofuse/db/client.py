@@ -32,11 +32,11 @@ class StoreClient:
     """A `Store` in another process: its parts have the same methods. May be used by several threads, one at a time."""
 
     def __init__(self, path: Path, timeout_seconds: float) -> None:
-        """Starts the process, and does not wait for it. ``timeout_seconds`` as of `Store.open`. Raises OSError."""
+        """Start the process without waiting for it; ``timeout_seconds`` as in `Store.open`. Raises OSError."""
         self.path = path
         self.was_there = os.path.exists(path)
         self._lock = make_lock()
-        self._number = 0  # of the last question
+        self._number = 0  # of the last request
         ours, theirs = map(Wire, socket.socketpair())
         try:
             command, environment = python_module("autofuse.db.serve")
@@ -57,9 +57,9 @@ class StoreClient:
         return cast("Store", self)
 
     def ask(self, name: str, *args: Any, within_seconds: float | None = None, **kwargs: Any) -> Any:
-        """What a method of the store, such as ``queue.add``, returns.
+        """Call a method of the store, such as ``queue.add``; returns what the method returns.
 
-        Raises what it raises; StoreError where no answer comes.
+        Raises StoreError where the method fails, and where no answer comes ``within_seconds`` (None: no limit).
         """
         until = None if within_seconds is None else time.monotonic() + within_seconds
 
@@ -73,7 +73,7 @@ class StoreClient:
                 self._number += 1
                 self._wire.send((self._number, name, args, kwargs), left())
                 answered, is_well, value = 0, False, None
-                while answered != self._number:  # one that came too late is still to be read
+                while answered != self._number:  # an answer that came too late for its request is read first
                     answered, is_well, value = self._wire.receive(left())
             finally:
                 self._lock.release()
@@ -88,14 +88,14 @@ class StoreClient:
         raise value if isinstance(value, AutofuseError) else StoreError(str(value))
 
     def close(self) -> None:
-        """Give the store back, and let the process end."""
-        with contextlib.suppress(StoreError):  # it has ended, or will end once it finds no client
+        """Close the store, and let its process end."""
+        with contextlib.suppress(StoreError):  # the process has ended, or will end once it finds no client
             self.ask("close", within_seconds=CLOSE_SECONDS)
         self._wire.close()
 
 
 class _Remote:
-    """A part of the other side's store, or a method of one: its name travels with its path."""
+    """A part of the other process's store, or a method of a part, known by its dotted path."""
 
     def __init__(self, client: StoreClient, path: str) -> None:
         if path.rpartition(".")[2].startswith("_"):
@@ -114,7 +114,7 @@ _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """The process ends once no process holds the other end: a forked child must not keep it open."""
+    """Close a forked child's copies of the sockets: a store's process ends only when no other process holds one."""
     for client in list(_clients):
         client._wire.close()
 

@@ -40,7 +40,7 @@ UPGRADE_TIMEOUT_SECONDS = 60.0
 
 WRITES = "autofuse_writes"  # execution option: begin with the write lock, so that no statement has to wait for it
 
-# What SQLite and we put beside a store: others may not have put it there.
+# Suffixes of files that SQLite and we put beside a store; none may be another user's.
 BESIDE = ("", "-wal", "-shm", "-journal", ".lock")
 _ELSEWHERE = "or choose another store with --store PATH (or AUTOFUSE_STORE=PATH)"
 
@@ -119,8 +119,8 @@ def _engine(path: Path, readonly: bool, timeout_seconds: float) -> Engine:
         try:
             return _connect(f"{uri}?mode=ro", timeout_seconds)
         except sqlite3.OperationalError:
-            # A directory that we may not write to has no place for WAL's index. Without a log there is nothing
-            # in it either, so that the file itself is complete.
+            # In a folder that we may not write to, SQLite cannot make WAL's index. Without a log the index would be
+            # empty, and the file itself is complete.
             log = path.with_name(path.name + "-wal")
             if log.exists() and log.stat().st_size > 0:
                 raise
@@ -137,13 +137,13 @@ def _engine(path: Path, readonly: bool, timeout_seconds: float) -> Engine:
 
 
 def _connect(uri: str, timeout_seconds: float) -> sqlite3.Connection:
-    # isolation_level=None: pysqlite starts no transactions of its own, "begin" above does.
+    # isolation_level=None: pysqlite starts no transactions of its own; the listener of "begin" above does.
     connection = sqlite3.connect(uri, uri=True, timeout=timeout_seconds, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA busy_timeout={int(timeout_seconds * 1000)}")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA synchronous=NORMAL")  # with WAL: a power cut may lose the newest rows, no more
-        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the file is read only now
+        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # SQLite opens the file lazily: read it now
     except BaseException:
         connection.close()
         raise
@@ -151,7 +151,7 @@ def _connect(uri: str, timeout_seconds: float) -> sqlite3.Connection:
 
 
 def _found_revision(connection: Connection, path: Path) -> str | None:
-    """The schema of the file, None for an empty one."""
+    """The schema of the file, None for an empty one. Raises StoreError for a file that is not a sound store."""
     tables = set(connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars())
     application_id = connection.exec_driver_sql("PRAGMA application_id").scalar_one()
     if not tables and application_id in (0, APPLICATION_ID):
@@ -177,13 +177,13 @@ def _upgrade(engine: Engine, path: Path) -> None:
     lock = FileLock(path.with_name(path.name + ".lock"), timeout=UPGRADE_TIMEOUT_SECONDS, mode=0o600)
     try:
         with lock:
-            _choose_journal(engine, path, UPGRADE_TIMEOUT_SECONDS)  # first: what is written below is written by it
+            _choose_journal(engine, path, UPGRADE_TIMEOUT_SECONDS)  # first, so that it holds for what is written below
             with engine.connect().execution_options(**{WRITES: True}) as connection, connection.begin():
                 found = _found_revision(connection, path)
                 if found is None:
                     _create_schema(connection)
-                elif found != HEAD:  # another process may have been faster
-                    from autofuse.db.migrate import upgrade  # here: Alembic takes 0.15 s
+                elif found != HEAD:  # another process may have upgraded it meanwhile
+                    from autofuse.db.migrate import upgrade  # imported here: Alembic takes 0.15 s
 
                     upgrade(connection)
     except Timeout as error:
@@ -194,7 +194,7 @@ def _upgrade(engine: Engine, path: Path) -> None:
 
 
 def _create_schema(connection: Connection) -> None:
-    """What all migrations together make (a test compares the two), in a tenth of their time."""
+    """Make the schema that all migrations together make (a test compares the two), in a tenth of their time."""
     from autofuse.db.models import Base
 
     connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -204,9 +204,10 @@ def _create_schema(connection: Connection) -> None:
 
 
 def _choose_journal(engine: Engine, path: Path, timeout_seconds: float) -> None:
-    """A log that the processes of one machine share; a journal, which is slower, where other machines may write too.
+    """Choose WAL, or on network file systems, where other machines may write too, a rollback journal, which is slower.
 
-    It stays in the file. Where others have the store open it cannot be changed, and is by whoever opens it next.
+    The file keeps the mode. While others have the store open it cannot change; the next process to open the store tries
+    again.
     """
     wanted = "delete" if network_type(path) else "wal"
     raw = engine.raw_connection()
@@ -227,7 +228,7 @@ def _choose_journal(engine: Engine, path: Path, timeout_seconds: float) -> None:
 
 
 def store_error(path: Path, error: BaseException) -> StoreError:
-    """What a failure of SQLite or of the system means to a person."""
+    """The StoreError that tells a person what a failure of SQLite or of the system means."""
     original = error.orig if isinstance(error, StatementError) and error.orig is not None else error
     name = getattr(original, "sqlite_errorname", "") or ""
     text = str(original)

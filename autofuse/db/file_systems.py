@@ -16,9 +16,9 @@ NETWORK = frozenset((
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "pvfs2", "orangefs", "afs", "ncpfs", "cifs", "smb3",
     "smbfs", "9p", "virtiofs", "vboxsf", "prl_fs", "wekafs", "panfs", "gfs2", "ocfs2",
 ))  # fmt: skip
-# Of fuse those on disks of this machine: ntfs and exfat, root folders of rootless containers, encrypted ones.
-# Whatever else there is (sshfs, s3fs, rclone, glusterfs, gcsfuse, those that nobody here has heard of) counts as a
-# network: a journal is right on every file system, a shared log is not.
+# FUSE types on disks of this machine: ntfs and exfat, root folders of rootless containers, encrypted folders. Every
+# other FUSE type (sshfs, s3fs, rclone, glusterfs, gcsfuse, unknown ones) counts as a network: a journal is right on
+# every file system, a shared log is not.
 LOCAL_FUSE = frozenset((
     "fuseblk", "fuse-overlayfs", "ntfs", "ntfs-3g", "exfat", "exfat-fuse", "fuse2fs", "ext2", "encfs", "gocryptfs",
     "cryfs",
@@ -28,7 +28,7 @@ _ESCAPED = re.compile(rb"\\([0-7]{3})")  # blanks and the like in names of folde
 
 
 def network_type(path: Path) -> str:
-    """ "nfs4", "fuse.sshfs" and so on; "" for a local file system, and where that is not told."""
+    """The type of a path's network file system, such as "nfs4" or "fuse.sshfs"; "" for a local one, or if unknown."""
     try:
         lines = MOUNTS.read_bytes().splitlines()
     except OSError:
@@ -47,6 +47,6 @@ def network_type(path: Path) -> str:
 
 
 def _is_of_fuse_and_not_local(kind: str) -> bool:
-    """ "fuse.sshfs", "fuse" alone; "fuseblk" may have a subtype too."""
+    """Whether a type is "fuse" or "fuseblk", with or without a subtype ("fuse.sshfs"), and not in LOCAL_FUSE."""
     family, _, subtype = kind.partition(".")
     return family in ("fuse", "fuseblk") and not {family, subtype} & LOCAL_FUSE

@@ -16,8 +16,8 @@ from autofuse.db import kernel_cache, models
 from autofuse.db.base import StoreFile, now
 from autofuse.ir.commands import script_of
 
-LONGEST_RUN_SECONDS = 30 * 86400.0  # without an end: killed, not running
-PIECE = 20_000  # timed steps; some 30 ms
+LONGEST_RUN_SECONDS = 30 * 86400.0  # an older run without an end was killed
+PIECE = 20_000  # timed steps in a transaction of some 30 ms
 _DETAILS = (
     models.Op, models.DimHistogramRow, models.Capture, models.NodeUseRow, models.RefusalRow, models.StepSeries,
     models.EventRow,
@@ -25,16 +25,17 @@ _DETAILS = (
 
 
 class StoreHistory:
-    """Forgets what old runs looked like in detail."""
+    """Deletes the details of old runs."""
 
     def __init__(self, file: StoreFile) -> None:
         self._file = file
 
     def prune(self, days: float, most_bytes: int, most_pieces: int | None = None) -> int:
-        """Remove the details of runs older than ``days``, and of the oldest ones until ``most_bytes`` are left.
+        """Remove the details of runs older than ``days``, then of the oldest ones until ``most_bytes`` suffice.
 
-        Of their command lines the script's name stays. Binaries of kernels, which have a bound of their own, do not
-        count. ``most_pieces``: not more than these. Returns of how many runs.
+        Command lines of runs older than ``days`` are cut to the script's name. Binaries of kernels, which have a bound
+        of their own, do not count. ``most_pieces``: the most transactions. Returns the number of runs whose details are
+        gone.
         """
         self._shorten_commands(days)
         count = pieces = 0
@@ -52,7 +53,10 @@ class StoreHistory:
         return count
 
     def _shorten_commands(self, days: float) -> None:
-        """Arguments may be private. A later run only loses the time that such a run took."""
+        """Cut old command lines to the script's name, since arguments may be private.
+
+        All that later runs lose is the duration of such a run (`RunLog.last_seconds`).
+        """
         run, trial, limit = models.Run, models.SettingTrialRow, now() - days * 86400.0
         self._shorten(run.id, run.command, and_(run.started_at < limit, _is_over()))
         self._shorten(trial.id, trial.workload, trial.at < limit)
@@ -70,20 +74,20 @@ class StoreHistory:
 
     def _has_room(self, most_bytes: int) -> bool:
         with self._file.read() as connection:
-            used = _used_bytes(connection)  # told at once, which the kernels' are not
+            used = _used_bytes(connection)  # known at once, unlike the kernels' bytes
             return used <= most_bytes or used - kernel_cache.size_bytes(connection) <= most_bytes
 
     def size_bytes(self) -> int:
-        """Bytes in use, kernels left out."""
+        """Bytes in use, without those of kernels and Triton's files."""
         with self._file.read() as connection:
             return _used_bytes(connection) - kernel_cache.size_bytes(connection)
 
     def compact(self) -> None:
-        """Give free pages back to the file system; takes a second copy of the store while it works."""
+        """Give free pages back to the file system; needs room for a second copy of the store meanwhile."""
         self._file.outside_transactions("VACUUM")
 
     def _with_details(self) -> list[tuple[int, float]]:
-        """Runs that are over and have details, oldest first, without the newest that has steps."""
+        """Ids and starts of runs that are over and have details, oldest first, without the newest run with steps."""
         run, series, use, op = models.Run, models.StepSeries, models.NodeUseRow, models.Op
         has_details = or_(*(exists().where(table.run_id == run.id) for table in (series, use, op, models.EventRow)))
         newest = select(func.max(series.run_id)).scalar_subquery()
@@ -106,7 +110,7 @@ def _used_bytes(connection: Connection) -> int:
 
 
 def _remove_piece(connection: Connection, run_id: int) -> bool:
-    """Whether details of the run are left."""
+    """Delete a piece of a run's details; whether more are left."""
     sample, series = models.StepSampleRow, models.StepSeries
     of_run = select(series.id).where(series.run_id == run_id)
     some = select(sample.id).where(sample.series_id.in_(of_run)).limit(PIECE)

@@ -15,7 +15,7 @@ from autofuse.db.rows import KernelSource
 from autofuse.db.seals import is_sealed, seal_of
 from autofuse.ir.records import CompileKey, Event, KernelRecord
 
-DEFAULT_LIMIT_BYTES = 512 << 20  # a kernel is 16 to 60 kB: some ten thousand of them
+DEFAULT_LIMIT_BYTES = 512 << 20  # some ten thousand kernels of 16 to 60 kB
 TOUCH_SECONDS = 600.0  # a use is noted at most this often, so that reading kernels seldom writes
 
 
@@ -48,7 +48,7 @@ def put(connection: Connection, record: KernelRecord, limit_bytes: int) -> None:
 
 
 def get(connection: Connection, digest: str) -> tuple[KernelRecord | None, str]:
-    """The kernel and an empty text, or None and what is wrong with it (empty: nothing, it is not there)."""
+    """The kernel and "", or None and what is wrong with it ("" where it is unknown or evicted)."""
     row = connection.execute(select(models.Kernel).where(models.Kernel.digest == digest)).one_or_none()
     if row is None or row.binary is None:
         return None, ""
@@ -61,7 +61,7 @@ def get(connection: Connection, digest: str) -> tuple[KernelRecord | None, str]:
 
 
 def _name(digest: str, name: str) -> str:
-    """What a kernel's seal says beside its binary: under which key, and under which symbol a profiler sees it."""
+    """The name under which a kernel's binary is sealed: its key's digest and the symbol that a profiler shows."""
     return f"kernel {digest} {name}"
 
 
@@ -83,7 +83,7 @@ def note_damage(connection: Connection, digest: str, problem: str) -> None:
 
 
 def source(connection: Connection, digest: str) -> KernelSource | None:
-    """A kernel for people to read; ``digest`` may be its beginning."""
+    """A kernel for people to read; ``digest`` may be a prefix."""
     table = models.Kernel
     columns = (
         table.source_hash, table.compiler, table.flags, table.target, table.name, table.source, table.size_bytes,
@@ -104,7 +104,7 @@ def size_bytes(connection: Connection) -> int:
 
 
 def evict(connection: Connection, limit_bytes: int, keep: str) -> None:
-    """Bring the binaries and Triton's files down to the bound; ``keep`` is a digest or a key that stays."""
+    """Evict the least recently used binaries and Triton files beyond the bound; ``keep``: a digest or key."""
     excess = size_bytes(connection) - limit_bytes
     if excess <= 0:
         return

@@ -24,14 +24,14 @@ class Kernels:
         self._refused = 0
 
     def put(self, record: KernelRecord) -> None:
-        """Store a kernel; the least recently used binaries beyond ``limit_bytes`` go, their sources stay."""
+        """Store a kernel; the least recently used binaries beyond ``limit_bytes`` are evicted, their sources stay."""
         with self._file.write() as connection:
             kernel_cache.put(connection, record, self.limit_bytes)
 
     def get(self, digest: str) -> KernelRecord | None:
         """The kernel under a compile key's digest, or None: unknown, evicted, damaged, or not safe to load.
 
-        Not safe: another user's, or one that came with a copied store. A damaged one is dropped and
+        Not safe: written by another user, or part of a copied store. Such a kernel and a damaged one are dropped and
         recorded as an event.
         """
         with self._file.read() as connection:
@@ -51,7 +51,7 @@ class Kernels:
         return self._refused
 
     def source(self, digest: str) -> KernelSource | None:
-        """A kernel for people to read, evicted ones included; ``digest`` may be the beginning of one."""
+        """A kernel for people to read, evicted ones included; ``digest`` may be a prefix."""
         with self._file.read() as connection:
             return kernel_cache.source(connection, digest)
 
@@ -62,7 +62,7 @@ class Kernels:
             kernel_cache.evict(connection, self.limit_bytes, keep=key)
 
     def get_triton_files(self, key: str) -> dict[str, bytes] | None:
-        """The sound files under a key, or None where there is none; likewise where a kernel would not be loaded."""
+        """The sound files under a key, or None. Others are dropped, as damaged or unsafe kernels are by `get`."""
         with self._file.read() as connection:
             files, damaged = triton_files.get(connection, key)
             used_at = triton_files.last_use(connection, key)

@@ -55,8 +55,8 @@ class Run(Base):
     settings: Mapped[JsonObject]
     started_at: Mapped[float]
     finished_at: Mapped[float | None]  # NULL while running, or when the process was killed
-    machine: Mapped[str] = mapped_column(server_default=text("''"))  # whose process numbers; "": not known
-    steps_one_in: Mapped[int] = mapped_column(server_default=text("1"))  # so many captured steps a row stands for
+    machine: Mapped[str] = mapped_column(server_default=text("''"))  # where ``pid`` counts; "": not known
+    steps_one_in: Mapped[int] = mapped_column(server_default=text("1"))  # captured steps for which a row stands
 
 
 class RunTotal(Base):
@@ -117,7 +117,7 @@ class DimHistogramRow(Base):
 
 
 class Root(Base):
-    """What one run knew last of a root; the newest row of a root over all runs is its state."""
+    """What one run knew last of a root; `RootLog.known` chooses among the rows of several runs."""
 
     __tablename__ = "roots"
     __table_args__ = (UniqueConstraint("run_id", "root"), Index("ix_roots_root", "root"))
@@ -131,7 +131,7 @@ class Root(Base):
 
 
 class Capture(Base):
-    """History: a row each time a root's state, reason or capture time changed."""
+    """The history of roots: a row for each change of a root's state, reason or capture time."""
 
     __tablename__ = "captures"
 
@@ -172,7 +172,7 @@ class NodeUseRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"))
-    bucket_id: Mapped[int] = mapped_column(ForeignKey("buckets.id"))  # names the node too
+    bucket_id: Mapped[int] = mapped_column(ForeignKey("buckets.id"))  # and so the node
     calls: Mapped[int]
     fused_calls: Mapped[int]
     live_us: Mapped[float]
@@ -200,7 +200,7 @@ class DecisionKeyRow(Base):
 
 
 class Request(Base):
-    """The queue."""
+    """A tuning request: queued, in work, or answered."""
 
     __tablename__ = "requests"
     __table_args__ = (Index("ix_requests_queue", "status", "expected_saving_us"),)
@@ -214,7 +214,7 @@ class Request(Base):
     run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))  # the run that asked last
     status: Mapped[str]  # "queued", "running", "done", "failed"
     pid: Mapped[int | None]  # of the daemon that works on it
-    host: Mapped[str]
+    host: Mapped[str]  # the kind of that daemon, see `DaemonFiles.kind`
     attempts: Mapped[int]  # how many daemons died over it
     message: Mapped[str]
     created_at: Mapped[float]
@@ -222,7 +222,7 @@ class Request(Base):
 
 
 class RequestRun(Base):
-    """What each run saw of a request; the counters so far of a run replace its older ones, runs add up."""
+    """What one run saw of a request; a run's counters replace its older ones, those of several runs add up."""
 
     __tablename__ = "request_runs"
 
@@ -265,7 +265,7 @@ class MeasurementRow(Base):
 
 
 class DecisionRow(Base):
-    """History of decisions; the newest row of a key stands."""
+    """The history of decisions; the newest row of a key is valid."""
 
     __tablename__ = "decisions"
     __table_args__ = (Index("ix_decisions_key", "key"), {"sqlite_autoincrement": True})
@@ -314,8 +314,8 @@ class TritonFile(Base):
 
     __tablename__ = "triton_files"
 
-    key: Mapped[str] = mapped_column(String, primary_key=True)  # Triton's, of one kernel
-    name: Mapped[str] = mapped_column(String, primary_key=True)  # of the file
+    key: Mapped[str] = mapped_column(String, primary_key=True)  # Triton's key of a kernel
+    name: Mapped[str] = mapped_column(String, primary_key=True)  # the file's
     data: Mapped[bytes | None] = mapped_column(LargeBinary)
     checksum: Mapped[str]  # seal of the bytes, see `seals`
     size_bytes: Mapped[int]  # 0 when evicted
@@ -361,7 +361,7 @@ class RefusalRow(Base):
 
 
 class StepSeries(Base):
-    """A root with one signature in one run; spares each sample the texts."""
+    """A root with one signature in one run, so that samples need not repeat these texts."""
 
     __tablename__ = "step_series"
     __table_args__ = (UniqueConstraint("run_id", "root", "signature"),)
@@ -396,7 +396,7 @@ class EventRow(Base):
 
 
 class Daemon(Base):
-    """The daemon of this store, as of its last heartbeat; a single row."""
+    """The last heartbeat of any daemon of this store; a single row."""
 
     __tablename__ = "daemon"
 

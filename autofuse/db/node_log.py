@@ -35,14 +35,14 @@ class NodeLog:
 
     def __init__(self, file: StoreFile) -> None:
         self._file = file
-        # By node, label and source: their rows are never deleted, and a script counts its nodes every second.
+        # Row ids by node, bucket's label and source: a script counts nodes every second, and no such row is deleted.
         self._buckets: Mapping[tuple[str, str, str], int] = MappingProxyType({})
 
     def put_uses(self, run_id: int, uses: Iterable[NodeUse]) -> None:
-        """Replace the counters of nodes in buckets of this run."""
+        """Replace this run's counters of nodes in buckets."""
         uses = list(uses)
         new = {_identity(use): use for use in uses if _identity(use) not in self._buckets}
-        known = dict(self._buckets)  # of this transaction, until it is committed
+        known = dict(self._buckets)  # kept only once the transaction is committed
         with self._file.write() as connection:
             if new:
                 put_nodes(
@@ -111,7 +111,7 @@ class NodeLog:
             return [NodeRow(*row) for row in connection.execute(query.order_by(node.label, node.fusion_id))]
 
     def fused_calls(self, run_id: int) -> dict[tuple[str, str], int]:
-        """Calls of nodes that ran a fused kernel in a run so far, by node and bucket's label."""
+        """How many calls ran a fused kernel in a run so far, by fusion_id and bucket's label."""
         use, bucket = models.NodeUseRow, models.BucketRow
         query = (
             select(bucket.fusion_id, bucket.label, func.sum(use.fused_calls))
@@ -130,7 +130,7 @@ class ProfileLog:
         self._file = file
 
     def put_ops(self, run_id: int, profiles: Iterable[OpProfile]) -> None:
-        """Replace the counters of ops of this run, one row for each set of shapes."""
+        """Replace this run's counters of operators, one row for each set of shapes."""
         profiles = list(profiles)
         ops = [
             {
@@ -169,7 +169,7 @@ class ProfileLog:
             )
 
     def ops(self, run_id: int) -> list[OpProfile]:
-        """What the observer saw in a run, the most expensive first."""
+        """The operators that the observer saw in a run, the most expensive first."""
         op, shape = models.Op, models.OpShape
         query = (
             select(op, shape.shapes, shape.strides, shape.producers, shape.calls, shape.time_us)
@@ -195,7 +195,7 @@ class ProfileLog:
             ]
 
     def put_dims(self, run_id: int, histograms: Iterable[DimHistogram]) -> None:
-        """Replace the histograms of dims of this run."""
+        """Replace this run's histograms of dims."""
         rows = [
             {
                 "run_id": run_id,

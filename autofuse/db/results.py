@@ -43,7 +43,7 @@ class TuneResults:
     # ---- measurements ---------------------------------------------------------------------------
 
     def put_measurements(self, key: DecisionKey, measurements: Iterable[Measurement]) -> None:
-        """Append what became of candidates for ``key``."""
+        """Append measurements of candidates for ``key``."""
         measurements = list(measurements)
         if not measurements:
             return
@@ -120,7 +120,7 @@ class TuneResults:
     def decisions(
         self, device_key: str | None = None, versions: str | None = None, since_id: int = 0
     ) -> list[tuple[int, Decision]]:
-        """The standing decisions with an id above ``since_id``, ids growing: read once, then ask for what is new."""
+        """The standing decisions with ids above ``since_id``, by growing id: so a reader asks only for what is new."""
         query = _decisions().where(models.DecisionRow.id > since_id)
         query = query.where(models.DecisionRow.id.in_(_standing(query_since=since_id)))
         if device_key is not None:

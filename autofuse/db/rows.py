@@ -30,8 +30,8 @@ class RunRow:
     started_at: float
     finished_at: float | None  # None while running, or when the process was killed
     totals: RunTotals
-    machine: str = ""  # on which its process has that number; "": of a version that did not say so
-    steps_one_in: int = 1  # of its timed captured steps one in so many is kept; of held-out ones, `held_out_one_in`
+    machine: str = ""  # where ``pid`` counts; "": stored by a version that did not say so
+    steps_one_in: int = 1  # one in so many timed captured steps is kept; of held-out ones see `held_out_one_in`
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class KernelSource:
     name: str
     source: str
     size_bytes: int
-    resources: Mapping[str, Any]  # what it takes of a GPU; empty for C
+    resources: Mapping[str, Any]  # registers, spills and so on of a GPU's kernel; empty for C
 
 
 @dataclass(frozen=True)

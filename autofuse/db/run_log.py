@@ -79,7 +79,7 @@ class RunLog:
             return [_run_of(row) for row in connection.execute(_runs().limit(limit))]
 
     def latest(self, *, with_steps: bool = False, command: str | None = None) -> RunRow | None:
-        """The newest run; of those that made at least one step, or ran ``command``, where asked for."""
+        """The newest run, on request of runs with steps or of this ``command`` only; None where there is none."""
         query = _runs()
         if command is not None:
             query = query.where(models.Run.command == clean(command))
@@ -90,13 +90,13 @@ class RunLog:
             timed = set(connection.execute(series.distinct()).scalars()) if with_steps else set()
             for row in connection.execute(query):
                 run = _run_of(row)
-                # Graphs of torch.compile(backend="autofuse") make steps, but no module's steps that could be timed.
+                # Steps of torch.compile(backend="autofuse") are counted, but belong to no module and are not timed.
                 if not with_steps or run.id in timed or run.totals.steps > 0:
                     return run
         return None
 
     def last_seconds(self, command: str) -> float:
-        """How long the last run of ``command`` took that has ended and did not wait for tuning; 0.0 without one."""
+        """Seconds of the last run of ``command`` that has ended and did not wait for tuning; 0.0 without one."""
         table = models.Run
         query = (
             select(table.started_at, table.finished_at)
@@ -114,12 +114,12 @@ class StepLog:
 
     def __init__(self, file: StoreFile) -> None:
         self._file = file
-        self._thinning: tuple[int, Thinning] | None = None  # of the run that samples were added to last
+        self._thinning: tuple[int, Thinning] | None = None  # id and thinning of the run that got samples last
 
     def add(self, run_id: int, samples: Iterable[StepSample]) -> None:
-        """Append timed steps; ``step_us`` of 0 and less marks one that is not to be compared.
+        """Append timed steps; a ``step_us`` of 0 or less marks a step that is not to be compared.
 
-        Of a long run one in so many is kept (`thinning`).
+        Of a long run only one step in so many is kept (`thinning`).
         """
         samples = list(samples)
         if not samples:

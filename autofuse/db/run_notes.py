@@ -21,14 +21,14 @@ from autofuse.ir.records import Event, Refusal, RootRecord
 
 
 class RootLog:
-    """Roots, and what was decided of them."""
+    """The states of roots, and their history."""
 
     def __init__(self, file: StoreFile, runs: RunLog) -> None:
         self._file = file
         self._runs = runs
 
     def put(self, run_id: int, record: RootRecord) -> None:
-        """Replace what this run knows of a root; a change of state, reason or capture time joins its history."""
+        """Replace what this run knows of a root; a change of state, reason or capture time is added to its history."""
         with self._file.write() as connection:
             row = {
                 "run_id": run_id,
@@ -41,9 +41,9 @@ class RootLog:
             _add_change(connection, run_id, record)
 
     def known(self, device_key: str | None = None, versions: str | None = None) -> dict[str, RootRecord]:
-        """What was decided last of each root over all runs of a device and of versions, else its latest state.
+        """Each root's latest record over all runs of a device and versions, one after "observing" if there is any.
 
-        Without arguments: of the device and the versions of the run that this store object started, of all if none.
+        Default: the device and versions of the run that this store object started; all where it started none.
         """
         if (started := self._runs.started) is not None:
             device_key, versions = device_key or started.device.key, versions or started.versions
@@ -87,7 +87,7 @@ class RunNotes:
         self._file = file
 
     def add_refusals(self, run_id: int, refusals: Iterable[Refusal]) -> None:
-        """Append fusions that were made or not made."""
+        """Append fusions that were accepted or refused."""
         at = now()
         rows = [{**asdict(refusal), "run_id": run_id, "at": at} for refusal in refusals]
         if rows:
@@ -133,7 +133,7 @@ class TrialLog:
     def standing(
         self, device: str | None = None, *, workload: str | None = None, run_id: int | None = None
     ) -> list[SettingTrial]:
-        """The standing trials, of a device, a workload or a run where asked for: by setting, the newest last."""
+        """The standing trials, on request of a device, a workload or a run only; by setting, the newest last."""
         table = models.SettingTrialRow
         newest = select(func.max(table.id)).group_by(table.device, table.workload, table.setting, table.value)
         columns: list[Any] = [getattr(table, item.name) for item in fields(SettingTrial)]

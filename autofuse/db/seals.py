@@ -17,7 +17,7 @@ _MARK = "seal:"
 
 
 def seal_of(name: str, data: bytes) -> str:
-    """Raises StoreError where this user has no key, and none can be made."""
+    """The seal of bytes under a name. Raises StoreError where this user has no key and none can be made."""
     try:
         return _MARK + seal(name, data).hex()
     except (OSError, Untrusted) as error:
@@ -28,7 +28,10 @@ def seal_of(name: str, data: bytes) -> str:
 
 
 def is_sealed(name: str, data: object, found: object) -> bool:
-    """Whether bytes are what this user has put there under this name. SQLite keeps to no column type. StoreError."""
+    """Whether ``found`` is this user's seal of ``data`` under this name. Raises StoreError as `seal_of` does.
+
+    SQLite does not enforce column types, so a damaged row may hold anything.
+    """
     if not isinstance(data, bytes) or not isinstance(found, str) or not found.isascii():
         return False
     return hmac.compare_digest(found, seal_of(name, data))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def serve(wire: Wire, path: Path, timeout_seconds: float) -> None:
-    """Answer until the other side is gone."""
+    """Answer requests until the client closes or is gone."""
     store: Store | None = None
     trouble: Exception | None = None
     try:
@@ -40,7 +40,7 @@ def serve(wire: Wire, path: Path, timeout_seconds: float) -> None:
                 is_well, value = _answer(store, name, args, kwargs)
             try:
                 wire.send((number, is_well, value))
-            except (AttributeError, TypeError, ValueError) as error:  # what does not pickle
+            except (AttributeError, TypeError, ValueError) as error:  # a value that cannot be pickled
                 wire.send((number, False, _portable(error)))
             if name == "close":
                 return
@@ -56,13 +56,13 @@ def _answer(store: Store, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _portable(error: Exception) -> AutofuseError:
-    """An error that the other side can raise."""
+    """The error as a StoreError, which the client can unpickle and raise."""
     if isinstance(error, StoreError):
         return type(error)(str(error))
     return StoreError(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a group, of a user, of a machine
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # may be sent to a whole group
         signal.signal(number, signal.SIG_IGN)
     serve(Wire(socket.socket(fileno=int(sys.argv[1]))), Path(sys.argv[2]), float(sys.argv[3]))

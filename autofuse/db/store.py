@@ -33,7 +33,7 @@ from autofuse.db.tune_queue import DaemonLog, TuneQueue
 
 
 class Store:
-    """An open store: its parts, each a class that a reader takes alone, on one file."""
+    """An open store: several parts on one file, each a class that can be used alone."""
 
     def __init__(self, file: StoreFile) -> None:
         self.file = file
@@ -50,7 +50,7 @@ class Store:
         self.daemon = DaemonLog(file)
         self.results = TuneResults(file)
         self.kernels = Kernels(file)
-        # care of the whole
+        # upkeep of the whole
         self.history = StoreHistory(file)
 
     @classmethod
@@ -72,7 +72,7 @@ class Store:
         return self.file.data_version()
 
     def close(self) -> None:
-        """Give the file back; closing twice is allowed."""
+        """Close the file; closing twice is allowed."""
         self.file.close()
 
     def __enter__(self) -> Self:

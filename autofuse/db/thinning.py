@@ -18,10 +18,10 @@ from autofuse.db import models
 from autofuse.ir.records import StepSample
 from autofuse.ir.steps import NEIGHBOURHOOD, THINNED_WITHIN, held_out_one_in
 
-MOST_STEPS = 9000  # with the held-out ones, a fiftieth of all by default, about ten thousand rows
+MOST_STEPS = 9000  # of each kind; with the held-out ones, a fiftieth of all by default, some ten thousand
 _RANGE = 1 << 32
-# _RANGE over the golden ratio, and the fraction of the square root of two of it: their multiples, modulo _RANGE, are
-# even, have no period to meet, and know nothing of each other.
+# _RANGE divided by the golden ratio, and _RANGE times the fractional part of the square root of two. Multiples of each,
+# modulo _RANGE, are spread evenly, follow no period of a script, and do not depend on those of the other.
 _OF_STEPS = 2654435769
 _OF_NEIGHBOURHOODS = 1779033703
 _MASK = (1 << 31) - 1  # products stay below SQLite's 2**63
@@ -32,7 +32,7 @@ _IS_NOT_KEPT = text(f"({_STEP} >= :of_steps OR {_NEIGHBOURHOOD} >= :of_neighbour
 
 
 class Thinning:
-    """Of one run."""
+    """The thinning of one run's timed steps."""
 
     def __init__(self, connection: Connection, run_id: int) -> None:
         self._run_id = run_id
@@ -53,7 +53,7 @@ class Thinning:
         )  # fmt: skip
 
     def added(self, connection: Connection, held_out: Iterable[bool]) -> None:
-        """Samples of these kinds have been written: delete the excess."""
+        """Count written samples, each given by its ``held_out``; where rows are too many, halve what is kept."""
         for is_held_out in held_out:
             self._rows[is_held_out] += 1
         before = self._one_in
@@ -66,7 +66,7 @@ class Thinning:
             connection.execute(run.values(steps_one_in=self._one_in))
 
     def _bounds(self, held_out: bool) -> tuple[int, int]:
-        """Below which the place of a step is, and that of its neighbourhood, where the step is kept."""
+        """The bounds below which the scattered numbers of a kept step and of its neighbourhood lie (see `keeps`)."""
         of_steps = _RANGE if held_out else _RANGE // min(self._one_in, THINNED_WITHIN)
         return of_steps, _RANGE // held_out_one_in(self._one_in)
 

@@ -20,7 +20,7 @@ TABLE = models.TritonFile
 
 
 def put(connection: Connection, key: str, files: Mapping[str, bytes]) -> None:
-    """Store files of a kernel beside those that are there."""
+    """Store files of a kernel, in addition to those that are stored."""
     at = now()
     rows = [
         {

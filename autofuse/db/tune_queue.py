@@ -38,12 +38,12 @@ from autofuse.db.rows import DaemonState, Outcome, QueueStatus, RequestRow
 from autofuse.errors import StoreError
 from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
 
-NOT_READY = "not possible just now: "  # begins the message of a request whose failure is of the moment
-NOT_READY_SECONDS = 60.0  # how long that is believed: each try starts a process that imports torch
-FAILED_SECONDS = 24 * 3600.0  # how long any other failure is: a compiler may be mended, a machine less full
+NOT_READY = "not possible just now: "  # begins the message of a request whose failure may pass
+NOT_READY_SECONDS = 60.0  # before the next try, each of which starts a process that imports torch
+FAILED_SECONDS = 24 * 3600.0  # the same for other failures: a compiler may be mended, a machine less full
 MAX_ATTEMPTS = 3  # daemons that may die over one request before it counts as failed
 _NO_RUN = 0  # a request made outside of a run
-_LOOKED_AT = 256  # requests, those with the largest expected savings, of which a daemon prefers one
+_LOOKED_AT = 256  # requests with the largest expected savings, among which a daemon may prefer one
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class TuneQueue:
         self._file = file
 
     def add(self, requests: Iterable[TuneRequest], *, force: bool = False) -> int:
-        """Queue requests and return how many of them wait now that did not before.
+        """Queue requests and return how many are newly queued.
 
-        A key that is queued or in work merges the observed shapes and calls and keeps its state. One that is
-        decided with its kernel there, or has failed a short while ago, is ignored, unless ``force`` asks for it anew.
+        For a key that is queued or in work, shapes and calls are merged and the state stays. A key that is decided,
+        with its kernel in the store, or that failed a short while ago, is ignored unless ``force`` asks for it again.
         """
         pieces: list[dict[str, TuneRequest]] = []
         for request in requests:
@@ -91,13 +91,14 @@ class TuneQueue:
         kind: str = "",
         prefer: Prefer | None = None,
     ) -> TuneRequest | None:
-        """Take the queued request with the largest expected saving, or None; ``pid`` (ours) works on it now.
+        """Take the queued request with the largest expected saving, or None; ``pid`` (default: ours) works on it now.
 
-        ``devices``: keys of devices, or their beginnings that end with a colon (``cuda:``); ``kind``: the daemon's,
-        whose lock tells whether it still does; ``prefer``: the request of which this is largest goes first instead.
+        ``devices``: keys of devices, or prefixes of keys that end with a colon (``cuda:``); ``kind``: the daemon's,
+        whose lock tells later whether it still works; ``prefer``: take the request with the largest value of this
+        instead.
         """
         table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
-        waiting = (  # with a bucket and a node: a row without them can never be taken
+        waiting = (  # joined with bucket and node: a row without them can never be taken
             select(table, key)
             .join(key, table.key == key.digest)
             .join(bucket, table.bucket_id == bucket.id)
@@ -120,7 +121,7 @@ class TuneQueue:
                 return request
 
     def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
-        """Note what became of a request: done, failed, or requeued for later. Errors: StoreError if unknown."""
+        """Store how a request ended: done, failed, or requeued for later. Errors: StoreError if unknown."""
         state = "queued" if status == "requeued" else status
         with self._file.write() as connection:
             done = connection.execute(
@@ -132,7 +133,7 @@ class TuneQueue:
                 raise StoreError(f"expected a request for {key.fusion_id[:12]} [{key.bucket}], found none")
 
     def requeue_failed(self, beginning: str = "") -> int:
-        """Queue again what has failed with a message that begins so; return how many."""
+        """Queue failed requests whose messages have this beginning again; return how many."""
         table = models.Request
         failed = (table.status == "failed") & table.message.startswith(beginning, autoescape=True)
         with self._file.write() as connection:
@@ -140,11 +141,11 @@ class TuneQueue:
             return connection.execute(update(table).where(failed).values(**again)).rowcount
 
     def requeue_stale(self, is_served: Callable[[str], bool] = lambda kind: False) -> int:
-        """Queue again what daemons had in work when they died; return how many.
+        """Queue again the requests that daemons had in work when they died; return how many.
 
-        ``is_served``: whether a daemon of a kind is at work, in whichever container.
+        ``is_served``: whether a daemon of a kind runs, in any container.
 
-        A request over which MAX_ATTEMPTS daemons died has failed: it may be what kills them.
+        A request over which MAX_ATTEMPTS daemons died fails instead: it may be what kills them.
         """
         table = models.Request
         query = select(table.key, table.attempts, table.host).where(table.status == "running")
@@ -171,7 +172,7 @@ class TuneQueue:
         return requeued
 
     def length(self, *devices: str, run_id: int | None = None) -> QueueStatus:
-        """How many requests are in which state, for these devices; of those that a run asked for, with ``run_id``."""
+        """How many requests are in each state, for these devices (none: all) and, with ``run_id``, of this run."""
         table, key = models.Request, models.DecisionKeyRow
         query = select(table.status, func.count()).join(key, table.key == key.digest).group_by(table.status)
         if devices:
@@ -183,7 +184,7 @@ class TuneQueue:
         return QueueStatus(**counts)
 
     def requests(self, fusion_id: str | None = None) -> list[RequestRow]:
-        """Requests in the order of the queue."""
+        """All requests, or those of one node, in the order of the queue."""
         table, key = models.Request, models.DecisionKeyRow
         query = (
             select(key, table.status, table.calls, table.expected_saving_us, table.message, table.updated_at)
@@ -200,20 +201,20 @@ class TuneQueue:
 
 
 class DaemonLog:
-    """What the daemon of a store says of itself."""
+    """What the daemons of a store report about themselves."""
 
     def __init__(self, file: StoreFile) -> None:
         self._file = file
 
     def heartbeat(self, state: DaemonState) -> None:
-        """Replace what the daemon says of itself."""
+        """Replace the daemon's report."""
         at = now()
         row = {"id": 1, "state": asdict(replace(state, heartbeat_at=at)), "heartbeat_at": at}
         with self._file.write() as connection:
             upsert(connection, models.Daemon, [row], ["id"], ["state", "heartbeat_at"])
 
     def state(self) -> DaemonState | None:
-        """What the last daemon of this store said last, None if there never was one."""
+        """The last report of any daemon of this store, None if there never was one."""
         with self._file.read() as connection:
             state = connection.execute(select(models.Daemon.state)).scalar_one_or_none()
         return None if state is None else record_of(DaemonState, state)
@@ -223,9 +224,9 @@ class DaemonLog:
 
 
 def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], force: bool) -> int:
-    """Insert or merge requests by their keys' digests; how many wait now and did not before.
+    """Insert or merge requests by their keys' digests; how many are newly queued.
 
-    All at once, for a script that asks for hundreds shares its interpreter with this.
+    A few statements serve all requests: a script that asks for hundreds may run this in its own interpreter.
     """
     table = models.Request
     put_keys(connection, (request.key for request in requests.values()))
@@ -268,7 +269,7 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
 
 
 def _decided(connection: Connection, digests: Iterable[str]) -> set[str]:
-    """Keys with a standing decision whose kernel is here: one that is damaged or not ours was dropped."""
+    """Digests of keys with a standing decision whose kernel, if any, is in the store: damaged ones were dropped."""
     table, kernel = models.DecisionRow, models.Kernel
     standing = select(func.max(table.id)).where(table.key.in_(digests)).group_by(table.key)
     query = (
@@ -282,11 +283,11 @@ def _decided(connection: Connection, digests: Iterable[str]) -> set[str]:
 def _may_pass_now(row: Any) -> bool:
     """Whether a request that has failed is worth another try."""
     seconds = NOT_READY_SECONDS if row.message.startswith(NOT_READY) else FAILED_SECONDS
-    return not 0.0 <= now() - row.updated_at <= seconds  # a time in the future is of another clock
+    return not 0.0 <= now() - row.updated_at <= seconds  # a time in the future comes from another clock
 
 
 def _insert(connection: Connection, requests: Mapping[str, TuneRequest]) -> None:
-    """Rows for requests that have none, without their counters."""
+    """Insert rows for new requests, without their counters."""
     if not requests:
         return
     put_nodes(connection, (NodeText(r.key.fusion_id, r.node, _operations(r.node)) for r in requests.values()))
@@ -312,7 +313,7 @@ def _insert(connection: Connection, requests: Mapping[str, TuneRequest]) -> None
 
 
 def _merge(connection: Connection, requests: Mapping[str, TuneRequest]) -> dict[str, int]:
-    """Store what the runs of requests saw so far; for each the calls of all runs."""
+    """Store what each request's run saw so far; the calls of all runs, by digest."""
     table = models.RequestRun
     rows = [
         {"key": digest, "run_id": r.run_id or _NO_RUN, "calls": r.calls, "shapes": shapes_json(r.shapes)}
@@ -337,7 +338,7 @@ def _waiting_of(row: Any) -> WaitingRequest:
 
 
 def _taken(connection: Connection, digest: str, by: Mapping[str, Any]) -> TuneRequest | None:
-    """A request that is in work from now on; None where it is no longer queued, or damaged, which then has failed."""
+    """Mark a queued request as in work and return it; None if it is no longer queued, or is damaged and so fails."""
     table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
     query = (
         select(table, key, bucket.ranges, node.form)

@@ -20,14 +20,14 @@ LEAST_DESCRIPTOR = 64  # above those that scripts, shells and supervisors close 
 
 
 class Closed(Exception):
-    """The other side has gone, or a script has closed this one."""
+    """The other side has gone, or the script has closed this end."""
 
 
 class Wire:
     """One end of a conversation over a socket, which it owns."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Takes the socket over, under a number of its own. Raises OSError."""
+        """Take over the socket under a descriptor of LEAST_DESCRIPTOR or more. Raises OSError."""
         with end:
             number = fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, LEAST_DESCRIPTOR)
         self._socket = socket.socket(fileno=number)
@@ -38,16 +38,16 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, message: Any, seconds: float | None = None) -> None:
-        """Raises Closed, TimeoutError, and what pickling raises, before anything is sent."""
+        """Send a message. Raises Closed, TimeoutError, and what pickling raises, the last before anything is sent."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._limited(seconds) as limited:
             limited.sendall(_HEADER.pack(len(data)) + data, socket.MSG_NOSIGNAL)
 
     def receive(self, seconds: float | None = None) -> Any:
-        """Raises Closed, TimeoutError, and what unpickling raises."""
+        """A message, which must begin within ``seconds``. Raises Closed, TimeoutError, and what unpickling raises."""
         with self._limited(seconds) as limited:
             (length,) = _HEADER.unpack(self._read(limited, _HEADER.size))
-            limited.settimeout(None)  # it has begun to speak
+            limited.settimeout(None)  # the message has begun, so the rest will come
             data = self._read(limited, length)
         return pickle.loads(data)
 
@@ -78,7 +78,7 @@ class Wire:
         if self._is_ours():
             self._socket.close()
         else:
-            self._socket.detach()  # the number may be the script's own file by now
+            self._socket.detach()  # the number may belong to a file of the script by now
 
     def _is_ours(self) -> bool:
         return _identity(self._socket.fileno()) == self._identity
