@@ -31,7 +31,7 @@ from autofuse.tuner.worker_process import CandidateProblem
 
 @dataclass(frozen=True)
 class Recipe:
-    """A binary that can be made."""
+    """How to make a binary, and its key."""
 
     key: CompileKey
     make: Callable[[], KernelRecord]  # raises CompilerError and CandidateProblem
@@ -40,13 +40,13 @@ class Recipe:
 class Backend(Protocol):
     """The kernels of one type of device."""
 
-    generic: str  # variant with sizes as arguments
-    specialised: str  # variant with sizes built in
+    generic: str  # the variant with sizes as arguments
+    specialised: str  # the variant with sizes built in
     worker_module: str
     worker_arguments: tuple[str, ...]
 
     def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
-        """What may vary for kernels of a template that are timed on ``values``, in a bucket that ends at ``high``."""
+        """The knobs of a template's kernels that are timed on ``values``, in a bucket that ends at ``high``."""
 
     def recipe(
         self,
@@ -57,11 +57,11 @@ class Backend(Protocol):
         sizes: Sequence[Sizes],
         is_final: bool,
     ) -> Recipe:
-        """A binary that is good for ``sizes``; for all sizes of the bucket and any alignment with ``is_final``."""
+        """The recipe of a binary for ``sizes``; with ``is_final`` for all sizes of the bucket and any alignment."""
 
 
 class CBackend:
-    """C through the system's compiler."""
+    """C kernels, built by the system's compiler."""
 
     generic, specialised = "c_generic", "c_specialised"
     worker_module = "autofuse.daemon.workers.cpu"
@@ -85,7 +85,7 @@ class CBackend:
         return self.recipe_of(self._generator.source(form, config, constants, printer), config)
 
     def recipe_of(self, source: CSource, config: Config) -> Recipe:
-        """A text that is printed already."""
+        """The recipe of a source that has been printed."""
         return Recipe(self._generator.key(source, config), lambda: self._generator.compile(source, config))
 
 
@@ -127,7 +127,7 @@ class TritonBackend(_TritonText):
         return self.recipe_of(source, _assumptions(source, sizes, is_final))
 
     def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
-        """A text that is printed already."""
+        """The recipe of a source that has been printed."""
         key = triton_key(source, self._target, assumptions)
 
         def make() -> KernelRecord:
@@ -142,13 +142,13 @@ class TritonBackend(_TritonText):
 
 def _assumptions(source: TritonSource, sizes: Iterable[Sizes], is_final: bool) -> tuple[Assumptions, ...]:
     found = [natural_assumptions(source.symbols, values) for values in sizes]
-    if is_final:  # sizes of the bucket that have not occurred yet, and slices of larger tensors
+    if is_final:  # for unseen sizes of the bucket, and for slices of larger tensors
         found += [Assumptions(is_aligned=True), NOTHING_ASSUMED]
     return tuple(dict.fromkeys(found))
 
 
 class InterpreterBackend(_TritonText):
-    """The same Triton text in Triton's interpreter, on CPU tensors: all of the tuner but the clock, without a GPU."""
+    """The same Triton text in Triton's interpreter, on CPU tensors: without a GPU, it tests all but the times."""
 
     worker_module = "autofuse.daemon.workers.interpreter"
     worker_arguments: tuple[str, ...] = ()
@@ -165,7 +165,7 @@ class InterpreterBackend(_TritonText):
         return self.recipe_of(self._generator.source(form, config, constants, printer), ())
 
     def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
-        """A text that is printed already, which makes no difference of what it may assume."""
+        """The recipe of a source that has been printed; the interpreter needs no assumptions."""
         data = json.dumps(source.to_json(), sort_keys=True).encode()
         key = CompileKey(hashlib.sha256(data).hexdigest(), "triton interpreter", "", "interpreter")
         return Recipe(key, lambda: KernelRecord(key, source.name, source.text, data))

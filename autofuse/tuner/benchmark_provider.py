@@ -25,7 +25,7 @@ from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.timing import RaceResult, RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost, WorkerProcess
 
-LETHAL = ("crash", "timeout")  # outcomes that cost a worker its life
+LETHAL = ("crash", "timeout")  # outcomes that kill a worker
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Built:
 
     candidate: Candidate
     record: KernelRecord
-    seconds: float  # of the compiler; 0.0 where the binary was known
+    seconds: float  # of compilation; 0.0 where the binary was known
 
     @property
     def digest(self) -> str:
@@ -49,34 +49,34 @@ class Bench(Protocol):
         """Names of the generic and of the specialised form."""
 
     def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
-        """What may vary for these sizes. Raises LoweringError where the node has no loop form."""
+        """The knobs for these sizes. Raises LoweringError where the node has no loop form."""
 
     def default(self, values: Sequence[int]) -> Config:
-        """Where to start for these sizes."""
+        """The configuration from which the search starts for these sizes."""
 
     def build(
         self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
     ) -> list[Built | CandidateProblem]:
-        """Binaries, in order, good for ``values`` and for ``others``; specialised ones have ``values`` built in."""
+        """Binaries, in order, for the sizes ``values`` and ``others``; specialised ones are for ``values`` alone."""
 
     def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
-        """A candidate as it is kept: good for all sizes of its bucket. Raises CandidateProblem."""
+        """The candidate with the binary to keep, for all sizes of its bucket. Raises CandidateProblem."""
 
     def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
-        """Largest error over eager's own. Raises CandidateProblem."""
+        """The largest error over eager's own; the first ``least`` cases run in any case. Raises CandidateProblem."""
 
     def has_passed(self, built: Built) -> bool:
         """Whether the same binary has passed all cases of another bucket."""
 
     def note_passed(self, built: Built) -> None:
-        """All cases of a bucket are passed."""
+        """Note that the binary has passed all cases of a bucket."""
 
     def race(self, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
-        """Eager first, then the candidates in order. Raises CandidateProblem."""
+        """Race eager, which comes first in the result, and the candidates in order. Raises CandidateProblem."""
 
 
 class BenchmarkProvider:
-    """Compilers, the worker and what is known of kernels; shared by all jobs of a daemon."""
+    """The compilers, the worker and known binaries of one device; shared by all jobs of a daemon."""
 
     def __init__(
         self,
@@ -87,25 +87,25 @@ class BenchmarkProvider:
         stored: Callable[[str], KernelRecord | None] = lambda digest: None,
         rest: Callable[[], None] = lambda: None,
     ) -> None:
-        """``compilers``: how many may run at a time; ``stored``: looks a kernel up by its digest; ``rest`` is called
+        """``compilers``: how many may run at a time; ``stored``: looks up a kernel by its digest; ``rest`` is called
         before each piece of work, to yield the machine."""
         self.worker = worker
         self.lethal: set[str] = set()
-        self.passed: set[str] = set()  # digests
+        self.passed: set[str] = set()  # digests that passed all cases of some bucket
         self.rest = rest
         self.backend = backend
         self.compilers = compilers
         self._stored = stored
         self._records: dict[str, KernelRecord] = {}
         self._failures: dict[str, Exception] = {}
-        self._loaded: set[tuple[str, str]] = set()  # (node, digest) in the worker of this generation
+        self._loaded: set[tuple[str, str]] = set()  # (node, digest) pairs that the present worker holds
         self._opened: str | None = None
         self._generation = 0
 
     def bench(
         self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP
     ) -> NodeBenchmarks:
-        """``printer``: the name of the template of the node's kernels."""
+        """The bench of a node; ``printer``: the name of the template of its kernels."""
         return NodeBenchmarks(self, fusion_id, form, threads, bucket, printer)
 
     # ---- compilers ------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class BenchmarkProvider:
         constants: Sizes,
         sizes: Sequence[Sizes],
     ) -> list[Built | CandidateProblem]:
-        """Binaries of the candidates, in order."""
+        """Build the candidates; their binaries or problems, in order."""
 
         def one(candidate: Candidate) -> Built | CandidateProblem:
             try:
@@ -151,7 +151,7 @@ class BenchmarkProvider:
         sizes: Sequence[Sizes],
         is_final: bool = False,
     ) -> Built:
-        """One binary, unless it is known. Raises CompilerError and CandidateProblem, the same each time."""
+        """A candidate's binary, compiled if it is not known. Raises CompilerError and CandidateProblem, each time."""
         recipe = self.backend.recipe(form, printer, candidate.config, constants, sizes, is_final)
         digest = recipe.key.digest
         if digest in self._failures:
@@ -174,7 +174,7 @@ class BenchmarkProvider:
     # ---- the worker -----------------------------------------------------------------------------
 
     def ask(self, node: NodeBenchmarks, do: str, needed: Sequence[Built], **arguments: Any) -> dict[str, Any]:
-        """A request about a node, once the worker has the node and the kernels ``needed``."""
+        """Ask the worker to ``do`` something with a node, after giving it the node and the kernels ``needed``."""
         self.rest()
         if self.worker.generation != self._generation or self.worker.pid is None:
             self.worker.start()
@@ -183,7 +183,7 @@ class BenchmarkProvider:
             self._opened = None
         if self._opened != node.key:
             reply = self.worker.ask("open", node=node.key, form=node.form.to_json(), threads=node.threads)
-            if reply["is_new"]:  # for the first time, or again after many others, over which the worker forgot it
+            if reply["is_new"]:  # opened for the first time, or forgotten by the worker over many others
                 self._loaded = {(key, digest) for key, digest in self._loaded if key != node.key}
             self._opened = node.key
         for built in needed:
@@ -280,7 +280,7 @@ class NodeBenchmarks:
 
 
 class _Blame:
-    """Notes a kernel as lethal when the worker is lost over it alone."""
+    """Notes a kernel as lethal where the worker was lost while it ran alone."""
 
     def __init__(self, provider: BenchmarkProvider, digests: list[str]) -> None:
         self._provider = provider

@@ -16,9 +16,9 @@ from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
 from autofuse.ir.records import Bucket, ObservedShape
 from autofuse.ir.shape import evaluate
 
-CASE_BYTES = 64 << 20  # the float64 reference takes up to three times that
+CASE_BYTES = 64 << 20  # of a call; its float64 reference takes up to three times as much
 GPU_CASE_BYTES = 1 << 30  # a GPU checks 1 GiB in the time in which a CPU checks 64 MiB
-SHAPES_SEEN = 2  # observed shapes that are checked, besides the one that is timed
+SHAPES_SEEN = 2  # observed shapes that are checked besides the timed one
 
 Kind = Literal["normal", "large", "zeros", "special"]
 Values = tuple[int, ...]
@@ -28,13 +28,13 @@ Values = tuple[int, ...]
 class CheckCase:
     """One call to check."""
 
-    values: Values  # of the node's symbols
+    values: Values  # sizes of the node's symbols
     kind: Kind
     shifted: bool = False  # inputs begin one element behind an aligned address, as slices do
 
 
 def call_bytes(form: NodeForm, values: Sequence[int]) -> int:
-    """Bytes of all tensors of one call, those between the operations included."""
+    """Bytes of all tensors of one call, including those between its operations."""
     table = dict(zip(form.symbols, values, strict=True))
     specs = [item.spec for item in form.inputs] + [spec for op in form.operations for spec in op.outputs]
     return sum(evaluate(spec.numel, table) * BYTES_PER_ELEMENT[spec.dtype] for spec in specs)
@@ -47,7 +47,7 @@ def is_empty(form: NodeForm, values: Sequence[int]) -> bool:
 
 
 def first_cases(form: NodeForm, bucket: Bucket, timed: Values) -> list[CheckCase]:
-    """What a candidate must pass before it is timed: one call on the smallest sizes."""
+    """The cases before a candidate is timed: one call on the smallest sizes."""
     return [CheckCase(_by_size(form, [*awkward_values(bucket), timed])[0], "normal")]
 
 
@@ -60,10 +60,10 @@ def full_cases(
     is_known: bool = False,
     most_bytes: int = CASE_BYTES,
 ) -> list[CheckCase]:
-    """What a candidate must pass before it is used, beyond ``first_cases``.
+    """The cases before a candidate is used, besides ``first_cases``; ``most_bytes``: the most that a call may take.
 
-    The first ``ESSENTIAL`` cover all kinds of values. ``is_known``: the same binary has passed in another bucket of
-    the node, so that only what the sizes change is looked at.
+    The first ``ESSENTIAL`` cases cover all kinds of values. ``is_known``: the same binary has passed in another bucket
+    of the node, so that only cases which depend on the sizes are left.
     """
     sizes = _by_size(form, awkward_values(bucket))
     low, inner = sizes[0], sizes[len(sizes) // 2]
@@ -80,7 +80,7 @@ def full_cases(
     return [case for case in dict.fromkeys(fitting) if case not in done]
 
 
-ESSENTIAL = 4  # cases of ``full_cases`` that are run whatever they take
+ESSENTIAL = 4  # the first cases of ``full_cases``, which are run however long they take
 
 
 def _by_size(form: NodeForm, sizes: Sequence[Values]) -> list[Values]:

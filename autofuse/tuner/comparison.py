@@ -20,21 +20,22 @@ from typing import Literal
 
 from autofuse.ir.records import Comparison
 
-INTERVAL_TAIL = 0.025  # each side of the 95 % interval that people see
-# Each side of the bound that decides. Looks at growing numbers of rounds (up to six) and several finalists multiply
-# it, but they see the same samples, and the margin comes on top: simulated A/A tests switch in 0.7 % of tries at most.
+INTERVAL_TAIL = 0.025  # probability on each side of the 95 % interval that people see
+# Probability on each side of the bound that decides. Up to six looks at a growing race and several finalists multiply
+# it, but they see the same samples, and the margin comes on top: simulated A/A tests switch in at most 0.7 % of tries.
 STRONG_TAIL = 0.001
 
-# Twice as slow together as in their quietest rounds: usual noise on a quiet machine is 1.1.
+# A round is disturbed where the product of both times is above twice that of the smallest ones. 1.1 is usual on a quiet
+# machine.
 DISTURBED = 2.0
-LEAST_PAIRS = 10  # fewer give no strong bound
-CLEAR = 1.25  # the strong bound from which a gain is larger than anything that favours one callable for a whole race
+LEAST_PAIRS = 10  # rounds; with fewer there is no strong bound
+CLEAR = 1.25  # from this strong bound on, a gain is larger than what may favour one callable for a whole race
 
 Verdict = Literal["won", "lost", "open"]
 
 
 def compare(eager: Sequence[float], candidate: Sequence[float]) -> Comparison:
-    """Compare samples (seconds a call) pair by pair; eager may have more rounds than a candidate that was dropped."""
+    """Compare samples (seconds a call) round by round; eager may have more rounds than a candidate that was dropped."""
     pairs = quiet_pairs(list(zip(eager[: len(candidate)], candidate, strict=True)))
     ratios = sorted(e / c for e, c in pairs)
     low, high = bounds(ratios, INTERVAL_TAIL)
@@ -43,7 +44,7 @@ def compare(eager: Sequence[float], candidate: Sequence[float]) -> Comparison:
         median_us=statistics.median(c for _, c in pairs) * 1e6,
         eager_us=statistics.median(e for e, _ in pairs) * 1e6,
         speedup=statistics.median(ratios),
-        # With fewer than 6 rounds there is no 95 % interval: the range of what was seen says at least that.
+        # With fewer than 6 rounds there is no 95 % interval: take the range of the ratios.
         low=low if low > 0 else ratios[0],
         high=high if high < inf else ratios[-1],
         strong_low=strong_low,
@@ -53,11 +54,10 @@ def compare(eager: Sequence[float], candidate: Sequence[float]) -> Comparison:
 
 
 def quiet_pairs(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """The rounds in which neither was disturbed, at least ``LEAST_PAIRS`` of them.
+    """The rounds in which neither callable was disturbed, but at least ``LEAST_PAIRS`` of them.
 
     Beside other work a parallel region may wait for a core for milliseconds, and a kernel with fewer regions would win
-    by that. A round is judged by the product of both times over their minima: a rule that is the same with the two
-    exchanged, so it cannot favour either.
+    by that. A round is judged by the product of both times over their minima, which treats both callables alike.
     """
     if len(pairs) <= LEAST_PAIRS:
         return pairs
@@ -77,9 +77,10 @@ def bounds(ordered: Sequence[float], tail: float) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=1024)
 def _rank(count: int, tail: float) -> int:
-    """The largest k for which the k-th smallest of ``count`` samples is below the median but for ``tail``.
+    """The largest k for which the k-th smallest of ``count`` samples exceeds the median with probability <= ``tail``.
 
-    It is above the median when fewer than k samples are below: P(Bin(count, 1/2) <= k - 1).
+    It does where fewer than k samples are below the median, with probability P(Bin(count, 1/2) <= k - 1). 0 without
+    such a k.
     """
     rank, chance = 0, 0.0
     while rank <= count:
@@ -91,14 +92,14 @@ def _rank(count: int, tail: float) -> int:
 
 
 def verdict(comparison: Comparison, margin: float) -> Verdict:
-    """Whether the candidate beats eager by the margin; "open" where more rounds could still tell."""
+    """Whether the candidate beats eager by the margin; "open" where more rounds could still decide."""
     if comparison.speedup >= 1.0 + margin and comparison.strong_low > 1.0:
         return "won"
     return "lost" if comparison.strong_high < 1.0 + margin else "open"
 
 
 def wins(comparison: Comparison, margin: float) -> bool:
-    """Whether to switch from eager. Eager wins ties and whatever is open at the end."""
+    """Whether to switch from eager, which wins ties and races that are open at the end."""
     return verdict(comparison, margin) == "won"
 
 
@@ -108,26 +109,26 @@ def is_clear(comparison: Comparison) -> bool:
 
 
 def confirms(comparison: Comparison, margin: float) -> bool:
-    """Whether a second race bears a win out: the first has ruled out the noise of rounds, the usual bound will do."""
+    """Whether a second race confirms a win; a 95 % interval will do, since the first ruled out the noise of rounds."""
     return comparison.speedup >= 1.0 + margin and comparison.low > 1.0
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """Whether to switch from eager, and on which race that stands."""
+    """Whether to switch from eager, and the comparisons of the race that decided."""
 
     is_won: bool
-    comparisons: tuple[Comparison, ...]  # of the last race: with eager, and with a kernel that is to be beaten as well
-    unconfirmed: tuple[Comparison, ...] = ()  # of the first race, where the second did not bear it out
+    comparisons: tuple[Comparison, ...]  # of the last race: with eager, and with other kernels that must be beaten
+    unconfirmed: tuple[Comparison, ...] = ()  # of the first race, where the second did not confirm it
 
 
 def decide(
     first: Sequence[Comparison], margin: float, race_again: Callable[[], Sequence[Comparison] | None]
 ) -> Ruling | None:
-    """The rule of all switches: a race that is won by the margin and, unless it is clear, a second one like it.
+    """The rule of all switches: a candidate must win one race by the margin, and unless that is clear, a second one.
 
-    ``first``: a candidate against each of its rivals, all of which it has to beat. None where the second race gave no
-    result.
+    ``first``: the candidate against each of its rivals, all of which it has to beat. Returns None where the second race
+    had no result.
     """
     first = tuple(first)
     if not all(wins(c, margin) for c in first):
@@ -144,13 +145,13 @@ def decide(
 def keeps_device_slower(on_device: Comparison, margin: float) -> bool:
     """Whether a candidate takes the device longer than eager does, by more than the margin.
 
-    A GPU that waits for the script is used better by fewer launches, and a race decides by the larger of host and
-    device time then. A script that keeps the GPU busy sees the device's time alone, and must not lose by the switch.
+    Where the GPU waits for the script, a race decides by the larger of host and device time, and fewer launches win. A
+    script that keeps the GPU busy sees the device's time alone, and must not lose by the switch.
     """
     return on_device.speedup < 1.0 - margin
 
 
 def clearly_slower(samples: Sequence[float], leader: Sequence[float], factor: float) -> bool:
-    """Whether nearly all samples are slower than nearly all of the leader's, by the factor."""
+    """Whether the upper three quarters of the samples exceed the lower three quarters of the leader's by the factor."""
     ours, theirs = sorted(samples), sorted(leader)
     return ours[len(ours) // 4] > factor * theirs[len(theirs) - 1 - len(theirs) // 4]

@@ -16,10 +16,10 @@ from autofuse.tuner.entrants import Contest, Entrant
 from autofuse.tuner.outcome import Verdicts
 from autofuse.tuner.timing import PROBES
 
-THREADS_KNOB = "threads"  # of the code generator: the caller's thread count, or one
+THREADS_KNOB = "threads"  # a knob of generated C: the caller's number of threads, or one
 FINALISTS = 4
-CLOSE = 0.1  # finalists are within this share of the first: the noise of a screening
-TAKES = 3  # winners that may turn out wrong before the rest is given up
+CLOSE = 0.1  # finalists are at most this share slower than the first: the noise of a screening
+TAKES = 3  # attempts to find a winner that passes all checks
 
 
 class NodeDecider:
@@ -35,13 +35,13 @@ class NodeDecider:
         """The winner and its decision; None where eager stays."""
         for _ in range(TAKES):
             ran = (e for e in entrants if e.comparison is not None and not e.trades(self._margin))
-            # Who left a race early was slower than the leader, whatever eager took in those few rounds.
+            # Dropped entrants come last: each was slower than a leader, however slow eager was in those few rounds.
             ranked = sorted(ran, key=lambda e: (e.dropped, -e.speedup))
             if not ranked:
                 break
             best = self._final(ranked)
             if best is None or best.trades(self._margin):
-                continue  # the finalists did not survive, or took the device longer than it had seemed
+                continue  # no finalist was left, or the best takes the device longer than the screening showed
             assert best.comparison is not None
             ruling = decide([best.comparison], self._margin, partial(self._race_again, best))
             if ruling is None:
@@ -75,7 +75,7 @@ class NodeDecider:
         return self._verdicts.stay_eager("device_slower", _on_device(best.on_device), best.comparison)
 
     def _final(self, ranked: Sequence[Entrant]) -> Entrant | None:
-        """The best of a race at length; as screened where not even the screening saw a chance."""
+        """The best entrant of a long race of finalists; the first one, without a race, where screening shows a loss."""
         ranked = self._of_default_threads(ranked)
         first = ranked[0]
         assert first.comparison is not None
@@ -85,13 +85,13 @@ class NodeDecider:
         finalists = self._that_fit(sorted(close, key=lambda e: -e.device_speedup)[:FINALISTS])
         self._contest.race(finalists, self._values, self._contest.at_length())
         ran = [e for e in finalists if e.comparison is not None]
-        stayed = [e for e in ran if not e.dropped] or ran  # all left where eager leads
+        stayed = [e for e in ran if not e.dropped] or ran  # all may have been dropped, where eager leads
         top = max((e.speedup for e in stayed), default=0.0)
         alike = [e for e in stayed if e.speedup * (1.0 + self._margin) >= top]
         return max(alike, key=lambda e: e.device_speedup, default=None)
 
     def _that_fit(self, finalists: Sequence[Entrant]) -> Sequence[Entrant]:
-        """The first of them for whom a deciding race has time: with fewer than the least rounds none of them wins."""
+        """The first finalists for whom a deciding race has time: with fewer than LEAST_PAIRS rounds none can win."""
         found = [e.comparison for e in finalists if e.comparison is not None]
         seconds = found[0].eager_us / 1e6
         for count, comparison in enumerate(found):
@@ -101,9 +101,10 @@ class NodeDecider:
         return finalists
 
     def _of_default_threads(self, ranked: Sequence[Entrant]) -> Sequence[Entrant]:
-        """Those that use threads as the default does, where a busy machine was timed on one thread.
+        """The entrants with the default choice of threads, where a busy machine was timed on one thread.
 
-        A kernel that never uses more is as fast there, and slower on the machine that the script has to itself.
+        A kernel that never uses more than one thread is as fast there, but slower where the script has the machine to
+        itself.
         """
         if all(e.threads in (0, self._contest.request.key.threads) for e in ranked):
             return ranked
@@ -127,7 +128,7 @@ class NodeDecider:
 
 
 def switch(verdicts: Verdicts, entrant: Entrant, request: TuneRequest, values: tuple[int, ...]) -> Decision:
-    """The decision for an entrant that has won what ``request`` asks for, on these sizes."""
+    """The decision that an entrant has won what ``request`` asks for; ``values``: the sizes of its race."""
     assert entrant.comparison is not None
     where = f" at {list(values)}" if values else ""
     if entrant.threads not in (0, request.key.threads):

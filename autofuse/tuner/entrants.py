@@ -21,9 +21,9 @@ from autofuse.tuner.outcome import Clock, JobLimits, Outcome
 from autofuse.tuner.timing import RaceResult, RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, Lost
 
-SHAPES_BUILT = 4  # observed shapes whose divisibility the kept binary of a GPU makes use of
-# A race whose winner is open goes on for up to this many times its rounds. On a simulated shared machine a gain of 10 %
-# is found in 76 % of tries, with 4 in half of them.
+SHAPES_BUILT = 4  # observed shapes whose divisibility a GPU's kept binary has images for
+# A race whose winner is open goes on for up to this many times its rounds. On a simulated shared machine 6 finds a gain
+# of 10 % in 76 % of tries, 4 in half of them.
 LONGER = 6
 
 
@@ -37,7 +37,7 @@ class Entrant:
     dropped: bool = False
     threads: int = 0  # of the last race
     on_device: Comparison | None = None  # on a GPU: the device's time alone
-    host_us: tuple[float, float] | None = None  # of eager and of this one, until a call is handed to a GPU
+    host_us: tuple[float, float] | None = None  # host time of a call on a GPU, of eager and of this candidate
     seconds: float = 0.0  # of checking and racing
 
     @property
@@ -46,22 +46,25 @@ class Entrant:
 
     @property
     def device_speedup(self) -> float:
-        """Of the device's time alone; the same as ``speedup`` but where a GPU waits for the host."""
+        """The speedup of the device's time alone; differs from ``speedup`` only where a GPU waits for the host."""
         return self.on_device.speedup if self.on_device is not None else self.speedup
 
     @property
     def score(self) -> float:
-        """What a search minimises. Kernels of a node are launched alike: behind a host that is slower than all of
-        them they would look the same, so the device's time counts as much."""
+        """What a search minimises.
+
+        Kernels of a node are launched alike, so behind a host that is slower than all of them they would look the same.
+        Therefore the device's time counts as much.
+        """
         return 1.0 / math.sqrt(self.speedup * self.device_speedup)
 
     def trades(self, margin: float) -> bool:
-        """Whether it saves the host's time at the cost of the device's."""
+        """Whether the candidate saves host time at the cost of the device's."""
         slower = self.on_device is not None and keeps_device_slower(self.on_device, margin)
         return slower and self.speedup > 1.0
 
     def measurement(self, values: tuple[int, ...]) -> Measurement:
-        """What its last race showed, at these sizes."""
+        """The measurement of the last race, at these sizes."""
         assert self.comparison is not None
         c = self.comparison
         return Measurement(
@@ -97,7 +100,7 @@ class Contest:
         self.clock = clock
 
     def build(self, candidates: Sequence[Candidate], values: tuple[int, ...]) -> list[Built | None]:
-        """Binaries, in order; None where there is none."""
+        """Build candidates; their binaries in order, None for those that failed."""
         found: list[Built | None] = []
         others = [case.values for case in first_cases(self.form, self.request.bucket, values)]
         for candidate, result in zip(candidates, self.bench.build(candidates, values, others), strict=True):
@@ -109,7 +112,7 @@ class Contest:
         return found
 
     def first_check(self, built: Built, values: tuple[int, ...]) -> Entrant | None:
-        """One case: as much as a candidate has to pass before it is timed."""
+        """Check the one case that a candidate has to pass before it is timed; None where it fails."""
         began = self.clock.now()
         try:
             error = self.bench.check(built, first_cases(self.form, self.request.bucket, values), 0.0, 1)
@@ -119,7 +122,7 @@ class Contest:
         return Entrant(built, error, seconds=self.clock.now() - began)
 
     def check(self, entrant: Entrant, cases: Sequence[CheckCase], values: tuple[int, ...]) -> bool:
-        """Whether it passes these cases as well."""
+        """Whether the entrant passes these cases too."""
         began = self.clock.now()
         try:
             budget = max(0.1, self.limits.job_seconds / 8)
@@ -133,7 +136,7 @@ class Contest:
         return True
 
     def complete(self, entrant: Entrant, values: tuple[int, ...]) -> bool:
-        """Make a winner fit for all sizes of its bucket; whether that could be done."""
+        """Build a winner's binary for all sizes of its bucket; whether that succeeded."""
         try:
             entrant.built = self.bench.complete(entrant.built, values, self.shapes_inside()[:SHAPES_BUILT])
         except CandidateProblem as problem:
@@ -142,9 +145,9 @@ class Contest:
         return True
 
     def race(self, entrants: Sequence[Entrant], values: tuple[int, ...], rules: RaceRules) -> RaceResult | None:
-        """Race against eager and note the comparisons; one by one where together they were too much for the worker.
+        """Race entrants against eager and note the comparisons; one by one where the worker cannot take all at once.
 
-        The race of all of them, None where there was none.
+        Returns the result of the race of all, None where there was none.
         """
         if not entrants:
             return None
@@ -172,13 +175,13 @@ class Contest:
         return result
 
     def at_length(self, longer: int = LONGER) -> RaceRules:
-        """A race that decides; ``longer``: times its rounds at most, while its winner is open."""
+        """The rules of a race that decides; while its winner is open, it takes up to ``longer`` times its rounds."""
         rounds = max(LEAST_PAIRS, self.limits.rounds)
         budget = max(0.5, min(self.limits.job_seconds / 4, self.clock.left))
         return RaceRules(rounds, longer * rounds, budget, self.limits.margin, LEAST_PAIRS, self.limits.job_seconds)
 
     def shapes_inside(self) -> list[tuple[int, ...]]:
-        """The observed shapes that are of the request's bucket."""
+        """The observed shapes that lie in the request's bucket."""
         return [s.symbol_values for s in self.request.shapes if self.request.bucket.contains(s.symbol_values)]
 
     def _fail(self, built: Built, problem: CandidateProblem, values: tuple[int, ...]) -> None:

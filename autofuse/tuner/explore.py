@@ -16,12 +16,12 @@ from autofuse.tuner.outcome import WAVE
 from autofuse.tuner.search import ConfigSearch
 from autofuse.tuner.timing import RaceRules
 
-# Of the best configuration over the best of the first wave, a bold guess: over 30 nodes of a GPT the median was 0 %.
+# Gain of the best configuration over the first wave's best, a bold guess: over 30 nodes of a GPT the median was 0 %.
 USUAL_GAIN = 0.05
 # The same where the winners of other buckets of the node are in the first wave.
 GAIN_OVER_NEIGHBOURS = 0.02
-CALLS_PER_TRIAL = 1000  # trials that a profile grants say how long a kernel is meant to be used
-TRIAL_SECONDS = 0.08  # of a trial that has to compile, on one core
+CALLS_PER_TRIAL = 1000  # a profile with more trials expects kernels to be used longer: so many calls for each trial
+TRIAL_SECONDS = 0.08  # a trial with compilation, on one core
 SCREEN_ROUNDS = 5
 
 
@@ -30,16 +30,16 @@ class Explorer:
 
     def __init__(self, contest: Contest, seeds: Iterable[Config]) -> None:
         """``seeds``: winners of other buckets, nearest first."""
-        self.tried = 0  # configurations so far
+        self.tried = 0  # number of configurations
         self._contest = contest
         self._limits = contest.limits
         self._seeds = list(seeds)
 
     def explore(self, values: tuple[int, ...]) -> list[Entrant]:
-        """The entrants that ran.
+        """Try configurations; the entrants that ran.
 
-        Winners of other buckets make a first wave of their own, with the default: they are compiled already, and as a
-        rule one of them wins.
+        Winners of other buckets and the default make a first wave of their own: these are compiled already, and usually
+        one of them wins.
         """
         contest, bench, clock = self._contest, self._contest.bench, self._contest.clock
         variant = bench.variants[0 if contest.form.symbols else 1]
@@ -62,7 +62,7 @@ class Explorer:
             failed |= fresh.keys() - entrants.keys()
             for config, built in made.items():
                 known = entrants.get(built.digest) if built is not None else None
-                # Relative to eager in the same rounds, so that screenings of different moments compare.
+                # Relative to eager in the same rounds, so that screenings at different times can be compared.
                 search.tell(config, known.score if known is not None else None)
             if clock.left <= 0 or not self._pays(entrants.values(), clock.now() - wave_began):
                 break
@@ -83,9 +83,10 @@ class Explorer:
         self._contest.race(entrants, values, RaceRules(SCREEN_ROUNDS, SCREEN_ROUNDS, budget, self._limits.margin))
 
     def _pays(self, entrants: Iterable[Entrant], wave_seconds: float) -> bool:
-        """Whether another wave may save more than it costs, by what a configuration usually gains over the first few.
+        """Whether another wave may save more than it costs, by the usual gain over the first wave.
 
-        The number of calls to come is not known: the profile's effort stands for it, unless more were seen already.
+        The number of calls to come is not known: it is taken from the profile's trials, or from the calls so far if
+        more.
         """
         times_us = [e.comparison.median_us for e in entrants if e.comparison is not None]
         if not times_us:

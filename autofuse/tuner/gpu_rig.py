@@ -24,7 +24,7 @@ from autofuse.tuner.timing import Sampler
 from autofuse.tuner.verify import GuardedAllocator
 from autofuse.wrapper.node_call import make_launcher, make_unfused
 
-# What CUDA and HIP say of errors after which a context answers every call with the same error.
+# Words of CUDA and HIP for errors after which a context answers every call with the same error.
 FATAL = (
     "illegal memory access", "illegal address", "illegal instruction", "misaligned address", "invalid program counter",
     "launch failure", "launch failed", "launch timed out", "hardware stack error", "device-side assert",
@@ -35,7 +35,7 @@ FATAL = (
 
 
 class GpuRunner:
-    """Triton kernels on one device."""
+    """Runs Triton kernels on one GPU."""
 
     def __init__(self, device_key: str, memory_bytes: int) -> None:
         index = find_device(device_key)
@@ -74,7 +74,7 @@ class GpuRunner:
         return any(words in str(error) for words in FATAL) or not self._answers()
 
     def _answers(self) -> bool:
-        """Whether the context still works: one that does not repeats its error at every call, whatever its words."""
+        """Whether the context still works: a broken one repeats its error at every call, whatever the words."""
         try:
             self._sampling.synchronize()
         except Exception:
@@ -83,7 +83,7 @@ class GpuRunner:
 
 
 def find_device(device_key: str) -> int:
-    """The first visible device of a model. Raises RuntimeError where there is none."""
+    """The index of the first visible device of a model. Raises RuntimeError where there is none."""
     found = []
     for index in range(device_count()):
         key = gpu_device(index).key
@@ -94,7 +94,7 @@ def find_device(device_key: str) -> int:
 
 
 def _install_launcher() -> None:
-    """What is timed is what a script with a C compiler uses; without one, both go through ctypes."""
+    """Install the launcher that scripts with a C compiler use, so that it is timed; without one both use ctypes."""
     try:
         launcher.install(launcher.compile_launcher(find_toolchain()).binary)
     except (CompilerError, OSError):

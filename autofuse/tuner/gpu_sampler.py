@@ -21,17 +21,17 @@ import torch
 
 from autofuse.tuner.timing import Call, RaceResult
 
-WARM_UP = 3  # calls, the first of which may load modules and fill torch's caches
-SPIN_FACTOR = 2.0  # the device is kept busy for so many times what the host needs for a call
-SPIN_SECONDS = 20e-6  # and this much longer
-L2_TIMES = 2  # of its size are written, so that nothing else is left in it
+WARM_UP = 3  # calls before timing; the first may load modules and fill torch's caches
+SPIN_FACTOR = 2.0  # the device is kept busy for so many times the host's time of a call
+SPIN_SECONDS = 20e-6  # plus this
+L2_TIMES = 2  # so many times the L2's size is written to clear it
 
 
 @dataclass(frozen=True)
 class DeviceCalls:
-    """What a sampler needs of torch; replaced as a whole in tests."""
+    """The functions of torch that a sampler needs; tests replace them."""
 
-    new_event: Callable[[], Any]  # an event that takes time
+    new_event: Callable[[], Any]  # an event that records its time
     synchronize: Callable[[], None]
     clear_l2: Callable[[], None]
     spin: Callable[[float], None]  # keep the device busy for so many seconds, without waiting
@@ -39,7 +39,7 @@ class DeviceCalls:
 
 
 def device_calls(device: torch.device) -> DeviceCalls:
-    """Those of a real device."""
+    """The functions for a real device."""
     properties = torch.cuda.get_device_properties(device)
     nbytes = L2_TIMES * int(getattr(properties, "L2_cache_size", 0) or 64 << 20)
     buffer = torch.empty(nbytes, dtype=torch.int8, device=device)
@@ -57,7 +57,7 @@ def device_calls(device: torch.device) -> DeviceCalls:
 
 
 def _cycles_per_second() -> float:
-    """Of the counter that ``torch.cuda._sleep`` counts by: measured, since its rate is no property of a device."""
+    """The measured rate of the counter that ``torch.cuda._sleep`` uses; no property of the device tells it."""
     cycles = 2_000_000
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(cycles)
@@ -74,7 +74,7 @@ class GpuSampler:
     def __init__(self, calls: DeviceCalls) -> None:
         self._device = calls
         self._calls: Sequence[Call] = ()
-        self._host_seconds: list[float] = []  # of each call, from warming up
+        self._host_seconds: list[float] = []  # host time of each call, from warming up
         self.is_launch_bound = False
         self._device_samples: list[list[float]] = []
         self._host_samples: list[list[float]] = []
@@ -90,7 +90,7 @@ class GpuSampler:
         self.is_launch_bound = median(host for _, host in times) > median(device for device, _ in times)
 
     def _warm_up(self, call: Call) -> float:
-        """Host time of a call."""
+        """Warm a call up; its host time in seconds."""
         for _ in range(WARM_UP):
             call()
         self._device.synchronize()

@@ -19,20 +19,20 @@ from typing import Any
 
 _HEADER = struct.Struct("<Q")
 _LONGEST_BYTES = 256 << 20
-TEND_SECONDS = 0.05  # between two looks at a process that may have to stand still
-_SLICE_SECONDS = 0.2  # how long a wait may ignore that somebody wants it to end
+TEND_SECONDS = 0.05  # between two calls of ``tend``, which may halt the other process
+_SLICE_SECONDS = 0.2  # the longest time until a wait notices that it is to end
 
 
 class PipeClosed(Exception):
-    """The other side has ended, or talks nonsense."""
+    """The other side has ended, or has sent something that is no message."""
 
 
 class Interrupted(Exception):
-    """Whoever waited was asked to stop."""
+    """A wait was asked to end."""
 
 
 class _Wait:
-    """How long one may wait for a message."""
+    """The deadline of a wait for a message."""
 
     def __init__(
         self, timeout_seconds: float | None, is_stopping: Callable[[], bool], tend: Callable[[], float] | None
@@ -42,7 +42,7 @@ class _Wait:
         self._tend = tend
 
     def slice(self) -> float:
-        """Seconds until the next look. Raises Interrupted and TimeoutError."""
+        """Seconds to wait until the next look. Raises Interrupted and TimeoutError."""
         stood = self._tend() if self._tend is not None else 0.0
         if self._is_stopping():
             raise Interrupted
@@ -64,7 +64,7 @@ class Pipe:
         self._writing = writing
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises PipeClosed."""
+        """Send a message. Raises PipeClosed."""
         data = json.dumps(message, separators=(",", ":")).encode()
         view = memoryview(_HEADER.pack(len(data)) + data)
         try:
@@ -79,10 +79,10 @@ class Pipe:
         is_stopping: Callable[[], bool] = lambda: False,
         tend: Callable[[], float] | None = None,
     ) -> dict[str, Any]:
-        """Raises TimeoutError, Interrupted (as soon as ``is_stopping`` says so) and PipeClosed.
+        """Receive a message. Raises TimeoutError, Interrupted (once ``is_stopping`` says so) and PipeClosed.
 
-        ``tend`` is called again and again meanwhile; the seconds for which it made the other side stand still, which
-        it returns, do not count.
+        ``tend`` is called regularly meanwhile. It may halt the other side, and returns for how many seconds it did:
+        these do not count towards the timeout.
         """
         wait = _Wait(timeout_seconds, is_stopping, tend)
         (length,) = _HEADER.unpack(self._read(_HEADER.size, wait))

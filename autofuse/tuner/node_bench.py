@@ -35,13 +35,13 @@ from autofuse.tuner.verify import GuardedAllocator, Verifier
 from autofuse.wrapper.load_strategy import unpack
 from autofuse.wrapper.node_call import make_launcher, make_unfused
 
-ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that they do not all sit in the L2
+ROTATED_BYTES = 8 << 20  # inputs are copied until they take this much, so that not all are in the L2
 MAX_COPIES = 4
 KEPT_OUTPUTS = 3
-KEPT_BYTES = 256 << 20  # of one callable: larger outputs leave no trace in a cache, and five callables keep them
+KEPT_BYTES = 256 << 20  # kept outputs of one callable: larger ones stay in no cache, and five callables keep their own
 PROBES = 5
-BELIEVED_SECONDS = 2.0  # a busy machine is not probed again for so long, nor is the use of a quiet one looked at
-LOOK_SECONDS = 0.05  # five ticks of the kernel's accounts
+BELIEVED_SECONDS = 2.0  # for so long a busy machine is not probed again, and a quiet one's load not read again
+LOOK_SECONDS = 0.05  # five ticks of the system's CPU accounting
 PROBE_ELEMENTS = 1 << 17  # four times the size from which torch uses threads
 BUSY_SECONDS = 1e-3  # 30 us on a quiet machine, 4 to 60 ms where another process has the other core
 
@@ -54,13 +54,13 @@ class Cores:
         self._busy_at = self._looked_at = -inf
 
     def usable_threads(self, threads: int) -> int:
-        """``threads``, or 1 where parallel regions wait for cores that others use: they would only measure the others.
+        """``threads``, or 1 where parallel regions would wait for cores that others use, and so measure the others.
 
         Beside a training script on two cores an eager call of 0.1 ms took 30 ms on two threads and 0.1 ms on one.
         """
         if threads == 1 or perf_counter() - self._busy_at < BELIEVED_SECONDS:
             return 1
-        # Asked before it is tried: whoever has just slept gets all cores for the few regions that a trial takes.
+        # Read the load before probing: a process that has just slept gets all cores for the few regions of a probe.
         if perf_counter() - self._looked_at > BELIEVED_SECONDS and self._free_cores() < threads - OTHERS_SHARE:
             self._busy_at = perf_counter()
             return 1
@@ -87,32 +87,32 @@ CORES = Cores()
 
 
 class DeviceRunner(Protocol):
-    """What a bench does differently on each type of device."""
+    """The operations of a bench that depend on the type of device."""
 
     device: torch.device
 
     def load(self, digest: str, name: str, binary: bytes) -> Any:
-        """A kernel in this process. Raises what the loader raises."""
+        """Load a kernel into this process. Raises what the loader raises."""
 
     def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]: ...
 
     def launcher(
         self, form: NodeForm, loaded: Any, values: Sequence[int], threads: int, allocate: GuardedAllocator | None
     ) -> Callable[..., Any]:
-        """The kernel as the router would call it."""
+        """The callable with which the router would call the kernel."""
 
     def usable_threads(self, threads: int) -> int:
-        """How many of the threads are worth timing on just now."""
+        """The number of these threads that can be timed just now."""
 
     def sampler(self, is_shared: bool) -> Sampler:
-        """``is_shared``: for calls on one thread, since others use the cores."""
+        """The sampler of a race; ``is_shared``: calls are on one thread because others use the cores."""
 
     def is_fatal(self, error: Exception) -> bool:
-        """Whether the process is of no use after this error."""
+        """Whether this error leaves the process useless."""
 
 
 class CpuRunner:
-    """C kernels."""
+    """Runs C kernels."""
 
     device = torch.device("cpu")
 
@@ -131,15 +131,15 @@ class CpuRunner:
         return CORES.usable_threads(threads)
 
     def sampler(self, is_shared: bool) -> Sampler:
-        # The thread's own time leaves out when others had its core: 30 ms at a time, in which a gain of 6x drowned.
+        # A thread's own time leaves out when others had its core, for 30 ms at a time: that hid a gain of 6x.
         return CallSampler(thread_time if is_shared else perf_counter)
 
     def is_fatal(self, error: Exception) -> bool:
-        return False  # what breaks a process on a CPU ends it
+        return False  # on a CPU, an error that breaks the process ends it
 
 
 class NodeBench:
-    """Everything of one node in one worker process."""
+    """The kernels, inputs and references of one node in a worker process."""
 
     def __init__(self, form: NodeForm, threads: int, rig: DeviceRunner) -> None:
         self.form = form
@@ -165,11 +165,11 @@ class NodeBench:
         def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
             return self._rig.launcher(self.form, self._loaded[digest], values, self.threads, allocator)
 
-        with torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself uses all of its threads
+        with torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself gets all of its threads
             return self._verifier.check(make_call, cases, budget_seconds, least)
 
     def race(self, digests: Sequence[str], values: tuple[int, ...], rules: RaceRules) -> RaceResult:
-        """Eager, then each kernel: seconds a call, round by round."""
+        """Race eager and kernels: seconds a call in each round, eager's first."""
         self._prepare(values)
         threads = self._rig.usable_threads(self.threads)
         calls = [self._rig.unfused(self.form, values)]
@@ -181,7 +181,7 @@ class NodeBench:
         return replace(result, threads=threads)
 
     def close(self) -> None:
-        """Free tensors; kernels stay loaded, they cannot be unloaded safely."""
+        """Free the tensors; kernels stay loaded, since they cannot be unloaded safely."""
         self._values, self._input_sets = None, []
         self._verifier.forget()
 
@@ -213,9 +213,9 @@ class NodeBench:
 
 @contextlib.contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """So many threads for torch's own kernels; 0 for as many as it has."""
+    """Let torch's own kernels use so many threads inside; 0 changes nothing."""
     before = torch.get_num_threads()
-    if threads not in (0, before):  # 0: the threads of the host do not matter
+    if threads not in (0, before):  # 0: a GPU, where the host's threads do not matter
         torch.set_num_threads(threads)
     try:
         yield
@@ -225,7 +225,7 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same strides and values in other memory; expanded dims share memory as before."""
+    """A copy with the same strides and values; expanded dims share memory as before."""
     extent = (
         0 if 0 in tensor.shape else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     )

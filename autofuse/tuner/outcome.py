@@ -22,7 +22,7 @@ from autofuse.ir.records import (
 )
 from autofuse.tuner.cases import CASE_BYTES
 
-WAVE = 4  # configurations that are built and screened together: the default and the likeliest changes to it
+WAVE = 4  # configurations that are built and screened together: at first the default and its likeliest changes
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Outcome:
         values: tuple[int, ...] = (),
         digest: str | None = None,
     ) -> None:
-        """A candidate did not run, or not as it should."""
+        """Add a measurement of a candidate that did not run, or not as it should; ``values``: the sizes."""
         row = Measurement(candidate, status, values, compile_key=digest, message=message[:DETAIL_CHARACTERS])
         self.measurements.append(row)
 
 
 class Clock:
-    """Seconds that count against one job's."""
+    """The seconds of one job that are used and left."""
 
     def __init__(self, clock: Callable[[], float], job_seconds: float) -> None:
         self.now = clock
@@ -77,27 +77,27 @@ class Clock:
 
 
 class Verdicts:
-    """Decisions of one job, each with what the job has tried and taken so far."""
+    """Makes the decisions of one job, each with the number of trials and the time so far."""
 
     def __init__(self, request: TuneRequest, outcome: Outcome, clock: Clock) -> None:
-        self.tried = 0  # configurations
+        self.tried = 0  # number of configurations
         self._request = request
         self._outcome = outcome
         self._clock = clock
 
     def stay_eager(self, reason: str, detail: str, comparison: Comparison | None = None) -> Decision:
-        """No candidate wins; ``comparison``: of the best of them."""
+        """The decision that no candidate wins; ``comparison``: that of the best candidate."""
         return self._decision(comparison, self._request, Candidate(EAGER), reason, detail)
 
     def switch(
         self, comparison: Comparison, request: TuneRequest, candidate: Candidate, digest: str, where: str
     ) -> Decision:
-        """A candidate wins what ``request`` asks for."""
+        """The decision that a candidate wins what ``request`` asks for."""
         detail = f"the fastest of {self.tried}, {comparison.rounds} paired rounds{where}"
         return self._decision(comparison, request, candidate, "won", detail, digest)
 
     def why_nothing_ran(self) -> tuple[str, str]:
-        """The reason and the words for eager where no candidate is left."""
+        """The reason code and the words for eager where no candidate is left."""
         found = {m.status: m.message for m in reversed(self._outcome.measurements) if m.status != "ok"}
         for status, reason in _REASONS.items():
             if status in found:

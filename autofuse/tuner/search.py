@@ -22,18 +22,19 @@ from autofuse.ir.records import Config, make_config
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
-PATIENCE = 8  # answers without a better one after which a sampled search ends
-BETTER = 0.01  # the share by which an answer must be better to count as such: below is noise
-STEP = 0.02  # the share by which steps start from a new place: a search that follows noise tries everything
-_ATTEMPTS = 8  # proposals for each new one: the sampler repeats itself in small spaces
+PATIENCE = 8  # a sampled search ends after so many answers without a better one
+BETTER = 0.01  # an answer is better only by at least this share: less is noise
+STEP = 0.02  # steps start from a new base if it is better by this share: a search that follows noise tries everything
+_ATTEMPTS = 8  # proposals for each new configuration: the sampler repeats itself in small spaces
 
 
 class ConfigSearch:
-    """Proposes configurations of one variant; every one that ``ask`` gives wants a ``tell``."""
+    """Proposes configurations of one variant; each one that ``ask`` returns must be answered by ``tell``."""
 
     def __init__(self, knobs: Sequence[Knob], seeds: Iterable[Config], trials: int, seed: int = 0) -> None:
-        """``knobs``: the likeliest to gain first; ``seeds``: the first is where to start, the others change it by what
-        they say of these knobs; ``trials``: configurations at most; ``seed``: of the sampler."""
+        """``knobs``: the likeliest to gain first; ``seeds``: the search starts from the first, the others are tried
+        next, with the first one's values where they lack a knob; ``trials``: configurations at most; ``seed``: of the
+        sampler."""
         self._knobs = tuple(knobs)
         self._choices = {knob.name: knob.choices for knob in knobs}
         self.cardinality = prod(len(knob.choices) for knob in knobs)
@@ -46,19 +47,19 @@ class ConfigSearch:
         self._since_better = 0
         default = default_config(knobs)
         first, *others = [*seeds] or [default]
-        self._base = self._moved(default, first)  # where steps start from
+        self._base = self._moved(default, first)  # from which steps start
         self._base_cost: float | None = None
         self._seeds = list(dict.fromkeys([self._base, *(self._moved(self._base, config) for config in others)]))
 
     def _moved(self, start: Config, config: Config) -> Config:
-        """A start with what a configuration, perhaps of other sizes or from another version, says of these knobs."""
+        """``start`` with the valid values of ``config``, which may be of other sizes or from another version."""
         known: Mapping[str, Choice] = {n: value for n, value in config if value in self._choices.get(n, ())}
         return make_config({**dict(start), **known})
 
     def _steps(self) -> list[Config]:
-        """Untried configurations that differ from the base in one knob, by one step where it has an order.
+        """Untried configurations that differ from the base in one knob, by one step if its choices are ordered.
 
-        In a small space the steps from those that failed follow: what failed must not stand in the way.
+        In a small space, steps from failed configurations follow, so that these do not cut off parts of the space.
         """
         failed = [config for config, cost in self._told.items() if cost is None] if self.is_small else []
         steps = [
@@ -88,11 +89,11 @@ class ConfigSearch:
                 self._open[config] = trial
                 found.append(config)
             elif trial is not None:
-                self._finish(trial, self._told.get(config))  # the known answer moves the sampler on
+                self._finish(trial, self._told.get(config))  # the known answer makes the sampler propose others
         return found
 
     def _proposal(self, may_step: bool) -> tuple[Config, Trial | None]:
-        """A seed, else a step from the base where it is its turn, else what the sampler says."""
+        """A seed, else a step if ``may_step`` or without a sampler, else the sampler's proposal; and its trial, if any."""
         wanted = self._seeds.pop(0) if self._seeds else None
         if wanted is None and (may_step or self._study is None):
             wanted = next(iter(self._steps()), None)
@@ -105,7 +106,7 @@ class ConfigSearch:
         return make_config({knob.name: _suggest(trial, knob) for knob in self._knobs}), trial
 
     def tell(self, config: Config, cost: float | None) -> None:
-        """What a configuration costs, as a time or relative to eager; None for one that failed."""
+        """Answer a configuration with its cost, a time or a ratio to eager's; None for one that failed."""
         self._told[config] = cost
         trial = self._open.pop(config, None)
         if trial is not None:
@@ -131,7 +132,7 @@ class ConfigSearch:
         return len(self._told)
 
     def best(self) -> tuple[Config, float] | None:
-        """The cheapest so far."""
+        """The cheapest configuration so far and its cost."""
         answered = [(config, cost) for config, cost in self._told.items() if cost is not None]
         return min(answered, key=lambda item: item[1], default=None)
 
@@ -142,7 +143,7 @@ def _study(seed: int, startup: int) -> optuna.Study:
 
 
 def _suggest(trial: Trial, knob: Knob) -> Choice:
-    """A choice. Numbers have an order that a sampler can learn from, so it picks their index."""
+    """The trial's choice for a knob. Ordered choices are picked by index, so that the sampler learns from the order."""
     if _is_ordered(knob.choices):
         return knob.choices[int(trial.suggest_int(knob.name, 0, len(knob.choices) - 1))]
     choice: Choice = trial.suggest_categorical(knob.name, list(knob.choices))
@@ -154,7 +155,7 @@ def _encode(choices: tuple[Choice, ...], value: Choice) -> Choice:
 
 
 def _next_to(choices: tuple[Choice, ...], value: Choice) -> list[int]:
-    """Indices one step from a value; all others where the choices have no order."""
+    """Indices of the choices one step from a value; of all other choices where they have no order."""
     at = choices.index(value)
     if not _is_ordered(choices):
         return [index for index in range(len(choices)) if index != at]

@@ -17,14 +17,14 @@ from autofuse.tuner.decide_node import switch
 from autofuse.tuner.entrants import Contest, Entrant
 from autofuse.tuner.outcome import Verdicts
 
-# Times the rounds of a race with the generic winner as the rival: the two are mostly alike, which no number of rounds
-# decides, and with six times the rounds (`entrants.LONGER`) these races took half of a job's samples.
+# A race against the generic winner takes up to this many times its rounds. The two kernels are mostly alike, which no
+# number of rounds decides; with `entrants.LONGER` times the rounds these races took half of a job's samples.
 LONGER_AGAINST_WINNER = 2
-SPECIALISE_CALLS = 32  # calls of the dominant shape from which a kernel of its own can pay for its compilation
+SPECIALISE_CALLS = 32  # calls of the dominant shape from which its own kernel can pay for the compilation
 
 
 def specialise(contest: Contest, verdicts: Verdicts, generic: Entrant) -> None:
-    """Try it, and add what was found to the job's outcome."""
+    """Try a kernel with the dominant shape's sizes built in, and add the results to the job's outcome."""
     asked, outcome = contest.request, contest.outcome
     values = dominant_shape(asked.shapes)
     calls = max((s.calls for s in asked.shapes), default=0)
@@ -59,7 +59,7 @@ def specialise(contest: Contest, verdicts: Verdicts, generic: Entrant) -> None:
 
 
 def _beats(contest: Contest, entrant: Entrant, rival: Entrant, values: tuple[int, ...]) -> bool:
-    """Whether a candidate beats eager and the rival."""
+    """Whether a candidate beats both eager and the rival."""
     margin = contest.limits.margin
 
     def race() -> Sequence[Comparison] | None:

@@ -20,17 +20,17 @@ from autofuse.strategies.strategy import Strategy
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built, NodeBenchmarks
 from autofuse.tuner.worker_process import CandidateProblem
 
-STRATEGY = "way"  # the variant, and its only knob
-TunePart = Callable[[NodeForm, str, tuple[Dim, ...]], KernelRecord | None]  # form, printer, its sizes in the node's
+STRATEGY = "way"  # the stored name of the variant and of its only knob
+TunePart = Callable[[NodeForm, str, tuple[Dim, ...]], KernelRecord | None]  # form, printer, sizes in the node's symbols
 
 
 def _has_products(strategy: Strategy) -> bool:
-    """Whether one of its parts is a generated matmul, or on a GPU an attention."""
+    """Whether a part of the strategy is printed by a template: a matmul, convolution or attention."""
     return any(part.printer != LOOP for part in strategy.parts)
 
 
 class StrategyBenchmarks(NodeBenchmarks):
-    """Programs of several kernels and library calls as candidates for one node."""
+    """The bench of one node whose candidates are strategies."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StrategyBenchmarks(NodeBenchmarks):
         strategies: Sequence[Strategy],
         tune_part: TunePart,
     ) -> None:
-        """Raises what the tuning of a part raises."""
+        """Tune the parts of all strategies by ``tune_part``, and pack them. Raises what the tuning of a part raises."""
         super().__init__(provider, fusion_id, form, threads, bucket)
         self._built: dict[str, KernelRecord] = {}
         for strategy in strategies:
@@ -55,9 +55,9 @@ class StrategyBenchmarks(NodeBenchmarks):
                 else:
                     kernels.append(kernel)
             if _has_products(strategy) and not _has_products(current):
-                continue  # aten's are faster: this is another way by now
-            if kernels or current.has_extern:  # else it is what eager does
-                # A part may be a strategy of aten's operators alone, which is for all processors.
+                continue  # aten's are faster, and without them this is another strategy
+            if kernels or current.has_extern:  # otherwise it runs what eager runs
+                # A part may be a strategy without machine code, which has no processor as its target.
                 targets = [kernel.key.target for kernel in kernels if ":" in kernel.key.target]
                 target = targets[0] if targets else provider.backend.generic
                 self._built[strategy.name] = pack(current, kernels[::-1], target)
@@ -83,4 +83,4 @@ class StrategyBenchmarks(NodeBenchmarks):
         return [Built(c, self._built[str(dict(c.config)[STRATEGY])], 0.0) for c in candidates]
 
     def complete(self, built: Built, values: Sequence[int], others: Sequence[Sequence[int]]) -> Built:
-        return built  # its parts were completed for their buckets
+        return built  # the parts were built for their whole buckets

@@ -23,59 +23,59 @@ from autofuse.tuner.comparison import clearly_slower, compare, verdict
 Call = Callable[[], object]
 Clock = Callable[[], float]
 
-MIN_SAMPLE_SECONDS = 100e-6  # shorter calls are repeated within a sample: the clock's own cost is 0.1 us
+MIN_SAMPLE_SECONDS = 100e-6  # shorter calls are repeated in a sample, since reading the clock takes 0.1 us
 MAX_REPEATS = 64
-MAX_SAMPLE_SECONDS = 10e-3  # of the slowest, where the fastest could do with more repeats
-PROBES = 3  # calls that say how long one takes: the quickest of them counts
-MIN_ROUNDS = 3  # whatever the budget says
-OVERDRAFT = 4.0  # a race that needs its least number of rounds to be of use may take this many times its budget
+MAX_SAMPLE_SECONDS = 10e-3  # of the slowest callable, even if the fastest then has fewer repeats than it needs
+PROBES = 3  # trial calls, the quickest of which tells how long a call takes
+MIN_ROUNDS = 3  # whatever the budget
+OVERDRAFT = 4.0  # up to its least number of rounds, a race may take this many times its budget
 
 
 @dataclass(frozen=True)
 class RaceRules:
-    """How long a race goes on."""
+    """The rules by which a race goes on and ends."""
 
-    rounds: int  # at least, unless the budget is spent
-    max_rounds: int  # at most, for a race whose winner is open; equal to ``rounds``: never longer
+    rounds: int  # the least number, unless the budget is spent
+    max_rounds: int  # the most, while the winner is open; equal to ``rounds``: never longer
     budget_seconds: float
-    margin: float  # what the winner has to show, as a share
-    least_rounds: int = MIN_ROUNDS  # even where the budget is spent, up to OVERDRAFT times
-    least_seconds: float = 0.0  # time that these may take however small the budget
+    margin: float  # the share by which the winner must be faster
+    least_rounds: int = MIN_ROUNDS  # even where the budget is spent, up to OVERDRAFT times over
+    least_seconds: float = 0.0  # the time that these may take, however small the budget
     drop_factor: float = 1.15  # candidates this much slower than the leader leave after 3 rounds
-    incumbent: int = 0  # whom the winner has to beat: eager, or another callable, which never leaves the race then
+    incumbent: int = 0  # index of the callable to beat: eager, or another, which then never leaves the race
 
     @property
     def longest_seconds(self) -> float:
-        """How long the least number of rounds may take."""
+        """The seconds that the least number of rounds may take."""
         return max(OVERDRAFT * self.budget_seconds, self.least_seconds)
 
 
 @dataclass
 class RaceResult:
-    """Seconds a call: a list for each callable, one sample per round in which it took part."""
+    """The samples of a race: for each callable its seconds a call, in each round in which it took part."""
 
     samples: list[list[float]]
     dropped: list[bool] = field(default_factory=list)
-    threads: int = 0  # that eager and the candidates were given; 0: not known
+    threads: int = 0  # of eager and the candidates; 0: not known
     device: list[list[float]] = field(default_factory=list)  # on a GPU: seconds of the device alone
-    host: list[list[float]] = field(default_factory=list)  # and seconds until the call was handed to it
+    host: list[list[float]] = field(default_factory=list)  # on a GPU: seconds until the call was handed over
 
 
 class Sampler(Protocol):
-    """How time is taken."""
+    """Takes the times of calls."""
 
     def prepare(self, calls: Sequence[Call]) -> None:
-        """Warm up, and find out how often a call has to be repeated for one sample."""
+        """Warm up the calls, and find out how to take their samples."""
 
     def round(self, order: Sequence[int]) -> list[float]:
-        """A sample of each of these callables, in seconds a call, taken in this order."""
+        """A sample of each callable in ``order``, given by indices, in seconds a call and in this order."""
 
     def note(self, result: RaceResult) -> None:
-        """Add what else was measured to the result of the race."""
+        """Add other times that were measured to the result of the race."""
 
 
 class CallSampler:
-    """Time, by a clock, of a call that returns when its work is done."""
+    """Times calls by a clock; a call must return only when its work is done."""
 
     def __init__(self, clock: Clock = perf_counter) -> None:
         self._clock = clock
@@ -98,7 +98,7 @@ def race(
 ) -> RaceResult:
     """Run the race; ``calls[0]`` is eager, which never leaves it."""
     enabled = gc.isenabled()
-    gc.disable()  # a collection in one sample would be charged to whoever has the turn
+    gc.disable()  # a collection would be charged to the callable whose turn it is
     try:
         return _race(calls, rules, clock, sampler or CallSampler(clock))
     finally:
@@ -115,7 +115,7 @@ def _race(calls: Sequence[Call], rules: RaceRules, clock: Clock, sampler: Sample
     number = 0
     while number < rules.max_rounds:
         if number % 2:
-            order.reverse()  # whoever came first comes last: a race has each of two before the other equally often
+            order.reverse()  # the first comes last: each of two callables is before the other equally often
         else:
             shuffle(order)
         for index, seconds in zip(order, sampler.round(order), strict=True):
@@ -132,11 +132,11 @@ def _race(calls: Sequence[Call], rules: RaceRules, clock: Clock, sampler: Sample
 
 
 def _repeats(calls: Sequence[Call], clock: Clock) -> int:
-    """How often to call within a sample, after a call to warm up; of all callables the same.
+    """The number of calls in a sample, the same for all callables; each is called once to warm up.
 
     The first call of a sample finds the caches as another callable left them, and is slower by microseconds. Spread
-    over fewer calls it weighs more: with repeats of its own, one of four identical candidates of 3 us beat eager in
-    1.1 % of 730 jobs, with equal ones in none of 644 (2 cores of an AMD EPYC, 2026-11-21).
+    over fewer calls, this weighs more: with a number for each callable, one of four identical candidates of 3 us beat
+    eager in 1.1 % of 730 jobs, with equal numbers in none of 644 (2 cores of an AMD EPYC, 2026-11-21).
     """
     seconds = []
     for call in calls:
@@ -163,16 +163,16 @@ def _drop_losers(order: list[int], result: RaceResult, rules: RaceRules) -> list
 
 
 def _is_decided(order: list[int], result: RaceResult, rules: RaceRules) -> bool:
-    """Whether more rounds would not change what is done: the fastest candidate has won or lost."""
+    """Whether more rounds cannot change the decision, because the fastest candidate has won or lost."""
     candidates = [index for index in order if index not in (0, rules.incumbent)]
     if not candidates or rules.max_rounds <= rules.rounds:
         return True
-    # Looked at only now and then: each look is a chance to be fooled.
+    # Decided only once in ``rounds`` rounds: each look is another chance to be wrong by noise.
     count = len(result.samples[0])
     if (count - rules.rounds) % max(1, rules.rounds) and count < rules.max_rounds:
         return False
     best = min(candidates, key=lambda index: statistics.median(result.samples[index]))
     found = compare(result.samples[rules.incumbent], result.samples[best])
     if rules.incumbent and found.speedup < 1.0:
-        return True  # two kernels are mostly alike: without a lead by now it will not win by a margin
+        return True  # two kernels are mostly alike: one without a lead by now will not win by the margin
     return verdict(found, rules.margin) != "open"

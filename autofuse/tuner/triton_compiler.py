@@ -29,9 +29,9 @@ from autofuse.errors import StoreError
 from autofuse.tuner.worker_process import CandidateProblem, Main, Refused, WorkerProcess
 
 MODULE = "autofuse.daemon.workers.triton_compile"
-TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; a block that is far too large may take hours
-MEMORY_BYTES = 8 << 30  # of addresses, beyond what importing Triton takes
-_ENOUGH_BYTES = 256 << 20  # of room for temporary files
+TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; with far too large blocks it may take hours
+MEMORY_BYTES = 8 << 30  # address space, beyond what importing Triton takes
+_ENOUGH_BYTES = 256 << 20  # free room that temporary files need
 _IN_MEMORY = Path("/dev/shm")
 _PREFIX = "autofuse-triton-"
 
@@ -40,7 +40,7 @@ SaveFiles = Callable[[str, Mapping[str, bytes]], None]
 
 
 class TritonCompiler:
-    """A compile process, started at the first request and again after each loss."""
+    """A process that compiles Triton, started at the first request and again after each loss."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class TritonCompiler:
         stderr: IO[bytes] | int | None = None,
         tend: Callable[[int], float] | None = None,
     ) -> None:
-        """``load`` and ``save`` keep Triton's files: ``Kernels.get_triton_files`` and ``put_triton_files``; ``tend``:
-        as of a `WorkerProcess`."""
+        """``load`` and ``save`` keep Triton's files, as ``Kernels.get_triton_files`` and ``put_triton_files`` do;
+        ``tend``: as in `WorkerProcess`."""
         self._load = load
         self._save = save
         self._folders = _Folders()
@@ -75,16 +75,16 @@ class TritonCompiler:
 
     @property
     def generation(self) -> int:
-        """Grows with each process."""
+        """A number that grows with each started process."""
         return self._process.generation
 
     def start(self) -> None:
-        """Start the process, if there is none, without waiting for it. Raises CompilerError without a usable Triton."""
+        """Start the process, unless it runs, without waiting for it. Raises CompilerError without a usable Triton."""
         find_triton()
         self._process.start()
 
     def compile(self, source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
-        """All passes of a source under each of the assumptions.
+        """Compile all passes of a source under each of the assumptions.
 
         Raises CandidateProblem ("compile_error", "crash", "timeout", "out_of_memory"), CompilerError without a usable
         Triton, Interrupted once ``is_stopping``.
@@ -109,7 +109,7 @@ class TritonCompiler:
         return artifact
 
     def close(self) -> None:
-        """End the process and remove its files; it may be used again."""
+        """End the process and remove its files; the next request starts a new one."""
         self._process.kill()
         self._folders.remove()
 
@@ -119,7 +119,7 @@ class TritonCompiler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # A store that cannot be read or written only costs compilations.
+    # Where the store cannot be read or written, sources are compiled again.
 
     def _answer_load(self, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -137,7 +137,7 @@ class TritonCompiler:
 
 
 def _said(artifact: Artifact) -> str:
-    """What the compiler made of a source: a line for each image."""
+    """The compiler's results for a source as text: a line for each image."""
     lines = [f"Triton, {artifact.source.name} for {artifact.target}: {len(artifact.images)} images"]
     for image in artifact.images:
         found, assumed = image.resources, image.assumptions
@@ -150,13 +150,13 @@ def _said(artifact: Artifact) -> str:
 
 
 class _Folders:
-    """The temporary folder of the current process, locked for as long as we live."""
+    """The temporary folder of the current compile process, locked for as long as this process lives."""
 
     def __init__(self) -> None:
-        self._folder: tuple[str, int] | None = None  # its path, its descriptor
+        self._folder: tuple[str, int] | None = None  # path and descriptor
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a new process, in a new folder."""
+        """The environment of a new process, with a new temporary folder."""
         self.remove()
         parent = _parent()
         _remove_abandoned(parent)
@@ -173,7 +173,7 @@ class _Folders:
 
 
 def _lock(folder: str | Path) -> int:
-    """A descriptor that holds the folder. Raises OSError where somebody does or where it is not ours."""
+    """Lock a folder; the descriptor that holds the lock. Raises OSError where it is locked or cannot be opened."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +184,7 @@ def _lock(folder: str | Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Folders of daemons that were killed."""
+    """Remove the folders of daemons that were killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = _lock(folder)
@@ -193,7 +193,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _parent() -> Path:
-    """Where temporary folders go: memory if it has room, else the system's choice."""
+    """The parent of temporary folders: in memory if there is room, else the system's choice."""
     with contextlib.suppress(OSError):
         room = os.statvfs(_IN_MEMORY)
         if room.f_bavail * room.f_frsize >= _ENOUGH_BYTES and os.access(_IN_MEMORY, os.W_OK | os.X_OK):

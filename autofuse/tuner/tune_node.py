@@ -35,7 +35,8 @@ class Job:
         seeds: Iterable[Config] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``seeds``: winners of other buckets, nearest first; ``clock``: seconds that count against the job's."""
+        """``seeds``: winners of other buckets, nearest first; ``clock``: the seconds by which the job's time is
+        counted."""
         self.request = request
         self.form = NodeForm.from_json(dict(request.node))
         self.limits = limits
@@ -47,7 +48,7 @@ class Job:
         self._explorer = Explorer(self._contest, seeds)
 
     def run(self) -> Outcome:
-        """Tune. Raises only what stops the daemon itself."""
+        """Tune the node. Raises only what stops the daemon itself."""
         values = self.timed_values()
         if is_empty(self.form, values):
             return self._give_up("too_small", "its outputs have no elements")
@@ -70,7 +71,7 @@ class Job:
         return self._outcome
 
     def timed_values(self) -> tuple[int, ...]:
-        """The shape to time: the most frequent one, else the upper end of the bucket."""
+        """The sizes to time: the most frequent ones in the bucket, else its upper end."""
         seen = [s for s in self.request.shapes if self.request.bucket.contains(s.symbol_values)]
         if seen:
             return max(seen, key=lambda s: s.calls).symbol_values

@@ -26,16 +26,16 @@ from autofuse.tuner.cases import CheckCase
 from autofuse.wrapper.node_call import expected_outputs
 
 ULPS = 4.0  # libmvec's erf and log are within 4
-ULPS_FLOAT64 = 64.0  # there eager is its own reference, so its error counts as 0
+ULPS_FLOAT64 = 64.0  # for float64 eager itself is the reference, so its error counts as 0
 TIMES_EAGER = 2.0
 GUARD_BYTES = 256
 GUARD = 0xA5
-PASSED, REFUSED = 10, 8  # samples that decide where the first was refused, including it
-FAR = 16.0  # times the bound: no luck (7 was the most in 20,000 draws of attentions of 2 to 48 keys)
+PASSED, REFUSED = 10, 8  # draws that decide where one was refused, including it
+FAR = 16.0  # so many times the bound is no chance (7 was the most in 20,000 draws of attentions of 2 to 48 keys)
 _SEED = 20_240_229
-REFERENCE_BYTES = 256 << 20  # references kept for the next candidate
+REFERENCE_BYTES = 256 << 20  # references that are kept for the next candidates
 
-# Their running formulas meet an infinite input with NaN or Inf by the order of elements, in eager as in ours.
+# For an infinite input, the running formulas of these give NaN or Inf by the order of elements, in eager as in ours.
 _LOOSE_ON_SPECIALS = frozenset(
     {
         "var", "var_mean", "std", "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
@@ -51,10 +51,10 @@ class Wrong(Exception):
 
 
 class Inaccurate(Wrong):
-    """Its error is too large beside eager's on these inputs."""
+    """The candidate's error is too large beside eager's on these inputs."""
 
     def __init__(self, message: str, times: float) -> None:
-        """``times``: the error over the bound."""
+        """``times``: the error divided by the bound."""
         super().__init__(message)
         self.times = times
 
@@ -63,11 +63,11 @@ T = TypeVar("T")
 
 
 def judge(draw: Callable[[int], T]) -> T:
-    """What ``draw(0)`` gives, or Inaccurate where one draw after the other shows that errors are too large.
+    """The result of a draw that passes; raises Inaccurate where several draws show that errors are too large.
 
-    ``draw`` takes a number, makes inputs from it, and raises Inaccurate where the error is over the bound. A single one
-    tells little: eager's error on the same inputs may happen to be small, the likelier the fewer terms it has. What is
-    as accurate as eager is refused in one draw of eight at worst, what is not, in nearly all.
+    ``draw`` takes a number, makes inputs from it, and raises Inaccurate where the error is over the bound. A single
+    draw tells little: eager's error on the same inputs may happen to be small, the likelier the fewer terms it sums. A
+    candidate as accurate as eager is refused in one draw of eight at worst, a less accurate one in nearly all draws.
     """
     passed = refused = 0
     while True:
@@ -87,7 +87,7 @@ def judge(draw: Callable[[int], T]) -> T:
 class GuardedAllocator:
     """Allocates poisoned outputs between guard bytes."""
 
-    bool_poison: bool = True  # either value is right half of the time: alternate
+    bool_poison: bool = True  # either value may happen to be right, so it alternates
     device: torch.device | None = None
     blocks: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class GuardedAllocator:
         return self.bool_poison if dtype is torch.bool else 99
 
     def check(self) -> None:
-        """Raises Wrong where a guard byte changed."""
+        """Check the guard bytes. Raises Wrong where one has changed."""
         for block, nbytes in self.blocks:
             before, after = block[:GUARD_BYTES], block[GUARD_BYTES + nbytes :]
             if bool((before != GUARD).any()) or bool((after != GUARD).any()):
@@ -118,7 +118,7 @@ class GuardedAllocator:
 
 @dataclass(frozen=True)
 class _Norms:
-    """Eager's own errors against float64, and the scale, as the largest and as the root mean square."""
+    """Eager's own error against float64 and the scale of the output, each as largest value and root mean square."""
 
     own: tuple[float, float]
     scale: tuple[float, float]
@@ -126,17 +126,17 @@ class _Norms:
 
 @dataclass(frozen=True)
 class Answer:
-    """What eager and float64 say one output is; comparing a candidate with it takes one pass."""
+    """One output as eager and as float64 compute it; comparing a candidate with it takes one pass."""
 
     eager: torch.Tensor
     exact: torch.Tensor
-    norms: _Norms | None  # None where an element is not finite, or where there are no floats
+    norms: _Norms | None  # None where an element is not finite, or the output has no floats
 
 
 @dataclass(frozen=True)
 class _Reference:
     inputs: list[torch.Tensor]
-    copies: list[torch.Tensor]  # of the inputs
+    copies: list[torch.Tensor]  # of the inputs, to see whether a candidate changes them
     answers: list[Answer]
 
     @property
@@ -146,10 +146,10 @@ class _Reference:
 
 
 class Verifier:
-    """Checks the candidates of one node; what eager and float64 answer is computed once for all of them."""
+    """Checks the candidates of one node; results of eager and float64 are computed once for all of them."""
 
     def __init__(self, form: NodeForm, device: torch.device | None = None) -> None:
-        """``device``: where inputs are made, the CPU if None."""
+        """``device``: where inputs are made; None: the CPU."""
         self._form = form
         self._device = device
         self._wide = to_float64(form)
@@ -159,7 +159,7 @@ class Verifier:
     def check(
         self, make_call: MakeCall, cases: Sequence[CheckCase], budget_seconds: float = 1e9, least: int = 1
     ) -> float:
-        """The worst error ratio over the cases; those beyond ``least`` are left out once the budget is spent.
+        """The worst error ratio over the cases; those after the first ``least`` are left out once the budget is spent.
 
         Raises Wrong.
         """
@@ -225,20 +225,20 @@ class Verifier:
 
 
 def _check_strides(index: int, found: torch.Tensor, strides: Sequence[int]) -> None:
-    """Raises Wrong where elements lie in another order than the graph was captured with: readers rely on it."""
+    """Raises Wrong where an output has other strides than in the captured graph: its readers rely on them."""
     steps = [(own, wanted) for size, own, wanted in zip(found.shape, found.stride(), strides, strict=False) if size > 1]
     if found.numel() and any(own != wanted for own, wanted in steps):
         raise Wrong(f"output {index} has strides {found.stride()}, eager's {tuple(strides)}")
 
 
 def _begin_drawing(device: torch.device | None) -> None:
-    """Eager and a candidate that uses random numbers begin with the same generator state."""
+    """Reset a GPU's generator, so that eager and a candidate that uses random numbers begin with the same state."""
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(_SEED)
 
 
 def _shift(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor one element behind an aligned address, as slices of larger tensors are."""
+    """A copy that begins one element behind an aligned address, as slices of larger tensors do."""
     extent = (
         0 if 0 in tensor.shape else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     )
@@ -259,16 +259,16 @@ _BITS = {
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    bits = _BITS.get(left.dtype)  # NaN equals itself bit by bit
+    bits = _BITS.get(left.dtype)  # compare bits, by which NaN equals itself
     return bool(torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits)))
 
 
 def answer(eager: torch.Tensor, exact: torch.Tensor) -> Answer:
-    """What eager and float64 say one output is."""
+    """The `Answer` for one output, from the results of eager and float64."""
     if not eager.is_floating_point() or not eager.numel():
         return Answer(eager, exact, None)
     e, x = eager.double(), exact.double()
-    finite = bool(torch.isfinite(e.sum() + x.sum()))  # sums of finite numbers may overflow only in the slow direction
+    finite = bool(torch.isfinite(e.sum() + x.sum()))  # an overflow of the sum only makes the comparison slower
     return Answer(eager, x, _norms(e, x) if finite else None)
 
 
@@ -278,14 +278,14 @@ def _norms(eager: torch.Tensor, exact: torch.Tensor) -> _Norms:
 
 
 def output_error(index: int, found: torch.Tensor, answer: Answer, loose: bool) -> float:
-    """The error over eager's own; raises Wrong where it is too large."""
+    """The ratio of an output's error to eager's own; raises Wrong where the error is too large."""
     eager, exact, norms = answer.eager, answer.exact, answer.norms
     if found.shape != eager.shape or found.dtype != eager.dtype:
         raise Wrong(f"output {index} is {found.dtype}{list(found.shape)}, eager's {eager.dtype}{list(eager.shape)}")
     if not eager.numel():
         return 0.0
     if not eager.is_floating_point():
-        # A comparison of two nearly equal floats may fall either way, as float64 shows.
+        # Comparing two nearly equal floats may go either way, so float64's result is right too.
         wrong = (found != eager) & (found != exact.to(eager.dtype))
         if bool(wrong.any()):
             raise Wrong(f"output {index}: {int(wrong.sum())} of {eager.numel()} elements differ from eager's")
@@ -315,7 +315,7 @@ def output_error(index: int, found: torch.Tensor, answer: Answer, loose: bool) -
 
 
 def _check_kinds(index: int, f: torch.Tensor, e: torch.Tensor, x: torch.Tensor, loose: bool) -> None:
-    """NaN and Inf as in eager; where eager itself disagrees with float64 (gelu(inf) in float32), as in either."""
+    """Raises Wrong where NaN and Inf are neither eager's nor float64's, which may differ (gelu(inf) in float32)."""
     same = _both_or_neither_finite if loose else _same_kind
     wrong = ~(same(f, e) | same(f, x))
     if bool(wrong.any()):

@@ -22,14 +22,14 @@ from autofuse.detached import python_module
 from autofuse.ir.records import Status
 from autofuse.tuner.ipc import Pipe, PipeClosed
 
-START_SECONDS = 120.0  # importing torch on a busy machine
+START_SECONDS = 120.0  # for importing torch on a busy machine
 WORKER = "autofuse.daemon.workers.cpu"
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class CandidateProblem(Exception):
-    """Something is wrong with a candidate: ``status`` is the recorded outcome."""
+    """Something is wrong with a candidate; ``status`` is the outcome to record."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -37,11 +37,11 @@ class CandidateProblem(Exception):
 
 
 class Lost(CandidateProblem):
-    """The worker process ended or was killed over a request."""
+    """The worker process ended or was killed during a request."""
 
 
 class Refused(CandidateProblem):
-    """The worker is well, the candidate is not: "wrong", "out_of_memory" or "refused"."""
+    """The worker goes on, but the candidate failed: "wrong", "out_of_memory" or "refused"."""
 
 
 class NotReady(Exception):
@@ -53,8 +53,8 @@ class Main:
     """What a worker process runs."""
 
     module: str = WORKER
-    arguments: Sequence[str] = ()  # that end its command line
-    environment: Callable[[Mapping[str, str]], dict[str, str]] = dict  # turns ours into its
+    arguments: Sequence[str] = ()  # at the end of the command line
+    environment: Callable[[Mapping[str, str]], dict[str, str]] = dict  # makes its environment from ours
 
 
 MAIN = Main()  # the CPU's worker
@@ -74,10 +74,11 @@ class WorkerProcess:
         answers: Mapping[str, Answer] | None = None,
         tend: Callable[[int], float] | None = None,
     ) -> None:
-        """``stderr`` takes what kernels print (None: ours does). Requests raise Interrupted once ``is_stopping``.
+        """``stderr`` takes what kernels print (None: our stderr). Requests raise Interrupted once ``is_stopping``.
 
-        ``answers`` are what it may ask back; ``tend`` is given its process group again and again while it works, and
-        returns for how many seconds it has made it stand still: these do not count as the worker's.
+        ``answers``: functions that answer the worker's own questions, by name. ``tend`` is called regularly with the
+        worker's process group while it works; it may halt the group, and returns for how many seconds it did: these do
+        not count as the worker's.
         """
         self._main = main
         self._answers = answers or {}
@@ -89,14 +90,14 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
         self._is_ready = False
-        self.generation = 0  # grows with each process
+        self.generation = 0  # grows with each started process
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the process if there is none, without waiting until it is ready (1 to 3 s, torch's import)."""
+        """Start the process unless it runs, without waiting until it is ready (importing torch takes 1 to 3 s)."""
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
@@ -142,7 +143,7 @@ class WorkerProcess:
         except PipeClosed as error:
             end = self._describe_end(str(error))
             raise (Lost("crash", end) if self._is_ready else NotReady(end)) from None
-        except BaseException:  # Interrupted, or from an answer: the conversation has stopped in its middle
+        except BaseException:  # Interrupted, or an error of an answer: the pipe is in the middle of an exchange
             self.kill()
             raise
         if reply.get("ok"):
@@ -164,7 +165,7 @@ class WorkerProcess:
             raise NotReady(str(reply.get("message", "")))
 
     def kill(self) -> int | None:
-        """End the process, however busy it is; its exit code, None where there was no process."""
+        """End the process, however busy it is; returns its exit code, None where there was no process."""
         process, self._process = self._process, None
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
@@ -180,7 +181,7 @@ class WorkerProcess:
         process = self._process
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=2.0)  # its pipe closes a moment before it is gone
+                process.wait(timeout=2.0)  # its pipe closes a moment before the process is gone
         code = process.poll() if process is not None else None
         self.kill()
         if code is None:
