@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An optimizer as torch's function of it has it."""
+    """The arguments of torch's functional form of an optimizer."""
 
-    module: str  # of torch.optim; its function has the same name
-    grads: str  # argument with the gradients
-    states: tuple[tuple[str, str], ...]  # (argument, flag without which it is not used, "" for always)
-    scalars: tuple[str, ...]  # numbers, in the order in which kernels take them
+    module: str  # module of torch.optim, whose function has the same name
+    grads: str  # the argument with the gradients
+    states: tuple[tuple[str, str], ...]  # (argument, flag with which it is used; "": always)
+    scalars: tuple[str, ...]  # arguments that are numbers, in the kernels' order
     has_steps: bool
-    vendors: tuple[str, ...]  # switches of torch that have a kernel of their own
+    vendors: tuple[str, ...]  # torch's switches to other implementations
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -29,18 +29,18 @@ from autofuse.optim.update_rules import constants, host_constants
 
 
 class StepCall(Protocol):
-    """One way to run the steps of a group."""
+    """Runs the steps of a parameter group in one of the ways."""
 
     def pack(self, arguments: Arguments, threads: int) -> str | None:
-        """Take the arguments of one step; what is in the way, None where nothing is."""
+        """Take the arguments of one step; why this call cannot make it, None if it can."""
 
     def run(self) -> None:
-        """Make the step that was packed."""
+        """Make the step whose arguments were packed."""
 
 
 @runtime_checkable
 class OnTensors(Protocol):
-    """A Triton module that is called on tensors, as the interpreter's is."""
+    """A Triton module that is called with tensors, as the interpreter calls one."""
 
     source: TritonSource
 
@@ -48,7 +48,7 @@ class OnTensors(Protocol):
 
 
 def make_call(form: StepForm, entry: Any, device: torch.device) -> StepCall:
-    """A kernel as it was loaded: a C entry, an artifact on a device, or what runs on tensors."""
+    """The call of a loaded kernel: of a C entry, of an artifact on a device, or of a module that takes tensors."""
     if isinstance(entry, LoadedArtifact):
         return TritonCall(form, entry.artifact.source, functools.partial(_launch, entry), device)
     if isinstance(entry, OnTensors):
@@ -61,7 +61,7 @@ def make_call(form: StepForm, entry: Any, device: torch.device) -> StepCall:
 
 
 class CCall:
-    """A C kernel, which is given a table of addresses (see `printer`)."""
+    """Calls a C kernel, which reads a table of addresses (see `c_printer`)."""
 
     def __init__(self, form: StepForm, entry: Callable[..., None]) -> None:
         self._tensors = StepTensors(form, torch.device("cpu"))
@@ -96,7 +96,7 @@ class CCall:
 
 
 class HostCounters:
-    """Step counters on the host: read and counted through their addresses, 20 times as fast as through tensors."""
+    """Step counters on the host, read and written by address: 20 times as fast as through tensors."""
 
     def __init__(self) -> None:
         self._generation = 0
@@ -104,7 +104,7 @@ class HostCounters:
         self._steps: list[float] = []
 
     def next_steps(self, tensors: StepTensors) -> list[float]:
-        """The number of the step to come, for each tensor."""
+        """The number of the coming step, for each tensor."""
         if tensors.generation != self._generation:
             self._counters = [ctypes.c_float.from_address(pointer) for pointer in tensors.pointers[-1]]
             self._generation = tensors.generation
@@ -112,16 +112,16 @@ class HostCounters:
         return self._steps
 
     def count(self) -> None:
-        """The step has been made."""
+        """Write the counters after the step."""
         for counter, step in zip(self._counters, self._steps, strict=True):
             counter.value = step
 
 
 class TritonCall:
-    """A Triton kernel, which is given a table in the device's memory (see `triton_printer`).
+    """Calls a Triton kernel, which reads a table in the device's memory (see `triton_printer`).
 
-    The table is copied there anew for each step, from pinned memory and without waiting. Torch's allocator of pinned
-    memory hands a block out again only once the copies from it are done.
+    The table is copied to the device at each step, from pinned memory and without waiting. Torch's allocator of pinned
+    memory reuses a block only when the copies from it are done.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TritonCall:
         launch: Callable[[Mapping[str, int]], Callable[[Tensor, Tensor], None]],
         device: torch.device,
     ) -> None:
-        """``launch``: from the values of the source's symbols to a function of the table and the blocks."""
+        """``launch``: makes, from the values of the source's symbols, a function of the table and the blocks."""
         self._form = form
         self._tensors = StepTensors(form, device)
         self._counters = HostCounters() if form.rule.has_steps and form.counters == "host" else None
@@ -142,7 +142,7 @@ class TritonCall:
         self._first_constant = self._at[constants(form)[0][0]]
         self._constants = host_constants(form)
         self._rows = array("q", [0] * (self._width * len(form.sizes)))
-        self._doubles = memoryview(self._rows).cast("B").cast("d")  # the same memory
+        self._doubles = memoryview(self._rows).cast("B").cast("d")  # the same memory as float64
         blocks = block_counts(form.sizes, dict(source.passes[-1].constants)["BLOCK"])
         self._launch = launch(grid_values(blocks))
         self._fill("elements", form.sizes)
@@ -175,12 +175,12 @@ class TritonCall:
 
     def _fill_numbers(self) -> None:
         count, scalars = len(self._form.sizes), self._tensors.scalars
-        if "counter" in self._at:  # the device makes the constants
+        if "counter" in self._at:  # the device computes the constants
             for name, value in zip(self._form.rule.scalars, scalars, strict=True):
                 self._fill_doubles(self._at[f"scalar_{name}"], [value] * count)
             return
         steps = self._counters.next_steps(self._tensors) if self._counters is not None else [1.0] * count
-        known = {step: self._constants(step, *scalars) for step in set(steps)}  # nearly always one
+        known = {step: self._constants(step, *scalars) for step in set(steps)}  # usually a single one
         for n, values in enumerate(zip(*map(known.__getitem__, steps), strict=True)):
             self._fill_doubles(self._first_constant + n, values)
 
@@ -192,14 +192,14 @@ class TritonCall:
 
 
 def upload(words: array[int] | array[float], target: Tensor) -> None:
-    """Copy to a tensor in the order of the current stream, without waiting; the words may change at once."""
+    """Copy ``words`` to a tensor on the current stream, without waiting; they may be changed at once."""
     staged = torch.empty(target.shape, dtype=target.dtype, pin_memory=target.device.type != "cpu")
     ctypes.memmove(staged.data_ptr(), words.buffer_info()[0], len(words) * words.itemsize)
     target.copy_(staged, non_blocking=True)
 
 
 def _launch(loaded: LoadedArtifact, values: Mapping[str, int]) -> Callable[[Tensor, Tensor], None]:
-    """A launch on a device's current stream."""
+    """A function that launches the kernel on its device's current stream."""
     record = make_record(loaded, values, 2)
     launch, calls, index = launch_of(record), torch_calls(), loaded.device_index
 
@@ -216,10 +216,10 @@ def _launch(loaded: LoadedArtifact, values: Mapping[str, int]) -> Callable[[Tens
 
 
 class ExternCall:
-    """Another variant of torch's own.
+    """Calls another of torch's own implementations.
 
-    Torch's fused kernels of a GPU want the counters on the device. Where the script has them on the host they get
-    copies, so that a state is what it was without the switch.
+    Torch's fused kernels for GPUs need the step counters on the device. Where the script has them on the host, the
+    kernels get copies, so that the optimizer's state stays as the script made it.
     """
 
     def __init__(self, form: StepForm, function: Callable[..., None], variant: str, device: torch.device) -> None:
@@ -246,6 +246,6 @@ class ExternCall:
             self._function(**arguments)
             return
         steps = self._counters.next_steps(self._tensors)
-        upload(array("f", [step - 1.0 for step in steps]), self._copies)  # torch's function counts them itself
+        upload(array("f", [step - 1.0 for step in steps]), self._copies)  # torch's function adds 1 itself
         self._function(**{**arguments, "state_steps": self._views})
         self._counters.count()

@@ -14,12 +14,12 @@ from autofuse.ir.records import EAGER, Candidate, KernelRecord
 
 @dataclass(frozen=True)
 class StepCandidate:
-    """One way to take a step."""
+    """An implementation of a step."""
 
-    variant: str  # "eager" is what the script asked for; torch's own have no binary
+    variant: str  # "eager": what the script asked for; only generated kernels have a binary
     binary: bytes = b""
-    name: str = ""  # of the kernel, as profilers show it
-    digest: str = ""  # of its compile key
+    name: str = ""  # the kernel's name, as profilers show it
+    digest: str = ""  # digest of its compile key
 
     @classmethod
     def of(cls, candidate: Candidate, kernel: KernelRecord | None) -> StepCandidate:

@@ -18,10 +18,10 @@ from autofuse.ir.shape import SymbolicShape
 from autofuse.ir.validation import one_of, stored_name, stored_number
 from autofuse.optim.algorithms import ALGORITHMS, Algorithm
 
-OPTIMIZER = "optimizer"  # key of a request's node that holds a step
+OPTIMIZER = "optimizer"  # the key under which a request's node holds a step
 
 
-# Arguments that change the code: by their truth (a weight decay of 0 is none).
+# Arguments that change the code. A flag is on where the argument is true: a weight decay of 0 is off.
 FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay", "weight_decay", "momentum", "nesterov", "centered")
 ASKED = ("", "foreach", "fused")
 COUNTERS = ("host", "device")
@@ -30,14 +30,14 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class StepForm:
-    """One step of one parameter group."""
+    """A step of one parameter group."""
 
     algorithm: str
-    flags: tuple[str, ...]  # those that are on, in the order of FLAGS
+    flags: tuple[str, ...]  # the flags that are on, in the order of FLAGS
     dtype: str  # of parameters, gradients and states
-    sizes: tuple[int, ...]  # elements of each parameter
-    asked: str = ""  # the variant that the script asked for: "foreach", "fused", or torch's own choice
-    device: str = "cpu"  # type of device of all tensors but the counters
+    sizes: tuple[int, ...]  # number of elements of each parameter
+    asked: str = ""  # what the script asked for: "foreach", "fused", "" for torch's choice
+    device: str = "cpu"  # the type of device of all tensors but the counters
     counters: str = "host"  # where the step counters are; "device" where the script asks a GPU for ``fused``
 
     def to_json(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class StepForm:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepForm:
-        """Raises FusionError for what is no step."""
+        """A step from its JSON. Raises FusionError where it is none."""
         return cls(
             one_of(data["algorithm"], ALGORITHMS, "an optimizer"),
             tuple(one_of(flag, FLAGS, "a flag") for flag in data["flags"]),
@@ -70,19 +70,19 @@ class StepForm:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Arguments with the states in use."""
+        """The arguments with the states that are in use."""
         return tuple(name for name, flag in self.rule.states if not flag or flag in self.flags)
 
     @property
     def vendors(self) -> tuple[str, ...]:
-        """Torch's own variants that may compete with the one that the script asked for."""
+        """Torch's own implementations that may compete with the one that the script asked for."""
         if self.counters == "device":
-            return ()  # all but ``fused`` wait for the device to tell the host each counter
+            return ()  # all but ``fused`` would wait for each counter from the device
         usual = self.asked or ("" if self.device == "cpu" else "foreach")  # torch's own choice on a GPU
         return tuple(name for name in self.rule.vendors if name != usual)
 
     def cut_to(self, most: int) -> StepForm:
-        """The same step on tensors of ``most`` elements together, or some fewer: the largest lose what is too much."""
+        """The same step on at most ``most`` elements altogether: the largest tensors are cut to one common size."""
         left, cap = most, max(self.sizes, default=0)
         for number, size in enumerate(sorted(self.sizes)):
             share = left // (len(self.sizes) - number)
@@ -94,12 +94,12 @@ class StepForm:
 
     @property
     def fusion_id(self) -> str:
-        """SHA-256 of the content, 16 hexadecimal digits."""
+        """The first 16 hexadecimal digits of the SHA-256 of the form's JSON."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The algorithm's name for people."""
         return "adamw" if "decoupled_weight_decay" in self.flags else self.algorithm
 
     @property
@@ -111,7 +111,7 @@ class StepForm:
         return f"{self.name} over {len(self.sizes)} tensors"
 
     def node(self) -> dict[str, Any]:
-        """The step as a node of one operation on all elements, for whoever lists nodes; the step itself beside it."""
+        """The step as a node of one operation on all elements, for lists of nodes, with the step itself added."""
         shape = SymbolicShape([sum(self.sizes)])
         spec = TensorSpec(shape, self.dtype, SymbolicShape([1]), self.device)
         inputs = tuple(NodeInput(f"i{n}", spec) for n in range(2 + len(self.states)))
@@ -123,7 +123,7 @@ class StepForm:
 
 
 def form_of_request(node: Mapping[str, Any]) -> NodeForm | StepForm:
-    """What a request's ``node`` is: a step, where it holds one, else the form of a node. Raises FusionError."""
+    """The form of a request's ``node``: a step if it holds one, else that of a fusion node. Raises FusionError."""
     return StepForm.from_json(node[OPTIMIZER]) if OPTIMIZER in node else NodeForm.from_json(dict(node))
 
 

@@ -23,13 +23,13 @@ from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.verify import Answer, Wrong, answer, output_error
 
 KINDS = ("normal", "special", "large", "zeros")
-LEAST_STEPS = (0, 1000)  # done before: the corrections of Adam are largest at the first
+LEAST_STEPS = (0, 1000)  # steps done before: Adam's corrections are largest in the first step
 
 
 def prepared(
     form: StepForm, candidate: StepCandidate, arguments: dict[str, Any], threads: int, rig: DeviceRunner
 ) -> Callable[[], None]:
-    """A candidate as a call on these arguments. Raises ValueError where it may not have them."""
+    """A candidate as a function that makes a step on these arguments; it raises ValueError where it cannot."""
     function = torch_function(form.algorithm)
     if candidate.variant == EAGER:
         asked = _as_asked(form, arguments)
@@ -54,8 +54,8 @@ def _as_asked(form: StepForm, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(form: StepForm, candidate: StepCandidate, threads: int, rig: DeviceRunner) -> float:
-    """The worst error over eager's own. Raises `Wrong`."""
-    with torch_threads(rig.usable_threads(threads)), torch.no_grad():  # a kernel itself uses all of its threads
+    """The worst ratio of the candidate's error to eager's own. Raises `Wrong`."""
+    with torch_threads(rig.usable_threads(threads)), torch.no_grad():  # a kernel itself gets all of its threads
         return max(_check_kind(form, candidate, threads, rig, number) for number in range(len(KINDS)))
 
 
@@ -77,7 +77,7 @@ def _check_kind(form: StepForm, candidate: StepCandidate, threads: int, rig: Dev
 
 @dataclass(frozen=True)
 class _Reference:
-    """Arguments of a step, and what eager and float64 make of each tensor that it writes."""
+    """Arguments of a step, and the results of eager and float64 for each tensor that it writes."""
 
     start: dict[str, Any]
     answers: list[Answer]
@@ -85,7 +85,7 @@ class _Reference:
 
 @functools.lru_cache(maxsize=len(KINDS))
 def _reference(form: StepForm, number: int, device: torch.device) -> _Reference:
-    """One for all candidates: it takes several times as long as a candidate's own step. A race forgets it."""
+    """The reference, made once for all candidates: it takes several times as long as a step. `race_steps` drops it."""
     start = make_arguments(form, number, KINDS[number], LEAST_STEPS[number % 2], device)
     eager, exact = copied(start), copied(start, torch.float64)
     function = torch_function(form.algorithm)
@@ -97,7 +97,7 @@ def _reference(form: StepForm, number: int, device: torch.device) -> _Reference:
 def race_steps(
     form: StepForm, candidates: Sequence[StepCandidate], threads: int, rules: RaceRules, rig: DeviceRunner
 ) -> RaceResult:
-    """Seconds a step: of what the script asked for, then of each candidate; on one thread beside a busy script."""
+    """Seconds a step of what the script asked for, then of each candidate; on one thread if others use the cores."""
     _reference.cache_clear()
     usable = rig.usable_threads(threads)
     calls = [

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from autofuse.optim.form import StepForm
 from autofuse.optim.update_rules import constants
 
-COLUMNS = 7  # in C
+COLUMNS = 7  # of a row in C
 MOST_STATES = 3
 
 
 def columns(form: StepForm) -> tuple[str, ...]:
-    """What a row of the table holds: elements, the tensor's first block, addresses, constants as float64.
+    """The columns of Triton's table: elements, the tensor's first block, addresses, constants as float64.
 
-    With counters on the device also their addresses, and the scalars that the constants follow from.
+    With counters on the device, the counter's address and the scalars from which the constants follow are added.
     """
     found = ("elements", "first", "p", "g", *(f"s{n}" for n in range(len(form.states))))
     found += tuple(name for name, _ in constants(form))
@@ -26,10 +26,10 @@ def columns(form: StepForm) -> tuple[str, ...]:
 
 
 def block_counts(sizes: Sequence[int], block: int) -> list[int]:
-    """Programs of each tensor; one without elements has one too, which counts the step."""
+    """The number of programs of each tensor; at least one, which counts the step."""
     return [max(1, -(-size // block)) for size in sizes]
 
 
 def grid_values(block_counts: Sequence[int]) -> dict[str, int]:
-    """Values of the module's symbols."""
+    """The values of the Triton module's symbols, from the number of blocks of each tensor."""
     return {"tensors": len(block_counts), "programs": sum(block_counts)}

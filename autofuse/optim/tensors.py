@@ -23,43 +23,43 @@ from autofuse.optim.form import StepForm
 Arguments = Mapping[str, Any]
 VENDOR_SWITCHES = ("foreach", "fused")
 CPU = torch.device("cpu")
-NOT_MADE = "a state is not made yet"  # SGD makes its buffers in the first step
+NOT_MADE = "a state is not made yet"  # SGD makes its buffers during the first step
 
 
 def torch_function(algorithm: str) -> Callable[..., None]:
-    """``torch.optim.<algorithm>.<algorithm>``, whatever stands there now."""
+    """The present ``torch.optim.<algorithm>.<algorithm>``, which may have been replaced."""
     function: Callable[..., None] = getattr(importlib.import_module(f"torch.optim.{algorithm}"), algorithm)
     return function
 
 
 def with_variant(form: StepForm, arguments: Arguments, variant: str) -> dict[str, Any]:
-    """The arguments with another of torch's own variants switched on."""
+    """The arguments with one of torch's own implementations switched on, the others off; "": all off."""
     switches = {name: name == variant for name in VENDOR_SWITCHES if name in form.rule.vendors}
     return {**arguments, **switches}
 
 
 class StepTensors:
-    """The tensors of a group, looked at before each step."""
+    """The tensors of a parameter group, which are checked before each step."""
 
     def __init__(self, form: StepForm, device: torch.device) -> None:
         """``device``: where parameters, gradients and states must be."""
         self._form = form
         self._device = device
         self._dtype: torch.dtype = getattr(torch, form.dtype)
-        # Parameters, states, counters as they were checked: a model that the script drops must go.
+        # Parameters, states and counters as they were checked; weak, so that a model which the script drops is freed.
         self._kept: list[list[weakref.ref[Tensor]]] = []
         self._strides: list[tuple[int, ...]] = []
         self._plain: tuple[Any, ...] = ()
-        self.pointers: list[list[int]] = []  # of parameters, of each state, of counters where there are any
-        self.generation = 0  # grows whenever pointers change
+        self.pointers: list[list[int]] = []  # addresses of parameters, each state, and counters if any
+        self.generation = 0  # grows when pointers change
         self.grads: list[int] = []
         self.scalars: list[float] = []
 
     def take(self, arguments: Arguments) -> str | None:
-        """Take the arguments of one step; what is in the way, None where nothing is.
+        """Take the arguments of one step; why a kernel may not have them, None if it may.
 
-        Parameters and states that are the same objects as before at the same addresses are not looked at again: of a
-        step over 100 tensors the script waits for 40 us of this, looking at all would take 300.
+        Parameters and states that are the same objects as before, at the same addresses, are not checked again: over
+        100 tensors the script waits 40 us for this, checking all of them would take 300.
         """
         form = self._form
         grads = arguments[form.rule.grads]
@@ -91,7 +91,7 @@ class StepTensors:
         return same and [p.numel() for p in kept[0]] == list(self._form.sizes)
 
     def _look_at(self, kept: list[list[Tensor]]) -> str | None:
-        """Check parameters, states and counters, and note where they lie."""
+        """Check parameters, states and counters, and note their addresses."""
         form = self._form
         self._kept = []
         params = kept[0]
@@ -131,7 +131,7 @@ class StepTensors:
 
 
 def _share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether two of these dense tensors overlap, as where a parameter is listed twice: the order would matter."""
+    """Whether two of these dense tensors overlap, such as a parameter that is listed twice: order would matter."""
     spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
     return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
 
@@ -142,7 +142,7 @@ def written(form: StepForm, arguments: Arguments) -> list[Tensor]:
     return found + list(arguments["state_steps"]) if form.rule.has_steps else found
 
 
-# ---- made up ------------------------------------------------------------------------------------------
+# ---- arguments for checks and timing ----------------------------------------------------------------------------
 
 NUMBERS = {
     "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.9, "dampening": 0.1,
@@ -153,7 +153,7 @@ NUMBERS = {
 def make_arguments(
     form: StepForm, seed: int, kind: str = "normal", steps: int = 3, device: torch.device = CPU
 ) -> dict[str, Any]:
-    """Arguments of a step with random tensors; ``kind`` as in `codegen.inputs`; ``steps`` were done before."""
+    """Arguments of a step with random tensors; ``kind`` as in `codegen.inputs`; ``steps``: number of steps before."""
     generator = torch.Generator().manual_seed(seed)
     dtype: torch.dtype = getattr(torch, form.dtype)
 
@@ -175,7 +175,7 @@ def make_arguments(
     for name, _ in form.rule.states:
         is_square = name in ("exp_avg_sqs", "max_exp_avg_sqs", "square_avgs", "state_sums")
         known = name in form.states
-        # Above the square of grad_avgs, as a mean of squares is.
+        # Larger than the square of grad_avgs, as a mean of squares is.
         lists[name] = tensors(0.01 if not is_square else 1.0, is_square) if known else []
     if form.rule.has_steps:
         where = device if form.counters == "device" else CPU
@@ -200,7 +200,7 @@ def _numbers(form: StepForm) -> dict[str, Any]:
 
 
 def copied(arguments: Arguments, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """The same arguments with tensors of their own, in another dtype where one is given (but the step counters)."""
+    """Copies of the arguments; tensors other than step counters get ``dtype`` if it is given."""
 
     def copy(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.clone() if dtype is None or name == "state_steps" else t.to(dtype, copy=True) for t in tensors]

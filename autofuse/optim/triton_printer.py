@@ -24,7 +24,7 @@ KNOBS = (
     Knob("block", (512, 1024, 2048), 1024, "elements of a program"),
     Knob("num_warps", (4, 8), 4, "warps of a program"),
 )
-_PREPARED = 128  # tensors of a program of the first pass
+_PREPARED = 128  # tensors in a program of the first pass
 
 _ARGUMENTS = (Argument("table", "param", "*i64", 0), Argument("blocks", "param", "*i32", 1))
 _TENSORS = Argument("tensors", "symbol", "i32")
@@ -54,7 +54,7 @@ _ROUNDED = {
 
 
 def print_triton_step(form: StepForm, config: Config) -> TritonSource:
-    """The Triton module of a step."""
+    """Print the Triton module of a step; ``config``: values of KNOBS."""
     knobs = {knob.name: int(knob.default) for knob in KNOBS} | {name: int(str(value)) for name, value in config}
     at = {name: n for n, name in enumerate(columns(form))}
     main = Pass(form.label, _ARGUMENTS, (("BLOCK", knobs["block"]),), ((symbol("programs"), 1),))
@@ -86,7 +86,7 @@ def _tensors(form: StepForm) -> tuple[str, ...]:
 
 
 def _update(form: StepForm, at: dict[str, int], compute: str) -> str:
-    """The update of one block: ``WHOLE`` says that it reaches no end and that all addresses are aligned."""
+    """The function that updates one block; ``WHOLE``: the block is within its tensor, and all addresses are aligned."""
     kind = TYPES[form.dtype]
     lines = ["@triton.jit", "def update(row, start, elements, BLOCK: tl.constexpr, WHOLE: tl.constexpr):"]
     body = [f"{name} = tl.load(row + {at[name]}).to(tl.float64, bitcast=True)" for name, _ in constants(form)]
@@ -97,7 +97,7 @@ def _update(form: StepForm, at: dict[str, int], compute: str) -> str:
     body.append("if WHOLE:")
     body += [f"    {t}_ = tl.multiple_of({t}_, 16)" for t in _tensors(form)]
     body += ["    mask = None", "else:", "    mask = i < elements - start"]
-    # No ``other``: what a mask leaves out is computed on whatever is there, and stored nowhere.
+    # No ``other``: masked elements are computed from undefined values, and not stored.
     taken = "" if form.dtype == compute else ".to(tl.float32)"
     body += [f"{t} = tl.load({t}_ + i, mask){taken}" for t in _tensors(form)]
     body += [f"{name} = {expression}" for name, expression in statements(form)]
@@ -120,7 +120,7 @@ def {form.label}(table, blocks, BLOCK: tl.constexpr):
         update(row, start, elements, BLOCK, False)"""
     if form.counters == "host":
         return text
-    # The constants stand in the table by now, so no other program reads the counter.
+    # The constants are in the table by now, so no other program reads the counter.
     return f"""{text}
     if start == 0:
         counter = tl.load(row + {at["counter"]}).to(tl.pointer_type(tl.float32))
@@ -128,7 +128,7 @@ def {form.label}(table, blocks, BLOCK: tl.constexpr):
 
 
 def _prepare(form: StepForm, at: dict[str, int]) -> str:
-    """The constants of all tensors, into the table."""
+    """The first pass, which writes the constants of all tensors into the table."""
     lines = [
         f"tensor = tl.program_id(0) * {_PREPARED} + tl.arange(0, {_PREPARED})",
         "mask = tensor < tensors",

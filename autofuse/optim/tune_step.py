@@ -41,11 +41,11 @@ from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 
 C_MULTI, TRITON_MULTI = "c_multi", "triton_multi"  # one call for all tensors
-_ALIGNED = (Assumptions(is_aligned=True),)  # what a kernel is given are tables of ours
-MOST_COPIES = 12  # of all tensors of a step, that a check or a race holds at a time
-LEAST_ELEMENTS = 1 << 14  # of a tensor, as far as it has so many: below, a step is all overhead
-CHECKED_ELEMENTS = 1 << 18  # of all tensors together: each is a run of the same code, and a script may want the machine
-LONGEST_CHECKED = 3 * 65536  # of the largest tensor: some of the largest chunks that a thread takes
+_ALIGNED = (Assumptions(is_aligned=True),)  # a kernel's arguments are tables of ours
+MOST_COPIES = 12  # copies of all tensors of a step that a check or a race holds at a time
+LEAST_ELEMENTS = 1 << 14  # of a tensor that has so many, the fewest to keep: with fewer, a step is all overhead
+CHECKED_ELEMENTS = 1 << 18  # of all tensors: they run the same code, and a script may need the machine
+LONGEST_CHECKED = 3 * 65536  # of the largest tensor: several of the largest chunks of a thread
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class StepTuning:
         rest: Callable[[], None] = lambda: None,
         compilers: int = 1,
     ) -> None:
-        """``form``: what the request asks for. ``rest`` is called before each piece of work, to yield the machine;
+        """``form``: the step to tune. ``rest`` is called before each piece of work, to yield the machine;
         ``compilers``: how many may run at a time."""
         self._request = request
         self._form = form
-        self._tried = self._form  # what is timed: cut, where the whole would take too much memory
-        self._checked = self._form  # what is checked: cut further
+        self._tried = self._form  # the step that is timed: cut if the whole takes too much memory
+        self._checked = self._form  # the step that is checked: cut further
         self._backend = backend
         self._worker = worker
         self._limits = limits
@@ -92,7 +92,7 @@ class StepTuning:
         self._began = time.monotonic()
 
     def run(self) -> Outcome:
-        """Tune. Raises only what stops the daemon itself."""
+        """Tune the step. Raises only what stops the daemon itself."""
         width = 8 if self._form.dtype == "float64" else 4
         most = self._limits.memory_bytes // (width * (2 + len(self._form.states)) * MOST_COPIES)
         if most < sum(min(size, LEAST_ELEMENTS) for size in self._form.sizes):
@@ -135,7 +135,7 @@ class StepTuning:
         return found
 
     def _compile_all(self, configs: list[Config]) -> list[KernelRecord | CandidateProblem]:
-        """Kernels, in order."""
+        """Compile each configuration; kernels or problems, in order."""
 
         def one(config: Config) -> KernelRecord | CandidateProblem:
             try:
@@ -158,7 +158,7 @@ class StepTuning:
         return found
 
     def _compiled(self, config: Config) -> KernelRecord:
-        """Raises CompilerError and CandidateProblem."""
+        """The kernel of a configuration. Raises CompilerError and CandidateProblem."""
         if isinstance(self._backend, CBackend):
             return self._backend.recipe_of(print_step(self._form, config), config).make()
         assert isinstance(self._backend, TritonBackend | InterpreterBackend)
@@ -188,7 +188,7 @@ class StepTuning:
         for n, own in enumerate(device[1:]):
             on_device = compare(device[0], own)
             if keeps_device_slower(on_device, self._limits.margin):
-                comparisons[n] = on_device  # saves the host's time at the cost of the device's: no gain
+                comparisons[n] = on_device  # saving host time at the cost of device time is no gain
         for c, entrant in zip(comparisons, entrants, strict=True):
             times = (c.median_us, c.eager_us, c.speedup, c.low, c.high)
             row = Measurement(entrant.candidate, "ok", (), *times, compile_key=entrant.digest)
@@ -218,14 +218,14 @@ class StepTuning:
 
 
 def _choices(knob: Knob) -> tuple[Any, ...]:
-    """Vectors wider than the processor's make the same code once more."""
+    """The choices of a knob, without vectors wider than the processor's, which would give the same code again."""
     if knob.name != "vector_bits":
         return knob.choices
     return tuple(bits for bits in knob.choices if bits in cpu_vector_bits()) or knob.choices[:1]
 
 
 def checked_form(form: StepForm) -> StepForm:
-    """The same step on as many elements as show that it is right."""
+    """The same step on fewer elements, which are enough to check it."""
     if sum(form.sizes) <= CHECKED_ELEMENTS:
         return form
     sizes = list(form.cut_to(CHECKED_ELEMENTS).sizes)

@@ -17,7 +17,7 @@ from autofuse.optim.form import StepForm
 
 Statement = tuple[str, str]  # (name, expression)
 
-# Of a tensor: what its elements need of the scalars (by name, see `form.ALGORITHMS`) and of ``step``.
+# Constants of a tensor: expressions of the scalars (by name, see `algorithms.ALGORITHMS`) and of ``step``.
 _CONSTANTS: Mapping[str, tuple[Statement, ...]] = {
     "adam": (
         ("down", "-(lr / (1 - pow(beta1, step)))"), ("corrected", "sqrt(1 - pow(beta2, step))"),
@@ -34,9 +34,9 @@ _CONSTANTS: Mapping[str, tuple[Statement, ...]] = {
 
 
 def statements(form: StepForm) -> tuple[Statement, ...]:
-    """The update of one element: parameter ``p``, gradient ``g``, states ``s0``, ``s1``, ``s2``, all assigned in place.
+    """The assignments that update one element: parameter ``p``, gradient ``g``, states ``s0``, ``s1``, ``s2``.
 
-    Functions: ``lerp(a, b, w)``, ``largest(a, b)`` (NaN if either is), ``root(x)`` and ``divide(a, b)``, both rounded
+    They call ``lerp(a, b, w)``, ``largest(a, b)`` (NaN if either is), and ``root(x)`` and ``divide(a, b)``, which round
     to nearest.
     """
     on = set(form.flags)
@@ -88,7 +88,7 @@ def constants(form: StepForm) -> tuple[Statement, ...]:
 
 @functools.lru_cache(maxsize=256)
 def host_constants(form: StepForm) -> Callable[..., tuple[float, ...]]:
-    """A function of ``step`` and the scalars, in the order of the algorithm's, that computes the constants."""
+    """A function of ``step`` and the scalars, in the algorithm's order, that returns the values of `constants`."""
     names = ", ".join(["step", *form.rule.scalars])
     values = "".join(f"{text}, " for _, text in constants(form))
     made: Callable[..., tuple[float, ...]] = eval(f"lambda {names}: ({values})", {"pow": math.pow, "sqrt": math.sqrt})

@@ -93,7 +93,7 @@ class ConfigSearch:
         return found
 
     def _proposal(self, may_step: bool) -> tuple[Config, Trial | None]:
-        """A seed, else a step if ``may_step`` or without a sampler, else the sampler's proposal; and its trial, if any."""
+        """A seed, else a step if ``may_step`` or without a sampler, else the sampler's proposal; its trial, if any."""
         wanted = self._seeds.pop(0) if self._seeds else None
         if wanted is None and (may_step or self._study is None):
             wanted = next(iter(self._steps()), None)
