@@ -34,7 +34,7 @@ def is_bundle(binary: bytes) -> bool:
 
 
 def has_machine_code(binary: bytes) -> bool:
-    """Whether a binary is for one kind of processor; a strategy of library calls alone suits all."""
+    """Whether a binary holds machine code; a strategy of library calls alone runs on all processors."""
     if not is_bundle(binary):
         return True
     kernels: list[list[str]] = json.loads(binary[len(MARK) :])["kernels"]

@@ -21,7 +21,7 @@ class Link:
 
     operation: Operation
     operand: int  # position of the value among the arguments
-    views: tuple[Operation, ...]  # and copies that change nothing
+    views: tuple[Operation, ...]  # views and copies that change nothing
 
 
 def next_link(graph: FusionGraph, op: Operation) -> Link | None:
@@ -96,7 +96,7 @@ def is_contiguous(spec: TensorSpec) -> bool:
 
 
 def as_shape(graph: FusionGraph, ref: ValueRef, like: TensorSpec, name: str) -> tuple[ValueRef, list[Operation]] | None:
-    """``ref`` with the sizes of ``like``: itself, or a view under ``name``; None where a view may not do."""
+    """``ref`` with the sizes of ``like``: itself, or a view under ``name``; None where no view can have them."""
     spec = graph.spec(ref)
     if spec.shape == like.shape:
         return ref, []
@@ -111,7 +111,7 @@ def replaced(form: NodeForm, chain: Sequence[Operation], new: Sequence[Operation
     """The form with ``new`` in place of ``chain``, whose last value it returns; unread views are left out."""
     gone = {op.name for op in chain}
     operations = [op for op in form.operations if op.name not in gone]
-    # At the place of the last link: the operands exist by then, and the readers come later.
+    # ``new`` takes the place of the last link: the operands exist by then, and the readers come later.
     last = max(index for index, op in enumerate(form.operations) if op.name in gone)
     before = [op for op in form.operations[:last] if op.name not in gone]
     operations = [*before, *new, *operations[len(before) :]]

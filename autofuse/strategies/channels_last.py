@@ -96,15 +96,14 @@ def _early(operations: Sequence[Operation], name: str) -> tuple[Operation, ...]:
 
 
 class _Writer:
-    """Writes each operation again. Its channels-last results have names of their own."""
+    """Writes each operation again; channels-last results get names of their own."""
 
     def __init__(self, graph: FusionGraph) -> None:
         self.graph = graph
         self.operations: list[Operation] = []
         self.last: dict[ValueRef, ValueRef] = {}  # values that exist channels last
-        self.was: dict[ValueRef, ValueRef] = {
-            ValueRef(name): ValueRef(name) for name in graph.inputs
-        }  # values in their original layout
+        # Values in their original layout.
+        self.was: dict[ValueRef, ValueRef] = {ValueRef(name): ValueRef(name) for name in graph.inputs}
         self.changed = False
         # Poolings that also return indices, unread and twice as large as the tensor, come early, so that no other
         # branch's results are in memory at that time.
@@ -117,7 +116,7 @@ class _Writer:
                 self._add_last(op, {*op.inputs} - weight)
                 return
         elif info(op.target).kind in FUSIBLE - VIEWS and any(ref in self.last for ref in op.inputs):
-            if is_image(op.outputs[0]):  # all with the same layout, so that aten gives the result that layout
+            if is_image(op.outputs[0]):  # all in the same layout, which aten then gives to the result
                 self._add_last(op, {*op.inputs})
             else:
                 self._add(op, {ref: self.last.get(ref) or self.as_was(ref) for ref in op.inputs})
@@ -148,7 +147,7 @@ class _Writer:
             (self.last if is_image(spec) else self.was)[ValueRef(op.name, index)] = ValueRef(name, index)
 
     def as_last(self, ref: ValueRef) -> ValueRef:
-        """The NCHW tensor if it is channels last, else a channels-last copy."""
+        """The value if it is channels last already, else a channels-last copy."""
         if ref not in self.last:
             spec = self.graph.spec(ref)
             wanted = _last(spec)

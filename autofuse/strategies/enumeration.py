@@ -30,7 +30,7 @@ PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
 GENERATED_ATTENTION = "generated_attention"
 GENERATED_CONVOLUTION, LAST_GENERATED = "generated_convolution", f"{LAST}_generated"
-LEAST_FLOPS = 2e6  # of a matmul, some 20 us: below that the Python cost of a call decides
+LEAST_FLOPS = 2e6  # of a matmul, which takes some 20 us: with fewer, the Python cost of a call decides
 MOST_CUTS = 2  # cuts of one kernel that are measured: those with the fewest bytes between the two sides
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 
@@ -59,7 +59,7 @@ def generated_strategies(form: NodeForm) -> list[Strategy]:
     ]
 
 
-_generated_names: dict[str, tuple[str, ...]] = {}  # by a form's text
+_generated_names: dict[str, tuple[str, ...]] = {}  # by the text of a form
 
 
 def generated_names(form: NodeForm) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def sdpa_strategies(form: NodeForm) -> list[Strategy]:
 
 
 def convolution_strategies(form: NodeForm) -> list[Strategy]:
-    """The strategy with convolutions in C, on channels-last tensors; none for several convolutions."""
+    """The strategy with convolutions in C, on channels-last tensors; none for a single one that would need copies."""
     if not any(op.short_name in CONVOLUTIONS for op in form.operations):
         return []
     last = channels_last(form)
@@ -182,7 +182,7 @@ def is_large(strategy: Strategy, form: NodeForm, bucket: Bucket) -> bool:
 
 
 def _flops(strategy: Strategy, values: Mapping[str, int]) -> list[int]:
-    """Of each part of a strategy of CPUs whose template counts them."""
+    """The FLOPs of each part of a CPU's strategy, as far as its template counts them."""
     counters = [C_TEMPLATES[part.printer].flops for part in strategy.parts]
     return [
         count(kernel.node.form, [evaluate(size, values) for size in kernel.sizes])
@@ -202,7 +202,7 @@ def _refusal(form: NodeForm) -> tuple[str, str] | None:
 
 
 def _is(name: str, form: NodeForm) -> bool:
-    """Whether a template of CPUs takes a node."""
+    """Whether a template for CPUs can print a node."""
     return refusal(C_TEMPLATES[name], form) is None
 
 

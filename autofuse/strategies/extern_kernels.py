@@ -23,7 +23,7 @@ from autofuse.strategies.sdpa_training_match import TRAINING
 
 # oneDNN's version of these gives a number where the matmul is NaN (torch 2.13); eager gives NaN.
 _LOSES_NAN: dict[str, Callable[..., Tensor]] = {"relu": F.relu_, "hardtanh": F.hardtanh_}
-MAX_PACKED = 4  # layouts of a convolution's weights, each for one size of its input
+MAX_PACKED = 4  # packed weights kept for a convolution, each for one size of its input
 LARGEST_SUM = 1e37  # far below values whose sums of float32 or bfloat16 products overflow
 
 
@@ -50,7 +50,7 @@ def _linear(
     algorithm: str,
     scalars: Sequence[float],
 ) -> Tensor:
-    """``weight`` is [K, N] as for addmm; oneDNN takes [N, K]."""
+    """oneDNN's matmul with an epilogue of one operation; ``weight`` is [K, N] as for addmm, oneDNN takes [N, K]."""
     op = torch.ops.mkldnn._linear_pointwise
     if other is None:
         if attr in _LOSES_NAN and not _is_bounded(x, largest(weight) * weight.shape[0], bias):
@@ -71,7 +71,7 @@ class _FoldedOnce(NamedTuple):
     sources: list[Tensor | None]
     weight: Tensor
     offset: Tensor | None
-    packed: dict[Any, Tensor]  # by the sizes of the input that it was packed for
+    packed: dict[Any, Tensor]  # by the input sizes for which it was packed
 
 
 class Folded:
@@ -92,7 +92,10 @@ class Folded:
         pack: Callable[[Tensor], Tensor],
         sizes: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """``norm``: scale, shift, running mean, running variance, epsilon; or empty. ``pack`` is for these sizes."""
+        """Weight and bias for an input of these ``sizes``, for which ``pack`` packs a weight.
+
+        ``norm``: scale, shift, running mean, running variance and epsilon of a batch norm; or empty.
+        """
         sources = [weight, bias, *norm[:4]]
         if weight.device.type != "cpu":
             return fold(weight, bias, *norm) if norm else (weight, bias)
@@ -130,7 +133,7 @@ class Convolution(NamedTuple):
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """Stride, padding and dilation as oneDNN takes them."""
+        """Padding, stride, dilation and groups, in oneDNN's order."""
         return self.padding, self.stride, self.dilation, self.groups
 
 

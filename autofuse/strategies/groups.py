@@ -37,13 +37,13 @@ LINEARS = frozenset(["mm", "addmm"])
 class Group:
     """Operations with several strategies."""
 
-    node: FusionNode  # all of its operations, with the graph's names
-    members: tuple[int, ...]  # nodes that are part of it
+    node: FusionNode  # all operations of the group, with the graph's names
+    members: tuple[int, ...]  # indices of the nodes that are part of the group
     kind: str  # "matmul", "conv", "net" or "attention"
 
     @property
     def operations(self) -> frozenset[str]:
-        """Names of its operations, views left out."""
+        """The names of the group's operations, without views."""
         return frozenset(op.name for op in self.node.kernels)
 
 
@@ -76,13 +76,12 @@ class _Finder:
                 self._try(self._around(op), "conv")
             elif op.short_name in PRODUCTS and self.config.enable_matmul:
                 self._try(self._around(op), "matmul")
-        for op in (
-            self.graph.operations
-        ):  # matmuls without an epilogue: a library, or a generated one, may be faster than aten's
+        # Matmuls without an epilogue: a library's kernel, or a generated one, may be faster than aten's.
+        for op in self.graph.operations:
             lone = PRODUCTS if op.outputs and op.outputs[0].device == "cpu" else LINEARS
             if op.short_name in lone and self.config.enable_matmul and self._is_long(op):
                 self._try({op.name}, "matmul")
-            elif op.short_name in CONVOLUTIONS and self.config.enable_conv:  # whose calls have a high fixed cost
+            elif op.short_name in CONVOLUTIONS and self.config.enable_conv:  # aten's calls have a high fixed cost
                 self._try({op.name}, "conv")
             elif op.target in TORCH_ATTENTIONS and self.config.enable_attention:
                 self._try({op.name}, "attention")
@@ -109,18 +108,18 @@ class _Finder:
             names = {op.name for op in node.kernels} | {op.name for op in found.chain}
             products = [op for op in found.chain if op.short_name in PRODUCTS]
             names |= {name for op in products for name in self._copies_before(op)}
-            # Whole nodes only: operations in one kernel with a copy come along.
+            # A group takes whole nodes: operations in one kernel with a copy come along.
             yield {n for name in names if not self._is_view(name) for n in self.unit.get(name, {name})}
 
     def _copies_before(self, product: Operation) -> Iterator[str]:
-        """Copies that only this matmul reads: its operands with heads concatenated."""
+        """Copies that only this matmul reads: of its operands, to make heads contiguous."""
         for producer in self.graph.producers(product):
             readers = {r.name for r in self.graph.readers[producer.name]}
             if producer.short_name == "clone" and readers == {product.name} and not self._leaves(producer):
                 yield producer.name
 
     def _around(self, anchor: Operation) -> set[str]:
-        """A matmul or convolution, the only node that reads it, and other matmuls that only this node reads."""
+        """A matmul or convolution, the only node that reads it, and others that only this node reads."""
         units = {self.unit.get(reader.name, frozenset([reader.name])) for reader in self.graph.readers[anchor.name]}
         if len(units) != 1:
             return set()
@@ -143,7 +142,7 @@ class _Finder:
         nets: list[set[str]] = []
         for op in self.graph.operations:
             unit = self.unit.get(op.name, frozenset([op.name]))
-            # At its last operation: all its inputs exist by then.
+            # Look at a node at its last operation: all its inputs exist by then.
             if self._is_view(op.name) or op.name != max(unit, key=self.graph.position.__getitem__):
                 continue
             members = [self.graph.by_name[name] for name in unit]
@@ -153,11 +152,8 @@ class _Finder:
                 continue
             read = {producer.name for member in members for producer in self.graph.producers(member)}
             before = [net for net in nets if net & read]
-            for joining in (
-                before,
-                before[-1:],
-                [],
-            ):  # the last chain alone: skip connections may come from a chain that is full
+            # The last chain alone: skip connections may come from a chain that is full.
+            for joining in (before, before[-1:], []):
                 joined = unit.union(*joining)
                 if not joining or (self._count(joined) <= LARGEST_NET and self._is_convex(joined)):
                     break
@@ -196,7 +192,8 @@ class _Finder:
         operations = sorted((self.graph.by_name[n] for n in names), key=lambda op: self.graph.position[op.name])
         if not self._is_sound(operations) or not self._is_convex(names):
             return
-        node = build_node(self.graph, operations).in_inputs(self.graph.derived)  # of convolutions too
+        # Sizes that convolutions derive are written in those of the inputs too.
+        node = build_node(self.graph, operations).in_inputs(self.graph.derived)
         names_of_ways = [r.name for r in rewrites(node.form)]
         if kind == "net":
             last = [r.name for r in layouts(node.form)]
@@ -209,7 +206,7 @@ class _Finder:
             names_of_ways.append(TILED)
         alone = {*LONE, GENERATED, GENERATED_CONVOLUTION}
         if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= alone):
-            return  # the matmul by itself has the same strategies, and its node has all of its own
+            return  # the matmul alone has the same strategies, and its readers' node is tuned too
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))
         self.groups.append(Group(node, members, kind))
         self.unit.update(dict.fromkeys(names, frozenset(names)))
@@ -217,7 +214,7 @@ class _Finder:
         self.refusals.append(Refusal("grouped", True, node.operation_names, detail, source=operations[0].source or ""))
 
     def _is_sound(self, operations: Sequence[Operation]) -> bool:
-        """Whether all of it is data, on one type of device, without random numbers."""
+        """Whether all values have known dtypes and are on one enabled type of device, and none is random or opaque."""
         specs = [spec for op in operations for spec in op.outputs]
         specs += [self.graph.spec(ref) for op in operations for ref in op.inputs]
         return (
@@ -227,7 +224,7 @@ class _Finder:
         )
 
     def _is_convex(self, names: Collection[str]) -> bool:
-        """Whether no outside operation must run between two of its operations."""
+        """Whether no operation outside must run between two of these."""
         return self.graph.can_fuse(names, lambda name: self.unit.get(name, frozenset([name])))
 
     def _is_view(self, name: str) -> bool:

@@ -33,11 +33,11 @@ def _is_compiled_autograd() -> bool:
 
 @dataclass(eq=False)
 class Pair:
-    """An attention in both graphs."""
+    """An attention of training, which is in the forward graph and in the backward graph."""
 
-    node: FusionNode  # the tuned node, of both passes
+    node: FusionNode  # the node of both passes, which is tuned
     attention: TrainingAttention
-    kept_shapes: tuple[tuple[Dim, ...], ...]  # number of saved values: the probabilities with several sizes
+    kept_shapes: tuple[tuple[Dim, ...], ...]  # sizes of each value that forward saves in place of the probabilities
     is_ready: bool = False  # the backward graph has its half, which has not failed
     failed: Callable[[Exception], None] | None = None  # called with failures of either half
 

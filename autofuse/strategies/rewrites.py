@@ -21,7 +21,7 @@ from autofuse.strategies.strategy import graph_of
 
 LINEARS = ("addmm", "mm")
 BIAS_APART = "bias_apart"
-LONE = ("onednn_product", "onednn_product_rows")  # rewrites of a matmul that take in nothing else
+LONE = ("onednn_product", "onednn_product_rows")  # names of rewrites of a matmul that take in nothing else
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ ONEDNN_UNARY: dict[str, tuple[str, tuple[float, ...]]] = {
     "sigmoid": ("sigmoid", ()),
     "hardswish": ("hardswish", ()),
     "leaky_relu": ("leaky_relu", (0.01,)),
-    "hardtanh": ("hardtanh", (-1.0, 1.0)),  # and ReLU6
+    "hardtanh": ("hardtanh", (-1.0, 1.0)),  # ReLU6 too
 }
 ONEDNN_DTYPES = ("float32", "bfloat16", "float16")
 ONEDNN_BINARY = {"add": "add", "mul": "mul"}
@@ -127,8 +127,11 @@ def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], 
 
 
 def _onednn_product(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """The matmul alone. In 16 bits aten itself calls oneDNN; in float32 it calls MKL, which is made for Intel's
-    processors: on an AMD EPYC with AVX-512 oneDNN is 1.1 to 1.7 times as fast."""
+    """oneDNN's matmul alone.
+
+    In 16 bits aten itself calls oneDNN; in float32 it calls MKL, which is made for Intel's processors: on an AMD EPYC
+    with AVX-512 oneDNN is 1.1 to 1.7 times as fast.
+    """
     parts = _linear_parts(graph, op)
     if parts is None or op.outputs[0].dtype != "float32":
         return None
@@ -139,7 +142,7 @@ def _onednn_product(graph: FusionGraph, op: Operation) -> tuple[list[Operation],
 
 
 def _onednn_product_of_rows(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """The same with the left operand transposed, as in gradients of weights: oneDNN copies it slowly."""
+    """oneDNN's matmul of a copy of a transposed left operand (gradients of weights), which oneDNN copies slowly."""
     made = _onednn_product(graph, op)
     if made is None or is_contiguous(graph.spec(made[1][0].args[0])):
         return None
@@ -156,9 +159,10 @@ def _onednn_product_of_rows(graph: FusionGraph, op: Operation) -> tuple[list[Ope
 
 
 def _bias_apart(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """The kernel that reads the matmul adds the bias; aten first writes the bias into the whole result.
+    """Let the kernel that reads the matmul add the bias.
 
-    aten's matmul then reads it again. In 16 bits the matmul alone would be rounded once more than eager's.
+    Aten writes the bias into the whole result first, and its matmul reads that again. Not in 16 bits: there the matmul
+    would be rounded once more than eager's.
     """
     parts = _linear_parts(graph, op)
     if parts is None or parts[0] is None or op.outputs[0].dtype not in ("float32", "float64"):
@@ -247,7 +251,7 @@ def _convolutions(form: NodeForm) -> Iterator[Rewrite]:
 
 
 def _packed_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
-    """The same with weights in oneDNN's own layout: it reads them faster, but writes channels last."""
+    """The convolution with weights in oneDNN's own layout: it is faster, but its result is channels last."""
     spec = op.outputs[0]
     made = _fused_convolution(graph, op) if len(spec.shape) == 4 and spec.dtype == "float32" else None
     if made is None:
@@ -280,7 +284,7 @@ def _fused_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operatio
     unary: tuple[str, str, tuple[float, ...]] = ("none", "none", ())
     if link is not None and link.operand == 0 and not link.views:
         found = activation(link.operation)
-        # With a residual, fold to numbers: torch checks its tensors, not the values between.
+        # Beside a residual no activation with numbers: oneDNN is called without them (`extern_kernels`).
         on_cpu = _device(graph) == "cpu" and not (found and found[2] and other is not None)
         if found is not None and (on_cpu or found[0] == "relu"):
             links.append(link)

@@ -20,9 +20,9 @@ from autofuse.strategies.chains import is_contiguous, is_free
 from autofuse.strategies.strategy import Rows, graph_of
 
 BLOCK_BYTES = 2 << 20  # of the matmul's result: best of 256 KiB to 8 MiB on an EPYC with 1 MiB of L2 a core (2026-11)
-LEAST_BLOCKS = 2  # fewest blocks that are worth it, where the number of rows is known
-ROWS = "b0"  # the symbol
-_PRODUCTS = {"mm": (0,), "addmm": (1,)}  # operands that are cut
+LEAST_BLOCKS = 2  # with fewer blocks it is not worth it, if the number of rows is known
+ROWS = "b0"  # the symbol of a block's rows
+_PRODUCTS = {"mm": (0,), "addmm": (1,)}  # positions of the operands that are cut into blocks
 
 
 def block_of(form: NodeForm) -> tuple[NodeForm, Rows] | None:
@@ -40,7 +40,7 @@ def block_of(form: NodeForm) -> tuple[NodeForm, Rows] | None:
 
 
 class _Cutter:
-    """Builds the block: values with rows are cut, all others are the same for every block."""
+    """Builds the form of a block: values with rows are cut, all others are the same for every block."""
 
     def __init__(self, form: NodeForm, product: Operation, total: Dim) -> None:
         self.form = form
@@ -52,7 +52,7 @@ class _Cutter:
         self.operations: list[Operation] = []
 
     def cut(self, rows: int) -> tuple[NodeForm, Rows] | None:
-        """None where an operation reads or writes across rows."""
+        """The form of a block of ``rows`` rows, and how inputs are cut; None where an operation mixes rows."""
         steps = [op for op in self.form.operations if not self._is_view(op)]
         if not all(self._add(op) for op in steps):
             return None
@@ -82,7 +82,7 @@ class _Cutter:
             return False
         others = [ref for ref in op.inputs if ref not in cut]
         if op is not self.product and any(len(self.graph.spec(ref).shape) > 1 for ref in others):
-            return False  # more than one row or one value
+            return False  # an operand that is neither one row nor one value
         if self._width(op.outputs[0]) is None or not all(map(self._rows, cut)) or not all(map(self._same, others)):
             return False
         bias = self.graph.spec(op.args[0]) if op.short_name == "addmm" else None

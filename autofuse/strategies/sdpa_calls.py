@@ -23,7 +23,7 @@ from torch import Tensor
 from autofuse.strategies.sdpa_kernels import KERNELS, Kernels, Operands, kernels_for
 from autofuse.strategies.sdpa_match import LEAST_FILL
 
-LARGEST_SCORE = 1e37  # far below values whose sums of float32 products overflow
+LARGEST_SCORE = 1e37  # far below scores at which sums of float32 products overflow
 # The backward pass recomputes the probabilities from the row logsumexps. Below this bound, rounding a logsumexp changes
 # a probability by at most 4 units in the last place; eager's have no such error.
 LARGEST_LOGARITHM = 16.0
@@ -35,7 +35,7 @@ class Rule:
 
     lead: tuple[int, ...]  # batches and heads, or both in one
     scale: float
-    fill: float  # of masked scores
+    fill: float  # the value of masked scores
 
 
 def sdpa(
@@ -117,7 +117,7 @@ def is_causal(bias: Tensor | None, masked: Tensor | None) -> bool:
     return fill <= LEAST_FILL and bool(torch.equal(mask.view(size, size), wanted))
 
 
-@functools.lru_cache(maxsize=2)  # of the sizes of the last calls
+@functools.lru_cache(maxsize=2)  # for the sizes of the last calls
 def _behind(size: int, device: torch.device) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=device).triu_(1)
 

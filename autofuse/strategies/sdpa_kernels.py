@@ -27,7 +27,7 @@ class Operands:
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H, S, D]
     value: Tensor  # [B, H, S, D]
-    mask: Tensor | None  # to add to scores, broadcasts to [B, H, T, S]
+    mask: Tensor | None  # added to the scores; broadcasts to [B, H, T, S]
     is_causal: bool
     scale: float
 

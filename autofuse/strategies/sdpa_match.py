@@ -103,7 +103,7 @@ def find_attention(graph: FusionGraph, softmax: Operation) -> Attention | str:
 
 
 def find_scores(graph: FusionGraph, softmax: Operation) -> Scores | None:
-    """From the softmax up to the first matmul: scale and masks; None where anything else is between.
+    """The matmul, scale and masks before a softmax; None where anything else is between.
 
     Scale and masks must fit [B, H, T, S], which are the matmul's elements in contiguous order.
     """

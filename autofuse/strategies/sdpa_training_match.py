@@ -19,7 +19,7 @@ from autofuse.strategies.chains import is_free, keep_order, number
 from autofuse.strategies.sdpa_match import DROPOUT_INSIDE, Scores, find_scores
 from autofuse.strategies.strategy import graph_of
 
-SDPA_TRAINING = "sdpa_training"  # the strategy
+SDPA_TRAINING = "sdpa_training"  # the name of the strategy
 TRAINING = "vendor.attention_training.default"
 DEVICES = ("cpu", "cuda")  # types of devices on which torch's attention has a forward and a backward kernel
 SOFTMAX_BACKWARD = "_softmax_backward_data"
@@ -36,7 +36,7 @@ class TrainingAttention:
     scores: Scores  # query [N, T, D], key [N, D, S], scale and masks
     value: ValueRef  # [N, S, D]
     gradient: ValueRef  # of the result, [N, T, D]
-    results: tuple[ValueRef, ...]  # attention's, then the gradients of query, key and value
+    results: tuple[ValueRef, ...]  # names of the result and of the gradients of query, key and value
     probabilities: frozenset[str]  # the probabilities and all their views
 
     def node(self, graph: FusionGraph) -> FusionNode:

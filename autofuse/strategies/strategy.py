@@ -30,7 +30,7 @@ from autofuse.ir.validation import one_line, one_of, stored_name, stored_number
 class Part:
     """Operations that run as one generated kernel."""
 
-    operations: tuple[str, ...]  # names in the strategy's form, without views between them
+    operations: tuple[str, ...]  # their names in the strategy's form, without the views between them
     printer: str = LOOP  # the name of the template that prints them
 
 
@@ -39,7 +39,7 @@ class Kernel:
     """A part as a node, with inputs named as in the strategy's form."""
 
     node: FusionNode
-    sizes: tuple[Dim, ...]  # the node's symbols in those of the strategy's form
+    sizes: tuple[Dim, ...]  # the node's symbols, as sizes of the strategy's form
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Rows:
     """How a program for some rows of a node's outputs is run for all of them, block by block."""
 
     symbol: str  # the number of rows in the program's form
-    count: int  # of a block; the last one may have fewer
-    total: Dim  # rows of the node, in its own symbols
+    count: int  # rows of a block; the last block may have fewer
+    total: Dim  # the node's number of rows, in its own symbols
     is_cut: tuple[bool, ...]  # for each input: whether a block gets its rows, or the whole input
 
 
@@ -57,7 +57,7 @@ class Strategy:
     """One program for a node."""
 
     name: str  # "parts", "vendor_linear", ...: unique among the strategies of a node
-    form: NodeForm  # the node's, or that of a block of its rows
+    form: NodeForm  # the node's form, rewritten, or that of a block of its rows
     parts: tuple[Part, ...]
     detail: str = ""  # readable description
     rows: Rows | None = None
@@ -152,8 +152,8 @@ class Strategy:
 
 
 def _kernel(node: FusionNode) -> Kernel:
-    """Loops run over plain symbols: each rounded quotient becomes one, except where windows are read."""
-    if node.reads_windows:  # a size there follows from the input tensor's
+    """A part's node with plain symbols: each rounded quotient becomes one, except where the part reads windows."""
+    if node.reads_windows:  # with windows, a size follows from the input tensor's
         return Kernel(node, tuple(map(symbol, node.symbols)))
     specs = [*node.inputs.values(), *(spec for op in node.operations for spec in op.outputs)]
     quotients = dict.fromkeys(f for spec in specs for dim in (*spec.shape, *spec.strides) for f in floors(dim))
@@ -176,6 +176,6 @@ def flat_ref(name: str) -> ValueRef:
 
 
 def kernel_id(form: NodeForm, printer: str) -> str:
-    """`FusionNode.fusion_id` of a part. A tiled product has one of its own: its form is the whole group's."""
+    """The `FusionNode.fusion_id` of a part; a template's part has its own, since its form may be the whole group's."""
     text = form.text() if printer == LOOP else f"{printer}:{form.text()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
