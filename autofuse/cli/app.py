@@ -25,10 +25,10 @@ from autofuse.startup import gc_pause
 
 class _Entry(NamedTuple):
     module: str
-    summary: str  # the same words as the first line of the command's own help
+    summary: str  # the first line of the command's own help
 
 
-# In the order in which a newcomer meets them.
+# In the order in which a newcomer needs them.
 COMMANDS = {
     "run": _Entry("autofuse.cli.run", "Run a Python script and make it faster."),
     "report": _Entry("autofuse.cli.report", "Show what was fused, how much faster it is, and what tuning cost."),
@@ -75,7 +75,7 @@ class _LazyGroup(click.Group):
 
 
 def unknown_command(name: str) -> str:
-    """What to say to ``autofuse NAME``; a script's name means that ``run`` was left out."""
+    """The error text for ``autofuse NAME``; with a script's name, that ``run`` was left out."""
     if name.endswith(".py") or os.path.exists(name):
         return f"There is no command {name!r}. To run a script, type: autofuse run {name}"
     near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -98,7 +98,7 @@ def app() -> None:
 
 
 def parse(arguments: Sequence[str]) -> int | RunJob:
-    """Run the command, or for ``run`` return what to run. Never raises."""
+    """Run the command and return its exit code, or for ``run`` the script to run. Never raises."""
     try:
         outcome = app.main(args=list(arguments), prog_name="autofuse", standalone_mode=False)
         return outcome if isinstance(outcome, int | RunJob) else 0
@@ -114,6 +114,6 @@ def parse(arguments: Sequence[str]) -> int | RunJob:
         say("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader of our stdout has gone, as in ``autofuse report | head``; keep the final flush from failing too.
+        # The reader of our stdout has gone, as in ``autofuse report | head``. Python's final flush must not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

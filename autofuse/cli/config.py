@@ -67,7 +67,7 @@ def _row(settings: Settings, name: str) -> dict[str, object]:
 
 
 def _print_overview(settings: Settings) -> None:
-    """One table a group: name, value, meaning."""
+    """Print a table for each group, with name, value and meaning of each setting."""
     from rich.table import Table
     from rich.text import Text
 
@@ -83,7 +83,7 @@ def _print_overview(settings: Settings) -> None:
             meaning = Text(spec.help)
             if settings.origin(name) != "default":
                 meaning = Text.assemble((f"from {settings.origin(name)}", style), "\n", meaning)
-            if len(value) > VALUE_WIDTH:  # a path
+            if len(value) > VALUE_WIDTH:  # a path, which needs a line of its own
                 meaning, value = Text.assemble((value, style), "\n", meaning), ""
             table.add_row(Text("  " + name.partition(".")[2], "cyan"), Text(value, style), meaning)
         console.print(Text.assemble((group, "bold"), f"  {group_help(group)}"))
@@ -93,7 +93,7 @@ def _print_overview(settings: Settings) -> None:
 
 
 def _print_group(settings: Settings, group: str) -> None:
-    """One group in detail: also what is allowed, and the variable."""
+    """Print one group in detail, with each setting's allowed values and environment variable."""
     from rich.padding import Padding
     from rich.text import Text
 

@@ -40,7 +40,7 @@ def command() -> None:
 @effort_options
 def start(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
     """Start the daemon, unless it is running."""
-    from autofuse.daemon import control  # here and below: only when the command works, not for its help
+    from autofuse.daemon import control  # here and below: imported when the command runs, not for its help
 
     settings = load_settings(assignments, store=store, profile=profile)
     running = control.status(settings) is not None

@@ -26,7 +26,7 @@ def _is_script(name: str) -> bool:
 
 
 class _Explain(click.Command):
-    """What follows a script is the script's; what follows a node's name is ours."""
+    """Takes options after a node's name as its own; those after a script's name belong to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_interspersed_args = not any(map(_is_script, args))
@@ -51,7 +51,7 @@ def command(node: str | None, arguments: tuple[str, ...], store: Path | None) ->
         return _explain_script(Target(node, arguments), settings)
     if arguments:
         raise click.UsageError(f"expected one name, found {len(arguments) + 1}: {' '.join((node or '', *arguments))}")
-    from autofuse.report.explain import render_explain  # rich and SQLAlchemy: not for the help
+    from autofuse.report.explain import render_explain  # imports rich and SQLAlchemy, which the help does not need
 
     with open_store(settings) as opened:
         render_explain(opened, out_console(), node)

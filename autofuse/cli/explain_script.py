@@ -17,12 +17,12 @@ from autofuse.report.report import Report, load_report
 from autofuse.settings.layers import Settings
 from autofuse.startup.script import Target
 
-# An empty store and no tuning: the graphs as the planner makes them, before anything is measured.
+# Without tuning, and with an empty store, the graphs are as planned, before anything is measured.
 _VALUES = {"run.tune": "off", "run.frozen": False, "run.quiet": True, "observe.enabled": True, "capture.at_once": True}
 
 
 def explain_script(target: Target, settings: Settings) -> tuple[Report, int]:
-    """The report of one run of ``target``, and how it ended; the report is empty where no run was recorded."""
+    """Run ``target`` once; its report, which is empty where no run was recorded, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="autofuse-explain-") as folder:
         store = Path(folder) / "store.sqlite3"
         child = settings.with_values(_VALUES | {"run.store": str(store)}, "autofuse explain")
@@ -35,7 +35,7 @@ def explain_script(target: Target, settings: Settings) -> tuple[Report, int]:
 
 
 def _run(command: list[str]) -> int:
-    """The exit code as a shell shows it. An interrupt reaches the script as well: it may take its time to end."""
+    """Run a command; its exit code as a shell shows it. At an interrupt, wait on: it reaches the script too."""
     process = subprocess.Popen(command)
     while True:
         try:

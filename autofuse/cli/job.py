@@ -10,7 +10,7 @@ from autofuse.startup.script import Target
 
 @dataclass(frozen=True)
 class RunJob:
-    """A script to run, and how; without settings it runs plain."""
+    """A script to run, and its settings; with None the script runs without autofuse."""
 
     target: Target
     settings: Settings | None

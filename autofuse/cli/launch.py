@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
     from autofuse.runtime.session import Session
 
-TRIALS_SECONDS = 2.0  # for the store to say what trials of process settings have shown
+TRIALS_SECONDS = 2.0  # for the store to answer which trials of process settings stand
 
 
 def launch(job: RunJob) -> int:
-    """Run the script to its end and leave the process as it did; returns only where there was nothing to run."""
+    """Run the script to its end, and end the process as the script did; returns only where there was nothing to run."""
     with gc_pause.paused():
         session = _begin(job.settings, job.target.command) if job.settings else None
         if session is not None:
@@ -52,8 +52,8 @@ def _begin(settings: Settings, command: str) -> Session | None:
     launched, store = time.perf_counter(), None
     try:
         with untouched():
-            store = _store(settings)  # first: it starts beside all that follows
-            # Imported here: they bring torch, which no other command may load.
+            store = _store(settings)  # first: its process starts while the rest goes on
+            # Imported here, because they import torch, which no other command may load.
             from autofuse.ir.device import cpu_device
             from autofuse.process.apply import apply_process_settings, resolve
             from autofuse.sessions import start_session
@@ -71,13 +71,13 @@ def _begin(settings: Settings, command: str) -> Session | None:
 
 
 def _store(settings: Settings) -> StoreClient | None:
-    """The store in a process of its own, where there is a core for it; None to open it in this one."""
+    """The store in a process of its own, if there is a core for it; None: open the store in this process."""
     if len(usable_cores()) < 2 or adopts_orphans():
         return None
     from autofuse.db.client import StoreClient
     from autofuse.runtime.store_thread import BUSY_SECONDS
 
-    with contextlib.suppress(OSError):  # no more processes, no shell
+    with contextlib.suppress(OSError):  # no more processes are allowed, or there is no shell
         return StoreClient(settings.run.store, BUSY_SECONDS)
     return None
 
@@ -92,7 +92,7 @@ def _finish(session: Session | None, ending: Ending) -> None:
 
 
 def _say_goodbye(settings: Settings) -> None:
-    # The store is named again only where the next command would not find it by itself.
+    # The store is named only where the next command would not find it by itself.
     option = f" --store {settings.run.store}" if settings.origin("run.store") == "command line" else ""
     say(f"results are in {settings.run.store}")
     say(f"to see them, type: autofuse report{option}")

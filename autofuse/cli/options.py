@@ -30,7 +30,7 @@ def store_option(function: Function) -> Function:
 
 
 def effort_options(function: Function) -> Function:
-    """``--profile`` and ``--set``."""
+    """Add the options ``--profile`` and ``--set`` to a command."""
     function = click.option(
         "--set",
         "assignments",
@@ -44,7 +44,7 @@ def effort_options(function: Function) -> Function:
 
 
 def script_arguments(is_required: bool) -> Callable[[Function], Function]:
-    """SCRIPT, ARGS and ``-m`` as one parameter ``target``, which is None where no script is given."""
+    """Add SCRIPT, ARGS and ``-m`` to a command, as its one parameter ``target``: None where no script is given."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -60,8 +60,8 @@ def script_arguments(is_required: bool) -> Callable[[Function], Function]:
 
 
 def open_store(settings: Settings) -> Store:
-    """The store for reading; where there is none yet, the error says how to get one."""
-    from autofuse.db.store import Store  # SQLAlchemy, 0.2 s: not for a command's help
+    """Open the store for reading. Raises StoreError; where there is no store yet, it says how to get one."""
+    from autofuse.db.store import Store  # imports SQLAlchemy, 0.2 s, which a command's help does not need
 
     if not settings.run.store.exists():
         raise StoreError(f"there are no results yet: {settings.run.store} does not exist. Type: autofuse run SCRIPT.py")
@@ -69,7 +69,7 @@ def open_store(settings: Settings) -> Store:
 
 
 def load_settings(assignments: Sequence[str] = (), **options: object) -> Settings:
-    """Settings of this command line; ``options`` are settings of the group ``run``, None where not given."""
+    """The settings with this command line's; ``options``: settings of the group ``run``, None if not given."""
     cli: dict[str, Any] = dict(parse_assignment(text) for text in assignments)
     cli |= {f"run.{name}": value for name, value in options.items() if value is not None}
     settings = load(cli)

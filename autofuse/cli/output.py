@@ -14,20 +14,20 @@ __all__ = ["err_console", "one_line", "out_console", "say"]
 
 
 def one_line(error: BaseException) -> str:
-    """An error as a sentence: its first line, or its type where it says nothing."""
+    """An error in one line: its first line, or its type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def out_console() -> Console:
-    """For results, on stdout."""
-    from autofuse.report.console import PlainConsole  # rich costs 50 ms: only commands that draw pay it
+    """The console for results, on stdout."""
+    from autofuse.report.console import PlainConsole  # rich takes 50 ms: only for commands that draw
 
     return PlainConsole(highlight=False)
 
 
 def err_console() -> Console:
-    """For progress, on stderr."""
+    """The console for progress, on stderr."""
     from autofuse.report.console import PlainConsole
 
     return PlainConsole(stderr=True, highlight=False)

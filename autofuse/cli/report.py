@@ -32,7 +32,7 @@ def command(run_id: int | None, as_json: bool, verbose: bool, store: Path | None
     The speedup compares steps on fused kernels with steps of the same run that were held out and ran eager. A run that
     gained nothing is said to have gained nothing, and why.
     """
-    # Imported when the command works: rich, SQLAlchemy and the report are not needed to print the help.
+    # Imported when the command runs: its help needs no rich, SQLAlchemy or report.
     from autofuse.report.as_json import report_to_json
     from autofuse.report.report import load_report
     from autofuse.report.terminal import render_report

@@ -26,7 +26,7 @@ AUTOFUSE_DISABLE=1 switches autofuse off.
 @click.command(
     "run",
     epilog=EPILOG,
-    # What follows the script is the script's, whatever it looks like.
+    # Everything after the script belongs to the script, whatever it looks like.
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
 )
@@ -61,7 +61,7 @@ def command(
         return RunJob(target, None)
     settings = load_settings(assignments, tune=tune, store=store, profile=profile, frozen=frozen, quiet=quiet)
     if settings.fusion.patterns is not None and not settings.run.disable:
-        from autofuse.fusion.pattern_file import read_patterns  # sympy, 0.3 s: only where there is a file
+        from autofuse.fusion.pattern_file import read_patterns  # imports sympy, 0.3 s, which is needed only for a file
 
-        read_patterns(settings.fusion.patterns)  # what is wrong with it is said before the script runs
+        read_patterns(settings.fusion.patterns)  # so that its errors are reported before the script runs
     return RunJob(target, None if settings.run.disable else settings)

@@ -33,7 +33,7 @@ def reset(store: Path | None) -> None:
     Ends its daemons first. Nothing is deleted: look into what was put aside with --store.
     """
     from autofuse.daemon import control
-    from autofuse.db.archive import set_aside  # here and below: only when the command works, not for its help
+    from autofuse.db.archive import set_aside  # here and below: imported when the command runs, not for its help
 
     settings = load_settings(store=store)
     control.stop(settings)

@@ -70,7 +70,7 @@ def command(
 
 
 def _drain(settings: Settings, again: bool) -> int:
-    # Here and below: what a command works with is imported when it works, not when it prints its help.
+    # Here and below: imports are done when the command runs, not for its help.
     from autofuse.daemon import control
 
     with _progress("tuning", None) as (progress, task):
@@ -85,7 +85,7 @@ def _drain(settings: Settings, again: bool) -> int:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar with an estimate on stderr, off where that is no terminal."""
+    """A progress bar on stderr with an estimate of the time left; nothing where stderr is no terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
