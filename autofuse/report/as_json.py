@@ -164,7 +164,7 @@ def _event(row: EventRow) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that JSON has no word for become null."""
+    """The value with null in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

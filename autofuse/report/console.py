@@ -14,7 +14,10 @@ from autofuse.stderr import plain
 
 
 class PlainConsole(Console):
-    """Colours and lines are added to the segments later on, so every escape that is in one by now came from outside."""
+    """Removes control characters from all text that it draws.
+
+    Colours and lines are added to the segments later, so an escape that is in one by now came from outside.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):

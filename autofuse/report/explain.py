@@ -31,7 +31,7 @@ MAX_REASONS = 5
 
 
 def render_explain(store: Store, console: Console, name: str | None = None) -> None:
-    """Print the story of the node or module called ``name``; without a name, the list of all."""
+    """Print what is known of the node or module called ``name``; without a name, the list of all."""
     if name is None:
         _render_list(store, console)
         return
@@ -110,7 +110,7 @@ def _render_node(story: NodeStory, console: Console) -> None:
 
 
 def operation_lines(form: Mapping[str, Any]) -> Iterator[str]:
-    """The operations of ``NodeForm.to_json()``, one a line: ``v0 = add(i0, 0.5)  float32 [s0, 256]``."""
+    """The inputs, operations and outputs of a form's JSON, one a line: ``v0 = add(i0, 0.5)  float32 [s0, 256]``."""
     for name, spec in form.get("inputs", []):
         yield f"{name}: {_spec(spec)}"
     operations = form.get("operations", [])
@@ -163,7 +163,7 @@ def _render_bucket(bucket: BucketStory, console: Console) -> None:
 
 
 def decision_lines(bucket: BucketStory) -> Iterator[str]:
-    """The standing decision of a bucket in sentences, or where its request stands."""
+    """The standing decision of a bucket in sentences, or the state of its request."""
     request = bucket.request
     if request is not None and request.status in ("queued", "running"):
         state = "Waits in the queue" if request.status == "queued" else "Is being tuned now"
@@ -210,7 +210,7 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
 
 
 def resource_line(resources: Mapping[str, Any]) -> str:
-    """What a kernel takes of a GPU: the most that any launch of a call takes."""
+    """A sentence on a kernel's registers, threads, shared memory and spills: the most of a call's launches."""
     registers, threads = resources.get("registers", 0), resources.get("threads", 0)
     shared, spilled = resources.get("shared_bytes", 0), resources.get("spill_bytes", 0)
     return (
@@ -250,13 +250,13 @@ def _candidates(bucket: BucketStory) -> Table:
 
 
 def _rank(row: StoredMeasurement) -> tuple[bool, float]:
-    """Usable candidates first, fast ones before slow ones."""
+    """The sorting key of a measurement: usable candidates first, fast ones before slow ones."""
     item = row.measurement
     return item.status != "ok", -(item.speedup or 0.0)
 
 
 def is_strategy(candidate: Candidate) -> bool:
-    """Whether it is a strategy, with several kernels or a library's: ``way`` with a name, or ``way:name``."""
+    """Whether a candidate is a strategy: its stored variant is ``way``, with the name as a knob, or ``way:name``."""
     return candidate.variant.partition(":")[0] == "way"
 
 
@@ -272,13 +272,13 @@ def candidate_text(candidate: Candidate) -> tuple[str, str]:
 
 
 def strategy_steps(source: str) -> list[str]:
-    """What a strategy runs, in order: the indented ones of the comments that head its source."""
+    """The steps of a strategy, in order: the indented lines of the comments at the head of its source."""
     head = itertools.takewhile(lambda line: line.startswith("//"), source.splitlines())
     return [line.removeprefix("//").strip() for line in head if line.startswith("//   ")]
 
 
 def config_text(config: Config) -> str:
-    """``threads=2 unroll=4``."""
+    """A configuration as text, such as ``threads=2 unroll=4``."""
     return " ".join(f"{name}={value}" for name, value in config)
 
 
@@ -286,7 +286,7 @@ def config_text(config: Config) -> str:
 
 
 def render_graphs(report: Report, console: Console, command: str, exit_code: int) -> None:
-    """Print the graphs of a script before and after fusion, or why there are none."""
+    """Print the graphs of a script before and after fusion, or the reason why there are none."""
     if exit_code:
         say(console, f"{command} ended with exit code {exit_code}; what it did until then:", "yellow")
     if not report.graphs:

@@ -15,24 +15,24 @@ from autofuse.db.store import Store
 from autofuse.errors import UsageError
 from autofuse.ir.records import Decision, DecisionKey, DimHistogram, NodeUse, RootRecord
 
-ELLIPSIS = "…"  # reports cut long labels in the middle; such a name is found again
+ELLIPSIS = "…"  # in the middle of labels that reports have cut, which are found as well
 
 
 @dataclass(frozen=True)
 class BucketStory:
-    """All that is known of a node under one decision key."""
+    """Everything that is stored of a node under one decision key."""
 
     key: DecisionKey
     decisions: tuple[StoredDecision, ...]  # oldest first, the last one stands
     measurements: tuple[StoredMeasurement, ...]
     request: RequestRow | None
-    kernel: KernelSource | None = None  # of the decision that stands
-    miss: str = ""  # without a decision: where the nearest one of the node differs
+    kernel: KernelSource | None = None  # the kernel of the standing decision
+    miss: str = ""  # without a decision: how the node's nearest decision key differs
 
 
 @dataclass(frozen=True)
 class NodeStory:
-    """All that is known of a node."""
+    """Everything that is stored of a node."""
 
     node: NodeRow
     uses: tuple[NodeUse, ...]  # one for each run and bucket
@@ -41,11 +41,11 @@ class NodeStory:
 
 @dataclass(frozen=True)
 class RootStory:
-    """All that is known of a module that may be captured."""
+    """Everything that is stored of a module that may be captured."""
 
     root: RootRecord
     changes: tuple[RootChange, ...]  # oldest first
-    histograms: tuple[DimHistogram, ...]  # of the newest run that knows it
+    histograms: tuple[DimHistogram, ...]  # of the newest run in which its state changed
 
 
 def name_of(node: NodeRow) -> str:
@@ -53,7 +53,7 @@ def name_of(node: NodeRow) -> str:
 
 
 def cut(name: str, width: int = 48) -> str:
-    """A long label with its middle left out: its end, a hash, tells it from others."""
+    """A label cut in the middle to ``width`` characters: its end, a hash, tells it from others."""
     if len(name) <= width:
         return name
     tail = name[name.rfind("_") :]
@@ -61,7 +61,7 @@ def cut(name: str, width: int = 48) -> str:
 
 
 def find(store: Store, name: str) -> NodeStory | RootStory:
-    """The node or the module called ``name``. Errors: UsageError where none is or several are."""
+    """The node or module called ``name``. Errors: UsageError if none or several nodes match."""
     nodes, roots = store.nodes.known(), list(store.roots.known().values())
     found = _matching(name, nodes)
     if len(found) == 1:
@@ -77,7 +77,7 @@ def find(store: Store, name: str) -> NodeStory | RootStory:
 
 
 def _matching(name: str, nodes: Sequence[NodeRow]) -> list[NodeRow]:
-    """Exact labels before beginnings before endings."""
+    """The nodes that a name matches: exactly, else by a beginning, a cut label, or an ending."""
     if not name:
         return []
     head, _, tail = name.partition(ELLIPSIS)
@@ -105,7 +105,7 @@ def _not_found(name: str, nodes: Iterable[NodeRow], roots: Iterable[RootRecord])
 
 
 def _likeness(name: str, other: str) -> float:
-    """0 to 1; a beginning of a long label is as good as the label."""
+    """How like a name is to another, 0 to 1; a beginning of a long label is as good as the label."""
     return max(
         difflib.SequenceMatcher(None, name.lower(), text.lower()).ratio() for text in (other, other[: len(name) + 1])
     )
@@ -134,7 +134,7 @@ def node_story(store: Store, node: NodeRow) -> NodeStory:
 
 
 def miss_of(key: DecisionKey, decided: Iterable[DecisionKey]) -> str:
-    """Where the nearest decision of a node differs from one that is missing; "" where it is there, or none is."""
+    """How a node's nearest decision key differs from ``key``; "" where ``key`` itself is decided, or nothing is."""
     names = ("bucket", "device", "threads", "versions")
     misses: list[list[str]] = [
         [

@@ -26,14 +26,14 @@ MAX_PATTERNS = 12
 
 @dataclass(frozen=True)
 class Size:
-    """What one call of a graph is, or a step of all graphs."""
+    """The size of one call of a graph, or of a step of all graphs."""
 
     nodes: float
     edges: float
     depth: float  # edges on the longest path
     kernels: float
     flops: float
-    nbytes: float  # read and written
+    nbytes: float  # bytes read and written
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Size:
@@ -46,21 +46,21 @@ class Size:
 
 @dataclass(frozen=True)
 class GraphLine:
-    """A captured graph as it is and as it is planned."""
+    """A captured graph, before fusion and as planned."""
 
     phase: str  # "forward", "backward", "inference"
-    source: str  # first source line
-    captures: int  # for different sizes
+    source: str  # the graph's first source line
+    captures: int  # how often it was captured, for different sizes
     calls: int
     before: Size
     after: Size
-    times: int = 1  # calls in a step: a block that repeats is captured once
-    fusion: FusionStats = field(default_factory=FusionStats)  # what the planner counted
+    times: int = 1  # calls in a step: a block that the model repeats is captured once
+    fusion: FusionStats = field(default_factory=FusionStats)  # the planner's counts
 
 
 @dataclass(frozen=True)
 class GraphSum:
-    """All graphs of a run: nodes, edges and depth added up, the rest for a step, weighted by the graphs' calls."""
+    """All graphs of a run: kernels, FLOPs and bytes of a mean step; nodes, edges and depth once per repetition."""
 
     steps: int
     before: Size
@@ -97,7 +97,7 @@ def graph_lines(events: Iterable[EventRow]) -> list[GraphLine]:
 
 
 def sum_graphs(lines: Sequence[GraphLine]) -> GraphSum | None:
-    """The sum of all graphs; None where there are none. A step is a call of the most frequent whole in forward."""
+    """The sum of all graphs, None without any. Its steps are those of the most frequent graph that is not backward."""
     if not lines:
         return None
     steps = max((line.calls // line.times for line in lines if line.phase != "backward"), default=0)
@@ -108,7 +108,7 @@ def sum_graphs(lines: Sequence[GraphLine]) -> GraphSum | None:
 
 
 def sum_fusion(lines: Sequence[GraphLine]) -> FusionStats:
-    """What the planner counted in all graphs, each once."""
+    """The sum of the planner's counts, with each graph once."""
     return sum((line.fusion for line in lines), FusionStats())
 
 
@@ -152,7 +152,7 @@ def graphs_to_json(lines: Sequence[GraphLine]) -> dict[str, Any]:
 
 
 def graph_table(lines: Sequence[GraphLine]) -> Table:
-    """One row a graph, before and after fusion, and their sum."""
+    """The table of graphs, before and after fusion, a row for each and one for their sum."""
     more = len(lines) - MAX_GRAPHS
     caption = "before → after all that can be fused; what is measured to pay will be. One call, at the captured sizes"
     if more > 0:
@@ -178,7 +178,7 @@ def graph_table(lines: Sequence[GraphLine]) -> Table:
 
 
 def fusion_text(lines: Sequence[GraphLine]) -> str:
-    """What was planned, in sentences; empty where no graph has a fused kernel."""
+    """The planned fusions in sentences; empty where no graph has a fused kernel."""
     stats = sum_fusion(lines)
     if not stats.applied:
         return ""
@@ -200,7 +200,7 @@ def _cells(before: Size, after: Size) -> Iterator[Text]:
 
 
 def _change(before: float, after: float, shown: Any) -> Text:
-    """``22 → 10``, and the change in percent below."""
+    """A cell such as ``22 → 10``, with the change in percent below."""
     text = Text(f"{shown(before)} → {shown(after)}")
     if before and round(100 * (after / before - 1)):
         text.append(f"\n{100 * (after / before - 1):+.0f} %", "green" if after < before else "yellow")

@@ -14,22 +14,22 @@ from autofuse.ir.records import OpProfile
 from autofuse.report import wording
 from autofuse.report.table import PlainTable, plain_table
 
-MAX_OPERATORS = 12  # rows of the table; the JSON report has all
+MAX_OPERATORS = 12  # rows of the table; the JSON report has all operators
 
 
 @dataclass(frozen=True)
 class OperatorLine:
-    """One operator, all shapes together."""
+    """One operator, with all its overloads and shapes together."""
 
     operator: str  # "aten.mm"
-    calls: int  # that were timed
+    calls: int  # timed calls
     time_share: float
-    time_us: float  # of all these calls
-    median_us: float  # of a call, each taken to last as long as the mean of its shapes
+    time_us: float  # of all timed calls
+    median_us: float  # of a call; each is taken to last as long as the mean for its shapes
 
 
 def operator_lines(profiles: Iterable[OpProfile]) -> list[OperatorLine]:
-    """Overloads of an operator are one line."""
+    """One line for each operator, with all its overloads, the most expensive first."""
     by_name: dict[str, list[OpProfile]] = {}
     for profile in profiles:
         if profile.calls > 0:
@@ -51,7 +51,7 @@ def operator_lines(profiles: Iterable[OpProfile]) -> list[OperatorLine]:
 
 
 def _median_us(profiles: Sequence[OpProfile]) -> float:
-    """The lower of two middle calls."""
+    """The median time of a call, the lower one of two in the middle."""
     by_time = sorted(profiles, key=lambda profile: profile.time_us / profile.calls)
     left = (sum(profile.calls for profile in profiles) + 1) // 2
     for profile in by_time:

@@ -30,7 +30,7 @@ class TuningProgress:
         self._file = None if quiet else _terminal()
 
     def update(self, done: int) -> None:
-        """So many nodes are done; draws at most five times a second."""
+        """Draw the bar with ``done`` nodes, at most five times a second."""
         now = self._clock()
         if self._file is None or now - self._drawn < DRAW_SECONDS:
             return
@@ -49,7 +49,7 @@ class TuningProgress:
 
 
 def line(done: int, total: int, seconds: float) -> str:
-    """``autofuse: tuning ━━━━━─────  12/40 nodes  0:00:12, about 0:00:28 left``."""
+    """The text ``autofuse: tuning ━━━━━─────  12/40 nodes  0:00:12, about 0:00:28 left``."""
     done = min(max(done, 0), total)
     full = WIDTH * done // total if total else WIDTH
     left = f", about {_time(seconds / done * (total - done))} left" if 0 < done < total else ""
@@ -62,7 +62,7 @@ def _time(seconds: float) -> str:
 
 
 def _terminal() -> int | None:
-    """The interpreter's own stderr, if it is a terminal."""
+    """The descriptor of the interpreter's own stderr, if it is a terminal."""
     with contextlib.suppress(Exception):
         if sys.__stderr__ is not None and sys.__stderr__.isatty():
             return sys.__stderr__.fileno()

@@ -30,12 +30,12 @@ from autofuse.report.statistics import Gain, Speedup, StepRow, measure_gain
 
 @dataclass(frozen=True)
 class Totals:
-    """The numbers of a run; None where nothing could be measured."""
+    """The numbers of a run; None for a number that could not be measured."""
 
     steps: int = 0
     fused_calls: int = 0
     unfused_calls: int = 0
-    speedup: Speedup = field(default_factory=Speedup)  # hot signatures against held-out eager steps
+    speedup: Speedup = field(default_factory=Speedup)  # of hot signatures, against held-out eager steps
     routed_steps: int = 0  # timed steps with fused kernels, warm-up not counted
     held_out_steps: int = 0  # timed eager steps, warm-up not counted
     tuning_seconds: float = 0.0  # spent on this run's requests
@@ -52,7 +52,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class NodeLine:
-    """One node in one bucket. Times are of a call; None where not measured."""
+    """One node in one bucket. Times are those of a call, None if not measured."""
 
     node: str  # label
     fusion_id: str
@@ -75,7 +75,7 @@ class NodeLine:
 
 @dataclass(frozen=True)
 class RefusalLine:
-    """How often fusions were made or not made for one reason."""
+    """How often fusions were accepted or refused for one reason."""
 
     code: str
     accepted: bool
@@ -90,37 +90,37 @@ class MemoryLine:
 
     root: str
     name: str
-    signature: str  # of the input
+    signature: str  # the input's
     eager_bytes: int
     routed_bytes: int
 
     @property
     def ratio(self) -> float:
-        """Of eager's peak; below 1 is less."""
+        """The peak over eager's; below 1 is less."""
         return self.routed_bytes / max(1, self.eager_bytes)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is known of a run; ``run`` is None for a store without runs."""
+    """Everything that a report shows of a run; ``run`` is None for a store without runs."""
 
     store: str
     run: RunRow | None = None
     totals: Totals = field(default_factory=Totals)
     nodes: tuple[NodeLine, ...] = ()  # largest share of time first
-    operators: tuple[OperatorLine, ...] = ()  # in eager, as the observer saw them; largest share of time first
-    graphs: tuple[GraphLine, ...] = ()  # captured ones, before and after fusion
+    operators: tuple[OperatorLine, ...] = ()  # those that the observer timed in eager; largest share of time first
+    graphs: tuple[GraphLine, ...] = ()  # captured graphs, before and after fusion
     roots: tuple[RootRecord, ...] = ()
-    settings: tuple[SettingTrial, ...] = ()  # of this script, never credited to fusion
+    settings: tuple[SettingTrial, ...] = ()  # trials of this script's process settings, never credited to fusion
     refusals: tuple[RefusalLine, ...] = ()  # most frequent first
     events: tuple[EventRow, ...] = ()
     steps: tuple[StepRow, ...] = ()
-    queue: QueueStatus = field(default_factory=QueueStatus)  # of this run's requests
-    memory: tuple[MemoryLine, ...] = ()  # one of each root, of its largest measured input; empty: not requested
+    queue: QueueStatus = field(default_factory=QueueStatus)  # the states of this run's requests
+    memory: tuple[MemoryLine, ...] = ()  # one for each root, of its largest measured input; empty if not requested
 
 
 def load_report(store: Store, run_id: int | None = None) -> Report:
-    """The report of a run: of ``run_id``, else of the newest run with timed steps, else of the newest.
+    """The report of run ``run_id``; by default of the newest run with steps, else of the newest run.
 
     Errors: StoreError for an id that the store does not hold.
     """
@@ -153,10 +153,10 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
 
 
 def cost_seconds(mode: str, capture_seconds: float, tuning_seconds: float) -> float:
-    """What has to be saved before fusion has paid: capture and tuning.
+    """The seconds of capture and tuning, which must be saved before fusion has paid for itself.
 
-    Tuning counts although in background mode it runs beside the script, on processors that it might have used
-    itself. In ``after`` mode it begins when the script has ended and can cost it nothing.
+    Tuning in background mode counts, since it runs on processors that the script might have used. In ``after`` mode it
+    begins when the script has ended, and costs the script nothing.
     """
     return capture_seconds + (0.0 if mode == "after" else tuning_seconds)
 
@@ -183,9 +183,9 @@ def _totals(run: RunRow, gain: Gain, capture_seconds: float, tuning_seconds: flo
 
 
 def _is_of(run: RunRow, device_key: str) -> bool:
-    """Whether a node of the run may have been tuned for this device: the run's CPU, or a GPU, which it does not name.
+    """Whether a decision for this device may be for a node of the run: for its CPU, or a GPU, which it does not name.
 
-    Nodes of CPUs and of GPUs never have one fusion_id.
+    Nodes of CPUs and nodes of GPUs never have the same fusion_id.
     """
     return device_key == run.device.key or not device_key.startswith("cpu:")
 
@@ -205,7 +205,7 @@ def _node_lines(store: Store, run: RunRow) -> list[NodeLine]:
 
 
 def decision_for(bucket: Bucket, decisions: Sequence[Decision]) -> Decision | None:
-    """The newest decision of a bucket, or of one that contains all of it; ``decisions`` is oldest first."""
+    """The newest decision for a bucket, else for one that contains it; ``decisions`` is oldest first."""
     for decision in reversed(decisions):
         if decision.bucket == bucket:
             return decision
@@ -220,7 +220,7 @@ def decision_for(bucket: Bucket, decisions: Sequence[Decision]) -> Decision | No
 
 
 def node_line(use: NodeUse, decision: Decision | None, request: RequestRow | None) -> NodeLine:
-    """What is known of a node in a bucket: its use, its decision, or where its request stands."""
+    """The line of a node in a bucket: its use, and its decision or the state of its request."""
     if decision is not None:
         variant = decision.candidate.variant
         state, reason, detail = ("eager" if variant == EAGER else "fused"), decision.reason, decision.detail
@@ -254,13 +254,13 @@ def node_line(use: NodeUse, decision: Decision | None, request: RequestRow | Non
 
 
 def trials_of(trials: Iterable[SettingTrial], run: RunRow) -> list[SettingTrial]:
-    """The trials of the script that a run ran, whatever its arguments were: they change from run to run."""
+    """The trials of a run's script with whatever arguments, since these change from run to run."""
     script = script_of(run.command)
     return [trial for trial in trials if script_of(trial.workload) == script]
 
 
 def memory_lines(events: Iterable[EventRow]) -> list[MemoryLine]:
-    """The last measured of each root, which had the largest input; without what another version wrote otherwise."""
+    """The last measurement of each root, which had the largest input; events of other formats are left out."""
     names = [item.name for item in fields(MemoryLine)]
     lines: dict[str, MemoryLine] = {}
     for row in events:
@@ -271,7 +271,7 @@ def memory_lines(events: Iterable[EventRow]) -> list[MemoryLine]:
 
 
 def count_refusals(refusals: Iterable[Refusal]) -> list[RefusalLine]:
-    """One line for each reason, those of refused fusions first and frequent ones before rare ones."""
+    """One line for each reason: refused fusions before accepted ones, frequent reasons before rare ones."""
     counts: Counter[tuple[bool, str]] = Counter()
     bytes_saved: Counter[tuple[bool, str]] = Counter()
     examples: dict[tuple[bool, str], Refusal] = {}

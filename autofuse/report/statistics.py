@@ -32,14 +32,14 @@ from autofuse.ir.records import StepSample
 from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, held_out_one_in, is_close
 
 HOT_SHARE = 0.8
-MIN_PAIRS_FOR_INTERVAL = 5  # fewer span no 95 % interval, whatever a bootstrap of them says
+MIN_PAIRS_FOR_INTERVAL = 5  # with fewer pairs there is no 95 % interval, whatever a bootstrap gives
 _RESAMPLES = 2000
-_MAX_DRAWS = 400_000  # keeps the bootstrap of a long run under half a second
+_MAX_DRAWS = 400_000  # so that the bootstrap of a long run takes under half a second
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """A ratio above 1 is faster; all None where nothing could be compared."""
+    """Eager's time over the fused time: above 1 is faster. All None where nothing could be compared."""
 
     median: float | None = None
     low: float | None = None  # 95 % interval, None with too few pairs
@@ -59,9 +59,9 @@ class StepRow:
 
     root: str
     signature: str
-    routed: int  # steps
+    routed: int  # number of steps
     held_out: int
-    routed_us: float | None  # medians
+    routed_us: float | None  # median times
     held_out_us: float | None
     time_share: float  # of the routed time of the run, 0..1
     hot: bool
@@ -70,19 +70,19 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a run's steps say about fusion."""
+    """The gain by fusion in a run, from its steps."""
 
-    rows: tuple[StepRow, ...] = ()  # most routed time first
+    rows: tuple[StepRow, ...] = ()  # those with the most routed time first
     speedup: Speedup = field(default_factory=Speedup)
     held_out_steps: int = 0
     routed_steps: int = 0
     seconds_saved: float | None = None  # None where nothing could be compared
-    break_even_step: int | None = None  # index of the first step by which the costs were saved
+    break_even_step: int | None = None  # index of the first step at which the costs were saved
 
 
 @dataclass(frozen=True)
 class _Series:
-    """Comparable steps of one root with one signature, warm-up dropped."""
+    """The steps of one root with one signature that can be compared, without warm-up."""
 
     root: str
     signature: str
@@ -95,7 +95,7 @@ class _Series:
 
 
 def measure_gain(samples: Sequence[StepSample], cost_seconds: float, one_in: int = 1) -> Gain:
-    """Compare the steps of a run; ``cost_seconds`` is what has to be saved before fusion pays."""
+    """Compare the steps of a run, of which one in ``one_in`` is stored; ``cost_seconds``: what fusion has cost."""
     series = sorted(_series(samples), key=lambda item: -item.routed_total_us)
     total_us = math.fsum(item.routed_total_us for item in series)
     rows: list[StepRow] = []
@@ -120,7 +120,7 @@ def measure_gain(samples: Sequence[StepSample], cost_seconds: float, one_in: int
 
 
 def pair_ratios(routed: Sequence[StepSample], held_out: Iterable[StepSample]) -> list[float]:
-    """Held-out time over the median of the nearest routed times, for each held-out step that has any near."""
+    """For each held-out step with routed steps near it: its time over the median time of the nearest ones."""
     ordered = sorted(routed, key=lambda step: step.index)
     indices = [step.index for step in ordered]
     ratios = []
@@ -196,7 +196,7 @@ def _savings(
     cost_seconds: float,
     one_in: int,
 ) -> tuple[float | None, int | None]:
-    """Seconds that the routed steps of compared signatures took less, and the step at which the costs were saved."""
+    """Seconds that the routed steps of compared signatures saved, and the step at which the costs were saved."""
     if not known:
         return None, None
     counted = {id(step) for item in series for step in item.routed}

@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class PlainTable(Table):
-    """A table whose cells are what they say: names and messages may hold what rich takes for markup."""
+    """A table that prints cells as plain text: names and messages may hold what rich takes for markup."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
@@ -23,7 +23,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 def plain_table(title: str, caption: str = "") -> PlainTable:
-    """The one look of all tables."""
+    """An empty table in the style of all tables."""
     return PlainTable(
         title=title or None, caption=caption or None, title_justify="left", caption_justify="left", title_style="bold",
         caption_style="dim", box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,

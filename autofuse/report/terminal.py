@@ -44,7 +44,7 @@ def render_report(report: Report, console: Console, verbose: bool = False) -> No
 
 
 def next_command(report: Report) -> str:
-    """What to type after this report."""
+    """The command to type after this report."""
     assert report.run is not None
     if report.queue.open:
         return "autofuse daemon status"
@@ -123,7 +123,7 @@ def _totals(report: Report) -> Panel:
 
 
 def gain_in_words(report: Report) -> tuple[str, str]:
-    """The verdict on a run, and its style."""
+    """The verdict on a run in a sentence, and its style."""
     totals, speedup = report.totals, report.totals.speedup
     if not totals.fused_calls:
         return f"Nothing ran fused. {_why_nothing_fused(report)}", "bold yellow"
@@ -258,7 +258,7 @@ def _speedup_style(line: NodeLine) -> str:
 
 
 def decision_in_words(line: NodeLine) -> Text:
-    """What was decided for a node, and why, on lines of their own."""
+    """The decision for a node, and on a line below the reason."""
     style = {"fused": "green", "failed": "red", "queued": "yellow", "running": "yellow"}.get(line.decision, "")
     if line.decision == "fused":
         text = Text(f"fused ({in_words(line.variant or '', wording.VARIANTS)})", style)

@@ -36,7 +36,7 @@ VARIANTS = {
     "way": "strategy",
 }
 
-# Programs of several kernels, or with a vendor's: names from `autofuse/strategies`.
+# Strategies, by their names in `autofuse/strategies`.
 STRATEGIES = {
     "parts": "matmuls by aten, the rest in kernels",
     "one_kernel": "all of it in one kernel",
@@ -80,7 +80,7 @@ def strategy(name: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a capital first letter and a full stop."""
+    """The text with a capital first letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
