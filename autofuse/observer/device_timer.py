@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from autofuse.locks import make_lock
 
-MAX_LATE = 40_000  # lengths that are waited for; as many as one sampled step may have calls
+MAX_LATE = 40_000  # stretches that may wait; as many as one sampled step may have calls
 
 
 Tell = Callable[[int | None], None]
@@ -36,17 +36,17 @@ class DeviceEvent(Protocol):
 
 @dataclass(frozen=True)
 class EventCalls:
-    """Functions of torch."""
+    """The functions of torch that a timer calls."""
 
     is_active: Callable[[], bool]  # the script uses a GPU
-    is_capturing: Callable[[], bool]  # it records a CUDA graph right now
+    is_capturing: Callable[[], bool]  # it captures a CUDA graph right now
     new_event: Callable[[], DeviceEvent]
     stream: Callable[[int], Any]  # the current stream of a device
-    index_of: Callable[[Any], int]  # of a tensor's GPU; -1 for a tensor elsewhere
+    index_of: Callable[[Any], int]  # the index of a tensor's GPU; -1 for a tensor elsewhere
 
 
 class Stretch(NamedTuple):
-    """From one event to another on the streams of one device."""
+    """A stretch of work from one event to another, on streams of one device."""
 
     gpu: int  # index of the device
     start: DeviceEvent
@@ -54,7 +54,7 @@ class Stretch(NamedTuple):
 
 
 class EventTimer:
-    """One of a session, for any thread: autograd's own end what others began."""
+    """The one timer of a session, for all threads: those of autograd end stretches that others began."""
 
     def __init__(self, calls: EventCalls) -> None:
         self._calls = calls
@@ -67,7 +67,7 @@ class EventTimer:
         return self.fault is None and self._calls.is_active()
 
     def begin(self, index: int) -> Stretch | None:
-        """The stretch begins with what is launched next on the device; None where it cannot be timed."""
+        """Begin a stretch with the next work that is launched on the device; None where it cannot be timed."""
         if self.fault is not None:
             return None
         try:
@@ -76,7 +76,7 @@ class EventTimer:
             pool = self._pool[index]
             stretch = Stretch(index, self._event(pool), self._event(pool))
             stretch.start.record(self._calls.stream(index))
-        except Exception as error:  # a device in trouble raises at every call: the script will hear of it itself
+        except Exception as error:  # a broken device raises at every call, also at the script's own
             self._switch_off(error)
             return None
         return stretch
@@ -84,11 +84,11 @@ class EventTimer:
     def _event(self, pool: list[DeviceEvent]) -> DeviceEvent:
         try:
             return pool.pop()
-        except IndexError:  # asked before, the answer could be another thread's
+        except IndexError:  # not tested before: another thread may take the last one
             return self._calls.new_event()
 
     def end(self, stretch: Stretch | None) -> Stretch | None:
-        """What was launched until now belongs to the stretch; None where its length will never be known."""
+        """End a stretch with the work that is launched by now; None where its length will never be known."""
         if stretch is None:
             return None
         try:
@@ -101,7 +101,7 @@ class EventTimer:
         return None
 
     def nanoseconds(self, stretch: Stretch) -> int | None:
-        """The length of a stretch that the device has passed, not to be asked for again; None before."""
+        """The length of a stretch that the device has passed, None before; to be asked for only until it is known."""
         if self.fault is not None:
             return None
         try:
@@ -123,7 +123,7 @@ class EventTimer:
 
 
 class LateTimes:
-    """Lengths that the device has still to measure: polled in the order of adding, reported when they are known."""
+    """Stretches of unknown lengths: polled in the order of adding, each length is reported once it is known."""
 
     def __init__(self, timer: EventTimer) -> None:
         self._timer = timer
@@ -134,13 +134,13 @@ class LateTimes:
         return len(self._waiting)
 
     def add(self, stretch: Stretch | None, tell: Tell) -> None:
-        """``tell`` is called with nanoseconds, or with None where the length will never be known."""
+        """Add a stretch; ``tell`` is called later, with its nanoseconds, or with None if they stay unknown."""
         if len(self._waiting) >= MAX_LATE:
             self._waiting.popleft()[1](None)
         self._waiting.append((stretch, tell))
 
     def collect(self) -> None:
-        """Tell what the device has passed by now."""
+        """Report the lengths that the device knows by now, up to the first that it does not know."""
         with self._lock:
             while self._waiting:
                 stretch, tell = self._waiting[0]
@@ -151,7 +151,7 @@ class LateTimes:
                 tell(elapsed)
 
     def close(self) -> None:
-        """The run is over: tell what is known, and None for the rest."""
+        """At the end of the run, report the lengths that are known, and None for the rest."""
         self.collect()
         with self._lock:
             while self._waiting:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TimedStep(NamedTuple):
-    """The fields of a `StepSample`, made from it in the background: making the record at each step costs more."""
+    """The fields of a `StepSample`, which is made of them in the background: making it at each step costs more."""
 
     root: str
     signature: str
@@ -43,15 +43,15 @@ class OpenStep(NamedTuple):
 
 
 class Sizes:
-    """Signatures whose steps are compared with each other: one, or, where there are many, all with the same ranks."""
+    """The recent times of captured steps of one signature, or of all signatures that differ in sizes alone."""
 
     def __init__(self, text: str, is_one: bool) -> None:
-        self.text = text
+        self.text = text  # the signature, without sizes unless `is_one`
         self.is_one = is_one
-        self.recent = deque[tuple[int, float]](maxlen=PAIR_STEPS if is_one else PAIR_WINDOW)  # elements, us if captured
+        self.recent = deque[tuple[int, float]](maxlen=PAIR_STEPS if is_one else PAIR_WINDOW)  # (elements, us)
 
     def near(self, elements: int) -> list[float]:
-        """The last captured steps or calls of similar size, in us, scaled to exactly so many elements."""
+        """Times of the last captured steps of similar size, newest first, in us, scaled to so many elements."""
         close = (at_size(us, n, elements) for n, us in reversed(self.recent) if is_close(n, elements))
         return list(itertools.islice(close, PAIR_STEPS))
 
