@@ -131,7 +131,7 @@ def _rms_norm(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
 
 def _rms_norm_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape.dims
-    rows = product(shape[: len(shape) - len(op.args[3])])
+    rows = product(shape[: len(shape) - len(op.args[2])])
     return IterationSpace(product(shape), rows, ("full", "terminal"))
 
 
@@ -151,6 +151,11 @@ def _nll_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace | N
 def _mse(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     level: Level = "full" if op.arg(2, 1) == 0 else "terminal"
     return IterationSpace(inputs[0].numel, None, (level,))
+
+
+def _elements_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
+    """The gradient of a loss of elements, whichever its reduction."""
+    return IterationSpace(op.outputs[0].numel, None, ("full",))
 
 
 def _bce_of_logits(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
@@ -189,6 +194,9 @@ _RULES: dict[str, Callable[[Operation, list[TensorSpec]], IterationSpace | None]
     "mse_loss": _mse,
     "huber_loss": _mse,
     "smooth_l1_loss": _mse,
+    "mse_loss_backward": _elements_backward,
+    "huber_loss_backward": _elements_backward,
+    "smooth_l1_loss_backward": _elements_backward,
     "binary_cross_entropy_with_logits": _bce_of_logits,
     "_native_batch_norm_legit": _channels,
     "_native_batch_norm_legit_functional": _channels,

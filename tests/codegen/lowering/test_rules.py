@@ -42,11 +42,15 @@ BY_HAND: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("target", BY_HAND)
 def test_operators_that_tracing_replaces(target: str, verify: Verify) -> None:
+    verify(form_by_hand(target), [()])
+
+
+def form_by_hand(target: str) -> NodeForm:
+    """An operator of `BY_HAND`, and an addition behind it."""
     b = NodeBuilder()
     args = [b.input(a) if isinstance(a, torch.Tensor) else a for a in BY_HAND[target]]
     result = b.call(target, *args)
-    out = b.call("aten.add.Scalar", result, 1.0)
-    verify(b.form(out), [()])
+    return b.form(b.call("aten.add.Scalar", result, 1.0))
 
 
 def test_every_fusible_operator_is_tested() -> None:
@@ -60,7 +64,7 @@ def _spec(*sizes: int) -> TensorSpec:
     return TensorSpec(SymbolicShape(sizes), "float32", SymbolicShape(torch.empty(sizes).stride()))
 
 
-def _rms_form(backward: bool) -> NodeForm:
+def rms_form(backward: bool) -> NodeForm:
     x, r, w = _spec(6, 40), _spec(6, 1), _spec(40)
     i = [ValueRef(f"i{n}") for n in range(4)]
     if backward:
@@ -76,7 +80,7 @@ def _rms_form(backward: bool) -> NodeForm:
 
 
 def test_rms_norm(generator: Any) -> None:
-    form = _rms_form(backward=False)
+    form = rms_form(backward=False)
     x, w = make_inputs(form, {})
     exact = [t.double() for t in (x, w)]
     rstd = torch.rsqrt(exact[0].square().mean(-1, keepdim=True) + 1e-6)
@@ -87,7 +91,7 @@ def test_rms_norm(generator: Any) -> None:
 
 def test_rms_norm_backward(generator: Any) -> None:
     """aten has no CPU kernel for it: autograd through the parts is the reference."""
-    form = _rms_form(backward=True)
+    form = rms_form(backward=True)
     g, x, _, w = make_inputs(form, {})
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
     found = generator.generate_generic_kernel(form)(g, x, rstd, w)
