@@ -15,16 +15,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-_aten = torch.ops.aten
-_DIVISIONS = {_aten.div.Tensor}
-_PRODUCTS = {_aten.mul.Tensor}
-# Operators whose result may be infinite though all saved tensors are finite.
-_UNBOUNDED = {
-    *(_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar),
-    *(_aten.rsqrt.default, _aten.reciprocal.default, _aten.exp.default),
-    *_DIVISIONS,
-    *_PRODUCTS,
-}
+_DIVISION, _PRODUCT = "aten.div.Tensor", "aten.mul.Tensor"
+# Operators whose result may be infinite, or not a number, though what they read is finite. torch's derivatives multiply
+# gradients by such values: by cosh for sinh, by rsqrt for acos, by log for entr, by digamma for lgamma (torch's
+# derivatives.yaml). Sums and products of finite values are left out: that they overflow is no reason to run twice.
+_UNBOUNDED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "rsqrt.default", "reciprocal.default",
+        "div.Tensor_mode", "exp.default", "exp2.default", "expm1.default", "sinh.default", "cosh.default",
+        "log.default", "log2.default", "log10.default", "log1p.default", "atanh.default", "erfinv.default",
+        "logit.default", "lgamma.default", "digamma.default", "polygamma.default", "i0.default", "special_i1.default",
+        "special_erfcx.default", "special_ndtri.default",
+    )
+)  # fmt: skip
+# What reads a value that may be infinite and makes a finite one of it. Whatever else reads it may pass it on.
+_BOUNDED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "tanh.default", "sigmoid.default", "atan.default", "erf.default", "erfc.default", "sign.default",
+        "sgn.default", "isnan.default", "isinf.default", "logical_not.default", "eq.Scalar", "eq.Tensor", "ne.Scalar",
+        "ne.Tensor", "lt.Scalar", "lt.Tensor", "le.Scalar", "le.Tensor", "gt.Scalar", "gt.Tensor", "ge.Scalar",
+        "ge.Tensor",
+    )
+)  # fmt: skip
+_INFINITE_WITHIN = "aten.logit_backward.default"  # it multiplies the gradient in the midst of a kernel of torch's
 
 
 class UndefinedGradients(NamedTuple):
@@ -61,6 +76,7 @@ class UndefinedGradients(NamedTuple):
 def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
     """Read the reach of each output from the backward graph: the gradients that depend on its tangent."""
     found: dict[fx.Node, frozenset[int]] = {}
+    infinite: set[fx.Node] = set()  # values of no tangent that may be infinite
     tangents, risks = 0, set()
     for node in backward.graph.nodes:
         if node.op == "placeholder" and str(node.target).startswith("tangents"):
@@ -68,7 +84,9 @@ def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
             tangents += 1
             continue
         found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
-        if found[node] and _may_meet_infinity(node, found):
+        if not found[node] and _may_be_infinite(node, infinite):
+            infinite.add(node)
+        if found[node] and _may_meet_infinity(node, found, infinite):
             risks.add(found[node])
     (results,) = backward.graph.find_nodes(op="output")[0].args
     return UndefinedGradients(
@@ -78,12 +96,23 @@ def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
     )
 
 
-def _may_meet_infinity(node: fx.Node, found: dict[fx.Node, frozenset[int]]) -> bool:
-    """Whether a gradient is divided by a tensor, or multiplied by what backward computes from saved tensors."""
-    if node.target in _DIVISIONS:
+def _may_be_infinite(node: fx.Node, infinite: set[fx.Node]) -> bool:
+    """Of a value that depends on no tangent: what forward has saved, or what backward computes from that."""
+    made_by = str(node.meta.get("original_aten") if node.op == "placeholder" else node.target)
+    if made_by in _UNBOUNDED:
+        return True
+    return made_by not in _BOUNDED and not infinite.isdisjoint(node.all_input_nodes)
+
+
+def _may_meet_infinity(node: fx.Node, found: dict[fx.Node, frozenset[int]], infinite: set[fx.Node]) -> bool:
+    """Whether a gradient is divided by a tensor, or multiplied by what may be infinite."""
+    target = str(node.target)
+    if target == _DIVISION:
         return isinstance(node.args[1], fx.Node)
-    kept = [n for n in node.all_input_nodes if not found[n]]
-    return node.target in _PRODUCTS and any(n.target in _UNBOUNDED for n in kept)
+    if target == _PRODUCT:
+        kept = [n for n in node.all_input_nodes if not found[n]]
+        return any(n in infinite or str(n.target) in (_DIVISION, _PRODUCT) for n in kept)
+    return target == _INFINITE_WITHIN
 
 
 def tangent_places(metadata: Any) -> list[int]:

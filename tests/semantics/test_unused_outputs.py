@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,6 +154,54 @@ def test_zeros_meet_no_infinity(session: Session) -> None:
         x = torch.zeros(2, 3, requires_grad=True)
         model(x)[0].sum().backward()
         torch.testing.assert_close(x.grad, torch.ones(2, 3))
+    assert is_captured(session)
+
+
+# Where the derivative, and often the value, is infinite or not a number.
+INFINITE: dict[str, tuple[Callable[[T], T], float]] = {
+    "acos": (torch.acos, 1.0),
+    "cosh": (torch.cosh, 100.0),
+    "digamma": (torch.digamma, 0.0),
+    "entr": (torch.special.entr, 0.0),
+    "erfcx": (torch.special.erfcx, -100.0),
+    "erfinv": (torch.erfinv, 1.0),
+    "exp": (torch.exp, 100.0),
+    "exp2": (torch.exp2, 200.0),
+    "expm1": (torch.expm1, 100.0),
+    "fmod": (lambda y: torch.fmod(y.detach() + 2, y), 0.0),
+    "i0": (torch.i0, 100.0),
+    "i1": (torch.special.i1, 100.0),
+    "lgamma": (torch.lgamma, 0.0),
+    "logit": (torch.logit, 0.0),
+    "power": (lambda y: y.pow(0.5), 0.0),
+    "power_of_2": (lambda y: 2.0**y, 200.0),
+    "polygamma": (lambda y: torch.polygamma(1, y), 0.0),
+    "product_with_sinh": (lambda y: y * y.sinh(), 100.0),
+    "reciprocal_power": (lambda y: y.pow(-1.0), 0.0),
+    "remainder": (lambda y: torch.remainder(y.detach() + 2, y), 0.0),
+    "sinh": (torch.sinh, 100.0),
+    "xlogy": (lambda y: torch.xlogy(y.detach(), y), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_zeros_meet_no_infinity_of_a_derivative(name: str, session: Session) -> None:
+    function, place = INFINITE[name]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: T) -> tuple[T, T]:
+            y = x * self.scale
+            return y, function(y)
+
+    model = Two()
+    for _ in range(2):
+        x = torch.full((2, 3), place, requires_grad=True)
+        model(x)[0].sum().backward()
+        assert x.grad is not None and x.grad.eq(1.0).all()
     assert is_captured(session)
 
 
