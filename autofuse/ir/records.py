@@ -78,7 +78,9 @@ def make_config(values: Mapping[str, int | str | bool]) -> Config:
 class Candidate:
     """A variant and a point in its search space."""
 
-    variant: str  # "eager", "c_generic", "c_specialised", "triton_generic", "triton_specialised"
+    # "eager", "c_generic", "c_specialised", "triton_generic", "triton_specialised"; "way" for a strategy, whose name is
+    # in the config; of an optimizer's step "c_multi", "triton_multi", and torch's own "foreach" and "fused"
+    variant: str
     config: Config = ()
 
 

@@ -111,7 +111,7 @@ class StepTuning:
         busy = "" if self._threads in (0, self._request.key.threads) else ", on one thread, for the machine was busy"
         if not ruling.is_won:
             words = f"the best is {best.candidate.variant} with {seen.speedup:.2f}x ({seen.low:.2f} to {seen.high:.2f})"
-            return self._stay_eager("below_margin", words + busy, seen)
+            return self._stay_eager("no_gain" if seen.high < 1.0 else "below_margin", words + busy, seen)
         words = f"the fastest of {len(entrants)}, {seen.rounds} paired rounds"
         if self._tried != self._form:
             words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"

@@ -8,7 +8,8 @@ only; imports no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +18,9 @@ from rich.text import Text
 
 from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
+from autofuse.ir.buckets import exact_bucket
 from autofuse.ir.reasons import decision_words, in_words
-from autofuse.ir.records import EAGER, Candidate, Config, Decision
+from autofuse.ir.records import EAGER, IN_ONE, Candidate, Config, Decision, DecisionKey
 from autofuse.report import wording
 from autofuse.report.find import BucketStory, NodeStory, RootStory, cut, find, name_of
 from autofuse.report.metrics import fusion_text, graph_table
@@ -105,8 +107,9 @@ def _render_node(story: NodeStory, console: Console) -> None:
     if not story.buckets:
         say(console, "Not decided: nobody has asked for it to be tuned. It runs on eager's kernels.")
         return
+    decided = {bucket.key for bucket in story.buckets if bucket.decisions}
     for bucket in story.buckets:
-        _render_bucket(bucket, console)
+        _render_bucket(bucket, decided, console)
 
 
 def operation_lines(form: Mapping[str, Any]) -> Iterator[str]:
@@ -149,13 +152,13 @@ def _argument(item: Any) -> str:
 # ---- a bucket -----------------------------------------------------------------------------------------
 
 
-def _render_bucket(bucket: BucketStory, console: Console) -> None:
+def _render_bucket(bucket: BucketStory, decided: Collection[DecisionKey], console: Console) -> None:
     key = bucket.key
     text = Text("Bucket ", "bold")
     text.append(key.bucket, "bold cyan")
     text.append(f"\non {key.device}, {wording.plural(key.threads, 'thread')}, {key.versions}", "dim")
     console.print(text, highlight=False)
-    for line in decision_lines(bucket):
+    for line in (*decision_lines(bucket), *lost_sizes(bucket, decided)):
         say(console, line)
     if bucket.measurements:
         console.print(_candidates(bucket), highlight=False)
@@ -187,6 +190,8 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         yield f"Decision: stays eager. {wording.sentence(reason)} Eager takes {unfused} a call."
         if decision.fused_us != decision.unfused_us:
             yield f"The best candidate took {fused}: {wording.times(decision.speedup)} ({span})."
+        if decision.candidate.config == IN_ONE:
+            yield "The group runs eager's operations in their order, none of them in a kernel."
     else:
         chosen = ", ".join(filter(None, candidate_text(decision.candidate)))
         yield f"Decision: fused ({chosen}). {wording.sentence(reason)}"
@@ -207,6 +212,24 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
     yield f"Decided {wording.moment(row.at)} after {effort}" + (
         f"; {wording.plural(earlier, 'earlier decision')} replaced." if earlier else "."
     )
+
+
+def lost_sizes(bucket: BucketStory, decided: Collection[DecisionKey]) -> Iterator[str]:
+    """A sentence for each shape with a kernel of its own that lost to the bucket's: it has no decision.
+
+    ``decided``: the keys of the node that have one.
+    """
+    if not bucket.decisions or not bucket.decisions[-1].decision.candidate.variant.endswith("_generic"):
+        return
+    tried = {
+        row.measurement.symbol_values: row.measurement.candidate
+        for row in bucket.measurements
+        if row.measurement.status == "ok" and row.measurement.candidate.variant.endswith("_specialised")
+    }
+    for values, candidate in tried.items():
+        if replace(bucket.key, bucket=exact_bucket(values).label) not in decided:
+            variant, sizes = candidate_text(candidate)[0], "×".join(map(str, values))
+            yield f"A kernel for {sizes} alone ({variant}) lost: it did not clearly beat eager and this one."
 
 
 def resource_line(resources: Mapping[str, Any]) -> str:

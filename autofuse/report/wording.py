@@ -34,6 +34,11 @@ VARIANTS = {
     "triton_generic": "Triton, any size",
     "triton_specialised": "Triton, fixed size",
     "way": "strategy",
+    # Of an optimizer's step, for all tensors of a group at a time.
+    "c_multi": "C, all tensors",
+    "triton_multi": "Triton, all tensors",
+    "foreach": "torch's foreach",
+    "fused": "torch's fused",
 }
 
 # Strategies, by their names in `autofuse/strategies`.

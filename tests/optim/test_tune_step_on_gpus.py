@@ -83,6 +83,18 @@ def test_the_devices_own_time_may_not_get_worse(worker: WorkerProcess, monkeypat
     assert outcome.decisions[0].reason == "below_margin" and outcome.kernels == []
 
 
+@pytest.mark.parametrize(("seconds", "reason"), [(11e-6, "no_gain"), (10e-6, "below_margin"), (9.9e-6, "below_margin")])
+def test_what_is_slower_for_certain_is_told_from_what_gains_too_little(
+    seconds: float, reason: str, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    monkeypatch.setattr(StepForm, "vendors", ())  # they are as fast as what the script asked for
+    monkeypatch.setattr(Timed, "seconds", (10e-6, seconds))
+    monkeypatch.setattr(Timed, "device", (1e-6, 1e-6))
+    outcome = Timed(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), worker, LIMITS).run()
+    assert outcome.decisions[0].reason == reason and outcome.kernels == []
+
+
 def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters are on a GPU for ``fused`` alone, so nothing else of torch's competes; the kernel has two passes."""
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)

@@ -15,11 +15,15 @@ from rich.console import Console
 from autofuse.db.rows import NodeRow
 from autofuse.db.store import Store
 from autofuse.errors import UsageError
+from autofuse.ir.buckets import exact_bucket
 from autofuse.ir.records import (
+    EAGER,
+    IN_ONE,
     Candidate,
     CompileKey,
     DimHistogram,
     KernelRecord,
+    Measurement,
     ObservedShape,
     RootRecord,
     RunStart,
@@ -144,6 +148,26 @@ def test_a_node_that_stays_eager(store: Store) -> None:
     text = explain(store, LOSS[1])
     assert "Decision: stays eager. No candidate beat eager by the margin. Eager takes 151.2 µs a call." in text
     assert "The best candidate took 149.8 µs: 1.01x (0.97 to 1.06)." in text
+
+
+def test_a_group_in_eagers_order_says_so(store: Store) -> None:
+    fill(store)
+    told = "The group runs eager's operations in their order, none of them in a kernel."
+    assert told not in explain(store, LOSS[1])
+    stays = replace(decision(LOSS, HOT, 1.01, EAGER, "below_margin"), candidate=Candidate(EAGER, IN_ONE))
+    store.results.put_decision(stays)
+    assert told in explain(store, LOSS[1])
+
+
+def test_a_kernel_for_one_shape_that_lost_is_told(store: Store) -> None:
+    """The job stores its measurement under the whole bucket, and a decision only where it won."""
+    fill(store)
+    tried = Measurement(Candidate("c_specialised"), "ok", (8, 200), 99.0, 151.25, 1.53, 1.5, 1.6)
+    store.results.put_measurements(key(NORM, HOT), [tried])
+    told = "A kernel for 8×200 alone (C, fixed size) lost: it did not clearly beat eager and this one."
+    assert told in explain(store, NORM[1])
+    store.results.put_decision(decision(NORM, exact_bucket((8, 200)), 1.7))
+    assert "alone" not in explain(store, NORM[1])
 
 
 def test_replaced_failed_and_repeated_decisions(store: Store) -> None:
