@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import IterationSpace, iteration_space_of, with_parts
-from autofuse.fusion.node import FusionNode, join_extents
+from autofuse.fusion.node import FusionNode, join_spaces
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 
@@ -44,7 +44,7 @@ class Cluster(FusionNode):
     def spec(self, ref: ValueRef) -> TensorSpec:
         return self._graph.spec(ref)
 
-    def _find_extent(self, op: Operation) -> IterationSpace | None:
+    def _find_space(self, op: Operation) -> IterationSpace | None:
         graph = self._graph
         return with_parts(iteration_space_of(op, graph.spec), op, graph.by_name, graph.spec)
 
@@ -99,15 +99,15 @@ class Growth:
 
 def share_loops(clusters: Sequence[Cluster]) -> bool:
     """Whether one nest of loops can be that of all."""
-    return join_extents([space for cluster in clusters for space in cluster.iteration_spaces]) is not None
+    return join_spaces([space for cluster in clusters for space in cluster.iteration_spaces]) is not None
 
 
 def reads_terminal(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
     """Whether ``consumer`` reads a value that ``producer`` completes only after all its rows."""
     terminal = {
         ValueRef(op.name, i)
-        for op, extent in zip(producer.operations, producer.iteration_spaces, strict=True)
-        for i, level in enumerate(extent.levels)
+        for op, space in zip(producer.operations, producer.iteration_spaces, strict=True)
+        for i, level in enumerate(space.levels)
         if level == "terminal"
     }
     return any(graph.base(ref) in terminal for op in consumer.operations for ref in op.inputs)
@@ -127,24 +127,24 @@ def pools(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
 
 def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
     """Whether a value that is only a part of what the loops run over, or more than that, is read elsewhere too."""
-    extents = [*first.iteration_spaces, *second.iteration_spaces]
-    parts = {part for extent in extents for part in extent.parts}
+    spaces = [*first.iteration_spaces, *second.iteration_spaces]
+    parts = {part for space in spaces for part in space.parts}
     if not parts:
         return False
     if len(second.operations) == 1 and _puts_alike_together(graph, second.operations[0]):
         return False  # loops over one piece then write all of them
-    joined = join_extents(extents)
+    joined = join_spaces(spaces)
     operations = [*first.operations, *second.operations]
     inside = {op.name for op in operations}
     return any(
-        extent.numel in parts
+        space.numel in parts
         and joined is not None
-        and extent.numel != joined.numel
+        and space.numel != joined.numel
         and (
             any(r.name not in inside for r in graph.readers[op.name])
             or any(ValueRef(op.name, n) in graph.leaving for n in range(len(op.outputs)))
         )
-        for op, extent in zip(operations, extents, strict=True)
+        for op, space in zip(operations, spaces, strict=True)
     )
 
 

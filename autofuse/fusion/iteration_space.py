@@ -1,9 +1,9 @@
-"""The extent of an operation: which loop nest it needs, and what becomes of its outputs there.
+"""The iteration space of an operation: which loop nest it needs, and what becomes of its outputs there.
 
 In: an operation and the specs of its inputs. Out: an `IterationSpace`: how many elements it iterates over, how
 that splits into rows (kept) and columns (reduced), and per output whether it is a full tensor, one
 value a row, or only complete when all rows are done.
-Guarantee: two operations with compatible extents can share one loop nest; the lowering has the last word.
+Guarantee: two operations with compatible spaces can share one loop nest; the lowering has the last word.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IterationSpace:
 
 
 def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace | None:
-    """The extent of a fusible operation, None for one that has none (opaque, random)."""
+    """The iteration space of a fusible operation, None for one that has none (opaque, random)."""
     kind = info(op.target).kind
     rule = _RULES.get(op.short_name)
     if rule is not None:
@@ -49,12 +49,12 @@ def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) ->
 
 
 def with_parts(
-    extent: IterationSpace | None,
+    space: IterationSpace | None,
     op: Operation,
     operations: Mapping[str, Operation],
     spec: Callable[[ValueRef], TensorSpec],
 ) -> IterationSpace | None:
-    """The extent with what the operation reads through slices of values of other operations."""
+    """The iteration space with what the operation reads through slices of values of other operations."""
     found: dict[Dim, None] = {}
     for ref in op.inputs:
         is_cut = False
@@ -63,7 +63,7 @@ def with_parts(
             ref = operations[ref.name].inputs[0]
         if is_cut and ref.name in operations and info(operations[ref.name].target).kind in FUSIBLE:
             found[spec(ref).numel] = None
-    return replace(extent, parts=(*extent.parts, *found)) if extent is not None and found else extent
+    return replace(space, parts=(*space.parts, *found)) if space is not None and found else space
 
 
 def reduced_dims(op: Operation, rank: int) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ class FusionNode:
         shapes of the values that would pass between; each must be known to the node. Never raises.
         """
         if isinstance(op, FusionNode):
-            return join_extents([*self.iteration_spaces, *op.iteration_spaces]) is not None
+            return join_spaces([*self.iteration_spaces, *op.iteration_spaces]) is not None
         if info(op.target).kind not in FUSIBLE or info(op.target).kind is OpKind.RANDOM:
             return False
         known = {spec.shape for o in self.operations for spec in o.outputs} | {s.shape for s in self.inputs.values()}
@@ -88,8 +88,8 @@ class FusionNode:
             return False
         if info(op.target).kind in VIEWS:
             return True
-        extent = self._extent(op)
-        return extent is not None and join_extents([*self.iteration_spaces, extent]) is not None
+        space = self._space(op)
+        return space is not None and join_spaces([*self.iteration_spaces, space]) is not None
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -102,16 +102,16 @@ class FusionNode:
         except KeyError:
             raise FusionError(f"expected an input or an earlier operation called {ref.name!r}, found none") from None
 
-    def _extent(self, op: Operation) -> IterationSpace | None:
+    def _space(self, op: Operation) -> IterationSpace | None:
         known = self._spaces.get(op.name)
         if known is not None and known[0] is op:
             return known[1]
-        found = self._find_extent(op)
+        found = self._find_space(op)
         if found is not None:  # what it reads may still come
             self._spaces[op.name] = op, found
         return found
 
-    def _find_extent(self, op: Operation) -> IterationSpace | None:
+    def _find_space(self, op: Operation) -> IterationSpace | None:
         try:
             return with_parts(iteration_space_of(op, self.spec), op, self._by_name, self.spec)
         except FusionError:
@@ -120,7 +120,7 @@ class FusionNode:
     @property
     def iteration_spaces(self) -> list[IterationSpace]:
         """Of its kernels, in order; what has none is left out."""
-        return [e for e in map(self._extent, self.kernels) if e is not None]
+        return [e for e in map(self._space, self.kernels) if e is not None]
 
     @property
     def names(self) -> Collection[str]:
@@ -178,12 +178,12 @@ class FusionNode:
             own.add(op.name)
         if not self.kernels or any(ref.name not in own for ref in self.outputs):
             return False
-        extents = [self._extent(op) for op in self.kernels]
-        if None in extents:
+        spaces = [self._space(op) for op in self.kernels]
+        if None in spaces:
             return False
         return (
             all(is_move(op.target) for op in self.kernels)
-            or join_extents([e for e in extents if e is not None]) is not None
+            or join_spaces([e for e in spaces if e is not None]) is not None
         )
 
     def in_inputs(self, derived: Mapping[str, sympy.Expr]) -> FusionNode:
@@ -290,31 +290,31 @@ class FusionNode:
         return f"FusionNode({self.operation_names})"
 
 
-def join_extents(extents: Sequence[IterationSpace]) -> IterationSpace | None:
-    """The loop nest that all extents share, None where there is none."""
-    parts = {part for extent in extents for part in extent.parts}
-    whole = [extent for extent in extents if extent.numel not in parts]
-    full = _largest(whole) if whole else max((e.numel for e in extents), key=_guessed, default=1)
+def join_spaces(spaces: Sequence[IterationSpace]) -> IterationSpace | None:
+    """The loop nest that all spaces share, None where there is none."""
+    parts = {part for space in spaces for part in space.parts}
+    whole = [space for space in spaces if space.numel not in parts]
+    full = _largest(whole) if whole else max((e.numel for e in spaces), key=_guessed, default=1)
     rows: Dim | None = None
     general: tuple[object, ...] = ()
     levels: list[Level] = []
-    for extent in extents:
-        levels.extend(extent.levels)
-        if extent.general:
-            if general and general != extent.general:
+    for space in spaces:
+        levels.extend(space.levels)
+        if space.general:
+            if general and general != space.general:
                 return None
-            general = extent.general
-        if extent.rows is not None and extent.numel == full:
-            if rows is not None and rows != extent.rows:
+            general = space.general
+        if space.rows is not None and space.numel == full:
+            if rows is not None and rows != space.rows:
                 return None
-            rows = extent.rows
-    for extent in extents:
-        if extent.numel == full or (extent.numel in parts and extent.rows is None and not extent.general):
+            rows = space.rows
+    for space in spaces:
+        if space.numel == full or (space.numel in parts and space.rows is None and not space.general):
             continue
         # A smaller operation may live between two passes, once a row.
-        if rows is None or extent.numel != rows or extent.rows is not None:
+        if rows is None or space.numel != rows or space.rows is not None:
             return None
-    return IterationSpace(full, rows, tuple(levels), general, tuple(dict.fromkeys(p for e in extents for p in e.parts)))
+    return IterationSpace(full, rows, tuple(levels), general, tuple(dict.fromkeys(p for e in spaces for p in e.parts)))
 
 
 def _guessed(numel: Dim) -> int:
@@ -322,10 +322,10 @@ def _guessed(numel: Dim) -> int:
     return evaluate(numel, dict.fromkeys(free_symbols(numel), 64))
 
 
-def _largest(extents: Sequence[IterationSpace]) -> Dim:
+def _largest(spaces: Sequence[IterationSpace]) -> Dim:
     """The space of most elements; with symbols, the one that has a row split or comes first."""
-    numbers = [e.numel for e in extents if isinstance(e.numel, int)]
-    symbolic = [e for e in extents if not isinstance(e.numel, int)]
+    numbers = [e.numel for e in spaces if isinstance(e.numel, int)]
+    symbolic = [e for e in spaces if not isinstance(e.numel, int)]
     if not symbolic:
         return max(numbers, default=1)
     split = [e.numel for e in symbolic if e.rows is not None]
