@@ -17,7 +17,7 @@ import psutil
 from autofuse.codegen.version import versions
 from autofuse.daemon.files import DaemonFiles
 from autofuse.daemon.scheduler import Scheduler
-from autofuse.db.rows import DaemonState, Outcome
+from autofuse.db.rows import DaemonState, RequestEnd
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY, DaemonLog, Prefer
 from autofuse.ir.records import DecisionKey, TuneRequest
@@ -88,7 +88,7 @@ class RequestQueue:
             self._parked_at = now
         return None
 
-    def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
+    def finish(self, key: DecisionKey, status: RequestEnd, message: str = "") -> None:
         """Store how a request ended, and count it."""
         self._store.queue.finish(key, status, message)
         self.done += status == "done"

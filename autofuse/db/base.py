@@ -252,7 +252,7 @@ def ranges_json(bucket: Bucket) -> list[list[int]]:
     return [list(pair) for pair in bucket.ranges]
 
 
-def bucket_of(ranges: list[Any]) -> Bucket:
+def stored_bucket(ranges: list[Any]) -> Bucket:
     return Bucket(tuple((stored_number(low), stored_number(high)) for low, high in ranges))
 
 

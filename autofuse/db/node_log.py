@@ -18,12 +18,12 @@ from autofuse.db.base import (
     NodeText,
     StoreFile,
     as_tuples,
-    bucket_of,
     key_text,
     put_buckets,
     put_nodes,
     shapes_json,
     shapes_of,
+    stored_bucket,
     upsert,
 )  # fmt: skip
 from autofuse.db.rows import NodeRow
@@ -90,7 +90,7 @@ class NodeLog:
                     node=row.form,
                     label=row.label,
                     operations=row.operations,
-                    bucket=bucket_of(row.ranges),
+                    bucket=stored_bucket(row.ranges),
                     calls=row.calls,
                     fused_calls=row.fused_calls,
                     live_us=row.live_us,

@@ -18,13 +18,13 @@ from autofuse.db import models
 from autofuse.db.base import (
     StoreFile,
     as_tuples,
-    bucket_of,
     clean,
     key_of,
     key_text,
     now,
     put_keys,
     ranges_json,
+    stored_bucket,
     upsert,
 )
 from autofuse.db.rows import StoredDecision, StoredMeasurement
@@ -158,7 +158,7 @@ def _decisions() -> Any:
 def _decision_of(row: Row[Any]) -> Decision:
     return Decision(
         key=key_of(row),
-        bucket=bucket_of(row.ranges),
+        bucket=stored_bucket(row.ranges),
         candidate=Candidate(row.variant, as_tuples(row.config)),
         **{name: getattr(row, name) for name in _PLAIN_DECIDED},
     )

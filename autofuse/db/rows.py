@@ -13,7 +13,7 @@ from typing import Any, Literal
 from autofuse.ir.records import CompileKey, Decision, DecisionKey, DeviceInfo, Event, Measurement, RunTotals
 
 RequestStatus = Literal["queued", "running", "done", "failed"]
-Outcome = Literal["done", "failed", "requeued"]  # what becomes of a request that was worked on
+RequestEnd = Literal["done", "failed", "requeued"]  # what becomes of a request that was worked on
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from autofuse.db import models
 from autofuse.db.base import (
     NodeText,
     StoreFile,
-    bucket_of,
     clean,
     key_of,
     now,
@@ -32,9 +31,10 @@ from autofuse.db.base import (
     record_of,
     shapes_json,
     shapes_of,
+    stored_bucket,
     upsert,
 )  # fmt: skip
-from autofuse.db.rows import DaemonState, Outcome, QueueStatus, RequestRow
+from autofuse.db.rows import DaemonState, QueueStatus, RequestEnd, RequestRow
 from autofuse.errors import StoreError
 from autofuse.ir.records import DecisionKey, ObservedShape, TuneRequest
 
@@ -120,7 +120,7 @@ class TuneQueue:
             if request is not None:
                 return request
 
-    def finish(self, key: DecisionKey, status: Outcome, message: str = "") -> None:
+    def finish(self, key: DecisionKey, status: RequestEnd, message: str = "") -> None:
         """Store how a request ended: done, failed, or requeued for later. Errors: StoreError if unknown."""
         state = "queued" if status == "requeued" else status
         with self._file.write() as connection:
@@ -365,7 +365,7 @@ def _request_of(connection: Connection, row: Any) -> TuneRequest:
     return TuneRequest(
         key=key_of(row),
         node=row.form,
-        bucket=bucket_of(row.ranges),
+        bucket=stored_bucket(row.ranges),
         shapes=_merged_shapes(connection, row.key),
         calls=row.calls,
         unfused_us=row.unfused_us,
