@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import sympy
 
 from autofuse.errors import LoweringError, ShapeError
-from autofuse.ir.dims import PYTHON, dim_text
-from autofuse.ir.size_text import parse
+from autofuse.ir.size_text import PYTHON, dim_text, parse
 from autofuse.ir.validation import is_name
 
 Dim: TypeAlias = int | sympy.Expr

@@ -12,8 +12,8 @@ import sympy
 
 from autofuse.capture.graph_import import ImportedGraph
 from autofuse.errors import ShapeError
-from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.shape import Dim, free_symbols
+from autofuse.ir.size_text import PYTHON, dim_text
 
 
 def symbol_sources(imported: ImportedGraph, unsized: Collection[str]) -> dict[str, str]:

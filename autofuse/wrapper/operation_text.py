@@ -10,9 +10,9 @@ from typing import Any
 
 import sympy
 
-from autofuse.ir.dims import PYTHON, dim_text
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import OpKind, info
+from autofuse.ir.size_text import PYTHON, dim_text
 from autofuse.wrapper.aten_call import render_call
 
 Leaf = Callable[[Any], str | None]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autofuse.errors import LoweringError
-from autofuse.ir.dims import PYTHON, TRITON, C, dim_text
 from autofuse.ir.shape import as_dim, evaluate, parse_dim, symbol
+from autofuse.ir.size_text import PYTHON, TRITON, C, dim_text
 
 SIZE = symbol("s0")
 LANGUAGES = (C, TRITON, PYTHON)

@@ -18,7 +18,7 @@ from autofuse.codegen.c.values import ValuePrinter
 from autofuse.codegen.column_passes import ColumnPass, Plan, split_by_columns
 from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
 from autofuse.codegen.loops import COST, Access, LoopKernel, Store
-from autofuse.ir.dims import dim_text
+from autofuse.ir.size_text import dim_text
 
 BLOCK = 256  # columns that are summed in the compute dtype; the sums of blocks are added in double
 FLUSH = 32  # rows whose column sums are added in the compute dtype, before they go to the double totals

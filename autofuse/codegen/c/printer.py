@@ -22,8 +22,8 @@ from autofuse.codegen.c.transposed_blocks import TransposedBody
 from autofuse.codegen.column_passes import plan
 from autofuse.codegen.loops import LoopKernel
 from autofuse.errors import LoweringError
-from autofuse.ir.dims import dim_text
 from autofuse.ir.records import Config
+from autofuse.ir.size_text import dim_text
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autofuse.codegen.c.scalar import memory_type
 from autofuse.codegen.column_passes import Plan
 from autofuse.codegen.dtypes import DTYPES
 from autofuse.codegen.loops import Access, LoopKernel
-from autofuse.ir.dims import dim_text
+from autofuse.ir.size_text import dim_text
 
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 16  # best of 8 to 64 each on an EPYC
 _TILE_BYTES = 16 << 10  # of all tiles of a block: half of a first-level cache

@@ -18,8 +18,8 @@ from autofuse.codegen.in_place import overlaps
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Store, regions
 from autofuse.codegen.scalar import INFIX
 from autofuse.errors import LoweringError
-from autofuse.ir.dims import dim_text
 from autofuse.ir.shape import Dim
+from autofuse.ir.size_text import dim_text
 
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _INLINE_LIMIT = 12  # most operations of a truth value that is written out at each use

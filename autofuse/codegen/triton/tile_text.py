@@ -28,8 +28,8 @@ from autofuse.codegen.triton.scalar import (
     store_text,
 )
 from autofuse.codegen.triton.signature import RANDOM_ARGUMENTS
-from autofuse.ir.dims import TRITON, dim_text
 from autofuse.ir.shape import Dim, as_dim, product
+from autofuse.ir.size_text import TRITON, dim_text
 
 Knobs = Mapping[str, int | str | bool]
 

@@ -13,10 +13,10 @@ from autofuse.codegen.c.printer import ENTRY, CSource
 from autofuse.codegen.knobs import Sizes
 from autofuse.codegen.lowering.lower import context_of
 from autofuse.errors import LoweringError
-from autofuse.ir.dims import dim_text
 from autofuse.ir.operation import NodeForm, TensorSpec, ValueRef
 from autofuse.ir.records import Config
 from autofuse.ir.shape import Dim, free_symbols
+from autofuse.ir.size_text import dim_text
 
 # ---- operands ---------------------------------------------------------------------------------------
 

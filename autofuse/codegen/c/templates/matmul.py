@@ -26,10 +26,10 @@ from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.matmul_operands import ANCHORS, Operand, read_operand
 from autofuse.codegen.templates import MATMUL, Template
 from autofuse.errors import LoweringError
-from autofuse.ir.dims import dim_text
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import Dim, contiguous_strides, evaluate
+from autofuse.ir.size_text import dim_text
 
 # Rows, vectors and bits of tiles, by the bits of the widest vectors. A tile has as many sums as there are registers
 # for; shapes suit processors that load fast, or that add fast. The narrowest has the fewest columns to fill.
