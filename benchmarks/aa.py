@@ -127,8 +127,8 @@ def entry_of(session: Session, node: Node, values: tuple[int, ...], settings: Se
     """The default kernel of a node."""
     worker = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=1.0)  # is never started: nothing is timed here
     threads = torch.get_num_threads()
-    shop = BenchmarkProvider(CBackend(find_toolchain()), worker)
-    bench = shop.bench(node.fusion_id, node.form, threads, bucket_of(values))
+    provider = BenchmarkProvider(CBackend(find_toolchain()), worker)
+    bench = provider.bench(node.fusion_id, node.form, threads, bucket_of(values))
     (built,) = bench.build([Candidate(bench.variants[0], bench.default(values))], values)
     if isinstance(built, CandidateProblem):
         raise built

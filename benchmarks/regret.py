@@ -177,11 +177,11 @@ def _is_right(bench: NodeBenchmarks, bucket: Bucket, built: Built, values: tuple
 # ---- a bucket -------------------------------------------------------------------------------------------------
 
 
-def measure(tuner: Tuner, shop: BenchmarkProvider, case: Case, node: Node, label: str, rows: int) -> dict[str, Any]:
+def measure(tuner: Tuner, provider: BenchmarkProvider, case: Case, node: Node, label: str, rows: int) -> dict[str, Any]:
     values = node.values[rows]
     bucket = bucket_of(values)
     decision, kernel, measured = tuner.decide(node, values)
-    bench = shop.bench(node.fusion_id, node.form, torch.get_num_threads(), bucket)
+    bench = provider.bench(node.fusion_id, node.form, torch.get_num_threads(), bucket)
     oracle = consult(bench, bucket, values)
     chosen = Built(decision.candidate, kernel, 0.0) if kernel is not None else None
     runners = [built for built in (chosen, oracle.best) if built is not None]
@@ -318,7 +318,7 @@ def main() -> int:
     print("us of eager, chosen, best; regret; configurations and samples of the tuner, of all")
     with tuning_session("regret") as (session, tuner):
         worker = WorkerProcess(memory_bytes=8 << 30, timeout_seconds=120.0)
-        shop = BenchmarkProvider(CBackend(find_toolchain()), worker, compilers=lambda: 2)
+        provider = BenchmarkProvider(CBackend(find_toolchain()), worker, compilers=lambda: 2)
         try:
             for case in (case for case in CASES if case.name in asked):
                 try:
@@ -328,7 +328,7 @@ def main() -> int:
                     continue
                 for label, size in list(zip(BUCKETS, case.rows, strict=True))[: 1 if options.quick else None]:
                     try:
-                        rows.append(measure(tuner, shop, case, node, label, size))
+                        rows.append(measure(tuner, provider, case, node, label, size))
                     except (ValueError, CandidateProblem) as problem:
                         left_out.append(f"{case.name}: {label}: {problem}")
                         continue

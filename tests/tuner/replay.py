@@ -1,7 +1,7 @@
 """Replay: the whole job on recorded timings, so that the quality of search and decision is testable anywhere.
 
-In: what each configuration took, from the store or made up, and the noise to add. Out: a `Bench` that answers as the
-workshop would, and what the best recorded configuration would have gained (the oracle).
+In: what each configuration took, from the store or made up, and the noise to add. Out: a `Bench` that answers as a
+real one would, and what the best recorded configuration would have gained (the oracle).
 Guarantee: equal recordings and seeds give equal answers; simulated seconds pass on ``clock``, nobody waits for them.
 """
 

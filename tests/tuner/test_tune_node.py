@@ -40,9 +40,9 @@ def provider() -> Iterator[BenchmarkProvider]:
     worker.kill()
 
 
-def tune(shop: BenchmarkProvider, values: tuple[int, ...], limits: JobLimits = LIMITS, calls: int = 5) -> Outcome:
+def tune(provider: BenchmarkProvider, values: tuple[int, ...], limits: JobLimits = LIMITS, calls: int = 5) -> Outcome:
     asked = request(FORM, values, calls=calls)
-    return Job(asked, shop.bench(asked.key.fusion_id, FORM, asked.key.threads, asked.bucket), limits).run()
+    return Job(asked, provider.bench(asked.key.fusion_id, FORM, asked.key.threads, asked.bucket), limits).run()
 
 
 def only(outcome: Outcome) -> Decision:

@@ -79,14 +79,14 @@ class Timed:
 
 
 def tune(
-    shop: BenchmarkProvider,
+    provider: BenchmarkProvider,
     form: NodeForm,
     values: tuple[int, ...],
     device: Any = (9e-6, 3e-6),
     host: Any = (5e-6, 2e-6),
 ) -> Outcome:
     asked = asked_for(form, values, "interpreter:test")
-    bench: Bench = Timed(shop.bench(asked.key.fusion_id, form, 0, asked.bucket), device, host)  # type: ignore[assignment]
+    bench: Bench = Timed(provider.bench(asked.key.fusion_id, form, 0, asked.bucket), device, host)  # type: ignore[assignment]
     return Job(asked, bench, LIMITS).run()
 
 
@@ -145,10 +145,10 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
         TritonCompiler(store.kernels.get_triton_files, store.kernels.put_triton_files) as compiler,
     ):
         worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main("tests.tuner.artifact_worker"))
-        shop = BenchmarkProvider(TritonBackend(H200, compiler.compile), worker, stored=store.kernels.get)
+        provider = BenchmarkProvider(TritonBackend(H200, compiler.compile), worker, stored=store.kernels.get)
         try:
             asked = asked_for(form, values, H200)
-            bench = Timed(shop.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
+            bench = Timed(provider.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
             outcome = Job(asked, bench, replace(LIMITS, trials=2), ()).run()  # type: ignore[arg-type]
         finally:
             worker.kill()
@@ -334,12 +334,12 @@ def test_a_broken_context_ends_the_process_and_the_next_request_finds_a_new_one(
 @pytest.mark.parametrize(("how", "words"), [("absent", "expected a device H200"), ("dies", "exit code 3")])
 def test_a_worker_that_cannot_begin_is_no_fault_of_a_kernel(how: str, words: str) -> None:
     worker = broken(how)
-    shop = BenchmarkProvider(InterpreterBackend(), worker)
+    provider = BenchmarkProvider(InterpreterBackend(), worker)
     form = chain_form(3, 8)
     asked = asked_for(form, (4,), "interpreter:test")
     with pytest.raises(NotReady, match=words):
-        Job(asked, shop.bench(asked.key.fusion_id, form, 0, asked.bucket), replace(LIMITS, trials=1)).run()
-    assert shop.lethal == set() and worker.pid is None
+        Job(asked, provider.bench(asked.key.fusion_id, form, 0, asked.bucket), replace(LIMITS, trials=1)).run()
+    assert provider.lethal == set() and worker.pid is None
 
 
 class Unusable(InterpreterBackend):
@@ -444,8 +444,8 @@ def test_what_spills_is_never_timed() -> None:
     form = CASES["softmax"].form()
     idle = WorkerProcess(memory_bytes=1 << 30, timeout_seconds=10.0)
     asked = asked_for(form, (4, 5, 6), H200)
-    shop = BenchmarkProvider(TritonBackend(H200, compiled(8, [])), idle)
-    outcome = Job(asked, shop.bench(asked.key.fusion_id, form, 0, asked.bucket), LIMITS).run()
+    provider = BenchmarkProvider(TritonBackend(H200, compiled(8, [])), idle)
+    outcome = Job(asked, provider.bench(asked.key.fusion_id, form, 0, asked.bucket), LIMITS).run()
     assert first(outcome).reason == "does_not_fit" and "spill" in first(outcome).detail
     assert {m.status for m in outcome.measurements} == {"pruned"} and idle.pid is None
 
