@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
-CODEGEN_VERSION = "15"  # changes whenever equal nodes would get other text; part of every decision key
+# Part of every decision key. Raise it where equal nodes get text with other results or another speed, so that they are
+# decided on anew.
+CODEGEN_VERSION = "15"
 
 
 @functools.cache
