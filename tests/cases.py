@@ -329,9 +329,6 @@ _library.define("dropout_scale(Tensor x, Tensor mask, float scale) -> Tensor")
 _library.impl("dropout_scale", lambda x, mask, scale: x.mul(mask).mul_(scale), "CompositeExplicitAutograd")
 
 
-# Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
-
-
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
@@ -406,6 +403,7 @@ _POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tup
     ("pool_avg_divided", lambda x: aten.avg_pool2d.default(x, [2, 3], [2, 1], [0, 0], False, True, 5), (_t(3, 16, 16).half(),), ()),
 )  # fmt: skip
 
+# Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
     "relu_batch_norm_backward group_norm_silu".split()

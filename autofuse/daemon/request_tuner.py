@@ -109,8 +109,9 @@ class RequestTuner:
         bench = StrategyBenchmarks(
             provider, request.key.fusion_id, form, request.key.threads, request.bucket, strategies, tune_part
         )
-        # The strategies are few and built already, so all are tried in one wave. A later wave runs only where it may
-        # pay, and after four rewrites to extern kernels a generated matmul would hardly ever be tried.
+        # All strategies are in one wave, for they are few, and built already. In waves of the usual four, rewrites to
+        # extern kernels would fill the first; by its times another wave would hardly ever seem to pay, and generated
+        # matmuls would not be tried.
         limits = replace(self._limits(request), trials=len(strategies), wave=len(strategies))
         outcome = Job(request, bench, limits, (), self._scheduler.clock).run()
         outcome.decisions = [replace(d, detail=_strategies_detail(d, outcome, strategies)) for d in outcome.decisions]

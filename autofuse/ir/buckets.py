@@ -1,7 +1,8 @@
 """Buckets: the regions of symbol values that share one decision.
 
-In: the values of a node's symbols. Out: a `Bucket`, an inclusive range per symbol.
-Guarantee: the ranges of one symbol partition the sizes from 0 on, so every shape is in exactly one bucket.
+In: the values of the symbols of a node, or of a graph. Out: a `Bucket` (`ir.records`), an inclusive range per symbol.
+Guarantee: the ranges of one symbol partition the sizes from 0 on, so every shape is in exactly one bucket of
+`bucket_of`. A shape with a kernel of its own has one of `exact_bucket` beside it.
 
 Sizes 0 and 1 stand alone, because Dynamo specialises on them and broadcasting depends on them. Above, ranges end at
 powers of two: 2, 3..4, 5..8, 9..16, ... The largest sizes of a range are the round ones that scripts pad to.

@@ -22,7 +22,7 @@ class OpKind(Enum):
     POOLING = "pooling"  # one output element from the few elements of a window
     REDUCTION = "reduction"  # dims disappear or become 1
     NORMALISATION = "normalisation"  # reduction and pointwise together along the same dims
-    LOSS = "loss"  # reads one element a row by an index
+    LOSS = "loss"  # of classes, which reads one element a row by an index, or of elements; and its gradient
     RANDOM = "random"  # draws from the generator; keeps its place in the order
     OPAQUE = "opaque"  # everything else
 
@@ -30,7 +30,7 @@ class OpKind(Enum):
 CONVOLUTION = "aten.convolution.default"
 ATTENTION_FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
-# The first of query, key and value among the arguments; of dropout and causality behind them.
+# Numbers of two arguments: of the query, which key and value follow, and of the dropout, which is_causal follows.
 TORCH_ATTENTIONS: dict[str, tuple[int, int]] = {ATTENTION_FORWARD: (0, 3), ATTENTION_BACKWARD: (1, 6)}
 
 
@@ -104,12 +104,12 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
 OPS: dict[str, OpInfo] = {
     f"aten.{name}": OpInfo(kind, flops) for kind, flops, names in _GROUPS for name in names.split()
 }
-# Ours: what `native_dropout` becomes when capture reads it. The mask is drawn in eager's order and from
-# eager's stream; the scaling is `x * mask * scale` as eager computes it.
-OPS["autofuse.bernoulli_mask.default"] = OpInfo(OpKind.RANDOM, 2)  # (shape of) x or sizes, keep -> bool mask
-OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # on a GPU, where one kernel of eager's does both
-OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
+# Dropout. On a CPU capture splits `native_dropout` in two of ours: the mask, drawn in eager's order and from eager's
+# stream, and the scaling, calculated as eager does. On a GPU eager has one kernel for both, and so has one of ours.
+OPS["autofuse.bernoulli_mask.default"] = OpInfo(OpKind.RANDOM, 2)  # x or its sizes, keep -> bool mask
 OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, scale -> x * mask * scale
+OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
+OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # what capture leaves as it is, on a GPU
 
 FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING})
 MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))

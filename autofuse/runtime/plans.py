@@ -133,7 +133,8 @@ class Plan:
         self.calls: tuple[NodeCall | None, ...] = ()
         self.open: set[int] = set()  # nodes that can run and for which the catalogue knows no decision
         self.is_asked = False  # all of these have been handed to the tuner
-        # Calls of plans in one bucket are added up. A number that the graph takes besides sizes may be negative.
+        # Of the graph's symbols: until tuning is asked for, calls of all plans in it are added up. Decisions go by the
+        # buckets of nodes. A number that the graph takes besides sizes may be negative.
         self.bucket = bucket_of([max(value, 0) for value in key])
         # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
         self._node_times: dict[int, deque[float]] = {}

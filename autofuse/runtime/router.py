@@ -107,7 +107,7 @@ class GraphRouter:
         return self.past.calls + sum(plan.count for plan in self.all_plans())
 
     def add_usage(self, usage: Usage, yield_gil: Callable[[], None] = lambda: None) -> None:
-        """Count all plans, evicted ones too; ``breathe`` is called between them."""
+        """Count all plans, evicted ones too; ``yield_gil`` is called between them."""
         with self._lock:
             usage.merge(self.past)
             plans = list(self.all_plans())

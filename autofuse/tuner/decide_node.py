@@ -1,7 +1,7 @@
 """Deciding on a node: which of the entrants wins, if any.
 
 In: entrants that were screened. Out: the winner and its decision; None and the reason where eager stays.
-Guarantee: the race that decides is not the one that chose; the winner has passed all cases.
+Guarantee: a winner has won a race after the screening that made it a finalist, and has passed all cases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class NodeDecider:
         """The winner and its decision; None where eager stays."""
         for _ in range(TAKES):
             ran = (e for e in entrants if e.comparison is not None and not e.trades(self._margin))
-            # Dropped entrants come last: each was slower than a leader, however slow eager was in those few rounds.
+            # An entrant that a screening race dropped comes last: it was slower than the leader in nearly every round,
+            # whatever its few rounds say against eager.
             ranked = sorted(ran, key=lambda e: (e.dropped, -e.speedup))
             if not ranked:
                 break
@@ -101,10 +102,10 @@ class NodeDecider:
         return finalists
 
     def _of_default_threads(self, ranked: Sequence[Entrant]) -> Sequence[Entrant]:
-        """The entrants with the default choice of threads, where a busy machine was timed on one thread.
+        """Only entrants that use threads as the default does, if the machine was busy and races ran on one thread.
 
-        A kernel that never uses more than one thread is as fast there, but slower where the script has the machine to
-        itself.
+        There a kernel that is made for one thread looks as good as one for many, which is faster as soon as the script
+        has the machine to itself.
         """
         if all(e.threads in (0, self._contest.request.key.threads) for e in ranked):
             return ranked

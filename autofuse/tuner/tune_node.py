@@ -2,8 +2,8 @@
 
 In: a `TuneRequest` and the bench of its node. Out: an `Outcome` with decisions, measurements and kernels to keep.
 Guarantee: eager is in every race and wins ties; a candidate is timed only after it gave right results on one case,
-and wins only after all cases; the race that decides is not the one that chose, and is run twice unless it is clear;
-whatever a candidate does is a recorded outcome and costs the others nothing.
+and wins only after all cases; screening races choose finalists, a fresh race decides, and unless its gain is clear one
+more confirms it; whatever a candidate does is a recorded outcome and costs the others nothing.
 """
 
 from __future__ import annotations

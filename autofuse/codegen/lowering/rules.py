@@ -1,4 +1,4 @@
-"""The lowering table: overload -> rule. One row for every fusible overload of `ir.optable`, and one for dropout.
+"""The lowering table: overload -> rule. One row for every fusible overload of `ir.optable`.
 
 In: the name of an overload. Out: its rule. A test holds this table and the operator table together.
 """
