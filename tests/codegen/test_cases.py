@@ -83,15 +83,16 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", STREAMED)
 def test_outputs_written_past_the_caches(name: str, dtype: str, verify: Verify) -> None:
-    """In tiles, from rows that begin anywhere in a cache line."""
+    """In tiles, from rows that begin anywhere in a cache line; a header of intrinsics would take 0.5 s to compile."""
     case = CASES[name]
     form = case.form(getattr(torch, dtype))
     kernel = lower(form)
     config = make_config({**dict(default_config(knobs_for(kernel))), "nontemporal": True})
-    assert "af_stream(" in print_c(kernel, config).text
+    text = print_c(kernel, config).text
+    assert "af_stream(" in text and "immintrin" not in text
     sizes = [values[: len(form.symbols)] for values in STREAMED[name]]
     verify(form, sizes, ("normal", "special"), config=config, loose=name in LOOSE_SPECIALS, threads=2)
 

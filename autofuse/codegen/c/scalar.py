@@ -187,19 +187,24 @@ static inline float af_round_float16(float f) { return af_load_float16(af_store_
     ),
     (
         "af_pack_float16(",
-        """#if defined(__F16C__)
-#include <immintrin.h>
+        """#if defined(__F16C__)  /* the builtins themselves: <immintrin.h> takes longer to compile than a kernel */
+typedef float af_f32x4 __attribute__((vector_size(16)));
+typedef float af_f32x8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int16_t af_f16x8 __attribute__((vector_size(16), aligned(2), may_alias));
+#if defined(__AVX512F__)
+typedef float af_f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int16_t af_f16x16 __attribute__((vector_size(32), aligned(2), may_alias));
 #endif
-static inline void af_pack_float16(uint16_t* to, const float* from, int64_t n) {
+#endif
+static inline void af_pack_float16(uint16_t* to, const float* from, int64_t n) {  /* 0: nearest, ties to even */
   int64_t k = 0;
+#if defined(__F16C__)
 #if defined(__AVX512F__)
   for (; k + 16 <= n; k += 16)
-    _mm256_storeu_si256((__m256i*)(to + k), _mm512_cvtps_ph(_mm512_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
+    *(af_f16x16*)(to + k) = __builtin_ia32_vcvtps2ph512_mask(*(const af_f32x16*)(from + k), 0, (af_f16x16){0}, 0xffff);
 #endif
-#if defined(__F16C__)
-  for (; k + 8 <= n; k += 8)
-    _mm_storeu_si128((__m128i*)(to + k), _mm256_cvtps_ph(_mm256_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
-  for (; k < n; ++k) to[k] = _cvtss_sh(from[k], _MM_FROUND_TO_NEAREST_INT);
+  for (; k + 8 <= n; k += 8) *(af_f16x8*)(to + k) = __builtin_ia32_vcvtps2ph256(*(const af_f32x8*)(from + k), 0);
+  for (; k < n; ++k) to[k] = (uint16_t)__builtin_ia32_vcvtps2ph((af_f32x4){from[k]}, 0)[0];
 #else
   #pragma omp simd
   for (int64_t c = k; c < n; ++c) to[c] = af_store_float16(from[c]);
@@ -209,27 +214,34 @@ static inline void af_pack_float16(uint16_t* to, const float* from, int64_t n) {
     ),
     (
         "af_stream(",
-        """#if defined(__SSE2__)
-#include <immintrin.h>
+        """#if defined(__AVX512F__)
+#define AF_LINE 64
+#define AF_STREAM __builtin_ia32_movntdq512
+#elif defined(__AVX__)
+#define AF_LINE 32
+#define AF_STREAM __builtin_ia32_movntdq256
+#endif
+#if defined(AF_LINE)  /* the builtins themselves: <immintrin.h> takes longer to compile than a kernel */
+typedef long long af_line __attribute__((vector_size(AF_LINE)));
+typedef long long af_unaligned __attribute__((vector_size(AF_LINE), aligned(1), may_alias));
+#if defined(__clang__)
+#undef AF_STREAM
+#define AF_STREAM(to, line) __builtin_nontemporal_store(line, to)
+#endif
 #endif
 static inline void af_stream(void* to, const void* from, int64_t bytes) {  /* past the caches, line by line */
-#if defined(__AVX512F__) || defined(__AVX__)
+#if defined(AF_LINE)
   const int64_t odd = (int64_t)(-(uintptr_t)to & 63), head = odd < bytes ? odd : bytes;
   memcpy(to, from, (size_t)head);
   to = (char*)to + head, from = (const char*)from + head, bytes -= head;
-#endif
-#if defined(__AVX512F__)
-  for (; bytes >= 64; bytes -= 64, to = (char*)to + 64, from = (const char*)from + 64)
-    _mm512_stream_si512((void*)to, _mm512_loadu_si512(from));
-#elif defined(__AVX__)
-  for (; bytes >= 32; bytes -= 32, to = (char*)to + 32, from = (const char*)from + 32)
-    _mm256_stream_si256((__m256i*)to, _mm256_loadu_si256((const __m256i*)from));
+  for (; bytes >= AF_LINE; bytes -= AF_LINE, to = (char*)to + AF_LINE, from = (const char*)from + AF_LINE)
+    AF_STREAM((af_line*)to, (af_line)*(const af_unaligned*)from);
 #endif
   memcpy(to, from, (size_t)bytes);
 }
 static inline void af_stream_fence(void) {
 #if defined(__SSE2__)
-  _mm_sfence();
+  __builtin_ia32_sfence();
 #endif
 }
 """,
