@@ -15,6 +15,7 @@ from autofuse.codegen.lowering.builder import Builder, Val
 from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Atom, Index, Word, resolve
 from autofuse.codegen.lowering.rules_base import Custom
+from autofuse.codegen.lowering.rules_memory import only_where
 from autofuse.codegen.lowering.rules_reduce import (
     count,
     drop_dims,
@@ -265,13 +266,8 @@ def _statistics_at(cx: Context, op: Operation, channel: Word) -> tuple[_Statisti
 def _first_element(cx: Context, x: ValueRef, start: Index, n: Dim) -> Val:
     """The first element of a channel in the order of its loops; 0 for a channel without elements."""
     b = cx.builder
-    outer = b.guard
-    if not isinstance(n, int):
-        some = b.compare("gt", b.size(n, "int64"), 0)
-        b.guard = some if outer is None else b.apply("and", outer, some)
-    found = cx.operand(x, start)
-    b.guard = outer
-    return found
+    with only_where(b, None if isinstance(n, int) else b.compare("gt", b.size(n, "int64"), 0)):
+        return cx.operand(x, start)
 
 
 def _batch_norm_training(cx: Context, op: Operation, output: int, index: Index, args: tuple[Any, ...]) -> Val:
