@@ -16,7 +16,8 @@ from torch import Tensor
 from autofuse.strategies.sdpa_training_match import DEVICES
 
 _aten = torch.ops.aten
-_EFFICIENT_ROWS = 32  # CUDA's memory-efficient kernel pads the logsumexps of each head to a multiple of so many rows
+# The memory-efficient kernel pads the logsumexps of each head to a multiple of so many rows; that of ROCm pads none.
+_EFFICIENT_ROWS = 1 if torch.version.hip else 32
 _EFFICIENT_MASK = 16  # elements: all strides of a mask but the last must be multiples of this
 
 
