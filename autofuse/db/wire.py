@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 import struct
+import time
 from typing import Any
 
 _HEADER = struct.Struct("<Q")
@@ -32,16 +33,26 @@ class Wire:
             number = fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, LEAST_DESCRIPTOR)
         self._socket = socket.socket(fileno=number)
         self._identity = _identity(number)
+        self._unsent = bytearray()
 
     @property
     def number(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: Any, seconds: float | None = None) -> None:
-        """Send a message. Raises Closed, TimeoutError, and what pickling raises, the last before anything is sent."""
+        """Send a message. Raises Closed, TimeoutError, and what pickling raises, the last before anything is sent.
+
+        After a TimeoutError, what is left of the message is sent with the next one, which the other side would
+        otherwise read from its middle.
+        """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._limited(seconds) as limited:
-            limited.sendall(_HEADER.pack(len(data)) + data, socket.MSG_NOSIGNAL)
+        self._unsent += _HEADER.pack(len(data)) + data
+        until = None if seconds is None else time.monotonic() + seconds
+        while self._unsent:
+            left = None if until is None else max(1e-3, until - time.monotonic())
+            with self._limited(left) as limited:
+                sent = limited.send(self._unsent, socket.MSG_NOSIGNAL)
+            del self._unsent[:sent]
 
     def receive(self, seconds: float | None = None) -> Any:
         """A message, which must begin within ``seconds``. Raises Closed, TimeoutError, and what unpickling raises."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from store_records import DEVICE, VERSIONS, decision, kernel, request, start, st
 from autofuse.db import client as client_module
 from autofuse.db.client import StoreClient
 from autofuse.db.store import Store
+from autofuse.db.wire import Wire
 from autofuse.errors import StoreError, StoreVersionError
 from autofuse.ir.records import RunTotals
 
@@ -172,3 +175,15 @@ def test_scripts_of_all_kinds(path: Path, what: str) -> None:
 def test_it_brings_no_sqlalchemy() -> None:
     code = f"import sys, {client_module.__name__}; sys.exit('sqlalchemy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_message_that_was_sent_in_part_is_completed_before_the_next() -> None:
+    ours, theirs = map(Wire, socket.socketpair())
+    large = b"x" * 4_000_000  # more than the socket holds
+    with pytest.raises(TimeoutError):
+        ours.send(large, 0.05)
+    sender = threading.Thread(target=lambda: ours.send("next", 60.0))
+    sender.start()
+    assert theirs.receive(60.0) == large and theirs.receive(60.0) == "next"
+    sender.join()
+    ours.close(), theirs.close()
