@@ -88,9 +88,9 @@ class StoreHistory:
 
     def _with_details(self) -> list[tuple[int, float]]:
         """Ids and starts of runs that are over and have details, oldest first, without the newest run with steps."""
-        run, series, use, op = models.Run, models.StepSeries, models.NodeUseRow, models.Op
-        has_details = or_(*(exists().where(table.run_id == run.id) for table in (series, use, op, models.EventRow)))
-        newest = select(func.max(series.run_id)).scalar_subquery()
+        run = models.Run
+        has_details = or_(*(exists().where(table.run_id == run.id) for table in _DETAILS))
+        newest = select(func.max(models.StepSeries.run_id)).scalar_subquery()
         query = select(run.id, run.started_at).where(has_details, _is_over(), run.id != func.coalesce(newest, 0))
         with self._file.read() as connection:
             return [(row.id, row.started_at) for row in connection.execute(query.order_by(run.id))]

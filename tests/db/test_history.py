@@ -14,7 +14,7 @@ from autofuse.db import history, thinning
 from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
 from autofuse.ir.commands import script_of
-from autofuse.ir.records import Event, RootRecord, RunTotals, StepSample
+from autofuse.ir.records import Event, Refusal, RootRecord, RunTotals, StepSample
 from autofuse.report.statistics import measure_gain
 from autofuse.startup.script import Target
 
@@ -196,3 +196,13 @@ def test_a_scripts_name_may_hold_blanks_and_quotes(store: Store, monkeypatch: py
         store.history.prune(90.0, 1 << 30, most_pieces=0)
         assert [run.command for run in reversed(store.runs.recent())] == names
     assert [script_of(target.command) for target in targets] == names[:4], "as long as the arguments are there, too"
+
+
+def test_a_run_that_was_only_captured_loses_its_details_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = store.runs.start(start("short.py"))
+    store.notes.add_refusals(run_id, [Refusal("size_limit", False, "add", "too large")])
+    store.runs.finish(run_id, RunTotals())
+    began = history.now()
+    monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
+    assert store.history.prune(90.0, 1 << 30) == 1
+    assert not store.notes.refusals(run_id) and store.history.prune(90.0, 1 << 30) == 0
