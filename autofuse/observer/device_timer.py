@@ -135,9 +135,13 @@ class LateTimes:
 
     def add(self, stretch: Stretch | None, tell: Tell) -> None:
         """Add a stretch; ``tell`` is called later, with its nanoseconds, or with None if they stay unknown."""
-        if len(self._waiting) >= MAX_LATE:
-            self._waiting.popleft()[1](None)
-        self._waiting.append((stretch, tell))
+        dropped: Tell | None = None
+        with self._lock:
+            if len(self._waiting) >= MAX_LATE:
+                _, dropped = self._waiting.popleft()
+            self._waiting.append((stretch, tell))
+        if dropped is not None:
+            dropped(None)
 
     def collect(self) -> None:
         """Report the lengths that the device knows by now, up to the first that it does not know."""

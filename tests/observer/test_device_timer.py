@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch import nn
 
 from autofuse.gpu import devices
 from autofuse.ir.records import DeviceInfo, StepSample
+from autofuse.observer import device_timer
 from autofuse.observer.device_timer import EventCalls, EventTimer, LateTimes
 from autofuse.observer.mode import ObserverMode, attach, detach
 from autofuse.observer.observer import Observer
@@ -135,6 +137,26 @@ def test_late_times_come_in_order_and_the_rest_is_told_as_unknown() -> None:
     assert told == [("first", 1_000_000), ("untimed", None)]
     late.close()
     assert told[2:] == [("last", None)]
+
+
+def test_a_length_is_told_to_its_own_stretch_while_another_thread_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread drops the oldest, for there is no room, while the first one asks for its length."""
+    monkeypatch.setattr(device_timer, "MAX_LATE", 2)
+    told: list[tuple[str, int | None]] = []
+    adding = threading.Thread(target=lambda: late.add(None, lambda ns: told.append(("third", ns))))
+
+    def nanoseconds(stretch: str) -> int:
+        adding.start()
+        adding.join(0.2)
+        return 1
+
+    late = LateTimes(SimpleNamespace(nanoseconds=nanoseconds, fault=None))  # type: ignore[arg-type]
+    late.add("stretch", lambda ns: told.append(("first", ns)))  # type: ignore[arg-type]
+    late.add(None, lambda ns: told.append(("second", ns)))
+    late.collect()
+    adding.join()
+    late.close()
+    assert told == [("first", 1), ("second", None), ("third", None)]
 
 
 # ---- calls of a sampled step ------------------------------------------------------------------------------
