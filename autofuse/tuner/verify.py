@@ -183,6 +183,8 @@ class Verifier:
         result = call(*reference.inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         allocator.check()
+        if len(outputs) != len(reference.answers):
+            raise Wrong(f"{len(outputs)} outputs, eager has {len(reference.answers)}")
         for index, (tensor, copy) in enumerate(zip(reference.inputs, reference.copies, strict=True)):
             if not _same(tensor, copy):
                 self._references.clear()

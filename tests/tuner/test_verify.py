@@ -294,3 +294,11 @@ def test_eager_against_itself_does_not_switch() -> None:
         result = race([lambda c=c: c(*inputs) for c in calls], RaceRules(10, 40, 1.0, 0.03))  # type: ignore[misc]
         switched += wins(compare(*result.samples), 0.03)
     assert switched <= 1
+
+
+def test_another_number_of_outputs_is_wrong() -> None:
+    def make_call(allocate: GuardedAllocator, values: Sequence[int]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda *tensors: (chain(tensors), chain(tensors))
+
+    with pytest.raises(Wrong, match="2 outputs, eager has 1"):
+        Verifier(FORM).check(make_call, (NORMAL,))
