@@ -63,15 +63,30 @@ class Pipe:
         self._reading = reading
         self._writing = writing
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message. Raises PipeClosed."""
+    def send(
+        self,
+        message: Mapping[str, Any],
+        timeout_seconds: float | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
+        tend: Callable[[], float] | None = None,
+    ) -> None:
+        """Send a message. Raises TimeoutError, Interrupted (once ``is_stopping`` says so) and PipeClosed.
+
+        ``tend`` is called regularly while the other side does not read. It may halt that side, and returns for how
+        many seconds it did: these do not count towards the timeout.
+        """
         data = json.dumps(message, separators=(",", ":")).encode()
         view = memoryview(_HEADER.pack(len(data)) + data)
-        try:
-            while view:
-                view = view[os.write(self._writing, view) :]
-        except OSError as error:
-            raise PipeClosed(str(error)) from None
+        wait = _Wait(timeout_seconds, is_stopping, tend)
+        seconds = 0.0  # a side that reads need not be waited for
+        while view:
+            try:
+                is_ready = bool(select.select([], [self._writing], [], seconds)[1])
+                if is_ready:  # it takes PIPE_BUF bytes at once
+                    view = view[os.write(self._writing, view[: select.PIPE_BUF]) :]
+            except (OSError, ValueError) as error:
+                raise PipeClosed(str(error)) from None
+            seconds = 0.0 if is_ready else wait.slice()
 
     def receive(
         self,
@@ -79,11 +94,7 @@ class Pipe:
         is_stopping: Callable[[], bool] = lambda: False,
         tend: Callable[[], float] | None = None,
     ) -> dict[str, Any]:
-        """Receive a message. Raises TimeoutError, Interrupted (once ``is_stopping`` says so) and PipeClosed.
-
-        ``tend`` is called regularly meanwhile. It may halt the other side, and returns for how many seconds it did:
-        these do not count towards the timeout.
-        """
+        """Receive a message. Raises as `send` does; ``tend`` as there."""
         wait = _Wait(timeout_seconds, is_stopping, tend)
         (length,) = _HEADER.unpack(self._read(_HEADER.size, wait))
         if length > _LONGEST_BYTES:

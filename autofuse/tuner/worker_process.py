@@ -130,10 +130,10 @@ class WorkerProcess:
             if not self._is_ready:
                 self._check_ready(pipe.receive(START_SECONDS, self._is_stopping, tend))
                 self._is_ready = True
-            pipe.send({"do": do, **arguments})
+            pipe.send({"do": do, **arguments}, limit, self._is_stopping, tend)
             reply = pipe.receive(limit, self._is_stopping, tend)
             while "ask" in reply:
-                pipe.send(self._answer(reply))
+                pipe.send(self._answer(reply), limit, self._is_stopping, tend)
                 reply = pipe.receive(limit, self._is_stopping, tend)
         except TimeoutError:
             self.kill()
