@@ -8,8 +8,11 @@ would build it: canonical names, strides from the traced metadata.
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -24,6 +27,7 @@ from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, Va
 from autofuse.ir.shape import SymbolicShape, symbol
 
 aten = torch.ops.aten
+FORMS = "TEST_FORMS"  # a folder in which the processes of a session keep traced nodes for each other
 
 
 def trace(
@@ -128,10 +132,22 @@ class Case:
 
 @functools.cache
 def _traced(case: Case, dtype: torch.dtype | None) -> NodeForm:
+    """Traced once in a session: all nodes take 12 s a dtype, and most tests want all of them."""
+    folder = os.environ.get(FORMS)
+    file = Path(folder, f"{case.name} {dtype}.json") if folder else None
+    if file is not None and file.exists():
+        return NodeForm.from_json(json.loads(file.read_text()))
     example = case.example
     if dtype is not None:
         example = tuple(t.to(dtype) if t.is_floating_point() else t for t in example)
-    return trace(case.function, example, case.dynamic, case.static)
+    form = trace(case.function, example, case.dynamic, case.static)
+    if file is not None:
+        text = json.dumps(form.to_json())
+        assert NodeForm.from_json(json.loads(text)) == form
+        own = file.with_suffix(f".{os.getpid()}")
+        own.write_text(text)
+        own.rename(file)  # another process may write it too
+    return form
 
 
 # ---- the table ------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 _shared = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
+_forms = tempfile.TemporaryDirectory(prefix="autofuse-forms-")
+os.environ.setdefault("TEST_FORMS", _forms.name)  # the processes of one session share it
 
 # A machine that others keep busy says nothing about a test's strategy.
 settings.register_profile("busy", settings.default, suppress_health_check=[HealthCheck.too_slow], deadline=None)
