@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "benchmarks/gpu.py", *map(str, arguments)]
     env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -32,7 +32,7 @@ def test_names_that_nobody_knows() -> None:
 
 def test_a_quick_run_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    done = run("--device", "cpu", "--quick", "--only", "check,steps,bias_gelu_backward", "--minutes", 3, "--out", out)
+    done = run("--device", "cpu", "--quick", "--only", "check,steps,bias_gelu_backward", "--minutes", 9, "--out", out)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
     assert found["machine"]["torch"] and found["machine"]["gpu"].startswith("none") and not found["left_out"]

@@ -114,11 +114,13 @@ def same(ours, theirs):
         assert torch.equal(a, b)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A block, what it sees in eager, and the files of the graphs that a run of it has kept."""
-    folder = tmp_path_factory.mktemp("trained")
-    model = Block()
+def small_model():
+    """For tests in which any graph will do: capturing it takes a tenth of a `Block`'s time."""
+    return nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2))
+
+
+def kept_by_a_run(model, folder):
+    """A model, what it sees in eager, and the files of the graphs that a run of it has kept."""
     expected = train(copy.deepcopy(model))
     same(train(starter(folder)(copy.deepcopy(model), dynamic=True)), expected)
     assert found() == 0
@@ -128,17 +130,27 @@ def trained(tmp_path_factory):
     return model, expected, files
 
 
-@pytest.fixture
-def again(capture, trained, tmp_path):
-    """``again()``: the block as the next run captures it, with the files that are in this test's folder by then."""
-    model, _, files = trained
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return kept_by_a_run(Block(), tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return kept_by_a_run(small_model(), tmp_path_factory.mktemp("small"))
+
+
+def next_run(capture, kept, folder):
+    """A call that trains as the next run would, with the files that are in ``folder`` by then."""
+    model, _, files = kept
     for name, content in files.items():
-        PrivateFolder(tmp_path / "graphs").write(name, content)
+        PrivateFolder(folder).write(name, content)
     return lambda: train(capture(copy.deepcopy(model), dynamic=True))
 
 
-def test_training_from_kept_graphs_is_eagers(again, trained):
-    """As the run was that has kept them: see `trained`."""
+def test_training_from_kept_graphs_is_eagers(capture, trained, tmp_path):
+    """As the run was that has kept them: see `kept_by_a_run`."""
+    again = next_run(capture, trained, tmp_path / "graphs")
     same(again(), trained[1])
     assert found() == 1
 
@@ -220,7 +232,8 @@ def test_what_changes_the_trace_is_not_found(capture):
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "folder", "writable"])
-def test_a_damaged_file_is_traced_anew(again, trained, tmp_path, damage):
+def test_a_damaged_file_is_traced_anew(capture, small, tmp_path, damage):
+    again = next_run(capture, small, tmp_path / "graphs")
     files = [path for path in (tmp_path / "graphs").rglob("*") if path.is_file()]
     assert files
     for path in files:
@@ -232,16 +245,17 @@ def test_a_damaged_file_is_traced_anew(again, trained, tmp_path, damage):
         if damage == "folder":
             path.unlink()
             path.mkdir()
-    same(again(), trained[1])
+    same(again(), small[1])
     assert found() == 0
     assert damage == "folder" or "kept_graph_refused" in said
 
 
-def test_a_pickle_that_someone_else_put_there_is_not_opened(again, trained, tmp_path):
+def test_a_pickle_that_someone_else_put_there_is_not_opened(capture, small, tmp_path):
     """Whoever may write to the folder could have code of theirs run in the script."""
+    again = next_run(capture, small, tmp_path / "graphs")
     for path in (tmp_path / "graphs").iterdir():
         path.write_bytes(pickle.dumps(Trap(tmp_path / "run")))
-    same(again(), trained[1])
+    same(again(), small[1])
     assert found() == 0 and not (tmp_path / "run").exists()
     pickle.loads(pickle.dumps(Trap(tmp_path / "run")))
     assert (tmp_path / "run").exists()
@@ -258,7 +272,7 @@ class Trap:
 def test_a_folder_that_others_may_write_to_keeps_nothing(capture, tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)
-    model = Block()
+    model = small_model()
     expected = train(copy.deepcopy(model))
     for _ in range(2):
         same(train(capture(copy.deepcopy(model), tmp_path / "shared", dynamic=True)), expected)
@@ -269,7 +283,7 @@ def test_a_folder_that_others_may_write_to_keeps_nothing(capture, tmp_path):
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_graphs(capture, tmp_path):
     (tmp_path / "file").write_text("")
-    model = Block()
+    model = small_model()
     expected = train(copy.deepcopy(model))
     for _ in range(2):
         same(train(capture(copy.deepcopy(model), tmp_path / "file" / "graphs", dynamic=True)), expected)
@@ -281,7 +295,7 @@ def test_what_cannot_be_written_is_captured_as_ever(capture, monkeypatch, tmp_pa
         raise NotImplementedError("no such operator")
 
     monkeypatch.setattr(graph_cache.GraphPickler, "dumps", refuse)
-    model = Block()
+    model = small_model()
     expected = train(copy.deepcopy(model))
     for _ in range(2):
         same(train(capture(copy.deepcopy(model), dynamic=True)), expected)
@@ -291,7 +305,7 @@ def test_what_cannot_be_written_is_captured_as_ever(capture, monkeypatch, tmp_pa
 def test_nothing_of_torchs_own_is_left_changed(capture):
     before = (dict(vars(graph_cache.AOTAutogradCache)), graph_cache.autograd_cache.autograd_cache_key)
     settings = torch._functorch.config.save_config()
-    train(capture(Block(), dynamic=True))
+    train(capture(small_model(), dynamic=True))
     assert before == (
         dict(vars(graph_cache.AOTAutogradCache)),
         graph_cache.autograd_cache.autograd_cache_key,

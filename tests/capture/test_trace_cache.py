@@ -229,9 +229,10 @@ def test_what_happens_after_a_trace_was_read_is_seen(warm, tmp_path, event):
     ],
 )  # fmt: skip
 def test_a_trace_of_another_model_or_state_is_not_used(warm, tmp_path, change):
+    """Calls are of one size, so that it is traced once instead."""
     scripts, _ = copied(warm, tmp_path)
-    expected, _, _ = scripts.run(plain=True, **change)
-    seen, traced, _ = scripts.run(**change)
+    expected, _, _ = scripts.run(plain=True, shapes=1, **change)
+    seen, traced, _ = scripts.run(shapes=1, **change)
     assert traced >= 1
     agree(seen, expected)
 

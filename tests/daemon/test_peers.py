@@ -35,7 +35,7 @@ from autofuse.settings.layers import Settings, load
 from autofuse.tuner.worker_process import WorkerProcess
 from tests.tuner.nodes import chain_form, request
 
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 240.0
 PERCENT = 1.5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.commands import report, stop_daemon
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUICK = ("--set", "tuner.trials=2", "--set", "tuner.rounds=5", "--set", "tuner.job_seconds=1")
 QUICK = (
     *QUICK,
     "--set",
-    "tuner.budget_seconds=15",
+    "tuner.budget_seconds=30",
     "--set",
     "tuner.idle_exit_seconds=20",
     "--set",
     "capture.min_root_us=0",
 )
 TINY = {
-    "train_cnn.py": "--steps 10 --batch-size 4 --width 4 --blocks 1 --smallest 16 --largest 24 --log-every 1",
-    "infer.py": "--requests 10 --batch-size 3 --layers 1 --width 32 --heads 2 --context 24 --log-every 1",
+    "train_cnn.py": "--steps 16 --batch-size 4 --width 4 --blocks 1 --smallest 16 --largest 24 --log-every 1",
+    "infer.py": "--requests 16 --batch-size 3 --layers 1 --width 32 --heads 2 --context 24 --log-every 1",
 }
 
 
@@ -41,14 +42,13 @@ def test_the_same_numbers_with_and_without(name: str, tmp_path: Path) -> None:
     try:
         routed = run("-m", "autofuse", "run", "--tune", "wait", "--store", store, *QUICK, *script)
     finally:
-        run("-m", "autofuse", "daemon", "stop", "--store", store)
+        stop_daemon(store)
     expected, found = ([line.rsplit(maxsplit=1) for line in out.splitlines()] for out in (plain, routed))
     assert [words[0] for words in found] == [words[0] for words in expected] and len(found) > 5
     for (what, ours), (_, theirs) in zip(found, expected, strict=True):
         if re.search("loss|checksum", what):
             assert float(ours) == pytest.approx(float(theirs), rel=1e-3, abs=1e-5), what
-    report = json.loads(run("-m", "autofuse", "report", "--json", "--store", store))
-    assert report["totals"]["fused_calls"] > 0
+    assert report(store)["totals"]["fused_calls"] > 0
 
 
 def test_they_are_plain_scripts() -> None:

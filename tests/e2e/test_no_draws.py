@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import autofuse
+from tests.e2e.commands import stop_daemon
 
 COUNTING = Path(__file__).with_name("count_draws")
 PACKAGE = Path(autofuse.__file__).parent
@@ -56,10 +57,6 @@ def script(tmp_path: Path, door: str = "") -> Path:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(e2e=str(COUNTING.parent), door=door, explains="optimize" in door))
     return path
-
-
-def stop_daemon(store: Path) -> None:
-    subprocess.run([sys.executable, "-m", "autofuse", "daemon", "stop", "--store", str(store)], capture_output=True)
 
 
 @pytest.mark.parametrize("mode", ["wait", "background", "after", "off"])

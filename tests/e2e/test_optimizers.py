@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autofuse.db.store import Store
+from tests.e2e.commands import stop_daemon
 from tests.e2e.test_whole_runs import QUICK, autofuse, run
 
 SCRIPT = Path(__file__).with_name("optimizers.py")
@@ -20,8 +21,9 @@ def results(tmp_path_factory):
     store = folder / "store.sqlite3"
     plain = run([sys.executable, str(SCRIPT), str(folder / "plain.pt"), *NAMES])
     assert plain.returncode == 0, plain.stderr
-    result = autofuse("run", "--tune", "wait", "--store", store, *QUICK, SCRIPT, folder / "ours.pt", *NAMES)
-    autofuse("daemon", "stop", "--store", store)
+    steps_only = (*QUICK, "--set", "capture.min_root_us=1e9")
+    result = autofuse("run", "--tune", "wait", "--store", store, *steps_only, SCRIPT, folder / "ours.pt", *NAMES)
+    stop_daemon(store)
     assert result.returncode == 0, result.stderr
     with Store.open(store) as opened:
         decisions = [

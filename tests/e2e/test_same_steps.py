@@ -12,7 +12,6 @@ divides it by its own size.
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.commands import report, stop_daemon
 from tests.e2e.watched_steps import HYPER
 
 SCRIPT = Path(__file__).with_name("watched_steps.py")
@@ -60,10 +60,6 @@ class Runs:
         run = ["-m", "autofuse", "run", "--tune", mode, "--store", str(store), *options, str(SCRIPT)]
         return self._records(run, self.folder / "plain.pt")
 
-    def report(self, store: Path) -> Any:
-        command = [sys.executable, "-m", "autofuse", "report", "--json", "--store", str(store)]
-        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
 
 def _run_with_terminal(command: list[str], environment: dict[str, str]) -> tuple[str, int]:
     """What a run has written to its stderr, a terminal, as progress bars want; and its exit code."""
@@ -89,10 +85,6 @@ def _run_with_terminal(command: list[str], environment: dict[str, str]) -> tuple
 @pytest.fixture(scope="module", params=["transformer", "images"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def stop_daemon(store: Path) -> None:
-    subprocess.run([sys.executable, "-m", "autofuse", "daemon", "stop", "--store", str(store)], capture_output=True)
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
@@ -174,7 +166,7 @@ def test_nothing_fused_yet(runs: Runs, mode: str, tmp_path: Path) -> None:
     store = tmp_path / "s.sqlite3"
     try:
         ours = runs.under_autofuse(mode, store, *AT_ONCE, *QUICK)
-        told = runs.report(store)
+        told = report(store)
     finally:
         stop_daemon(store)
     check_bits(runs.plain, ours)
@@ -186,14 +178,14 @@ def test_a_waiting_run_and_runs_on_what_it_has_stored(runs: Runs, tmp_path: Path
     store = tmp_path / "s.sqlite3"
     try:
         cold = runs.under_autofuse("wait", store, *QUICK, "--set", "tuner.budget_seconds=30")
-        said, told = runs.said, runs.report(store)
+        said, told = runs.said, report(store)
         check_rounding(runs.plain, cold)
         assert "autofuse: tuning" in said and "nodes" in said
         assert told["totals"]["fused_calls"] > 0
         for mode in ("wait", "background", "after", "off") if runs.kind == "transformer" else ("background",):
             warm = runs.under_autofuse(mode, store, *AT_ONCE, *QUICK)
             check_rounding(runs.plain, warm)
-            assert runs.report(store)["totals"]["fused_calls"] > 0, mode
+            assert report(store)["totals"]["fused_calls"] > 0, mode
     finally:
         stop_daemon(store)
 

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from autofuse.db.store import Store
+from autofuse.ir.records import EAGER
+from tests.e2e.commands import report, stop_daemon
+
 SCRIPT = Path(__file__).with_name("small_lm.py")
 # Losses of a dozen steps: each step's kernels differ from eager's by a few units in the last place (6e-8 relative),
 # AdamW divides gradients by their own size, so small ones carry their rounding into the weights; 1e-4 leaves room.
@@ -52,13 +56,7 @@ def tuned(tmp_path_factory, expected):
     store = tmp_path_factory.mktemp("store") / "store.sqlite3"
     result = autofuse("run", "--tune", "wait", "--store", store, *QUICK, SCRIPT)
     yield store, result
-    autofuse("daemon", "stop", "--store", store)
-
-
-def report(store, *arguments):
-    result = autofuse("report", "--json", "--store", store, *arguments)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    stop_daemon(store)
 
 
 def test_a_waiting_run_tunes_and_fuses(tuned, expected):
@@ -121,18 +119,24 @@ def test_background_and_after_mode_leave_work_to_the_daemon(tmp_path):
         result = autofuse("run", "--tune", "after", "--store", store, *options, SCRIPT, 60)
         check_losses(result, long, tolerance=1e-3)  # rounding grows over the steps
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            found = report(store)
-            if found["queue"]["done"] >= 12 or (found["queue"]["done"] and not found["queue"]["queued"]):
-                break
-            time.sleep(0.5)
+        with Store.open(store) as opened:
+            while not has_tuned(opened) and time.monotonic() < deadline:
+                time.sleep(0.2)
+        found = report(store)
         assert found["queue"]["done"] > 0 and found["totals"]["fused_calls"] == 0
     finally:
-        autofuse("daemon", "stop", "--store", store)
+        stop_daemon(store)
     result = autofuse("run", "--tune", "background", "--store", store, *options, SCRIPT, 60)
     check_losses(result, long, tolerance=1e-3)
-    autofuse("daemon", "stop", "--store", store)
+    stop_daemon(store)
     assert report(store)["totals"]["fused_calls"] > 0
+
+
+def has_tuned(store):
+    """Whether a run on this store has something to fuse, or will never have."""
+    won = [d for _, d in store.results.decisions() if d.candidate.variant != EAGER]
+    length = store.queue.length()
+    return len(won) >= 4 or (length.done and not length.queued and not length.running)
 
 
 def one_line(result, *words):
@@ -181,12 +185,13 @@ def test_a_full_disk(tmp_path, expected):
     result = run([*command, *QUICK, str(SCRIPT)])
     check_losses(result, expected)
     assert [line for line in result.stderr.splitlines() if line.startswith("autofuse:")]
-    autofuse("daemon", "stop", "--store", tmp_path / "s")
+    stop_daemon(tmp_path / "s")
 
 
 def test_kill_9_on_the_daemon_in_mid_tuning(tmp_path, expected):
     store = tmp_path / "s.sqlite3"
-    command = [sys.executable, "-m", "autofuse", "run", "--tune", "wait", "--store", str(store), *QUICK, str(SCRIPT)]
+    options = (*QUICK, "--set", "tuner.budget_seconds=40")
+    command = [sys.executable, "-m", "autofuse", "run", "--tune", "wait", "--store", str(store), *options, str(SCRIPT)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
@@ -198,7 +203,7 @@ def test_kill_9_on_the_daemon_in_mid_tuning(tmp_path, expected):
         out, err = process.communicate(timeout=240)
     finally:
         process.kill()
-        autofuse("daemon", "stop", "--store", store)
+        stop_daemon(store)
     result = subprocess.CompletedProcess(command, process.returncode, out, err)
     check_losses(result, expected)
     one_line(result, "daemon ended")
@@ -244,4 +249,4 @@ def test_a_module_that_cannot_be_captured_stays_eager_with_the_reason(tmp_path):
     assert routed.returncode == 0, routed.stderr
     assert routed.stdout.split()[:-1] == plain.stdout.split()[:-1]
     assert float(routed.stdout.split()[-1]) == pytest.approx(float(plain.stdout.split()[-1]), rel=1e-5)
-    autofuse("daemon", "stop", "--store", tmp_path / "s")
+    stop_daemon(tmp_path / "s")
