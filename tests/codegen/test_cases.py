@@ -92,7 +92,7 @@ def test_outputs_written_past_the_caches(name: str, dtype: str, verify: Verify) 
     kernel = lower(form)
     config = make_config({**dict(default_config(knobs_for(kernel))), "nontemporal": True})
     text = print_c(kernel, config).text
-    assert "af_stream(" in text and "immintrin" not in text
+    assert "af_stream(" in text and "#include <immintrin" not in text
     sizes = [values[: len(form.symbols)] for values in STREAMED[name]]
     verify(form, sizes, ("normal", "special"), config=config, loose=name in LOOSE_SPECIALS, threads=2)
 
