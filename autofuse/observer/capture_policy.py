@@ -19,6 +19,9 @@ from autofuse.ir.records import RootRecord
 MARGIN = 1.5
 KNOWN_MARGIN = 1.2
 KEPT_SLOWDOWN = 1.15  # at most, for a trace of an earlier run: a known script does not begin slowly
+# A trace that saves so many times its price in a run like the last one may slow the run down as much as any capture:
+# at 1.15x one of 2 s is read after 16 s, and what it would have saved by then is lost.
+_SURE = 3.0
 # A capture that is as good as free, on a machine of usual speed: taken at once where the last run was long enough.
 _TRIFLE_SECONDS = 1.0
 _SOON = 0.5  # of a run like the last one, within which such a capture has to pay
@@ -207,7 +210,7 @@ def _pays_in_a_run_like_the_last(facts: CaptureFacts) -> CaptureAdvice | None:
     if step_seconds is None:
         return _await_calls(facts)
     saved = _saving(known) * max(known.calls - facts.calls, 0) * step_seconds
-    if facts.is_price_known and _is_trifle(facts) and _SOON * saved >= price:
+    if facts.is_price_known and _is_trifle(facts, saved) and _SOON * saved >= price:
         detail = f"expected to take {price:.1f} s, which a run as long as the last one soon pays for"
         return CaptureAdvice(True, facts.known_reason, detail, price)
     # Captured by order, or too late to pay. Rent would be paid for nothing, unless this run turns out to be longer.
@@ -268,11 +271,15 @@ def _await_calls(facts: CaptureFacts) -> CaptureAdvice:
     return CaptureAdvice(False, "not_yet", detail, facts.price_seconds)
 
 
-def _is_trifle(facts: CaptureFacts) -> bool:
-    """Whether a capture is as good as free; what reading a trace loses is weighed against all that the run took."""
+def _is_trifle(facts: CaptureFacts, saved_seconds: float) -> bool:
+    """Whether a capture is as good as free; what reading a trace loses is weighed against all that the run took.
+
+    ``saved_seconds``: by a run like the last one, from now on.
+    """
     if not facts.reads_trace:
         return facts.price_seconds <= facts.factor * _TRIFLE_SECONDS
-    allowance = facts.allowance
+    is_sure = saved_seconds >= _SURE * facts.price_seconds
+    allowance = facts.budget if is_sure else facts.allowance
     run = replace(allowance, spent_seconds=facts.run_seconds - allowance.lost_seconds)
     return run.allows(facts.price_seconds, KNOWN_MARGIN)
 
