@@ -24,7 +24,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture import anomaly
 from autofuse.capture.training_call import lean_passes, plain_apply
-from autofuse.capture.undefined_gradients import UndefinedGradients, filled, is_watched, reach_of, tangent_places
+from autofuse.capture.undefined_gradients import (
+    UndefinedGradients,
+    filled,
+    infinite_values,
+    is_watched,
+    reach_of,
+    tangent_places,
+)
 from autofuse.dynamo_skip import mark_all_below
 
 _FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
@@ -64,11 +71,13 @@ class Replay:
         self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
         self.is_random = False
         self._reads: list[tuple[bool, bool]] = []  # of each input: for more than statistics, than counters
+        self._infinite: frozenset[str] = frozenset()  # values of the forward graph that may be
         self.reach = UndefinedGradients()  # once the backward graph is known
         self.apply: Callable[..., Any] | None = None  # the graph past AOTAutograd's wrapper, see `plain_apply`
         self.inputs = 0  # of the graph, as AOTAutograd has them
         self.metadata: Any = None  # AOTAutograd's, once the graph is compiled for training
         self.has_subclasses = False  # which AOTAutograd takes apart
+        self.is_cached = isinstance(module, CachedReplay)  # of a trace of an earlier run, and complete
         if isinstance(module, CachedReplay):
             _, self.is_random, self._has_functions, self._reads, self.reach = module
             return
@@ -98,13 +107,14 @@ class Replay:
     def note_graph(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's forward graph."""
         nodes = [n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        self._infinite = infinite_values(graph)
         self.is_random = any(torch.Tag.nondeterministic_seeded in n.target.tags for n in nodes)
         readers = [{user.target for user in n.users} for n in graph.graph.nodes if n.op == "placeholder"]
         self._reads = [(bool(found - STATISTICS), bool(found - COUNTERS)) for found in readers]
 
     def note_backward(self, graph: fx.GraphModule) -> None:
-        """AOTAutograd's backward graph."""
-        self.reach = reach_of(graph)
+        """AOTAutograd's backward graph; its forward graph comes first."""
+        self.reach = reach_of(graph, self._infinite)
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph; Dynamo's in eager where hooks watch inputs that not every loss gives a gradient."""
@@ -235,7 +245,7 @@ def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
         replay = getattr(_compiling, "replay", None)
         if replay is not None and hasattr(function, "_fwd_fn") and hasattr(function, "_bwd_fn"):
             later = getattr(self.spec.lazy_backward_info, "bw_module", None)  # compiled for the first backward pass
-            if later is not None:
+            if later is not None and not replay.is_cached:
                 replay.note_backward(later)
             replay.apply = plain_apply(function, self.spec)
             replay.inputs = len(self.spec.fw_metadata.input_info)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-_DIVISION, _PRODUCT = "aten.div.Tensor", "aten.mul.Tensor"
+_DIVISION, _PRODUCT, _POWER = "aten.div.Tensor", "aten.mul.Tensor", "aten.pow.Tensor_Scalar"
 # Operators whose result may be infinite, or not a number, though what they read is finite. torch's derivatives multiply
 # gradients by such values: by cosh for sinh, by rsqrt for acos, by log for entr, by digamma for lgamma (torch's
-# derivatives.yaml). Sums and products of finite values are left out: that they overflow is no reason to run twice.
+# derivatives.yaml). Sums and products of finite values are not among them: if they overflow, so be it.
 _UNBOUNDED = frozenset(
     f"aten.{name}"
     for name in (
@@ -26,10 +26,12 @@ _UNBOUNDED = frozenset(
         "div.Tensor_mode", "exp.default", "exp2.default", "expm1.default", "sinh.default", "cosh.default",
         "log.default", "log2.default", "log10.default", "log1p.default", "atanh.default", "erfinv.default",
         "logit.default", "lgamma.default", "digamma.default", "polygamma.default", "i0.default", "special_i1.default",
-        "special_erfcx.default", "special_ndtri.default",
+        "special_erfcx.default", "special_ndtri.default", "special_zeta.default", "special_zeta.self_scalar",
+        "special_zeta.other_scalar",
     )
 )  # fmt: skip
-# What reads a value that may be infinite and makes a finite one of it. Whatever else reads it may pass it on.
+# What reads a value that may be infinite and makes a finite one of it (not of NaN). Whatever else reads it may pass it
+# on.
 _BOUNDED = frozenset(
     f"aten.{name}"
     for name in (
@@ -73,8 +75,16 @@ class UndefinedGradients(NamedTuple):
         )
 
 
-def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
-    """Read the reach of each output from the backward graph: the gradients that depend on its tangent."""
+def infinite_values(forward: fx.GraphModule) -> frozenset[str]:
+    """The names of a forward graph's values that may be infinite: backward has those that are saved by these names."""
+    return frozenset(node.name for node in forward.graph.nodes if _makes_infinity(node))
+
+
+def reach_of(backward: fx.GraphModule, saved: frozenset[str]) -> UndefinedGradients:
+    """Read the reach of each output from the backward graph: the gradients that depend on its tangent.
+
+    ``saved``: the `infinite_values` of its forward graph.
+    """
     found: dict[fx.Node, frozenset[int]] = {}
     infinite: set[fx.Node] = set()  # values of no tangent that may be infinite
     tangents, risks = 0, set()
@@ -84,7 +94,7 @@ def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
             tangents += 1
             continue
         found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
-        if not found[node] and _may_be_infinite(node, infinite):
+        if not found[node] and (node.name in saved or _may_be_infinite(node, infinite)):
             infinite.add(node)
         if found[node] and _may_meet_infinity(node, found, infinite):
             risks.add(found[node])
@@ -97,11 +107,31 @@ def reach_of(backward: fx.GraphModule) -> UndefinedGradients:
 
 
 def _may_be_infinite(node: fx.Node, infinite: set[fx.Node]) -> bool:
-    """Of a value that depends on no tangent: what forward has saved, or what backward computes from that."""
-    made_by = str(node.meta.get("original_aten") if node.op == "placeholder" else node.target)
-    if made_by in _UNBOUNDED:
-        return True
-    return made_by not in _BOUNDED and not infinite.isdisjoint(node.all_input_nodes)
+    """Of a value that depends on no tangent, and that backward computes from what forward has saved."""
+    return _makes_infinity(node) or (str(node.target) not in _BOUNDED and not infinite.isdisjoint(node.all_input_nodes))
+
+
+def _makes_infinity(node: fx.Node) -> bool:
+    return str(node.target) in _UNBOUNDED and not _is_bounded_power(node) and not _is_gaussian(node)
+
+
+def _is_bounded_power(node: fx.Node) -> bool:
+    """Whether a value is computed as a power that is a product: pow(x, 2) has a derivative with 2 * pow(x, 1)."""
+    if str(node.target) != _POWER:
+        return False
+    exponent = node.args[1]
+    return isinstance(exponent, int | float) and exponent >= 0.0
+
+
+def _is_gaussian(node: fx.Node) -> bool:
+    """Whether a value is computed as exp(-x^2), at most 1: in the derivatives of erf, erfc and gelu."""
+    if str(node.target) != "aten.exp.default":
+        return False
+    (negative,) = node.all_input_nodes
+    if str(negative.target) != "aten.neg.default":
+        return False
+    (power,) = negative.all_input_nodes
+    return str(power.target) == _POWER and power.args[1] == 2
 
 
 def _may_meet_infinity(node: fx.Node, found: dict[fx.Node, frozenset[int]], infinite: set[fx.Node]) -> bool:

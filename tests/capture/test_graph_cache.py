@@ -178,6 +178,25 @@ def test_gradients_of_gradients_still_come_from_eager(capture):
         assert found() == hits
 
 
+def test_zeros_for_an_unused_output_meet_no_infinity_in_the_next_run_either(capture):
+    """Which operator made a value that forward has saved is kept with the graph."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            y = x * self.scale
+            return y, y.exp()  # infinite from 89 on
+
+    model = Two()
+    for hits in (0, 1):
+        x = torch.full((2, 3), 100.0, requires_grad=True)
+        capture(model)(x)[0].sum().backward()
+        assert found() == hits and x.grad.eq(1.0).all()
+
+
 def test_inference_views_and_writes(capture):
     for hits in (0, 1):
         fast = capture(Views(), dynamic=True)

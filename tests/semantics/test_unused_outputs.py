@@ -205,6 +205,38 @@ def test_zeros_meet_no_infinity_of_a_derivative(name: str, session: Session) -> 
     assert is_captured(session)
 
 
+FINITE: dict[str, Callable[[T], T]] = {
+    "square": lambda y: y.pow(2),
+    "cube": lambda y: y.pow(3).mul(0.5),
+    "erf": torch.erf,
+    "gelu": torch.nn.functional.gelu,
+}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_derivatives_that_are_finite_are_no_reason_to_run_twice(name: str, session: Session) -> None:
+    """A module that writes to what it reads could not run a second time, so it would not be captured."""
+    function = FINITE[name]
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: T) -> tuple[T, T]:
+            self.calls.add_(1.0)
+            y = x * self.scale * self.calls
+            return y, function(y)
+
+    model = Counts()
+    for step in range(3):
+        x = torch.ones(2, 3, requires_grad=True)
+        model(x)[0].sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((2, 3), step + 1.0))
+    assert is_captured(session)
+
+
 def test_what_writes_to_what_it_reads_is_not_captured_where_zeros_could_meet_infinity(session: Session) -> None:
     """It cannot be run a second time, for the outputs that the loss uses alone."""
 
