@@ -42,14 +42,25 @@ class Wire:
     def send(self, message: Any, seconds: float | None = None) -> None:
         """Send a message. Raises Closed, TimeoutError, and what pickling raises, the last before anything is sent.
 
-        After a TimeoutError, what is left of the message is sent with the next one, which the other side would
-        otherwise read from its middle.
+        After a TimeoutError, what is left of a message that was begun is sent with the next one, which the other side
+        would otherwise read from its middle.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._unsent += _HEADER.pack(len(data)) + data
         until = None if seconds is None else time.monotonic() + seconds
+        self._send_rest(until)
+        self._unsent += _HEADER.pack(len(data)) + data
+        whole = len(self._unsent)
+        try:
+            self._send_rest(until)
+        finally:
+            if len(self._unsent) == whole:  # the caller is told that it was not sent
+                self._unsent.clear()
+
+    def _send_rest(self, until: float | None) -> None:
         while self._unsent:
-            left = None if until is None else max(1e-3, until - time.monotonic())
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0.0:
+                raise TimeoutError
             with self._limited(left) as limited:
                 sent = limited.send(self._unsent, socket.MSG_NOSIGNAL)
             del self._unsent[:sent]

@@ -187,3 +187,16 @@ def test_a_message_that_was_sent_in_part_is_completed_before_the_next() -> None:
     assert theirs.receive(60.0) == large and theirs.receive(60.0) == "next"
     sender.join()
     ours.close(), theirs.close()
+
+
+def test_a_message_that_was_not_begun_is_not_sent_later() -> None:
+    ours, theirs = map(Wire, socket.socketpair())
+    with pytest.raises(TimeoutError):
+        ours.send(b"x" * 4_000_000, 0.05)
+    with pytest.raises(TimeoutError):
+        ours.send("told to have failed", 0.05)
+    sender = threading.Thread(target=lambda: ours.send("next", 60.0))
+    sender.start()
+    assert len(theirs.receive(60.0)) == 4_000_000 and theirs.receive(60.0) == "next"
+    sender.join()
+    ours.close(), theirs.close()
