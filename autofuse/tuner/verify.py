@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 def judge(draw: Callable[[int], T]) -> T:
-    """The result of a draw that passes; raises Inaccurate where several draws show that errors are too large.
+    """The result of a draw that passes; raises Inaccurate where one error is far too large, or several are.
 
     ``draw`` takes a number, makes inputs from it, and raises Inaccurate where the error is over the bound. A single
     draw tells little: eager's error on the same inputs may happen to be small, the likelier the fewer terms it sums. A
@@ -183,12 +183,12 @@ class Verifier:
         result = call(*reference.inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         allocator.check()
-        if len(outputs) != len(reference.answers):
-            raise Wrong(f"{len(outputs)} outputs, eager has {len(reference.answers)}")
         for index, (tensor, copy) in enumerate(zip(reference.inputs, reference.copies, strict=True)):
             if not _same(tensor, copy):
                 self._references.clear()
                 raise Wrong(f"changed input {index}")
+        if len(outputs) != len(reference.answers):
+            raise Wrong(f"{len(outputs)} outputs, eager has {len(reference.answers)}")
         for index, (found, (_, strides, _)) in enumerate(
             zip(outputs, expected_outputs(self._form, case.values), strict=True)
         ):
