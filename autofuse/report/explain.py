@@ -224,7 +224,7 @@ def lost_sizes(bucket: BucketStory, decided: Collection[DecisionKey]) -> Iterato
     tried = {
         row.measurement.symbol_values: row.measurement.candidate
         for row in bucket.measurements
-        if row.measurement.status == "ok" and row.measurement.candidate.variant.endswith("_specialised")
+        if row.measurement.status in ("ok", "pruned") and row.measurement.candidate.variant.endswith("_specialised")
     }
     for values, candidate in tried.items():
         if replace(bucket.key, bucket=exact_bucket(values).label) not in decided:
