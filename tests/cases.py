@@ -126,7 +126,7 @@ class Case:
     tags: frozenset[str] = field(default=frozenset())
 
     def form(self, dtype: torch.dtype | None = None) -> NodeForm:
-        """The node; with a dtype, its floating inputs are of that dtype. Traced once in a process: it is frozen."""
+        """The node; with a dtype, its floating inputs are of that dtype. Traced once in a session: it is frozen."""
         return _traced(self, dtype)
 
 

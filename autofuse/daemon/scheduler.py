@@ -53,7 +53,7 @@ class Scheduler:
         self._share = CpuThrottle(self._percent, cpu_seconds, account=self)
 
     def clock(self) -> float:
-        """Seconds of a monotonic clock that stands still during rests."""
+        """Seconds of a monotonic clock without the rests, each taken off when it ends."""
         return time.monotonic() - self._share.rested_seconds
 
     def scripts(self) -> list[Script]:

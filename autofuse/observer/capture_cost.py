@@ -22,8 +22,8 @@ MODULE_SECONDS = 16e-3  # Dynamo goes into the code of each
 DYNAMO_SHARE = 0.2  # of an operation's costs: equal blocks are traced by Dynamo one by one, what follows is done once
 SYMBOL_SHARE = 1.3  # a size that varies makes an operation so much dearer: expressions in symbols in place of numbers
 KEPT_SHARE = 0.5  # of a capture is left where its graphs were kept
-# Where its trace was kept, by the script's clock and at the same speed: six scripts of `benchmarks/foreign_scripts` on an
-# AMD EPYC without AVX-512, where `capture.python_speed` says 1.64, took 0.5 s (VAE, 0.1 MB) to 1.5 s (Llama, 1.5 MB).
+# Where its trace was kept, by the script's clock and at the same speed. Six scripts of `benchmarks/foreign_scripts` on
+# an AMD EPYC without AVX-512, where `capture.python_speed` says 1.64, took 0.5 s (VAE, 0.1 MB) to 1.5 s (Llama, 1.5).
 KEPT_TRACE_SECONDS = 0.15  # to import what reads it
 KEPT_TRACE_SECONDS_PER_BYTE = 0.45e-6  # to read it, and to plan the shapes that come
 DYNAMO_SECONDS = 0.2  # and to import Dynamo, unless the script's optimizer has

@@ -18,7 +18,7 @@ from autofuse.ir.records import RootRecord
 # A capture takes up to so many times what is expected (`capture_cost`); where this very root's is known, less.
 MARGIN = 1.5
 KNOWN_MARGIN = 1.2
-KEPT_SLOWDOWN = 1.15  # at most, for a trace of an earlier run: a known script does not begin slowly
+KEPT_SLOWDOWN = 1.15  # for a trace of an earlier run that is not `_SURE` to pay: a known script does not begin slowly
 # A trace that saves so many times its price in a run like the last one may slow the run down as much as any capture:
 # at 1.15x one of 2 s is read after 16 s, and what it would have saved by then is lost.
 _SURE = 3.0

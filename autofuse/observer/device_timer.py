@@ -155,7 +155,7 @@ class LateTimes:
                 tell(elapsed)
 
     def close(self) -> None:
-        """At the end of the run, report the lengths that are known, and None for the rest."""
+        """At the end of the run, report the lengths up to the first that is not known, and None for the rest."""
         self.collect()
         with self._lock:
             while self._waiting:

@@ -96,7 +96,10 @@ def is_contiguous(spec: TensorSpec) -> bool:
 
 
 def as_shape(graph: FusionGraph, ref: ValueRef, like: TensorSpec, name: str) -> tuple[ValueRef, list[Operation]] | None:
-    """``ref`` with the sizes of ``like``: itself, or a view under ``name``; None where no view can have them."""
+    """``ref`` with the sizes of ``like``: itself, or a view under ``name``.
+
+    None where it is not contiguous or has another number of elements.
+    """
     spec = graph.spec(ref)
     if spec.shape == like.shape:
         return ref, []

@@ -214,7 +214,8 @@ class _Finder:
         self.refusals.append(Refusal("grouped", True, node.operation_names, detail, source=operations[0].source or ""))
 
     def _is_sound(self, operations: Sequence[Operation]) -> bool:
-        """Whether all values have known dtypes and are on one enabled type of device, and none is random or opaque."""
+        """Whether all values have known dtypes and are on one enabled type of device, and no operation is opaque or one
+        of ours that draws random numbers."""
         specs = [spec for op in operations for spec in op.outputs]
         specs += [self.graph.spec(ref) for op in operations for ref in op.inputs]
         return (

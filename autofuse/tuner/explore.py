@@ -38,8 +38,8 @@ class Explorer:
     def explore(self, values: tuple[int, ...]) -> list[Entrant]:
         """Try configurations; the entrants that ran.
 
-        Winners of other buckets and the default make a first wave of their own: these are compiled already, and usually
-        one of them wins.
+        Winners of other buckets and the default make a first wave of their own: the winners are compiled
+        already, and usually one of the wave wins.
         """
         contest, bench, clock = self._contest, self._contest.bench, self._contest.clock
         variant = bench.variants[0 if contest.form.symbols else 1]

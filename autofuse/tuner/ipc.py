@@ -70,7 +70,7 @@ class Pipe:
         is_stopping: Callable[[], bool] = lambda: False,
         tend: Callable[[], float] | None = None,
     ) -> None:
-        """Send a message. Raises TimeoutError, Interrupted (once ``is_stopping`` says so) and PipeClosed.
+        """Send a message. Raises PipeClosed, and TimeoutError or Interrupted (``is_stopping``) where nobody reads it.
 
         ``tend`` is called regularly while the other side does not read. It may halt that side, and returns for how
         many seconds it did: these do not count towards the timeout.
@@ -94,7 +94,7 @@ class Pipe:
         is_stopping: Callable[[], bool] = lambda: False,
         tend: Callable[[], float] | None = None,
     ) -> dict[str, Any]:
-        """Receive a message. Raises as `send` does; ``tend`` as there."""
+        """Receive a message. Raises PipeClosed, TimeoutError and Interrupted; ``is_stopping`` and ``tend`` as there."""
         wait = _Wait(timeout_seconds, is_stopping, tend)
         (length,) = _HEADER.unpack(self._read(_HEADER.size, wait))
         if length > _LONGEST_BYTES:
