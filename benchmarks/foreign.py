@@ -242,7 +242,7 @@ def compare(plain: Run, other: Run, reordered: Run) -> Comparison:
     # One that is not captured may have waited a moment for what the store knows of it.
     captured = [root for root in roots if root["state"] == "captured" or root["capture_seconds"] > STALL_SECONDS]
     first = stalls[0] if stalls and captured else len(ours)
-    paused = other.report.get("totals", {}).get("tuning_seconds", 0.0) if other.kind == "tuned" else 0.0
+    paused = other.report.get("totals", {}).get("paused_seconds", 0.0) if other.kind == "tuned" else 0.0
     lost = sum(o - t for o, t in zip(ours[first:], theirs[first:], strict=True) if o > SLOW * t)
     tail = len(ours) * 2 // 3
     ratios = [o / t for o, t in zip(other.at, plain.at, strict=True)]

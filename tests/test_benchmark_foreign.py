@@ -40,7 +40,7 @@ def a_run(foreign: Any, kind: str, steps: list[float], losses: list[float] | Non
 
 def report(**root: Any) -> dict[str, Any]:
     known = {"name": "Net", "state": "captured", "reason": "paid_off", "capture_seconds": 0.0}
-    return {"totals": {"tuning_seconds": 0.0}, "roots": [known | {"predicted_capture_seconds": 0.0} | root]}
+    return {"totals": {"paused_seconds": 0.0}, "roots": [known | {"predicted_capture_seconds": 0.0} | root]}
 
 
 def test_the_true_cost_is_what_steps_lost_from_the_first_stall_on(foreign: Any) -> None:

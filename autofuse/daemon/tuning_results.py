@@ -32,7 +32,7 @@ class TuningResults:
             self._kernels.put(kernel)
         self._results.put_measurements(request.key, outcome.measurements)
         for decision in outcome.decisions:
-            self._results.put_decision(decision)
+            self._results.put_decision(decision, request.run_id)
             if decision.reason == "won":
                 self._runs.note(decision)
             _note_winner(self._winners.setdefault(_family(request.key), {}), decision)

@@ -96,17 +96,21 @@ class TuneResults:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def put_decision(self, decision: Decision) -> int:
-        """Append a decision, which stands from now on; return its id."""
+    def put_decision(self, decision: Decision, run_id: int | None = None) -> int:
+        """Append a decision, which stands from now on; return its id.
+
+        ``run_id``: the run whose request it answers; by default the one that has asked for this very key. A part of a
+        group has a key that no run asks for.
+        """
         with self._file.write() as connection:
             digest = decision.key.digest
             put_keys(connection, [decision.key])
-            run_id = connection.execute(
-                select(models.Request.run_id).where(models.Request.key == digest)
-            ).scalar_one_or_none()
+            asked = select(models.Request.run_id).where(models.Request.key == digest)
+            if run_id is not None:
+                asked = select(models.Run.id).where(models.Run.id == run_id)  # nothing, if it was deleted meanwhile
             values = {
                 "key": digest,
-                "run_id": run_id,
+                "run_id": connection.execute(asked).scalar_one_or_none(),
                 "ranges": ranges_json(decision.bucket),
                 "variant": decision.candidate.variant,
                 "config": [list(pair) for pair in decision.candidate.config],

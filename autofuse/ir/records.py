@@ -274,6 +274,7 @@ class RunTotals:
     observer_seconds: float = 0.0  # the observer's own cost
     run_seconds: float = 0.0  # wall time of the script so far
     capture_seconds: float = 0.0
+    paused_seconds: float = 0.0  # that the script has waited for tuning
     held_out_calls: int = 0
     exit_code: int | None = None  # None while running
 

@@ -70,6 +70,7 @@ def _totals(totals: Totals) -> dict[str, Any]:
         "speedup_pairs": totals.speedup.pairs,
         "held_out_steps": totals.held_out_steps,
         "tuning_seconds": totals.tuning_seconds,
+        "paused_seconds": totals.paused_seconds,
         "seconds_saved": totals.seconds_saved,
         "break_even_step": totals.break_even_step,
         "observer_overhead_percent": totals.observer_overhead_percent,

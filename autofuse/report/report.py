@@ -38,7 +38,8 @@ class Totals:
     speedup: Speedup = field(default_factory=Speedup)  # of hot signatures, against held-out eager steps
     routed_steps: int = 0  # timed steps with fused kernels, warm-up not counted
     held_out_steps: int = 0  # timed eager steps, warm-up not counted
-    tuning_seconds: float = 0.0  # spent on this run's requests
+    tuning_seconds: float = 0.0  # of the daemon, for the decisions on this run's requests
+    paused_seconds: float = 0.0  # that the script waited for tuning, by the clock
     capture_seconds: float = 0.0
     seconds_saved: float | None = None
     break_even_step: int | None = None
@@ -133,7 +134,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
     roots, events = store.roots.of_run(run.id), store.notes.events(run.id)
     capture_seconds = run.totals.capture_seconds or sum(root.capture_seconds for root in roots)
     tuning_seconds = sum(row.decision.tuning_seconds for row in store.results.history(run_id=run.id))
-    cost = cost_seconds(run.mode, capture_seconds, tuning_seconds)
+    cost = capture_seconds + tuning_cost(run.mode, tuning_seconds, run.totals.paused_seconds)
     gain = measure_gain(store.steps.of_run(run.id), cost, run.steps_one_in)
     return Report(
         store=str(store.path),
@@ -152,13 +153,14 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
     )
 
 
-def cost_seconds(mode: str, capture_seconds: float, tuning_seconds: float) -> float:
-    """The seconds of capture and tuning, which must be saved before fusion has paid for itself.
+def tuning_cost(mode: str, tuning_seconds: float, paused_seconds: float) -> float:
+    """The seconds that tuning has cost the script, which must be saved, like those of capture, before fusion has paid.
 
-    Tuning in background mode counts, since it runs on processors that the script might have used. In ``after`` mode it
-    begins when the script has ended, and costs the script nothing.
+    In ``wait`` mode it is what the script waited: the daemon's start and jobs without a decision count, too. A run of
+    an older version has not counted that. In background mode it is what the daemon took, on processors that the script
+    might have used. In ``after`` mode tuning begins when the script has ended.
     """
-    return capture_seconds + (0.0 if mode == "after" else tuning_seconds)
+    return {"wait": paused_seconds or tuning_seconds, "after": 0.0}.get(mode, tuning_seconds)
 
 
 def _totals(run: RunRow, gain: Gain, capture_seconds: float, tuning_seconds: float) -> Totals:
@@ -172,6 +174,7 @@ def _totals(run: RunRow, gain: Gain, capture_seconds: float, tuning_seconds: flo
         routed_steps=gain.routed_steps,
         held_out_steps=gain.held_out_steps,
         tuning_seconds=tuning_seconds,
+        paused_seconds=counted.paused_seconds,
         capture_seconds=capture_seconds,
         seconds_saved=gain.seconds_saved,
         break_even_step=gain.break_even_step,

@@ -20,7 +20,7 @@ from autofuse.report import wording
 from autofuse.report.find import cut
 from autofuse.report.metrics import fusion_text, graph_table
 from autofuse.report.operators import operator_table
-from autofuse.report.report import NodeLine, Report
+from autofuse.report.report import NodeLine, Report, tuning_cost
 from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, StepRow
 from autofuse.report.table import PlainTable, plain_table, say
 
@@ -187,13 +187,14 @@ def _cost(report: Report) -> str:
     assert run is not None
     totals = report.totals
     how = {"background": " beside the script", "wait": " while the script waited", "after": " after the script"}
-    tuning = f"tuning {wording.seconds(totals.tuning_seconds)}" if totals.tuning_seconds else "no tuning"
+    seconds = tuning_cost(run.mode, totals.tuning_seconds, totals.paused_seconds) or totals.tuning_seconds
+    tuning = f"tuning {wording.seconds(seconds)}" if seconds else "no tuning"
     causes: dict[str, float] = {}
     for root in report.roots:
         for cause, seconds in root.capture_causes:
             causes[cause] = causes.get(cause, 0.0) + seconds
     capture = f"capture {wording.seconds(totals.capture_seconds)}{wording.causes(causes.items())}"
-    return f"{capture}, {tuning}" + (how.get(run.mode, "") if totals.tuning_seconds else "")
+    return f"{capture}, {tuning}" + (how.get(run.mode, "") if seconds else "")
 
 
 def _saved(report: Report) -> str:

@@ -271,6 +271,7 @@ class Session:
             observer_seconds=self.roots.observer.cost_seconds,
             run_seconds=time.perf_counter() - self.context.started,
             capture_seconds=self.context.capture_seconds + self.roots.lost_seconds(),
+            paused_seconds=self.context.paused_seconds,
             held_out_calls=self.context.held_out_calls,
             exit_code=self._exit_code,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_records import DEVICE, FORM, VERSIONS, decision, key, measurement, start, steps, use
+from store_records import DEVICE, FORM, VERSIONS, decision, key, measurement, request, start, steps, use
 
 from autofuse.db.rows import DaemonState, SettingTrial
 from autofuse.db.store import Store
@@ -184,6 +184,17 @@ def test_decisions_keep_history_and_the_newest_stands(store: Store) -> None:
     assert store.results.decisions(DEVICE.key, VERSIONS, since_id=third) == []
     assert store.results.decisions("cpu:other", VERSIONS) == []
     assert [row.id for row in store.results.history("a" * 64)] == [first, third]
+
+
+def test_a_decision_on_a_part_counts_for_the_run_that_asked_for_the_group(store: Store) -> None:
+    run_id, other = store.runs.start(start()), store.runs.start(start())
+    store.queue.add([request("a" * 64, run_id=run_id)])
+    asked = store.results.put_decision(decision("a" * 64))
+    part = store.results.put_decision(decision("b" * 64), run_id)
+    nobodys = store.results.put_decision(decision("c" * 64), 77)  # a run that is deleted
+    assert [row.id for row in store.results.history(run_id=run_id)] == [asked, part]
+    assert store.results.history(run_id=other) == []
+    assert [row.run_id for row in store.results.history() if row.id == nobodys] == [None]
 
 
 def test_daemon_state(store: Store) -> None:

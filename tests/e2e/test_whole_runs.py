@@ -66,6 +66,7 @@ def test_a_waiting_run_tunes_and_fuses(tuned, expected):
     assert found["schema_version"] and found["totals"]["steps"] == 12
     assert found["totals"]["fused_calls"] > 0 and found["totals"]["tuning_seconds"] > 0
     assert found["totals"]["capture_seconds"] > 0
+    assert found["totals"]["paused_seconds"] > 0
     wanted = {
         "node", "operations", "bucket", "calls", "time_share", "unfused_us", "fused_us",
         "speedup", "speedup_low", "speedup_high", "variant", "decision", "reason",

@@ -35,13 +35,13 @@ from autofuse.errors import StoreError
 from autofuse.ir.records import EAGER, Bucket, Event, RootRecord, RunStart, RunTotals, TuneRequest
 from autofuse.report import wording
 from autofuse.report.as_json import SCHEMA_VERSION, report_to_json
-from autofuse.report.report import Report, cost_seconds, decision_for, load_report, node_line
+from autofuse.report.report import Report, decision_for, load_report, node_line, tuning_cost
 from autofuse.report.terminal import MAX_NODES, render_report
 
 TOTALS = {
     "steps", "fused_calls", "unfused_calls", "speedup_median", "speedup_low", "speedup_high", "speedup_pairs",
-    "held_out_steps", "tuning_seconds", "seconds_saved", "break_even_step", "observer_overhead_percent",
-    "capture_seconds",
+    "held_out_steps", "tuning_seconds", "paused_seconds", "seconds_saved", "break_even_step",
+    "observer_overhead_percent", "capture_seconds",
 }  # fmt: skip
 NODE = {
     "node", "operations", "bucket", "calls", "time_share", "unfused_us", "fused_us", "speedup", "speedup_low",
@@ -87,13 +87,13 @@ def test_json_of_a_run(store: Store) -> None:
     totals = data["totals"]
     assert set(totals) == TOTALS
     assert (totals["steps"], totals["fused_calls"], totals["unfused_calls"]) == (400, 16560, 1104)
-    assert totals["tuning_seconds"] == pytest.approx(3 * 6.5)
+    assert totals["tuning_seconds"] == pytest.approx(3 * 6.5) and totals["paused_seconds"] == 21.5
     assert totals["capture_seconds"] == 5.4
     assert totals["observer_overhead_percent"] == pytest.approx(100 * 0.11 / 33.5)
     assert totals["speedup_median"] == pytest.approx(1.34, abs=0.04)
     assert 1.2 < totals["speedup_low"] <= totals["speedup_median"] <= totals["speedup_high"] < 1.5
     assert totals["held_out_steps"] == 15 and totals["speedup_pairs"] == 15
-    assert totals["seconds_saved"] == pytest.approx(8, abs=1) and totals["break_even_step"] is None  # 24.9 s of cost
+    assert totals["seconds_saved"] == pytest.approx(8, abs=1) and totals["break_even_step"] is None  # 26.9 s of cost
 
     assert [set(row) for row in data["nodes"]] == [NODE] * 4
     first, second, third, last = data["nodes"]
@@ -158,8 +158,10 @@ def test_a_second_run_is_charged_with_no_tuning_and_pays_at_once(store: Store) -
     assert totals.break_even_step is not None and totals.break_even_step < 5
 
 
-def test_cost_counts_tuning_except_after_the_script() -> None:
-    assert [cost_seconds(mode, 5.0, 20.0) for mode in ("wait", "background", "after")] == [25.0, 25.0, 5.0]
+def test_tuning_costs_what_the_script_lost_to_it() -> None:
+    modes = ("wait", "background", "after")
+    assert [tuning_cost(mode, 20.0, 31.0) for mode in modes] == [31.0, 20.0, 0.0]
+    assert tuning_cost("wait", 20.0, 0.0) == 20.0  # of an older version, which did not count the wait
 
 
 def test_decision_for_a_bucket() -> None:
@@ -210,7 +212,7 @@ def test_a_gain_in_words(store: Store) -> None:
     text = words_of(load_report(store), 80)
     assert "faster steps than eager (95 % interval" in text and "15 comparisons)" in text
     assert "16,560 of 17,664 ran fused kernels (93.8 %)" in text
-    assert "capture 5.4 s (imports 1.1 s, tracing 4.2 s), tuning 19.5 s while the script waited" in text
+    assert "capture 5.4 s (imports 1.1 s, tracing 4.2 s), tuning 21.5 s while the script waited" in text
     assert "has not paid for its cost yet" in text
     assert "no candidate beat eager by the margin" in words_of(load_report(store), 160)
     assert "measured in separate processes; not part of the speedup above" in text

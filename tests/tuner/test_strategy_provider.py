@@ -23,6 +23,7 @@ from autofuse.strategies.enumeration import GENERATED, strategies_of
 from autofuse.strategies.strategy import kernel_id
 from autofuse.tuner import strategy_provider as strategies
 from autofuse.wrapper.load_strategy import unpack
+from tests.db.store_records import start
 from tests.strategies.harness import plan
 from tests.tuner.nodes import request
 
@@ -98,13 +99,17 @@ def test_a_long_product_is_generated_and_tuned_by_itself(quick: Settings) -> Non
     form = planned.groups[0].node.form
     (generated,) = [strategy for strategy in strategies_of(form) if strategy.name == GENERATED]
     (part,) = [k.node.form for k, p in zip(generated.kernels, generated.parts, strict=True) if p.printer == MATMUL]
-    asked = request(form, (160,), unfused_us=1000.0)
+    with Store.open(quick.run.store) as store:
+        run_id = store.runs.start(start())
+    asked = replace(request(form, (160,), unfused_us=1000.0), run_id=run_id)
     drain(quick, asked)
     with Store.open(quick.run.store) as store:
         tried = [row.measurement for row in store.results.measurements(kernel_id(part, MATMUL))]
         assert len({dict(m.candidate.config)["tile"] for m in tried if m.status in ("ok", "pruned")}) > 1
         assert not [m for m in tried if m.status not in ("ok", "pruned")]
         (decision,) = store.results.history(kernel_id(part, MATMUL))
+        every = store.results.history()
+        assert len(every) > 1 and {row.run_id for row in every} == {run_id}, "parts count for the run, too"
         names = {
             dict(row.measurement.candidate.config)["way"] for row in store.results.measurements(asked.key.fusion_id)
         }
