@@ -18,10 +18,7 @@ from autofuse.ir.records import RootRecord
 # A capture takes up to so many times what is expected (`capture_cost`); where this very root's is known, less.
 MARGIN = 1.5
 KNOWN_MARGIN = 1.2
-KEPT_SLOWDOWN = 1.15  # for a trace of an earlier run that is not `_SURE` to pay: a known script does not begin slowly
-# A trace that saves so many times its price in a run like the last one may slow the run down as much as any capture:
-# at 1.15x one of 2 s is read after 16 s, and what it would have saved by then is lost.
-_SURE = 3.0
+KEPT_SLOWDOWN = 1.15  # for a trace of an earlier run that hardly pays in a run like the last one
 # A capture that is as good as free, on a machine of usual speed: taken at once where the last run was long enough.
 _TRIFLE_SECONDS = 1.0
 _SOON = 0.5  # of a run like the last one, within which such a capture has to pay
@@ -30,7 +27,7 @@ _CALLS_TO_JUDGE_SIZE = 3
 _CALLS_TO_SETTLE_SIZE = 20
 
 UNTUNED = "slower_untuned"  # lost, but not with all of its kernels
-_FINAL_IN_EARLIER_RUNS = ("capture_failed", "slower_than_eager", "no_gain")
+_FINAL_IN_EARLIER_RUNS = ("capture_failed", "no_graph", "slower_than_eager", "no_gain")
 
 
 @dataclass(frozen=True)
@@ -210,7 +207,7 @@ def _pays_in_a_run_like_the_last(facts: CaptureFacts) -> CaptureAdvice | None:
     if step_seconds is None:
         return _await_calls(facts)
     saved = _saving(known) * max(known.calls - facts.calls, 0) * step_seconds
-    if facts.is_price_known and _is_trifle(facts, saved) and _SOON * saved >= price:
+    if facts.is_price_known and _is_trifle(facts) and _SOON * saved >= price:
         detail = f"expected to take {price:.1f} s, which a run as long as the last one soon pays for"
         return CaptureAdvice(True, facts.known_reason, detail, price)
     # Captured by order, or too late to pay. Rent would be paid for nothing, unless this run turns out to be longer.
@@ -271,16 +268,15 @@ def _await_calls(facts: CaptureFacts) -> CaptureAdvice:
     return CaptureAdvice(False, "not_yet", detail, facts.price_seconds)
 
 
-def _is_trifle(facts: CaptureFacts, saved_seconds: float) -> bool:
+def _is_trifle(facts: CaptureFacts) -> bool:
     """Whether a capture is as good as free; what reading a trace loses is weighed against all that the run took.
 
-    ``saved_seconds``: by a run like the last one, from now on.
+    A trace that soon pays may slow the run down as much as any capture (`Budget`): the later it is read, the less it
+    saves.
     """
     if not facts.reads_trace:
         return facts.price_seconds <= facts.factor * _TRIFLE_SECONDS
-    is_sure = saved_seconds >= _SURE * facts.price_seconds
-    allowance = facts.budget if is_sure else facts.allowance
-    run = replace(allowance, spent_seconds=facts.run_seconds - allowance.lost_seconds)
+    run = replace(facts.budget, spent_seconds=facts.run_seconds - facts.budget.lost_seconds)
     return run.allows(facts.price_seconds, KNOWN_MARGIN)
 
 

@@ -160,9 +160,7 @@ def test_a_kept_trace_is_read_where_it_soon_pays() -> None:
     found = kept()
     assert kept(run=3.0).capture and not kept(run=2.0).capture, "more than 1.25 times what eager takes"
     assert not kept(lost=0.8).capture, "other modules' traces have been read for that already"
-    unsure = {"spent": 0.011}  # 400 such steps save 1.5 s
-    assert kept(**unsure).capture and not kept(run=3.0, **unsure).capture, "more than 1.15 times what eager takes"
-    assert kept(run=9.0, lost=0.5).capture
+    assert kept(run=5.0, lost=0.5).capture and kept(run=3.0, spent=0.011).capture, "400 such steps save 1.5 s"
     assert found.capture and found.reason == "kept_trace" and found.predicted_seconds == 0.5
     assert not kept(calls=0, spent=0.0).capture, "no step tells how long the run will be"
     assert not kept(calls=1, spent=5e-3).capture, "400 such steps save 0.67 s, half of them less than it costs"
