@@ -84,6 +84,7 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch._dynamo.maybe_mark_dynamic",
             "torch._dynamo.mutation_guard.install_generation_tagging_init",
             "torch._dynamo.run",
+            "torch._dynamo.utils.counters",
             "torch._dynamo.utils.warn_once",
             "torch._functorch.aot_autograd.make_boxed_func",
             "torch._functorch.config.patch",

@@ -50,8 +50,19 @@ def graphs_read() -> int:
     return _read.total()
 
 
+def graph_breaks() -> list[str]:
+    """What has broken a graph so far in this process, oldest first, each in a line."""
+    found = []
+    for message in torch._dynamo.utils.counters["unimplemented"]:
+        parts = message.split(_ANOTHER_BREAK)
+        found.append("; ".join(part.strip().partition("\n")[0] for part in parts))
+    return found
+
+
 # What Dynamo raises when it cannot capture; all other exceptions are the script's own.
 CAPTURE_ERRORS = (TorchDynamoException,)
+
+_ANOTHER_BREAK = "*** While handling this graph break, another graph break occurred: ***"
 
 # Said once in a process, mostly before a module is captured (transformers).
 _SAID_ONCE = tuple(getattr(logging.Logger, name) for name in ("warning_once",) if hasattr(logging.Logger, name))

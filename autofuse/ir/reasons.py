@@ -38,6 +38,7 @@ class RootReason(Reason):
     TOO_EXPENSIVE = "too_expensive", "capture would take longer than allowed"
     NOTHING_TO_RUN = "nothing_to_run", "no kernel is stored for its device, and none can be made"
     CAPTURE_FAILED = "capture_failed", "could not be captured"
+    NO_GRAPH = "no_graph", "no graph of it could be captured"
     BOOKKEEPING_FAILED = "bookkeeping_failed", "autofuse failed to watch it"
     CODE_REPLACED = "code_replaced", "its code was replaced after it was captured"
     KEPT_GRAPH_FAILED = (

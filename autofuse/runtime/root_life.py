@@ -10,6 +10,7 @@ observing  captured   `capture`       it pays, or was asked for
 observing  eager      `decline`       advice that is final, for all calls or for those of some sizes
 captured   eager      `lose`          steps of all sizes lost to held-out ones
 captured   eager      `release`       what was traced is no more what it was
+captured   eager      `find_nothing`  no part of it could be traced
 any        eager      `fail`          it could not be captured
 any        eager      `give_up`       bookkeeping of ours has failed
 captured   observing  `reopen`        no trace of an earlier run fits
@@ -117,6 +118,14 @@ class RootLife:
         """Run its modules in eager from now on: the traced code or objects have changed."""
         self._move("eager", "code_replaced", detail)
         self._context.say_once("code_replaced", f"{self._name} goes on in eager: {detail}")
+
+    def find_nothing(self, detail: str) -> None:
+        """Stay in eager: Dynamo has made no graph of it, and calls through Dynamo cost more than eager's.
+
+        ``detail``: what breaks its graphs.
+        """
+        self._move("eager", "no_graph", detail)
+        self._services.observer.decide(self._key)
 
     def fail(self, error: BaseException, from_kept: bool) -> None:
         """``from_kept``: graphs of an earlier run failed; they are dropped, and the next run traces again."""

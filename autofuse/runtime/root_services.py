@@ -59,6 +59,8 @@ class Capturer(Protocol):
 
     def graphs_read(self) -> int: ...
 
+    def graph_breaks(self) -> Sequence[str]: ...
+
 
 def _load_dynamo() -> Capturer:
     """Import Dynamo: 1 s that a script without a root worth capturing never pays."""

@@ -80,6 +80,10 @@ class RunContext:
         self.routers.append(router)
         self.disturbances += 1
 
+    def graph_calls(self) -> int:
+        """Calls of all graphs so far."""
+        return sum(router.calls() for router in list(self.routers))
+
     def mark_plans(self, whose: object) -> None:
         """Begin to count fused nodes in a step of a root."""
         self._marks.add(whose)

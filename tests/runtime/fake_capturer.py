@@ -22,6 +22,7 @@ def fake_capturer(call: Callable[..., Any]) -> Capturer:
         CAPTURE_ERRORS=(ZeroDivisionError,),
         note_read=lambda: None,
         graphs_read=lambda: 0,
+        graph_breaks=lambda: (),
     )
     found: Capturer = made
     return found

@@ -42,6 +42,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
         (True, lambda life: life.lose(LOSS, 64, True), "eager", "slower_than_eager"),
         (True, lambda life: life.lose(LOSS, 64, False), "captured", "paid_off"),
         (True, lambda life: life.release("replaced"), "eager", "code_replaced"),
+        (True, lambda life: life.find_nothing("a loop"), "eager", "no_graph"),
         (True, lambda life: life.fail(ValueError("no"), True), "eager", "kept_graph_failed"),
         (True, lambda life: life.give_up(nn.Identity(), ValueError("no")), "eager", "bookkeeping_failed"),
         (True, lambda life: life.reopen(), "observing", "not_yet"),
