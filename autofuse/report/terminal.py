@@ -6,7 +6,7 @@ that was not measured, is said in words; every printed number is in the JSON rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -126,7 +126,9 @@ def gain_in_words(report: Report) -> tuple[str, str]:
     """The verdict on a run in a sentence, and its style."""
     totals, speedup = report.totals, report.totals.speedup
     if not totals.fused_calls:
-        return f"Nothing ran fused. {_why_nothing_fused(report)}", "bold yellow"
+        steps = [line for line in report.nodes if line.fused_calls]  # an optimizer's, which belong to no graph
+        said = _steps_alone(steps) if steps else "Nothing ran fused."
+        return f"{said} {_why_nothing_fused(report)}", "bold yellow"
     if speedup.median is None:
         return (
             f"Gain not measured: no held-out eager step of a hot shape lies within {PAIR_WINDOW} calls of a routed "
@@ -144,7 +146,14 @@ def gain_in_words(report: Report) -> tuple[str, str]:
     return f"No gain: {wording.times(speedup.median)} is not distinguishable from eager{said}", "bold yellow"
 
 
+def _steps_alone(steps: Sequence[NodeLine]) -> str:
+    """Which optimizers' steps ran fused in a run in which no node of a graph did."""
+    some = ", ".join(f"{line.operations} ({wording.times(line.speedup)} when it was tuned)" for line in steps)
+    return f"Only the optimizer's step ran fused: {some}."
+
+
 def _why_nothing_fused(report: Report) -> str:
+    """Of the nodes of graphs."""
     run = report.run
     assert run is not None
     for row in report.events:
@@ -157,7 +166,7 @@ def _why_nothing_fused(report: Report) -> str:
     if report.queue.failed:
         failed = wording.plural(report.queue.failed, "request")
         return f"{failed} for tuning failed; autofuse explain NODE says why, autofuse tune --again tries anew."
-    if report.nodes:
+    if any(not line.fused_calls for line in report.nodes):
         if run.mode == "off":
             return "Tuning was off, and the store has no winner for this run's nodes."
         return "Eager's own kernels won for every node that was tuned."

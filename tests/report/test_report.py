@@ -269,6 +269,17 @@ def test_an_empty_store_says_what_to_do(store: Store) -> None:
     assert "holds no runs yet" in text and "autofuse run SCRIPT.py" in text
 
 
+def test_a_fused_step_of_an_optimizer_is_told_where_nothing_else_ran_fused(store: Store) -> None:
+    run_id = start(store)
+    store.roots.put(run_id, RootRecord("Net[1]", "Net", "eager", "no_graph", "graph break in loop"))
+    store.nodes.put_uses(run_id, [use(LOSS, HOT, 30, 28, 0.0)])  # in no graph, so not among the totals
+    store.results.put_decision(decision(LOSS, HOT, 2.16))
+    text = words_of(load_report(store, run_id))
+    said = "Only the optimizer's step ran fused: log_softmax + nll_loss_forward (2.16x when it was tuned)."
+    assert f"{said} No module was captured; Net: no graph of it could be captured." in text
+    assert "Nothing ran fused" not in text and "Eager's own kernels won" not in text
+
+
 def test_a_run_without_fusion_says_why(store: Store) -> None:
     run_id = start(store)
     assert "No call of an nn.Module was seen." in words_of(load_report(store, run_id))
