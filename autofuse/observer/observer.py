@@ -205,12 +205,12 @@ class Observer:
 
     def ops_in_forward(self, root: str) -> int | None:
         """Aten calls in one forward of the root, median of the sampled steps; None before the first."""
-        counts = [totals.ops_per_call for totals in self._samples(root) if totals.calls]
+        counts = [totals.ops_per_call for totals in self.samples(root) if totals.calls]
         return round(median(counts)) if counts else None
 
     def ops_in_backward(self, root: str) -> int:
         """Aten calls in one backward pass of the root, the most that a sampled step has seen."""
-        return max((round(t.backward_ops / t.calls) for t in self._samples(root) if t.calls), default=0)
+        return max((round(t.backward_ops / t.calls) for t in self.samples(root) if t.calls), default=0)
 
     def backward_ratio(self, root: str) -> float | None:
         """Time of backward over time of forward, median of the sampled steps; None before the first.
@@ -220,7 +220,7 @@ class Observer:
         """
         ratios = [
             totals.backward_ns / totals.forward_ns
-            for totals in self._samples(root)
+            for totals in self.samples(root)
             if totals.forward_ns
             and not (totals.late or totals.untimed)
             and (totals.backward_ns or not totals.wants_backward)
@@ -230,6 +230,11 @@ class Observer:
     def sampled_steps(self, root: str) -> int:
         """Steps of the root that were sampled so far."""
         return self._sampler.sampled_steps(root)
+
+    def samples(self, root: str) -> list[RootTotals]:
+        """What the root took in each of its last sampled steps, the oldest first."""
+        known = self._roots.get(root)
+        return list(known.samples) if known else []
 
     def dynamic_dims(self, root: str) -> tuple[tuple[str, int], ...]:
         """(argument path, dim) of each dim of the root's arguments that had more than one size."""
@@ -290,10 +295,6 @@ class Observer:
         return self._recorder.is_recording
 
     # ---- inside -------------------------------------------------------------------------------------
-
-    def _samples(self, root: str) -> list[RootTotals]:
-        known = self._roots.get(root)
-        return list(known.samples) if known else []
 
     def _add_root(self, root: str) -> _Root | None:
         with self._lock:

@@ -435,14 +435,13 @@ def test_event_limit_ends_the_recording() -> None:
         assert mode.passed > 10
 
 
-def test_a_fault_of_ours_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autofuse.observer import mode as module
+def test_a_fault_of_ours_switches_off() -> None:
+    class Broken(list[Any]):
+        def append(self, event: Any) -> None:
+            raise LookupError("ours")
 
-    def broken(*args: Any) -> None:
-        raise LookupError("ours")
-
-    monkeypatch.setattr(module, "_describe", broken)
     mode = ObserverMode()
+    mode.events = Broken()
     attach(mode)
     mode.recording = True
     try:

@@ -231,7 +231,7 @@ def test_backward_ratio_of_many_calls_before_one_backward() -> None:
         recurrent_cells()
     key = root_key(nn.LSTMCell(8, 8))
     assert watch.observer.calls(key) == 15
-    samples = watch.observer._samples(key)
+    samples = watch.observer.samples(key)
     assert {(s.calls, s.forward_ops > 0, s.backward_ops > s.forward_ops) for s in samples} == {(5, True, True)}
     assert (watch.observer.backward_ratio(key) or 0.0) > 0.0
     assert 2 <= (watch.observer.ops_in_forward(key) or 0) <= 30

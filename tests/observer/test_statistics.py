@@ -27,7 +27,8 @@ def test_heavy_hitters_conserve_and_stay_bounded(stream: list[tuple[int, int]], 
     total = sum(truth.values())
     counts = found.counts()
     assert len(counts) <= capacity
-    assert len(found._queue) == len(found)
+    held = [len(value) for value in vars(found).values() if isinstance(value, dict | list)]
+    assert len(held) == 3 and set(held) == {len(found)}, "counts, errors and the queue"
     assert found.total == total
     assert sum(count for _, count in counts) + found.tail == total
     assert all(0 <= count <= truth[key] for key, count in counts)
