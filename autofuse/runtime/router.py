@@ -63,7 +63,7 @@ class GraphRouter:
         self.plans: dict[tuple[int, ...], Plan] = {}  # settled plans: found without a query
         self.pending: dict[tuple[int, ...], Plan] = {}
         self.past = Usage()  # counters of evicted plans
-        self._lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # the dict in which calls find their plan
+        self.lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # the dict in which calls find their plan
         self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each caller of `note_plans`
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
@@ -88,7 +88,7 @@ class GraphRouter:
     def __call__(self, args: list[Any]) -> Any:
         if self.host.sample_due() and not self._stands_still():
             return self._timed(args)
-        return self.program.call(self._lookup, self.plan_for, args)
+        return self.program.call(self.lookup, self.plan_for, args)
 
     def _timed(self, args: list[Any]) -> Any:
         times = [0.0] * len(self.program.slots)
@@ -129,13 +129,13 @@ class GraphRouter:
     def note_plans(self, whose: object) -> None:
         """From now on, record for a caller which plans run."""
         self._noted[whose] = set()
-        self._lookup = _Noting(self)
+        self.lookup = _Noting(self)
 
     def fused_in_noted(self, whose: object) -> int:
         """Nodes on fused kernels in the plans that have run since then; ends the recording. 0 if there was none."""
         noted = self._noted.pop(whose, ())
         if not self._noted:
-            self._lookup = self.plans
+            self.lookup = self.plans
         return sum(plan.fused_nodes for plan in list(noted))
 
     def _note(self, plan: Plan) -> None:
@@ -366,7 +366,7 @@ class _Recorder:
         self._used = used
 
     def get(self, key: tuple[int, ...]) -> Plan:
-        plan = self._router._lookup.get(key) or self._router.plan_for(key)
+        plan = self._router.lookup.get(key) or self._router.plan_for(key)
         plan.start_sample()
         self._used.append(plan)
         return plan

@@ -74,7 +74,6 @@ class StoreThread:
         collect: Callable[[Store, int, bool], None],
         absorb: Callable[[Store], bool],
         report: Callable[[str, str], None],
-        persist: bool = True,
     ) -> None:
         """``connect`` opens the store, which this run makes where it ``is_new``.
 
@@ -86,7 +85,6 @@ class StoreThread:
         self._collect = collect
         self._absorb = absorb
         self._report = report
-        self._persist = persist
         self._store: Store | None = None
         self._stop = make_event()
         self._wake = make_event()
@@ -106,10 +104,10 @@ class StoreThread:
         self._written = 0
         self.run_id: int | None = None
         self.has_leftovers = False  # requests of earlier runs wait in the store
-        self._thread = threading.Thread(target=self._run, name="autofuse", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="autofuse", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     @property
     def usable(self) -> bool:
@@ -135,7 +133,7 @@ class StoreThread:
 
     def absorb_again(self, seconds: float) -> bool:
         """Read decisions and kernels again, because more devices are in use; wait for that, so long at most."""
-        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+        if not self.thread.is_alive() or threading.current_thread() is self.thread:
             return False
         self._absorbed_again.clear()
         self._stale = True
@@ -169,9 +167,9 @@ class StoreThread:
         """Write the remaining records and end the thread."""
         self._stop.set()
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(seconds)
-            if self._thread.is_alive():
+        if self.thread.is_alive():
+            self.thread.join(seconds)
+            if self.thread.is_alive():
                 self._broken = True
                 problem = f"expected the store to take the last rows within {seconds:g} s, found it busy"
                 self._report("store_unusable", f"{problem}; the results of this run are incomplete.")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autofuse
-from autofuse.codegen.c.build import _target_text, is_for_this_cpu
+from autofuse.codegen.c.build import is_for_this_cpu, target_text
 from autofuse.db import seals
 from autofuse.db.store import Store
 from autofuse.errors import ShapeError
@@ -127,9 +127,9 @@ def test_a_kernel_for_another_processor_is_not_loaded(target):
 def test_any_macro_of_the_compiler_makes_another_target():
     """Those for which no flag of the processor stands, too."""
     macros = ["#define __AVX2__ 1", "#define __x86_64__ 1", "#define __GFNI__ 1", "#define __tune_znver3__ 1"]
-    found = {_target_text("\n".join(macros[:n] + macros[n + 1 :])) for n in range(len(macros))}
-    assert len(found) == len(macros) and _target_text("\n".join(macros)) not in found
-    assert _target_text("\n".join(reversed(macros))) == _target_text("\n".join(macros))
+    found = {target_text("\n".join(macros[:n] + macros[n + 1 :])) for n in range(len(macros))}
+    assert len(found) == len(macros) and target_text("\n".join(macros)) not in found
+    assert target_text("\n".join(reversed(macros))) == target_text("\n".join(macros))
     assert all(is_for_this_cpu(text) for text in found), "what a compiler adds of its own is no other processor"
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from autofuse.ir.records import RootRecord, StepSample
 from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, at_size, is_close
-from autofuse.observer import signatures
+from autofuse.observer import observer as observer_module
 from autofuse.observer.capture_policy import CaptureAdvice
 from autofuse.observer.signatures import call_signature, count_elements, without_sizes
 from autofuse.report import wording
@@ -117,9 +117,10 @@ def test_of_short_calls_in_eager_few_are_watched_and_all_are_counted(
 ) -> None:
     bench = make(lambda n: 1000.0, lambda n: 500.0, **UNSAMPLED)
     root, observer, watched, described = bench.root, bench.roots.observer, [], []
-    before, describe = observer.before_root_call, signatures._signature
+    before = observer.before_root_call
     monkeypatch.setattr(observer, "before_root_call", lambda *a: watched.append(root.calls) or before(*a))
-    monkeypatch.setattr(signatures, "_signature", lambda *a: described.append(root.calls) or describe(*a))
+    for module in (root_module, observer_module):
+        monkeypatch.setattr(module, "call_signature", lambda *a: described.append(root.calls) or call_signature(*a))
     bench.call([64] * 1000)
     assert root.state == "observing" and len(bench.eager_calls) == root.calls == 1000
     assert watched[:WATCHED_AT_FIRST] == [*range(1, WATCHED_AT_FIRST + 1)]
@@ -299,7 +300,10 @@ def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) 
     bench.root.capture()
     bench.call(range(20_000, 20_100))
     assert len(context.steps) == 99
-    context.store_thread._fail("garbage.")
+    context.settings.run.store.write_bytes(b"not a database" * 100)
+    context.store_thread.start()
+    context.store_thread.thread.join(60.0)
+    assert context.said["store_unusable"] == 1
     bench.call(range(20_100, 20_200))
     assert context.steps == []
 
@@ -372,8 +376,7 @@ def test_a_size_that_comes_now_and_then_does_not_undo_what_is_known(make: Callab
     record = bench.root.record()
     assert (record.state, record.reason) == ("eager", "slower_than_eager"), "what later runs read"
     bench.call([SMALL])
-    observer = bench.roots.observer
-    assert observer._anchor is None, "no sampled step waits for the next odd one"
+    assert not bench.roots.observer.is_sampling, "no sampled step waits for the next odd one"
 
 
 def test_a_root_too_small_to_capture_is_looked_at_again_when_it_grows(make: Callable[..., Bench]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sqlite3
@@ -37,7 +38,7 @@ def session(settings):
     return make_session(settings, "test")
 
 
-def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, monkeypatch):
+def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(settings, monkeypatch):
     clock, waited = [0.0], []
 
     class Never:
@@ -50,7 +51,8 @@ def test_all_who_wait_for_a_locked_store_wait_for_one_moment_together(session, m
             return False
 
     monkeypatch.setattr(store_thread.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(session.context.store_thread, "_ready", Never())
+    monkeypatch.setattr(store_thread, "make_event", Never)
+    session = make_session(settings, "test")
     for _ in range(50):  # a root each
         assert not session.context.store_thread.wait_ready(2.0)
     assert sum(waited) == store_thread.PATIENCE_SECONDS
@@ -68,14 +70,14 @@ def test_a_store_that_stays_locked_is_given_up_and_holds_nobody(settings, monkey
     try:
         if is_open:
             session.context.store_thread.start()
-            assert session.context.store_thread._ready.wait(60.0)
+            assert session.context.store_thread.absorb_again(60.0), "it is open"
         other.execute("BEGIN EXCLUSIVE")
         if not is_open:
             session.context.store_thread.start()
         session.finish(0)
     finally:
         other.close()
-    assert not session.context.store_thread._thread.is_alive() and not session.context.store_thread.usable
+    assert not session.context.store_thread.thread.is_alive() and not session.context.store_thread.usable
     assert session.context.said["store_unusable"] == 1 and session.context.steps == []
     assert {"timeout_seconds": 0.05} in waits, "else SQLite waits for five seconds, at each of its calls"
     with Store.open(path) as store:
@@ -94,18 +96,19 @@ def test_a_store_that_never_answers_is_told_at_the_end(settings, monkeypatch):
     session.context.store_thread.stop(0.05)
     assert session.context.said["store_unusable"] == 1 and not session.is_stored
     answers.set()
-    session.context.store_thread._thread.join(60.0)
+    session.context.store_thread.thread.join(60.0)
 
 
 def test_nothing_is_kept_for_a_store_that_is_lost(session):
     session.context.steps.append(TimedStep("root", "sizes", False, 0, 1, 1.0, 1))
     session.context.store_thread.post_event(Event("before", ""))
-    session.context.store_thread._fail("garbage.")
+    session.context.settings.run.store.write_bytes(b"not a database" * 100)
+    session.context.store_thread.start()
+    session.context.store_thread.thread.join(60.0)
     assert session.context.steps == [] and session.context.said["store_unusable"] == 1
-    kept = len(session.context.store_thread._events)
     for _ in range(9):
         session.context.say_once("after", "")
-    assert len(session.context.store_thread._events) == kept
+    assert not [found for found in gc.get_objects() if type(found) is Event and found.kind == "after"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -156,12 +159,12 @@ def test_a_compiler_that_is_none_is_named(cc):
 def test_what_a_compiler_can_do_is_noted_for_later_processes(tmp_path, monkeypatch):
     folder = PrivateFolder(tmp_path / "notes")
     found = find_toolchain("cc", folder)
-    monkeypatch.setattr(build, "_probe", lambda *_: pytest.fail("probed again"))
+    monkeypatch.setattr(build, "probe", lambda *_: pytest.fail("probed again"))
     assert find_toolchain("cc", folder) == found
     (note,) = folder.path.iterdir()
     note.write_bytes(note.read_bytes()[:-1] + b"?")
     probes = []
-    monkeypatch.setattr(build, "_probe", lambda *args: probes.append(args) or (found, True))
+    monkeypatch.setattr(build, "probe", lambda *args: probes.append(args) or (found, True))
     assert find_toolchain("cc", folder) == found and len(probes) == 1, "an altered note is not believed"
     assert find_toolchain("cc -pipe", folder).command == found.command and len(probes) == 2, (
         "nor one of another command"
@@ -179,10 +182,10 @@ def compilers(tmp_path, monkeypatch):
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/sh\n{before}\n{program}\n")
         path.chmod(0o755)
-        build._probe.cache_clear()
+        build.probe.cache_clear()
 
     yield write
-    build._probe.cache_clear()
+    build.probe.cache_clear()
 
 
 def test_a_new_compiler_behind_another_program_is_looked_at(tmp_path, compilers):

@@ -78,7 +78,7 @@ def find_toolchain(cc: str | None = None, folder: PrivateFolder | None = None) -
     for name in names:
         command = _command(name)
         if command:
-            return _probe(command, march())[0] if folder is None else _known(command, march(), folder)
+            return probe(command, march())[0] if folder is None else _known(command, march(), folder)
     raise CompilerNotReady(
         f"expected a C compiler, found none of {', '.join(names)}; "
         "install one (apt install gcc, dnf install gcc) or name it with the setting `cc`"
@@ -109,7 +109,7 @@ def _known(command: tuple[str, ...], march: str, folder: PrivateFolder) -> Toolc
     with contextlib.suppress(OSError, Untrusted, ValueError, TypeError):
         fields = json.loads(folder.read(name))
         return Toolchain(**fields | {"command": command, "march": march})
-    found, is_final = _probe(command, march)
+    found, is_final = probe(command, march)
     if is_final:
         with contextlib.suppress(OSError, Untrusted):
             folder.write(name, json.dumps(asdict(found)).encode())
@@ -117,7 +117,7 @@ def _known(command: tuple[str, ...], march: str, folder: PrivateFolder) -> Toolc
 
 
 @functools.lru_cache(maxsize=8)
-def _probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
+def probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
     """What a compiler can do, and whether all of that is its own verdict: not where, say, memory or a disk was full.
 
     A run of the compiler counts as successful only by the file that it has written: where a script ignores SIGCHLD, or
@@ -146,7 +146,7 @@ def _probe(command: tuple[str, ...], march: str) -> tuple[Toolchain, bool]:
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         verdicts = [openmp, *(found.result() for found in levels.values())]
         is_final = None not in (*verdicts, macros.result()) and version.result().returncode == 0 and bool(first_line)
-        text = _target_text(macros.result() or "")
+        text = target_text(macros.result() or "")
         return Toolchain(command, first_line, text, libmvec, bool(openmp), is_x86, march), is_final
 
 
@@ -198,7 +198,7 @@ def _macros(command: Sequence[str], march: str, place: Path) -> str | None:
     return place.read_text() if result.returncode == 0 and place.exists() else None
 
 
-def _target_text(macros: str) -> str:
+def target_text(macros: str) -> str:
     """The machine, its instruction set, and a digest of the macros that the compiler defines for it."""
     names = sorted(line.split()[1] for line in macros.splitlines() if line.startswith("#define __"))
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:12]
