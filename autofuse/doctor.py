@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -62,7 +62,7 @@ if found["gpus"]:
 print(json.dumps(found))
 """
 # What a GPU's driver puts there, whether or not torch can use it.
-_GPU_FILES = (("/dev/nvidiactl", "NVIDIA", "cuda"), ("/dev/kfd", "AMD", "rocm"))
+GPU_FILES = (("/dev/nvidiactl", "NVIDIA", "cuda"), ("/dev/kfd", "AMD", "rocm"))
 _NOT_NEEDED = "not needed: torch sees no GPU"
 
 
@@ -97,8 +97,8 @@ class Finding:
     essential: bool = True  # without it nothing is fused; otherwise only something is lost
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
-    """All checks, in the order in which to mend what they find."""
+def examine(settings: Settings, only: Collection[str] = ()) -> Iterator[Finding]:
+    """All checks, or ``only`` those of these names, in the order in which to mend what they find."""
     checks: list[tuple[str, Callable[[Settings], Finding]]] = [
         ("Python", _check_python),
         ("torch", _check_torch),
@@ -115,6 +115,8 @@ def examine(settings: Settings) -> Iterator[Finding]:
         ("daemon", _check_daemon),
     ]
     for name, check in checks:
+        if only and name not in only:
+            continue
         try:
             yield check(settings)
         except Exception as error:
@@ -150,7 +152,7 @@ def _check_private_names(settings: Settings) -> Finding:
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip().splitlines() or ["the probe ended without a word"])[-1])
     names, lacks = json.loads(done.stdout.splitlines()[-1])
-    return _names_finding(names, [Lack(*lack) for lack in lacks])
+    return names_finding(names, [Lack(*lack) for lack in lacks])
 
 
 class Lack(NamedTuple):
@@ -162,7 +164,8 @@ class Lack(NamedTuple):
     names: Sequence[str]
 
 
-def _names_finding(count: int, lacks: Sequence[Lack]) -> Finding:
+def names_finding(count: int, lacks: Sequence[Lack]) -> Finding:
+    """Tells which of torch's private names, ``count`` in all, are gone."""
     name = "torch's private names"
     if not lacks:
         return Finding(name, True, f"all {count} that autofuse uses are there")
@@ -249,7 +252,7 @@ def _check_gpu(settings: Settings) -> Finding:
         unknown = [gpu for gpu in facts.gpus if target_of(gpu.isa) not in LIMITS]
         remedy = "nothing to do: its nodes run on eager's kernels, since its limits are not known"
         return Finding("GPU", not unknown, f"{', '.join(described)}; {build}", remedy, False)
-    for path, vendor, wheel in _GPU_FILES:
+    for path, vendor, wheel in GPU_FILES:
         if Path(path).exists():
             remedy = (
                 f"check it with nvidia-smi or rocm-smi; install a torch for it: https://pytorch.org, choose {wheel}"

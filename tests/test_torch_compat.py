@@ -79,15 +79,15 @@ def test_a_name_that_is_gone_is_found(gone, monkeypatch):
 
 
 def test_doctor_says_what_is_gone_and_what_is_lost():
-    sound = doctor._check_private_names(Settings())
+    (sound,) = doctor.examine(Settings(), ["torch's private names"])
     assert sound.ok and sound.found == f"all {count()} that autofuse uses are there"
-    lost = doctor._names_finding(
+    lost = doctor.names_finding(
         count(), [doctor.Lack("kept traces", "each run traces anew", False, ["torch._x", "torch._y"])]
     )
     assert not lost.ok and not lost.essential
     assert lost.found == "torch._x, torch._y gone (kept traces): each run traces anew"
     assert "pip install" in lost.remedy
-    assert doctor._names_finding(1, [doctor.Lack("observing", "nothing is observed", True, ["torch._x"])]).essential
+    assert doctor.names_finding(1, [doctor.Lack("observing", "nothing is observed", True, ["torch._x"])]).essential
 
 
 def test_names_are_read_through_any_import():

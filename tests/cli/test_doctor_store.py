@@ -8,12 +8,13 @@ import pytest
 
 from autofuse.db import file_systems
 from autofuse.db.store import Store
-from autofuse.doctor import Finding, _check_store
+from autofuse.doctor import Finding, examine
 from autofuse.settings.layers import load
 
 
 def check(path: Path) -> Finding:
-    return _check_store(load({"run.store": path}, environ={}, cwd=path.parent.parent))
+    (found,) = examine(load({"run.store": path}, environ={}, cwd=path.parent.parent), ["store"])
+    return found
 
 
 @pytest.fixture
