@@ -11,36 +11,36 @@ import threading
 import weakref
 from typing import Any
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
+made: weakref.WeakSet[Any] = weakref.WeakSet()  # all that are still in use
 
 
 def make_lock() -> threading.Lock:
     lock = threading.Lock()
-    _made.add(lock)
+    made.add(lock)
     return lock
 
 
 def make_rlock() -> threading.RLock:
     """One that its holder may take again."""
     lock = threading.RLock()
-    _made.add(lock)
+    made.add(lock)
     return lock
 
 
 def make_event() -> threading.Event:
     event = threading.Event()
-    _made.add(event)
+    made.add(event)
     return event
 
 
 def make_condition() -> threading.Condition:
     condition = threading.Condition()
-    _made.add(condition)
+    made.add(condition)
     return condition
 
 
 def _free_all() -> None:
-    for one in list(_made):
+    for one in list(made):
         one._at_fork_reinit()  # as threading and logging do with theirs
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 _DRAW_NOTHING = ("autofuse", "tqdm_monitor")
 
 
-class _Generator(NamedTuple):
+class Generator(NamedTuple):
     """How the state of one generator is read, compared and set."""
 
     state: Callable[[], Any]
@@ -33,7 +33,7 @@ class _Generator(NamedTuple):
 
 def keep_generators() -> Callable[[], None]:
     """What puts all generators back to where they are now; those that are there still are not written to."""
-    kept = [(generator, generator.state()) for generator in _generators()]
+    kept = [(generator, generator.state()) for generator in generators()]
 
     def restore() -> None:
         for generator, state in kept:
@@ -60,17 +60,17 @@ def _is_only_thread() -> bool:
     return all(thread is me or thread.name.startswith(_DRAW_NOTHING) for thread in threading.enumerate())
 
 
-def _generators() -> Iterator[_Generator]:
+def generators() -> Iterator[Generator]:
     """Those that there are: what is not imported yet has no state that a script could know."""
-    yield _Generator(random.getstate, _itself, random.setstate)
+    yield Generator(random.getstate, _itself, random.setstate)
     numpy: Any = sys.modules.get("numpy.random")
     if hasattr(numpy, "get_state"):  # not while it is being imported
-        yield _Generator(lambda: numpy.get_state(legacy=False), pickle.dumps, numpy.set_state)
+        yield Generator(lambda: numpy.get_state(legacy=False), pickle.dumps, numpy.set_state)
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "default_generator"):
         is_readable = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
         for one in (torch.default_generator, *(torch.cuda.default_generators if is_readable else ())):
-            yield _Generator(one.get_state, _bytes_of, one.set_state)
+            yield Generator(one.get_state, _bytes_of, one.set_state)
 
 
 def _itself(state: Any) -> Any:

@@ -205,7 +205,7 @@ def _is_of_root(path: Path, found: os.stat_result) -> bool:
     In a user namespace that has no root, the owner of "/" stands for it, and for all other users of the machine: there
     only what lies in a folder of root's that nobody else may write to counts, up to "/".
     """
-    if found.st_uid == 0 or found.st_uid != _stand_in():
+    if found.st_uid == 0 or found.st_uid != root_stand_in():
         return found.st_uid == 0
     if path == path.parent:
         return True
@@ -214,7 +214,7 @@ def _is_of_root(path: Path, found: os.stat_result) -> bool:
 
 
 @cache
-def _stand_in() -> int | None:
+def root_stand_in() -> int | None:
     """Who owns what is root's, in a user namespace that has no root; None elsewhere."""
     try:
         lines = [tuple(map(int, line.split())) for line in UID_MAP.read_text().splitlines()]

@@ -44,13 +44,16 @@ def test_a_lock_of_another_thread_is_free_in_a_child(make):
     lock.release()
 
 
+LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition)
+
+
 def test_the_locks_of_a_session_are_such():
     stage = StoreThread(print, True, None, collect=print, absorb=print, report=print)
     router = GraphRouter(types.SimpleNamespace(slots=()), None, "inference", print)
-    found = [stage._lock, stage._wake, stage._flushed]
-    found += [KernelShelf(print)._lock, PlanLimit([])._lock, session._lock, graph_cache._one_at_a_time]
-    found += [router._lock, Observer()._lock, LateTimes(None)._lock, module_calls._lock]
-    assert all(lock in locks._made for lock in found)
+    owners = [stage, router, KernelShelf(print), PlanLimit([]), Observer(), LateTimes(None)]
+    for owner in (*owners, session, graph_cache, module_calls):
+        found = [value for value in vars(owner).values() if isinstance(value, LOCKS)]
+        assert found and all(lock in locks.made for lock in found), owner
 
 
 def test_nothing_that_runs_in_a_script_has_a_lock_of_another_kind():
@@ -70,10 +73,7 @@ def test_captures_of_two_threads_leave_torch_as_it_was(tmp_path):
     entered, began = threading.Event(), threading.Event()
 
     def keeping():
-        folder = types.SimpleNamespace(prune=lambda: None)
-        found = graph_cache.GraphCache.__new__(graph_cache.GraphCache)
-        found.folder = folder
-        return found
+        return graph_cache.GraphCache(print, types.SimpleNamespace(prune=lambda: None), print)
 
     def second():
         began.set()

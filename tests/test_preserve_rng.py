@@ -1,6 +1,9 @@
 """Work of ours on a script's thread leaves the random generators as they were."""
 
+import contextlib
+import os
 import random
+import sys
 import threading
 
 import numpy as np
@@ -106,15 +109,19 @@ def test_the_bar_tells_what_is_done_and_how_long_it_may_take():
 
 
 def test_the_bar_is_drawn_now_and_then_and_wiped_at_the_end(monkeypatch):
-    written, now = [], [0.0]
-    monkeypatch.setattr(progress, "_terminal", lambda: 7)
-    monkeypatch.setattr(progress, "_write", lambda file, text: written.append((file, text)))
-    with progress.TuningProgress(4, clock=lambda: now[0]) as bar:
-        for done, at in ((1, 0.1), (2, 0.3), (3, 0.35), (4, 0.6)):
-            now[0] = at
-            bar.update(done)
-    assert [text.split("nodes")[0].split()[-1] for _, text in written[:-1]] == ["0/4", "2/4", "4/4"]
-    assert written[-1] == (7, "\r\x1b[2K")
+    now, written, (ours, theirs) = [0.0], b"", os.openpty()
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "__stderr__", terminal)
+        with progress.TuningProgress(4, clock=lambda: now[0]) as bar:
+            for done, at in ((1, 0.1), (2, 0.3), (3, 0.35), (4, 0.6)):
+                now[0] = at
+                bar.update(done)
+    with os.fdopen(ours, "rb", 0) as seen, contextlib.suppress(OSError):  # how a terminal's other side ends
+        while piece := seen.read(4096):
+            written += piece
+    before, *bars, last = written.decode().split("\r\x1b[2K")
+    assert [bar.split("nodes")[0].split()[-1] for bar in bars] == ["0/4", "2/4", "4/4"]
+    assert before == last == "", "it is wiped"
 
 
 def test_there_is_no_bar_without_a_terminal(capfd):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -133,7 +134,9 @@ def test_what_belongs_to_another_user_is_refused(folder, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["readable", "short", "link"])
 def test_a_key_that_others_may_know_is_not_used(folder, tmp_path, damage):
-    key = tmp_path / "own" / "seal.key"
+    key = tmp_path / "another" / "seal.key"  # the same, which this process has not read yet
+    key.parent.mkdir(mode=0o700)
+    shutil.copy2(tmp_path / "own" / "seal.key", key)
     if damage == "readable":
         key.chmod(0o640)
     elif damage == "short":
@@ -141,11 +144,11 @@ def test_a_key_that_others_may_know_is_not_used(folder, tmp_path, damage):
     else:
         key.rename(tmp_path / "elsewhere")
         key.symlink_to(tmp_path / "elsewhere")
-    private_files._key.cache_clear()
-    with pytest.raises(Untrusted):
-        folder.read("a")
-    with pytest.raises(Untrusted):
-        folder.write("b", b"")
+    damaged = PrivateFolder(folder.path, key)
+    with pytest.raises(Untrusted, match=r"seal\.key"):
+        damaged.read("a")
+    with pytest.raises(Untrusted, match=r"seal\.key"):
+        damaged.write("b", b"")
 
 
 def test_files_that_are_not_ours_stay(folder, tmp_path):
@@ -182,12 +185,12 @@ def uid_map(tmp_path, monkeypatch):
     monkeypatch.setattr(private_files.os, "geteuid", lambda: 1234)
 
     def write(text):
-        private_files._stand_in.cache_clear()
+        private_files.root_stand_in.cache_clear()
         (tmp_path / "uid_map").write_text(text)
-        return private_files._stand_in()
+        return private_files.root_stand_in()
 
     yield write
-    private_files._stand_in.cache_clear()
+    private_files.root_stand_in.cache_clear()
 
 
 def test_who_stands_for_root(uid_map):
@@ -209,7 +212,7 @@ def test_a_namespace_without_root(tmp_path, monkeypatch):
     (shared / "mine").mkdir()
     with pytest.raises(Untrusted, match="another user"):
         private_files.check_above(shared / "mine" / "store")
-    monkeypatch.setattr(private_files, "_stand_in", lambda: 65534)
+    monkeypatch.setattr(private_files, "root_stand_in", lambda: 65534)
     private_files.check_above(shared / "mine" / "store")
     with pytest.raises(Untrusted, match="another user"):  # who stands for root stands for all others too
         private_files.check_above(theirs / "store")

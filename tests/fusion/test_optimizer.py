@@ -3,7 +3,7 @@
 import pytest
 import torch
 from build import graph, op, tensor
-from test_patterns import ACTIVATION, Activation, planned, session_in, used
+from test_patterns import ACTIVATION, Activation, no_patterns, planned, session_in, used
 
 from autofuse.errors import FusionError, SettingsError
 from autofuse.fusion import FusionConfig, FusionEngine, FusionOptimizer, FusionPattern, patterns
@@ -13,12 +13,12 @@ MINE = FusionPattern("mine", ["mul", "add"])
 
 
 @pytest.fixture(autouse=True)
-def shared(monkeypatch):
+def shared():
     """The optimizer of the process as it is at first."""
-    monkeypatch.setattr(patterns, "_registered", [])
-    FusionOptimizer.shared().reset()
-    yield FusionOptimizer.shared()
-    FusionOptimizer.shared().reset()
+    with no_patterns():
+        FusionOptimizer.shared().reset()
+        yield FusionOptimizer.shared()
+        FusionOptimizer.shared().reset()
 
 
 def chain():

@@ -1,5 +1,6 @@
 """Custom patterns: the seeds' two, from Python and from a TOML file, and what is said of wrong ones."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,22 @@ ACTIVATION = FusionPattern(name="custom_activation", ops=["linear", "relu", "dro
 ATTENTION = FusionPattern(name="fused_attention", ops=["matmul", "softmax", "matmul"], fusion_type="attention")
 
 
+@contextlib.contextmanager
+def no_patterns():
+    """The process without registered patterns, for as long as this lasts."""
+    registered = patterns.registered_patterns()
+    before = list(registered)
+    registered.clear()
+    try:
+        yield
+    finally:
+        registered[:] = before
+
+
 @pytest.fixture(autouse=True)
-def nothing_registered(monkeypatch):
-    monkeypatch.setattr(patterns, "_registered", [])
+def nothing_registered():
+    with no_patterns():
+        yield
 
 
 class Activation(nn.Module):

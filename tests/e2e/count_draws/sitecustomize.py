@@ -81,7 +81,7 @@ def count_what_was_undone():
     keep = preserve_rng.keep_generators
 
     def keep_and_tell():
-        kept = [(number, one, one.state()) for number, one in enumerate(preserve_rng._generators())]
+        kept = [(number, one, one.state()) for number, one in enumerate(preserve_rng.generators())]
         restore = keep()
 
         def restore_and_tell():
