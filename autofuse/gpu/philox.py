@@ -46,7 +46,7 @@ def draw_of(form: NodeForm, values: dict[str, int], device_index: int) -> Draw:
     shape = op.outputs[0].shape.bind(values)
     numel = functools.reduce(int.__mul__, shape, 1)
     itemsize = getattr(torch, op.outputs[0].dtype).itemsize
-    return Draw(numel, itemsize, eager_threads(numel, *_capacity(device_index)), _input_behind(form, op.args[0]))
+    return Draw(numel, itemsize, eager_threads(numel, *capacity(device_index)), _input_behind(form, op.args[0]))
 
 
 def _input_behind(form: NodeForm, ref: ValueRef) -> int | None:
@@ -59,7 +59,8 @@ def _input_behind(form: NodeForm, ref: ValueRef) -> int | None:
 
 
 @functools.cache
-def _capacity(device_index: int) -> tuple[int, int]:
+def capacity(device_index: int) -> tuple[int, int]:
+    """A device's multiprocessors, and the threads that each holds."""
     found = torch.cuda.get_device_properties(device_index)
     return int(found.multi_processor_count), int(found.max_threads_per_multi_processor)
 
@@ -106,9 +107,9 @@ def draws_as_expected(device: torch.device, dtype: torch.dtype) -> bool:
     generator = torch.cuda.default_generators[device.index]
     before = generator.get_state()
     try:
-        sizes = proof_sizes(*_capacity(device.index))
+        sizes = proof_sizes(*capacity(device.index))
         return all(
-            _is_expected(generator, device, dtype, numel, shift, offset)
+            is_as_expected(generator, device, dtype, numel, shift, offset)
             for numel in sizes
             for shift, offset in zip((0, 1, 0), OFFSETS, strict=True)
         )
@@ -122,10 +123,15 @@ def proof_sizes(multiprocessors: int, threads_of_each: int) -> Sequence[int]:
     return 1, 7, 1000, 4099, 8 * grid, 9 * grid + 6, 2 * grid + 1
 
 
-def _is_expected(
+def is_as_expected(
     generator: Generator, device: torch.device, dtype: torch.dtype, numel: int, shift: int, offset: int
 ) -> bool:
-    threads = eager_threads(numel, *_capacity(device.index))
+    """Whether one dropout of eager's is as `codegen.philox` says.
+
+    The tensor has ``numel`` elements and lies ``shift`` elements behind an aligned address; ``offset`` is the
+    generator's.
+    """
+    threads = eager_threads(numel, *capacity(device.index))
     x = torch.ones(numel + shift, dtype=dtype, device=device)[shift:]
     generator.manual_seed(SEED)
     generator.set_offset(offset)

@@ -41,6 +41,7 @@ class Kernels:
     backward: Callable[[Tensor, Operands, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     rows: Callable[[int], int]  # T -> last dim of the logsumexps, [B, H, rows(T)]: those beyond T are padding
     takes_any_mask: bool  # whether a square mask that is not causal is cheap; else matmuls are faster
+    takes: Callable[[Operands], bool] | None = None  # whether the kernels may run on these; None: on any
 
 
 # ---- CPU -------------------------------------------------------------------------------------------
@@ -92,12 +93,20 @@ def _aligned(x: Operands) -> Tensor | None:
     return mask.expand(*x.query.shape[:-1], keys)
 
 
+def _efficient_takes(x: Operands) -> bool:
+    if torch.are_deterministic_algorithms_enabled():  # its backward kernel adds gradients in no fixed order
+        return False
+    wanted = torch.backends.cuda.SDPAParams(x.query, x.key, x.value, _aligned(x), 0.0, x.is_causal, False)
+    return bool(torch.backends.cuda.can_use_efficient_attention(wanted))
+
+
 _CPU = Kernels(_flash_forward, _flash_backward, lambda queries: queries, takes_any_mask=False)
 _GPU = Kernels(
     _efficient_forward,
     _efficient_backward,
     lambda queries: -(-queries // _EFFICIENT_ROWS) * _EFFICIENT_ROWS,
     takes_any_mask=True,
+    takes=_efficient_takes,
 )
 KERNELS = dict(zip(DEVICES, (_CPU, _GPU), strict=True))
 
@@ -105,11 +114,4 @@ KERNELS = dict(zip(DEVICES, (_CPU, _GPU), strict=True))
 def kernels_for(x: Operands) -> Kernels | None:
     """The kernels that take these operands; None where there are none."""
     found = KERNELS.get(x.query.device.type)
-    return found if found is not _GPU or _efficient_takes(x) else None
-
-
-def _efficient_takes(x: Operands) -> bool:
-    if torch.are_deterministic_algorithms_enabled():  # its backward kernel adds gradients in no fixed order
-        return False
-    wanted = torch.backends.cuda.SDPAParams(x.query, x.key, x.value, _aligned(x), 0.0, x.is_causal, False)
-    return bool(torch.backends.cuda.can_use_efficient_attention(wanted))
+    return found if found is not None and (found.takes is None or found.takes(x)) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,11 @@ def test_a_sample_has_both_ends() -> None:
 @pytest.mark.parametrize("wrong", [None, "mask", "offset"])
 def test_a_device_is_believed_only_bit_by_bit(monkeypatch: pytest.MonkeyPatch, wrong: str | None) -> None:
     generator = FakeGenerator()
-    monkeypatch.setattr(philox, "_capacity", lambda index: (2, 512))
+    monkeypatch.setattr(philox, "capacity", lambda index: (2, 512))
 
     def native_dropout(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
         threads = eager_threads(x.numel(), 2, 512)
-        aligned = philox._alignment(x.data_ptr())
+        aligned = math.gcd(philox.ALIGNED, x.data_ptr())
         state = random_state(x.numel(), x.itemsize, threads, generator.seed, generator.offset, aligned)
         mask = philox.uniforms(torch.arange(x.numel()), state) < 1 - p
         generator.offset += offset_advance(x.numel(), threads) + (4 if wrong == "offset" else 0)
@@ -94,7 +95,7 @@ def test_a_device_is_believed_only_bit_by_bit(monkeypatch: pytest.MonkeyPatch, w
     for dtype in (torch.float32, torch.bfloat16):
         for numel in philox.proof_sizes(2, 512):
             for shift, offset in ((0, 0), (1, 2**34 + 8)):
-                found = philox._is_expected(generator, torch.device("cpu"), dtype, numel, shift, offset)
+                found = philox.is_as_expected(generator, torch.device("cpu"), dtype, numel, shift, offset)
                 assert found is (wrong is None), (dtype, numel, shift)
 
 
@@ -190,7 +191,7 @@ def dropout_form(device: str = "cuda") -> NodeForm:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(philox, "_capacity", lambda index: (132, 2048))
+    monkeypatch.setattr(philox, "capacity", lambda index: (132, 2048))
     found = fake_driver()
     found.forget()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import subprocess
@@ -176,6 +177,11 @@ def test_whole_blocks_are_read_and_written_in_vectors(compiler: TritonCompiler, 
 # ---- launched ---------------------------------------------------------------------------------------------
 
 
+def read_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """What a kernel finds there: the fake device's memory is the host's."""
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
 def test_one_launch_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the driver, which is a fake: the grid, the table's rows, the tensor of each program."""
     form = StepForm("adam", (), "float32", (1, 2048, 0, 2049))
@@ -197,9 +203,11 @@ def test_one_launch_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     call.run()
     (seen,) = fake.launches
     assert seen.grid == (1 + 2 + 1 + 3, 1, 1) and seen.stream == 0x5000 and (launched_on, current) == ([0], [1])
-    assert seen.params == (call._table.data_ptr(), call._blocks.data_ptr(), 0, 0)
-    assert call._blocks.tolist() == [0, 1, 1, 2, 3, 3, 3]
-    names, rows = columns(form), call._table.view(len(form.sizes), -1)
+    table, blocks, *hidden = seen.params
+    assert hidden == [0, 0]
+    assert read_at(blocks, seen.grid[0], torch.int32).tolist() == [0, 1, 1, 2, 3, 3, 3]
+    names = columns(form)
+    rows = read_at(table, len(form.sizes) * len(names), torch.int64).view(len(form.sizes), -1)
     assert rows[:, 0].tolist() == list(form.sizes) and rows[:, 1].tolist() == [0, 1, 3, 4]
     for column, listed in zip((2, 3, 4, 5), ("params", "grads", "exp_avgs", "exp_avg_sqs"), strict=True):
         assert rows[:, column].tolist() == [t.data_ptr() for t in arguments[listed]]

@@ -46,15 +46,25 @@ def request(form: StepForm, device: str) -> TuneRequest:
     return TuneRequest(key, form.node(), bucket, (ObservedShape((), 9),), 9, 50.0, 2.0, None)
 
 
-class Timed(StepTuning):
-    """Checks are real; times are those of torch, then of every kernel: what decides, and the device's alone."""
+class Timed:
+    """A worker's real checks; times are those of torch, then of every kernel: what decides, and the device's alone."""
 
     seconds = (9e-6, 3e-6)
     device = (5e-6, 2e-6)
 
-    def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker = worker
+
+    @property
+    def pid(self) -> int | None:
+        return self.worker.pid
+
+    def start(self) -> None:
+        self.worker.start()
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         if do != "race_steps":
-            return super()._ask(do, form, **arguments)
+            return self.worker.ask(do, **arguments)
 
         def samples(times: Sequence[float]) -> list[list[float]]:
             kernels = [bool(candidate["binary"]) for candidate in arguments["candidates"]]
@@ -68,7 +78,7 @@ def statuses(outcome: Outcome) -> set[tuple[str, str]]:
 
 
 def test_every_configuration_is_checked_and_the_winner_kept(worker: WorkerProcess) -> None:
-    outcome = Timed(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), worker, LIMITS).run()
+    outcome = StepTuning(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), Timed(worker), LIMITS).run()
     (decision,) = outcome.decisions
     assert (decision.reason, decision.candidate.variant) == ("won", TRITON_MULTI)
     assert [kernel.key.digest for kernel in outcome.kernels] == [decision.compile_key]
@@ -79,7 +89,7 @@ def test_every_configuration_is_checked_and_the_winner_kept(worker: WorkerProces
 def test_the_devices_own_time_may_not_get_worse(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
     monkeypatch.setattr(Timed, "device", (2e-6, 3e-6))
-    outcome = Timed(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), worker, LIMITS).run()
+    outcome = StepTuning(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), Timed(worker), LIMITS).run()
     assert outcome.decisions[0].reason == "below_margin" and outcome.kernels == []
 
 
@@ -91,7 +101,7 @@ def test_what_is_slower_for_certain_is_told_from_what_gains_too_little(
     monkeypatch.setattr(StepForm, "vendors", ())  # they are as fast as what the script asked for
     monkeypatch.setattr(Timed, "seconds", (10e-6, seconds))
     monkeypatch.setattr(Timed, "device", (1e-6, 1e-6))
-    outcome = Timed(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), worker, LIMITS).run()
+    outcome = StepTuning(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), Timed(worker), LIMITS).run()
     assert outcome.decisions[0].reason == reason and outcome.kernels == []
 
 
@@ -105,7 +115,9 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
         TritonCompiler(store.kernels.get_triton_files, store.kernels.put_triton_files) as compiler,
     ):
         try:
-            outcome = Timed(request(form, H200), form, TritonBackend(H200, compiler.compile), artifacts, LIMITS).run()
+            outcome = StepTuning(
+                request(form, H200), form, TritonBackend(H200, compiler.compile), Timed(artifacts), LIMITS
+            ).run()
         finally:
             artifacts.kill()
         assert statuses(outcome) == {(TRITON_MULTI, "ok")}
@@ -120,7 +132,7 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_spills_is_never_timed(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
     form = StepForm("adagrad", (), "float32", (600, 7), "fused", "cuda", "device")
-    outcome = Timed(request(form, H200), form, TritonBackend(H200, compiled(8, [])), worker, LIMITS).run()
+    outcome = StepTuning(request(form, H200), form, TritonBackend(H200, compiled(8, [])), Timed(worker), LIMITS).run()
     assert outcome.decisions[0].reason == "no_candidates" and "spill" in outcome.decisions[0].detail
     assert statuses(outcome) == {(TRITON_MULTI, "pruned")}
 
@@ -144,18 +156,18 @@ def test_what_is_large_is_tried_on_the_parts_that_fit(worker: WorkerProcess, mon
     asked: list[StepForm] = []
 
     class Watched(Timed):
-        def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
-            asked.append(form)
-            return super()._ask(do, form, **arguments)
+        def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+            asked.append(StepForm.from_json(arguments["step"]))
+            return super().ask(do, **arguments)
 
     fits = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 1000)
-    outcome = Watched(request(form, "interpreter:test"), form, InterpreterBackend(), worker, fits).run()
+    outcome = StepTuning(request(form, "interpreter:test"), form, InterpreterBackend(), Watched(worker), fits).run()
     (decision,) = outcome.decisions
     assert {tried.sizes for tried in asked} == {(496, 7, 496)}
     assert decision.reason == "won" and decision.detail.endswith("on 999 of 90607 elements")
     assert decision.key.fusion_id == form.fusion_id and outcome.kernels[0].name == form.label
     small = replace(LIMITS, memory_bytes=16 * job_module.MOST_COPIES * 200)
-    outcome = Timed(request(form, "interpreter:test"), form, InterpreterBackend(), worker, small).run()
+    outcome = StepTuning(request(form, "interpreter:test"), form, InterpreterBackend(), Timed(worker), small).run()
     assert outcome.decisions[0].reason == "out_of_memory"
 
 

@@ -49,9 +49,7 @@ class Calls:
             shelf=SimpleNamespace(entry=lambda *_: self._entry()),
         )
         self.hook = OptimizerHook(self, self, lambda requests: None)  # type: ignore[arg-type]
-        router = self.hook._load()
-        assert router is not None
-        self.router = router
+        self.hook.router = self.router = router.OptimizerRouter(self, self, lambda requests: None)
 
     def _entry(self) -> Any:
         form = next(g.form for g in self.router.groups.values() if g.call is None)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from autofuse.runtime.session import Session
-from autofuse.strategies import sdpa_kernels
 from autofuse.strategies.enumeration import strategies_of
 from autofuse.strategies.sdpa_kernels import KERNELS, Kernels, Operands
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
@@ -83,8 +82,8 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
     library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, "CPU")
-    monkeypatch.setitem(KERNELS, "cpu", KERNELS["cuda"])
-    monkeypatch.setattr(sdpa_kernels, "_efficient_takes", lambda operands: operands.query.dtype is torch.float32)
+    takes_float32 = replace(KERNELS["cuda"], takes=lambda operands: operands.query.dtype is torch.float32)
+    monkeypatch.setitem(KERNELS, "cpu", takes_float32)
     calls.clear()
     yield KERNELS["cuda"]
     library._destroy()
@@ -134,7 +133,8 @@ def test_kernels_that_add_up_in_any_order_are_not_taken_where_the_script_forbids
     operands = Operands(x, x, x, None, False, 1.0)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not sdpa_kernels._efficient_takes(operands)
+        takes = KERNELS["cuda"].takes
+        assert takes is not None and not takes(operands)
     finally:
         torch.use_deterministic_algorithms(False)
 

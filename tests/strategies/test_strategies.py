@@ -15,10 +15,10 @@ from torch import nn
 
 from autofuse.codegen.c.load import load_kernel
 from autofuse.errors import CompilerError
+from autofuse.fusion.analyzer import FusionCandidateAnalyzer
 from autofuse.fusion.config import FusionConfig
 from autofuse.gpu.devices import CPU
 from autofuse.ir.device import cpu_device
-from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import KernelRecord
 from autofuse.runtime.device_backends import Backends
 from autofuse.strategies import enumeration
@@ -27,7 +27,7 @@ from autofuse.strategies.enumeration import BLOCKS, cut_strategies, strategies_o
 from autofuse.strategies.extern_kernels import MAX_PACKED, Folded
 from autofuse.strategies.groups import Group
 from autofuse.strategies.rewrites import BIAS_APART
-from autofuse.strategies.strategy import Part, Strategy
+from autofuse.strategies.strategy import Strategy
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.verify import GuardedAllocator, Verifier
 from autofuse.wrapper.load_strategy import unpack
@@ -646,9 +646,9 @@ def test_attention_that_is_not_finite_is_eagers_to_the_bit() -> None:
 class Layers(nn.Module):
     """Equal layers, each a group."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
     def forward(self, x: T) -> T:
         for layer in self.layers:
@@ -657,19 +657,20 @@ class Layers(nn.Module):
 
 
 def test_the_search_for_groups_looks_at_equal_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[str] = []
-    parts = enumeration._parts
+    looked: list[Any] = []
 
-    def counted(form: NodeForm) -> tuple[Part, ...]:
-        looked.append(form.text())
-        return parts(form)
+    class Counted(FusionCandidateAnalyzer):
+        """Cuts a form into parts."""
 
-    monkeypatch.setattr(enumeration, "_parts", counted)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            looked.append(self)
+
+    monkeypatch.setattr(enumeration, "FusionCandidateAnalyzer", Counted)
     counts = []
-    for layers in (2, 6):
-        monkeypatch.setattr(enumeration, "_generated_names", {})
+    for layers, width in ((2, 240), (6, 272)):  # of a width each, since what is known of a form is kept
         looked.clear()
-        planned = plan(Layers(layers), [torch.randn(64, 256)])
+        planned = plan(Layers(layers, width), [torch.randn(64, width)])
         assert sum(len(p.groups) for p in planned) >= layers
         counts.append(len(looked))
         for group in (g for p in planned for g in p.groups):
