@@ -302,9 +302,9 @@ def main(name: str, most_seconds: float, out: Path) -> None:
 def state_of(model: nn.Module) -> str:
     if "autofuse.runtime.session" not in sys.modules:
         return "plain"
-    from autofuse.runtime import session
+    from autofuse.sessions import current_session
 
-    current = session._current
+    current = current_session()
     return str(current.roots.root_of(model).state) if current is not None else "plain"
 
 
@@ -315,9 +315,9 @@ def described(model: nn.Module) -> dict[str, Any]:
     from dataclasses import asdict
 
     from autofuse.observer.capture_cost import RootTraits
-    from autofuse.runtime import session
+    from autofuse.sessions import current_session
 
-    current = session._current
+    current = current_session()
     assert current is not None
     root = current.roots.root_of(model)
     traits = root.traits or RootTraits(0)

@@ -61,7 +61,7 @@ class TracedCalls:
         ):  # the shape was traced often enough: its graph breaks, or every call needs a new trace
             return captured.settled(module, *args, **kwargs)
         self._traces.note_classes(module)  # as they are before the trace: another thread may change them meanwhile
-        result = self._trace(captured, module, args, kwargs, shape)
+        result = self.trace(captured, module, args, kwargs, shape)
         if self._life.state == "captured":
             self._traces.learn(captured.direct, shape, module, args, kwargs)
         return result
@@ -103,7 +103,7 @@ class TracedCalls:
 
     # ---- a call that may trace -------------------------------------------------------------------------
 
-    def _trace(
+    def trace(
         self, captured: CapturedRoot, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape
     ) -> Any:
         """Run a call for which the shape or something else is new."""
@@ -183,4 +183,4 @@ def ran_forward(error: BaseException) -> bool:
 
 
 # The traced call handles its own failures.
-_ITS_OWN = {RootTracker.call_original.__code__, TracedCalls._trace.__code__}
+_ITS_OWN = {RootTracker.call_original.__code__, TracedCalls.trace.__code__}

@@ -43,14 +43,14 @@ class GpuRunner:
         torch.cuda.set_device(index)
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), index)
-        self._has_bf16 = supports_bf16(index)
+        self.has_bf16 = supports_bf16(index)
         self._sampling = device_calls(self.device)
         _install_launcher()
 
     def load(self, digest: str, name: str, binary: bytes) -> Any:
         artifact = Artifact.unpack(binary)
         uses_bf16 = any(a.type == "*bf16" for item in artifact.source.passes for a in item.arguments)
-        if uses_bf16 and not self._has_bf16:
+        if uses_bf16 and not self.has_bf16:
             raise ValueError(f"expected a device with bfloat16 (compute capability 8.0), found {self.device}")
         return load_artifact(artifact, self.device.index, digest)
 
@@ -69,17 +69,20 @@ class GpuRunner:
         return GpuSampler(self._sampling)
 
     def is_fatal(self, error: Exception) -> bool:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            return False
-        return any(words in str(error) for words in FATAL) or not self._answers()
+        return is_fatal(error, self._sampling.synchronize)
 
-    def _answers(self) -> bool:
-        """Whether the context still works: a broken one repeats its error at every call, whatever the words."""
-        try:
-            self._sampling.synchronize()
-        except Exception:
-            return False
+
+def is_fatal(error: Exception, synchronize: Callable[[], object]) -> bool:
+    """Whether an error has left the device's context unusable; ``synchronize`` waits for the device."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return False
+    if any(words in str(error) for words in FATAL):
         return True
+    try:
+        synchronize()
+    except Exception:  # a broken context repeats its error at every call, whatever the words
+        return True
+    return False
 
 
 def find_device(device_key: str) -> int:

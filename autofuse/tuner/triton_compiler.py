@@ -32,7 +32,7 @@ MODULE = "autofuse.daemon.workers.triton_compile"
 TIMEOUT_SECONDS = 120.0  # a kernel takes 0.1 to 2 s; with far too large blocks it may take hours
 MEMORY_BYTES = 8 << 30  # address space, beyond what importing Triton takes
 _ENOUGH_BYTES = 256 << 20  # free room that temporary files need
-_IN_MEMORY = Path("/dev/shm")
+IN_MEMORY = Path("/dev/shm")
 _PREFIX = "autofuse-triton-"
 
 LoadFiles = Callable[[str], Mapping[str, bytes] | None]
@@ -52,14 +52,15 @@ class TritonCompiler:
         is_stopping: Callable[[], bool] = lambda: False,
         stderr: IO[bytes] | int | None = None,
         tend: Callable[[int], float] | None = None,
+        in_memory: Path = IN_MEMORY,
     ) -> None:
         """``load`` and ``save`` keep Triton's files, as ``Kernels.get_triton_files`` and ``put_triton_files`` do;
-        ``tend``: as in `WorkerProcess`."""
+        ``tend``: as in `WorkerProcess`; ``in_memory``: the folder for temporary files, if it is there and has room."""
         self._load = load
         self._save = save
-        self._folders = _Folders()
+        self._folders = _Folders(in_memory)
         self._clean_up = weakref.finalize(self, self._folders.remove)
-        self._process = WorkerProcess(
+        self.process = WorkerProcess(
             memory_bytes=memory_bytes,
             timeout_seconds=timeout_seconds,
             is_stopping=is_stopping,
@@ -71,17 +72,17 @@ class TritonCompiler:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
+        return self.process.pid
 
     @property
     def generation(self) -> int:
         """A number that grows with each started process."""
-        return self._process.generation
+        return self.process.generation
 
     def start(self) -> None:
         """Start the process, unless it runs, without waiting for it. Raises CompilerError without a usable Triton."""
         find_triton()
-        self._process.start()
+        self.process.start()
 
     def compile(self, source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
         """Compile all passes of a source under each of the assumptions.
@@ -91,7 +92,7 @@ class TritonCompiler:
         """
         find_triton()
         try:
-            reply = self._process.ask(
+            reply = self.process.ask(
                 "compile",
                 source=source.to_json(),
                 target=target,
@@ -110,7 +111,7 @@ class TritonCompiler:
 
     def close(self) -> None:
         """End the process and remove its files; the next request starts a new one."""
-        self._process.kill()
+        self.process.kill()
         self._folders.remove()
 
     def __enter__(self) -> Self:
@@ -152,13 +153,14 @@ def _said(artifact: Artifact) -> str:
 class _Folders:
     """The temporary folder of the current compile process, locked for as long as this process lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_memory: Path) -> None:
+        self._in_memory = in_memory
         self._folder: tuple[str, int] | None = None  # path and descriptor
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """The environment of a new process, with a new temporary folder."""
         self.remove()
-        parent = _parent()
+        parent = _parent(self._in_memory)
         _remove_abandoned(parent)
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # mode 0700
         self._folder = path, _lock(path)
@@ -192,10 +194,10 @@ def _remove_abandoned(parent: Path) -> None:
             os.close(descriptor)
 
 
-def _parent() -> Path:
+def _parent(in_memory: Path) -> Path:
     """The parent of temporary folders: in memory if there is room, else the system's choice."""
     with contextlib.suppress(OSError):
-        room = os.statvfs(_IN_MEMORY)
-        if room.f_bavail * room.f_frsize >= _ENOUGH_BYTES and os.access(_IN_MEMORY, os.W_OK | os.X_OK):
-            return _IN_MEMORY
+        room = os.statvfs(in_memory)
+        if room.f_bavail * room.f_frsize >= _ENOUGH_BYTES and os.access(in_memory, os.W_OK | os.X_OK):
+            return in_memory
     return Path(tempfile.gettempdir())

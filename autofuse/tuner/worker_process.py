@@ -84,7 +84,7 @@ class WorkerProcess:
         self._answers = answers or {}
         self._tend = tend
         self._memory_bytes = memory_bytes
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds  # of a request that names no other
         self._is_stopping = is_stopping
         self._stderr = stderr
         self._process: subprocess.Popen[bytes] | None = None
@@ -123,7 +123,7 @@ class WorkerProcess:
         """Send a request and wait for its reply. Raises Lost, Refused, NotReady and Interrupted."""
         self.start()
         pipe = cast(Pipe, self._pipe)
-        limit = timeout_seconds or self._timeout_seconds
+        limit = timeout_seconds or self.timeout_seconds
         assert self._process is not None
         tend = functools.partial(self._tend, self._process.pid) if self._tend is not None else None
         try:

@@ -314,7 +314,7 @@ def session_with(tmp_path, monkeypatch):
     def make(*missing, tools=USUAL_TOOLS, **environment):
         """``missing``: packages that are not installed; ``environment``: variables."""
         if "triton" in missing:
-            monkeypatch.setattr(keys, "_installed", lambda: None)
+            monkeypatch.setattr(keys, "installed_triton", lambda: None)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         return make_session(load(), "test", tools=tools)
@@ -404,9 +404,9 @@ def test_a_device_that_cannot_be_described_is_said_once(session_with):
 
 
 def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, monkeypatch):
-    fake = fake_driver()
+    fake, install, installed = fake_driver(), launcher.install, []
     monkeypatch.setattr(modules, "torch_driver", lambda: fake.driver)
-    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "install", lambda binary: installed.append(install(binary)))
     session = session_with()
     artifact = artifact_of(chain_source())
     record = KernelRecord(CompileKey("s", "triton", "f", "cuda:90"), "af_chain", "text", artifact.pack())
@@ -426,7 +426,7 @@ def test_decisions_of_a_device_are_read_when_it_comes_into_use(session_with, mon
         assert isinstance(choice.entry.artifact, Artifact) and session.kernels.choose("n", (), SECOND) is UNKNOWN
         session.kernels.use_device(SECOND)
         assert session.kernels.choose("n", (), SECOND) == Choice(known=True)
-        assert launcher._compiled
+        assert len(installed) == 1
     finally:
         session.context.store_thread.stop()
     with Store.open(session.context.settings.run.store) as store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.autograd import forward_ad
 import autofuse
 from autofuse.runtime.session import Session
 from autofuse.sessions import current_session
-from autofuse.startup.script import _prepare_script
+from autofuse.startup.script import Target, run_target
 from tests.semantics import states
 
 T = torch.Tensor
@@ -94,12 +95,15 @@ def test_forward_mode_and_transforms(model: nn.Module) -> None:
         torch.testing.assert_close(found, plain(other, X))
 
 
-def test_a_script_is_read_without_warnings(tmp_path: Path) -> None:
+def test_a_script_is_read_without_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text("print(1)")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        _prepare_script(str(script))
+        assert run_target(Target(str(script))).exit_code == 0
         gc.collect()
     assert not said
 

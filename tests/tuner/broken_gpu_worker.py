@@ -12,7 +12,7 @@ import torch
 from autofuse.daemon.workers.cpu import main
 from autofuse.errors import DeviceError
 from autofuse.ir.operation import NodeForm
-from autofuse.tuner.gpu_rig import GpuRunner
+from autofuse.tuner.gpu_rig import is_fatal
 from autofuse.tuner.node_bench import CpuRunner, DeviceRunner
 
 ERRORS: dict[str, Exception] = {
@@ -24,23 +24,18 @@ ERRORS: dict[str, Exception] = {
 }
 
 
-class Sampling:
-    """A device that answers, unless its context is gone."""
-
-    @staticmethod
-    def synchronize() -> None:
-        if sys.argv[3] == "without a name":
-            raise ERRORS[sys.argv[3]]
+def synchronize() -> None:
+    """As a device that answers, unless its context is gone."""
+    if sys.argv[3] == "without a name":
+        raise ERRORS[sys.argv[3]]
 
 
 class Broken(CpuRunner):
-    _sampling = Sampling()
-
     def unfused(self, form: NodeForm, values: Sequence[int]) -> Callable[..., Any]:
         raise ERRORS[sys.argv[3]]
 
-    is_fatal = GpuRunner.is_fatal
-    _answers = GpuRunner._answers
+    def is_fatal(self, error: Exception) -> bool:
+        return is_fatal(error, synchronize)
 
 
 def _rig(memory_bytes: int) -> DeviceRunner:

@@ -70,11 +70,11 @@ def endless() -> TritonSource:
 def test_a_compiler_that_hangs_is_killed_and_the_next_request_works(files: Files) -> None:
     with TritonCompiler(files.load, files.save, timeout_seconds=30.0) as compiler:
         compiler.compile(elementwise(), "cuda:90", ALL)
-        compiler._process._timeout_seconds = 2.0
+        compiler.process.timeout_seconds = 2.0
         with pytest.raises(CandidateProblem) as caught:
             compiler.compile(endless(), "cuda:90", [NOTHING_ASSUMED])
         assert caught.value.status == "timeout" and compiler.pid is None
-        compiler._process._timeout_seconds = 30.0
+        compiler.process.timeout_seconds = 30.0
         compiler.compile(row_softmax(), "cuda:90", ALL)
         assert compiler.generation == 2
 
@@ -146,9 +146,8 @@ def test_nothing_is_left_behind_and_the_home_folder_is_not_touched(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("autofuse.tuner.triton_compiler._IN_MEMORY", tmp_path / "memory")
     (tmp_path / "memory" / "autofuse-triton-of-one-that-was-killed").mkdir()
-    with TritonCompiler(files.load, files.save) as compiler:
+    with TritonCompiler(files.load, files.save, in_memory=tmp_path / "memory") as compiler:
         compiler.compile(two_passes(), "cuda:90", ALL)
         (folder,) = (tmp_path / "memory").iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -160,7 +159,7 @@ def test_nothing_is_left_behind_and_the_home_folder_is_not_touched(
 
 
 def test_without_triton_no_process_is_started(compiler: TritonCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "_installed", lambda: None)
+    monkeypatch.setattr(keys, "installed_triton", lambda: None)
     with pytest.raises(CompilerError, match=r"expected Triton 3\.6 or newer, found none; install it with: pip install"):
         compiler.compile(elementwise(), "cuda:90", ALL)
     with pytest.raises(CompilerError):

@@ -153,7 +153,7 @@ def test_what_bad_kernels_do_is_recorded_and_eager_stays(
         return replace(source, text=text.replace(entry, bad + entry))
 
     monkeypatch.setattr(loop, "print_c", print_bad)
-    monkeypatch.setattr(provider.worker, "_timeout_seconds", 3.0 if reason == "timeout" else 60.0)
+    monkeypatch.setattr(provider.worker, "timeout_seconds", 3.0 if reason == "timeout" else 60.0)
     outcome = tune(provider, SMALL, replace(LIMITS, trials=1))
     decision = only(outcome)
     assert (decision.reason, decision.candidate.variant, decision.compile_key) == (reason, "eager", None)

@@ -396,7 +396,7 @@ def test_the_first_visible_device_of_the_model_is_used(monkeypatch: pytest.Monke
 
 def test_a_device_without_bfloat16_refuses_kernels_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     old = object.__new__(gpu_rig.GpuRunner)
-    old.device, old._has_bf16 = torch.device("cuda", 0), False
+    old.device, old.has_bf16 = torch.device("cuda", 0), False
     monkeypatch.setattr(gpu_rig, "load_artifact", lambda artifact, index, digest: (index, digest))
     for dtype, is_fine in ((torch.float32, True), (torch.bfloat16, False)):
         kernel = lower(CASES["add_bias_gelu"].form(dtype))

@@ -60,7 +60,7 @@ class TritonVersion:
 
 def find_triton() -> TritonVersion:
     """The Triton that is installed, without importing it. Raises CompilerError where it is missing or too old."""
-    found = _installed()
+    found = installed_triton()
     if found is None:
         raise CompilerError(
             f"expected Triton {OLDEST[0]}.{OLDEST[1]} or newer, found none; "
@@ -76,7 +76,8 @@ def find_triton() -> TritonVersion:
 
 
 @functools.cache
-def _installed() -> TritonVersion | None:
+def installed_triton() -> TritonVersion | None:
+    """The Triton that is installed, usable or not; None where there is none."""
     for package in PACKAGES:
         try:
             distribution = importlib.metadata.distribution(package)

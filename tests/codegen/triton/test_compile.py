@@ -181,7 +181,7 @@ def test_whatever_determines_a_binary_is_in_its_key(monkeypatch: pytest.MonkeyPa
     others += [compile_key(source, "cuda:90", [NOTHING_ASSUMED]), compile_key(source, "cuda:90", [])]
     others += [compile_key(source, "cuda:90", [STRONG, NOTHING_ASSUMED])]
     key = compile_key(source, "cuda:90", [STRONG])
-    monkeypatch.setattr(keys, "_installed", lambda: keys.TritonVersion("triton", "3.6.0", "0" * 12))
+    monkeypatch.setattr(keys, "installed_triton", lambda: keys.TritonVersion("triton", "3.6.0", "0" * 12))
     others += [compile_key(source, "cuda:90", [STRONG])]
     assert len({key.digest, *(other.digest for other in others)}) == 1 + len(others)
 
@@ -227,7 +227,7 @@ def test_a_missing_or_old_triton_says_what_to_type(
     monkeypatch: pytest.MonkeyPatch, version: str | None, found: str
 ) -> None:
     installed = None if version is None else keys.TritonVersion("triton", version, "")
-    monkeypatch.setattr(keys, "_installed", lambda: installed)
+    monkeypatch.setattr(keys, "installed_triton", lambda: installed)
     with pytest.raises(CompilerError) as caught:
         find_triton()
     message = str(caught.value)
