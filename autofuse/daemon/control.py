@@ -137,7 +137,7 @@ def launch(settings: Settings) -> None:
         files.check()
         with files.start_lock(0):
             if running_pid(settings) is None:
-                files.announce(_spawn(settings))
+                files.announce(spawn_daemon(settings))
     except Timeout:
         return  # another process is starting one
     except (OSError, NotImplementedError, Untrusted) as error:
@@ -146,7 +146,7 @@ def launch(settings: Settings) -> None:
 
 def _start(settings: Settings) -> int | None:
     files = DaemonFiles(settings)
-    process = process_id(_spawn(settings))
+    process = process_id(spawn_daemon(settings))
     deadline, used = time.monotonic() + START_SECONDS, 0.0
     has_ended = False
     while time.monotonic() < deadline:
@@ -176,7 +176,7 @@ def _cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def _spawn(settings: Settings) -> int:
+def spawn_daemon(settings: Settings) -> int:
     """Start a daemon process; its process number. Raises OSError and Untrusted."""
     command, environment = python_module("autofuse")
     with DaemonFiles(settings).open_log(LOG_BYTES) as output:
@@ -195,11 +195,12 @@ def stop(settings: Settings) -> bool:
     """End all daemons of the store; True if any was running. Queued requests stay queued. Raises DaemonError."""
     running = DaemonFiles(settings).all_running()
     for process in running:
-        _end(process)
+        end_process(process)
     return bool(running)
 
 
-def _end(process: ProcessId) -> None:
+def end_process(process: ProcessId) -> None:
+    """End a daemon, by SIGKILL where SIGTERM does not. Raises DaemonError if it is another user's or does not end."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not process.is_alive:
             return
@@ -223,7 +224,7 @@ def serve(settings: Settings) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
     set_level(settings.run.debug)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand; otherwise `_spawn` has lowered it
+    if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand, not by `spawn_daemon`
         lower_priority(settings.tuner.nice)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited from a script that ignores it
     try:
@@ -232,7 +233,7 @@ def serve(settings: Settings) -> None:
         with files.lock():
             from autofuse.daemon.loop import TuningLoop  # scripts only start daemons, and need no more
 
-            loop = TuningLoop(settings, is_urgent=lambda: _someone_waits(settings))
+            loop = TuningLoop(settings, is_urgent=lambda: someone_waits(settings))
             with _announced(files, loop):
                 loop.serve()
     except Timeout:
@@ -287,7 +288,8 @@ def _announced(files: DaemonFiles, loop: TuningLoop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _someone_waits(settings: Settings) -> bool:
+def someone_waits(settings: Settings) -> bool:
+    """Whether a script has touched the urgent file within URGENT_SECONDS."""
     try:
         return abs(time.time() - urgent_path(settings).stat().st_mtime) < URGENT_SECONDS  # abs: clocks may differ
     except OSError:

@@ -40,22 +40,24 @@ class DaemonFiles:
 
     def __init__(self, settings: Settings) -> None:
         self.store = Path(settings.run.store)
-        self.log = self._beside(".daemon.log")
-        self.urgent = self._beside(".urgent")
+        self.log = self.beside(".daemon.log")
+        self.urgent = self.beside(".urgent")
 
     @functools.cached_property
     def kind(self) -> str:
         """A hash of what a daemon and its requests must share: the processor, its usable cores and the versions."""
         return hashlib.sha256(f"{cpu_device().key} {versions()}".encode()).hexdigest()[:8]
 
-    def _beside(self, suffix: str) -> Path:
+    def beside(self, suffix: str) -> Path:
+        """The file of that suffix, such as ".daemon.log"."""
         return self.store.with_name(self.store.name + suffix)
 
     def _lock_path(self, kind: str) -> Path:
-        return self._beside(f".daemon-{kind}.lock")
+        return self.beside(f".daemon-{kind}.lock")
 
-    def _pid_path(self, kind: str) -> Path:
-        return self._beside(f".daemon-{kind}.pid")
+    def pid_path(self, kind: str) -> Path:
+        """The file in which the daemon of a kind writes down which process it is."""
+        return self.beside(f".daemon-{kind}.pid")
 
     def check(self) -> None:
         """Make the store's folder if it is missing. Raises DaemonError where others may write there, and OSError."""
@@ -71,20 +73,20 @@ class DaemonFiles:
 
     def announce(self, pid: int) -> None:
         """Write down that process ``pid``, ours or a new one, serves the store. Raises OSError and Untrusted."""
-        path = self._pid_path(self.kind)
+        path = self.pid_path(self.kind)
         fresh = path.with_name(path.name + ".new")
         with os.fdopen(open_own(fresh, os.O_WRONLY | os.O_TRUNC), "w") as file:
             json.dump(asdict(process_id(pid)), file)
         os.replace(fresh, path)
 
     def withdraw(self) -> None:
-        self._pid_path(self.kind).unlink(missing_ok=True)
+        self.pid_path(self.kind).unlink(missing_ok=True)
 
     def running(self, kind: str | None = None) -> ProcessId | None:
         """The running daemon of a kind (default: ours), or None. Takes no lock, so it does not disturb a start."""
         with contextlib.suppress(OSError, ValueError, TypeError, Untrusted):
             check_beside(self.store, ())
-            found = ProcessId(**json.loads(read_own(self._pid_path(kind or self.kind))))
+            found = ProcessId(**json.loads(read_own(self.pid_path(kind or self.kind))))
             return found if found.is_alive else None
         return None
 
@@ -105,7 +107,7 @@ class DaemonFiles:
 
     def start_lock(self, timeout: float) -> FileLock:
         """The lock that a process holds while it starts a daemon; ``timeout`` in seconds."""
-        return FileLock(self._beside(".start.lock"), timeout=timeout, mode=0o600)
+        return FileLock(self.beside(".start.lock"), timeout=timeout, mode=0o600)
 
     def is_served(self, kind: str) -> bool:
         """Whether a daemon of this kind holds its lock, here or in another container."""

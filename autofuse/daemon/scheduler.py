@@ -36,30 +36,34 @@ class Scheduler:
         is_urgent: Callable[[], bool],
         is_stopping: Callable[[], bool],
         saved: Callable[[list[Script]], Mapping[int, float]] = lambda scripts: {},
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        load: MachineLoad | None = None,
     ) -> None:
         """``saved``: by process number, the seconds that kernels which were decided while a script ran have saved
-        it."""
+        it. ``load``: of this machine, looked at where None."""
         self._settings = settings
         self._peers = peers
         self.is_urgent = is_urgent
         self.is_stopping = is_stopping
         self._find_saved = saved
+        self._now = clock
         self._scripts: list[Script] = []
-        self._scripts_at = self._saved_at = 0.0
+        self._scripts_at = self._saved_at = float("-inf")
         self._saved: Mapping[int, float] = {}
-        self._others = MachineLoad(cpu_seconds)
+        self._others = load or MachineLoad(cpu_seconds)
         # The CPU time of our imports is charged if a script runs.
         self._owed = cpu_seconds() if self.scripts() else 0.0
-        self._share = CpuThrottle(self._percent, cpu_seconds, account=self)
+        self._share = CpuThrottle(self._percent, cpu_seconds, clock, sleep, self)
 
     def clock(self) -> float:
         """Seconds of a monotonic clock without the rests, each taken off when it ends."""
-        return time.monotonic() - self._share.rested_seconds
+        return self._now() - self._share.rested_seconds
 
     def scripts(self) -> list[Script]:
         """The running scripts, as of the last SCRIPTS_SECONDS."""
-        if time.monotonic() - self._scripts_at > SCRIPTS_SECONDS:
-            self._scripts, self._scripts_at = self._peers.scripts(), time.monotonic()
+        if self._now() - self._scripts_at > SCRIPTS_SECONDS:
+            self._scripts, self._scripts_at = self._peers.scripts(), self._now()
         return self._scripts
 
     def may_begin(self) -> bool:
@@ -86,7 +90,7 @@ class Scheduler:
             return 0.0
         if not self.scripts() or not self._others.is_full():
             return 0.0  # a halt in the middle spoils a race, and here we hold up nobody
-        return self._share.rest(self._must_yield, halted=partial(_halted, group))
+        return self._share.rest(self._must_yield, halted=partial(halted, group))
 
     def _must_yield(self) -> bool:
         """Whether to yield: to a script, or to other processes that keep the machine busy."""
@@ -114,8 +118,8 @@ class Scheduler:
         if not self._others.is_full():
             return float("inf")
         self._pay()
-        if time.monotonic() - self._saved_at > SAVED_SECONDS:
-            self._saved, self._saved_at = self._find_saved(scripts), time.monotonic()
+        if self._now() - self._saved_at > SAVED_SECONDS:
+            self._saved, self._saved_at = self._find_saved(scripts), self._now()
         spent = self._peers.spent() + self._owed
         return room_beside(scripts, time.time(), spent, self._settings.busy_percent, self._saved)
 
@@ -127,7 +131,7 @@ class Scheduler:
 
 
 @contextlib.contextmanager
-def _halted(group: int) -> Iterator[None]:
+def halted(group: int) -> Iterator[None]:
     """Halt the processes of a group; they go on at the end."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGSTOP)

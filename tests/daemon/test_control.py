@@ -227,7 +227,7 @@ def test_a_daemon_that_is_slow_to_start_is_waited_for_while_it_gets_on(
         started.append(subprocess.Popen([sys.executable, "-c", announce]))
         return started[0].pid
 
-    monkeypatch.setattr(control, "_spawn", spawn)
+    monkeypatch.setattr(control, "spawn_daemon", spawn)
     if is_waited_for:
         assert control.ensure_running(settings) == started[0].pid
         started[0].kill()
@@ -239,7 +239,7 @@ def test_a_daemon_that_is_slow_to_start_is_waited_for_while_it_gets_on(
 
 def test_a_stale_pid_file_is_no_daemon(settings: Settings, bystander: subprocess.Popen[bytes]) -> None:
     files = DaemonFiles(settings)
-    path = files._pid_path(files.kind)
+    path = files.pid_path(files.kind)
     path.parent.mkdir(parents=True, mode=0o700)
     files.announce(bystander.pid)
     ours = json.loads(path.read_text())
@@ -266,10 +266,10 @@ def test_a_mark_of_the_future_is_no_hurry_for_ever(settings: Settings) -> None:
     settings.run.store.parent.mkdir(parents=True, mode=0o700)
     mark = control.urgent_path(settings)
     mark.touch()
-    assert control._someone_waits(settings)
+    assert control.someone_waits(settings)
     for away in (-60.0, 3600.0):
         os.utime(mark, (time.time() + away,) * 2)
-        assert not control._someone_waits(settings)
+        assert not control.someone_waits(settings)
 
 
 def test_requests_of_other_cores_and_versions_have_a_daemon_of_their_own(
@@ -324,9 +324,9 @@ def test_a_process_of_another_user_is_not_ended(
     with monkeypatch.context() as other:
         other.setattr(os, "geteuid", lambda: user + 1)
         with pytest.raises(DaemonError, match=f"process {bystander.pid} is another user's"):
-            control._end(found)
+            control.end_process(found)
     assert bystander.poll() is None
-    control._end(found)
+    control.end_process(found)
     assert bystander.wait() == -signal.SIGTERM
 
 
@@ -336,8 +336,8 @@ def test_nothing_is_written_through_a_link(settings: Settings, tmp_path: Path, n
     target = tmp_path / "precious"
     target.write_text("precious")
     files = DaemonFiles(settings)
-    pid = files._pid_path(files.kind)
-    link = pid.with_name(pid.name + ".new") if name == "pid.new" else files._beside(name)
+    pid = files.pid_path(files.kind)
+    link = pid.with_name(pid.name + ".new") if name == "pid.new" else files.beside(name)
     link.symlink_to(target)
     with pytest.raises((DaemonError, Untrusted), match="is a link"):
         if name == "pid.new":
@@ -351,7 +351,7 @@ def test_the_daemon_is_no_child_of_the_script(settings: Settings) -> None:
     """One that waits for all of its children would wait for it."""
     settings.run.store.parent.mkdir(parents=True, mode=0o700)
     before = psutil.Process().children()
-    process = psutil.Process(control._spawn(settings))
+    process = psutil.Process(control.spawn_daemon(settings))
     try:
         assert psutil.Process().children() == before and process.ppid() != os.getpid()
         assert "serve" in process.cmdline()

@@ -18,12 +18,13 @@ import pytest
 from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.daemon import control
 from autofuse.daemon.peers import Peers, Script, peers_folder
-from autofuse.daemon.scheduler import Scheduler, _halted
+from autofuse.daemon.scheduler import Scheduler, halted
 from autofuse.daemon.throttle import (
     LONGEST_EXPECTED_SECONDS,
     SAVED_SHARE,
     SLICE_SECONDS,
     CpuThrottle,
+    MachineLoad,
     cpu_seconds,
     room_beside,
 )
@@ -241,7 +242,7 @@ def test_all_that_we_started_counts_while_it_runs() -> None:
     try:
         wait_until(lambda: cpu_seconds(parent.pid) > 0.5)  # it is the grandchild that works
         assert cpu_seconds() > 0.5
-        with _halted(parent.pid):
+        with halted(parent.pid):
             (child,) = psutil.Process(parent.pid).children()
             wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
             before = cpu_seconds(parent.pid)
@@ -260,7 +261,7 @@ def test_time_that_a_compiler_stands_still_is_not_its_own() -> None:
 
     def tend(group: int) -> float:
         if len(stood) < 3:
-            with _halted(group):
+            with halted(group):
                 time.sleep(0.5)
             stood.append(group)
             return 0.5
@@ -280,7 +281,7 @@ def test_time_that_a_worker_stands_still_is_not_its_own() -> None:
     stood: list[float] = []
 
     def tend(group: int) -> float:
-        with _halted(group):
+        with halted(group):
             time.sleep(0.1)
         stood.append(0.1)
         return 0.1
@@ -330,24 +331,34 @@ def test_daemons_of_two_stores_take_turns_beside_a_script(pair: tuple[Settings, 
     peers.withdraw()
 
 
+class FullMachine(MachineLoad):
+    def is_full(self) -> bool:
+        return True
+
+
 def test_a_daemon_that_may_take_nothing_does_nothing_until_the_script_has_ended(
-    pair: tuple[Settings, Settings], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Settings, Settings],
 ) -> None:
-    """On a machine that is full; a loop in this process, so that it can be told so."""
+    """On a machine that is full; a scheduler in this process, so that it can be told so."""
     settings = pair[0].with_values({"tuner.busy_percent": 0.0}, "test")
     peers, script = Peers(peers_folder(settings)), Peers(peers_folder(settings))
     script.announce(1e6)
-    yielding = Scheduler(settings.tuner, peers, is_urgent=lambda: False, is_stopping=lambda: False)
-    monkeypatch.setattr(yielding._others, "is_full", lambda: True)
     naps: list[float] = []
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
         if len(naps) == 5:
             script.withdraw()
-        yielding._scripts_at = 0.0  # a second later
 
-    monkeypatch.setattr(yielding._share, "_sleep", nap)
+    yielding = Scheduler(
+        settings.tuner,
+        peers,
+        is_urgent=lambda: False,
+        is_stopping=lambda: False,
+        clock=lambda: 2.0 * len(naps),  # the scripts are looked for anew after each
+        sleep=nap,
+        load=FullMachine(cpu_seconds),
+    )
     yielding.rest()
     assert len(naps) >= 5
     yielding.end()
