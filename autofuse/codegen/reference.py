@@ -50,7 +50,7 @@ def run_unfused(
                 p = float(op.args[1])
                 found: Any = (_dropout_scale(values[op.args[0]], mask, 0.0 if p == 1 else 1.0 / (1.0 - p)), mask)
             else:
-                found = _run(op, values, symbol_values, device)
+                found = run_operation(op, values, symbol_values, device)
                 if op.target == DROPOUT and masks is not None:
                     masks.append(found[1])
             for n, result in enumerate(found if isinstance(found, tuple | list) else (found,)):
@@ -58,7 +58,11 @@ def run_unfused(
     return tuple(values[ref] for ref in form.outputs)
 
 
-def _run(op: Operation, values: Mapping[ValueRef, Any], symbols: Mapping[str, int], device: torch.device) -> Any:
+def run_operation(
+    op: Operation, values: Mapping[ValueRef, Any], symbols: Mapping[str, int], device: torch.device
+) -> Any:
+    """What one operation gives: a tensor or several; ``values`` has those that it reads."""
+
     def concrete(arg: Any) -> Any:
         mapped = map_arg(arg, lambda ref: values[ref], lambda dim: evaluate(dim, symbols))
         return _restore(mapped)

@@ -5,12 +5,13 @@ In: overloads and arguments. Out: a `NodeForm` with static sizes, its specs take
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autofuse.codegen.reference import _OURS, _restore, overload
-from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
+from autofuse.codegen.reference import run_operation
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape
 
 
@@ -37,20 +38,13 @@ class NodeBuilder:
     def call(self, target: str, *args: Any, **kwargs: Any) -> ValueRef:
         """Add an operation; lists in arguments become tuples."""
         encoded = tuple(tuple(a) if isinstance(a, list) else a for a in args)
-        function = _OURS.get(target) or overload(target)
-
-        def real(arg: Any) -> Any:
-            return _restore(map_arg(arg, lambda r: self.tensors[r]))
-
-        found = function(*[real(a) for a in encoded], **{k: real(v) for k, v in kwargs.items()})
+        op = Operation(f"v{len(self.operations)}", target, encoded, tuple(kwargs.items()), ())
+        found = run_operation(op, self.tensors, {}, torch.device("cpu"))
         results = found if isinstance(found, tuple) else (found,)
-        ref = ValueRef(f"v{len(self.operations)}")
         for n, result in enumerate(results):
-            self.tensors[ValueRef(ref.name, n)] = result
-        self.operations.append(
-            Operation(ref.name, target, encoded, tuple(kwargs.items()), tuple(spec_of(r) for r in results))
-        )
-        return ref
+            self.tensors[ValueRef(op.name, n)] = result
+        self.operations.append(replace(op, outputs=tuple(spec_of(r) for r in results)))
+        return ValueRef(op.name)
 
     def form(self, *outputs: ValueRef) -> NodeForm:
         return NodeForm(tuple(self.inputs), tuple(self.operations), outputs)
