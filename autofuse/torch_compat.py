@@ -81,6 +81,7 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch._dynamo.eval_frame.reset_code",
             "torch._dynamo.exc.RestartAnalysis",
             "torch._dynamo.exc.TorchDynamoException",
+            "torch._dynamo.guards.profile_guard_manager",
             "torch._dynamo.maybe_mark_dynamic",
             "torch._dynamo.mutation_guard.install_generation_tagging_init",
             "torch._dynamo.run",

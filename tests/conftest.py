@@ -6,6 +6,8 @@ Triton comes before torch, which imports it too: kernels for GPUs are checked on
 in processes of their own.
 """
 
+import gc
+import logging
 import os
 import tempfile
 import zlib
@@ -23,6 +25,9 @@ _shared = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
 _forms = tempfile.TemporaryDirectory(prefix="autofuse-forms-")
 os.environ.setdefault("TEST_FORMS", _forms.name)  # the processes of one session share it
+
+# pytest gives its handlers to loggers that do not propagate, and then torch writes each step of each trace as JSON.
+logging.getLogger("torch.__trace").propagate = True
 
 # A machine that others keep busy says nothing about a test's strategy.
 settings.register_profile("busy", settings.default, suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -44,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = generated_for(march)
     chosen.__enter__()
     config.add_cleanup(lambda: chosen.__exit__(None, None, None))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: later collections of garbage, some thousand, need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -50,18 +50,31 @@ def graphs_read() -> int:
     return _read.total()
 
 
-def graph_breaks() -> list[str]:
-    """What has broken a graph so far in this process, oldest first, each in a line."""
-    found = []
-    for message in torch._dynamo.utils.counters["unimplemented"]:
+def graph_breaks() -> Counter[str]:
+    """How often what, in a line, has broken a graph so far in this process."""
+    found = Counter[str]()
+    for message, times in torch._dynamo.utils.counters["unimplemented"].items():
         parts = message.split(_ANOTHER_BREAK)
-        found.append("; ".join(part.strip().partition("\n")[0] for part in parts))
+        found["; ".join(part.strip().partition("\n")[0] for part in parts)] += times
     return found
+
+
+def why_no_graph(target: Any, before: Counter[str]) -> str:
+    """What broke the graphs of a call of a module or function in which no graph ran, "" where nothing is known.
+
+    ``before``: all graph breaks before the call. Dynamo skips code that it could not trace without a word from then on.
+    """
+    function = type(target).forward if isinstance(target, torch.nn.Module) else target
+    code = getattr(function, "__code__", None)
+    if found := graph_breaks() - before:
+        _broken[code] = [*found][-1]
+    return _broken.get(code, "")
 
 
 # What Dynamo raises when it cannot capture; all other exceptions are the script's own.
 CAPTURE_ERRORS = (TorchDynamoException,)
 
+_broken: dict[Any, str] = {}  # by code
 _ANOTHER_BREAK = "*** While handling this graph break, another graph break occurred: ***"
 
 # Said once in a process, mostly before a module is captured (transformers).
@@ -188,25 +201,30 @@ class _NotOfOurTraces(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tracing = threading.local()
+        self._tracing = threading.local()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a root of ours is traced on this thread."""
+        return getattr(self._tracing, "ours", False)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        ours = getattr(self.tracing, "ours", False) and record.levelno >= logging.WARNING
+        ours = self.is_active and record.levelno >= logging.WARNING
         return not ours or logging.getLogger(record.name).isEnabledFor(logging.INFO)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """While a root of ours is traced on this thread."""
+        """Marks this thread as one that traces a root of ours."""
         for name, logger in list(logging.root.manager.loggerDict.items()):
             if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
                 for handler in logger.handlers:
                     handler.addFilter(self)  # which adds it once
-        before = getattr(self.tracing, "ours", False)
-        self.tracing.ours = True
+        before = self.is_active
+        self._tracing.ours = True
         try:
             yield
         finally:
-            self.tracing.ours = before
+            self._tracing.ours = before
 
 
 not_of_our_traces = _NotOfOurTraces()
@@ -216,14 +234,25 @@ def _warn_those_who_trace(warn_once: Callable[..., None]) -> None:
     """Drop Dynamo's warnings about graph breaks: they are meant for users who requested the trace."""
 
     def warn(message: str, stacklevel: int = 1) -> None:
-        if not getattr(not_of_our_traces.tracing, "ours", False):
+        if not not_of_our_traces.is_active:
             warn_once(message, stacklevel + 1)
 
     torch._dynamo.utils.warn_once = warn
 
 
+def _time_guards_of_others(time_guards: Callable[..., float]) -> None:
+    """Spare our traces Dynamo's measurement of new guards: it empties the caches first, 27 ms for a line in a log."""
+
+    def latency(*args: Any) -> float:
+        return 0.0 if not_of_our_traces.is_active else time_guards(*args)
+
+    torch._dynamo.guards.profile_guard_manager = latency
+
+
 if hasattr(torch._dynamo.utils, "warn_once"):
     _warn_those_who_trace(torch._dynamo.utils.warn_once)
+if hasattr(torch._dynamo.guards, "profile_guard_manager"):
+    _time_guards_of_others(torch._dynamo.guards.profile_guard_manager)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ that depend on all roots are functions.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_policy import Budget
 from autofuse.observer.device_timer import EventTimer
 from autofuse.observer.observer import Observer
-from autofuse.observer.root_tracker import RootTracker
+from autofuse.observer.root_tracker import RootTracker, Target
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.root_traits import device_of
@@ -59,7 +60,9 @@ class Capturer(Protocol):
 
     def graphs_read(self) -> int: ...
 
-    def graph_breaks(self) -> Sequence[str]: ...
+    def graph_breaks(self) -> Counter[str]: ...
+
+    def why_no_graph(self, target: Target, before: Counter[str], /) -> str: ...
 
 
 def _load_dynamo() -> Capturer:

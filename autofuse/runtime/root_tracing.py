@@ -115,7 +115,7 @@ class TracedCalls:
             return self._tracker.call_original(module, args, kwargs)
         graphs, paused = len(context.routers), context.paused_seconds
         read, planned = capturer.graphs_read(), context.planning_seconds
-        breaks, ran = len(capturer.graph_breaks()), context.graph_calls()
+        breaks, ran = capturer.graph_breaks(), context.graph_calls()
         restore_generators = keep_generators()
         began = self._clock()
         try:
@@ -140,9 +140,9 @@ class TracedCalls:
             self._traced += 1
             self._spent_at_trace = self._account.ledger.eager_seconds
             context.disturbances += 1
-        elif not self._traced and context.graph_calls() == ran and (found := capturer.graph_breaks()[breaks:]):
+        elif not self._traced and context.graph_calls() == ran and (why := capturer.why_no_graph(module, breaks)):
             self._account.note("tracing", self._clock() - began)
-            self._life.find_nothing(found[-1])
+            self._life.find_nothing(why)
         return result
 
     def _trace_or_read(

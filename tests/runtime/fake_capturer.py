@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ def fake_capturer(call: Callable[..., Any]) -> Capturer:
         CAPTURE_ERRORS=(ZeroDivisionError,),
         note_read=lambda: None,
         graphs_read=lambda: 0,
-        graph_breaks=lambda: (),
+        graph_breaks=Counter,
+        why_no_graph=lambda target, before: "",
     )
     found: Capturer = made
     return found

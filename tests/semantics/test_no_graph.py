@@ -42,7 +42,13 @@ class Sequence(nn.Sequential):
 
 def test_a_module_without_a_graph_goes_on_in_eager_with_the_reason(session: Session) -> None:
     torch.manual_seed(0)
-    model = Blocks(Sequence)
+    check(Blocks(Sequence), session)
+    larger = Blocks(Sequence)
+    larger.other = nn.Linear(2, 2)  # another root, with the same breaks
+    check(larger, session)
+
+
+def check(model: Blocks, session: Session) -> None:
     root = session.roots.root_of(model)
     for rows in (4, 5, 6, 5):
         x, before = torch.randn(rows, 8), session.context.graph_calls()
