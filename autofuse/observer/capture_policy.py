@@ -221,10 +221,14 @@ def _pays_in_a_run_like_the_last(facts: CaptureFacts) -> CaptureAdvice | None:
 
 
 def _is_waited_for(facts: CaptureFacts) -> CaptureAdvice | None:
-    """No rent is paid, but calls tell what their shapes are: a first trace of one only would soon be thrown away."""
+    """No rent is paid, but calls tell what their shapes are: a first trace of one only would soon be thrown away.
+
+    Calls that have taken half of its price tell enough.
+    """
     if not facts.at_once:
         return None
-    if facts.calls < facts.min_calls:
+    is_dear = facts.calls > 0 and 0.0 < facts.price_seconds <= 2.0 * facts.spent_seconds
+    if facts.calls < facts.min_calls and not is_dear:
         return CaptureAdvice(False, "not_yet", f"{facts.calls} of {facts.min_calls} calls seen", facts.price_seconds)
     reason = facts.known_reason if facts.is_price_known else "at_once"
     return CaptureAdvice(True, reason, f"after {facts.calls} calls", facts.price_seconds)

@@ -23,6 +23,9 @@ from autofuse.runtime.step_clock import Account
 
 # After so many calls of a single shape, a waiting run assumes that it is the only one.
 CALLS_OF_ONE_SHAPE = 3
+# After so many calls in which no further dim has varied, it assumes to know all that vary. Of scripts that draw a batch
+# and a length from five sizes each, a third have varied only one of them by the call in which the first one varies.
+CALLS_WITHOUT_NEWS = 3
 LOST = ("slower_than_eager", "no_gain")  # reasons that later runs use
 BY_SIZE = ("too_small", UNTUNED, *LOST)  # reasons that do not hold for much larger calls
 _FIRST_CALLS, _MORE = 32, 1.02  # advice is requested at each of these calls, then after so many times the time spent,
@@ -46,6 +49,8 @@ class RootPolicy:
         self._key = key
         self._account = account
         self._verdicts = verdicts
+        self._varying: tuple[tuple[str, int], ...] = ()  # dims
+        self._last_news = 0  # the observed call in which the last of them first had another size
         self._seen: object = None  # when the traits were last computed
         self.observed_calls = 0  # since the root was opened
         self._observed_elements = deque[int](maxlen=16)  # of the last of them
@@ -137,12 +142,19 @@ class RootPolicy:
             at_first_call=capture.at_once,
             # Soon, but not at the first call: a trace of one shape would be thrown away at the next shape.
             at_once=context.mode == "wait",
-            min_calls=1 if self._services.observer.dynamic_dims(self._key) else CALLS_OF_ONE_SHAPE,
+            min_calls=self._find_min_calls(),
             uses_known=context.settings.run.frozen,
             min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
             max_seconds=capture.max_seconds,
             max_failures=capture.max_failures,
         )
+
+    def _find_min_calls(self) -> int:
+        """Finished calls after which the varying dims are assumed to be known."""
+        varying = self._services.observer.dynamic_dims(self._key)
+        if varying != self._varying:
+            self._varying, self._last_news = varying, self.observed_calls
+        return self._last_news - 1 + CALLS_WITHOUT_NEWS if varying else CALLS_OF_ONE_SHAPE
 
     def _look_back(self, module: Target) -> None:
         """Look up the findings of earlier runs, which are read while the script imports; until then we observe."""

@@ -113,7 +113,9 @@ def test_reasons() -> None:
 
 
 def test_at_once_needs_no_rent_but_a_look_at_the_shapes() -> None:
-    assert not advice(at_once=True, calls=1, spent_seconds=1.0).capture
+    assert not advice(at_once=True, calls=1, spent_seconds=0.9, predicted_seconds=2.0).capture
+    assert not advice(at_once=True, calls=1, spent_seconds=0.9, predicted_seconds=None).capture
+    assert advice(at_once=True, calls=1, spent_seconds=1.0, predicted_seconds=2.0).capture, "calls that take so long"
     found = advice(at_once=True, calls=2, predicted_seconds=None, spent_seconds=1.0)
     assert found.capture
     assert found.reason == "at_once"

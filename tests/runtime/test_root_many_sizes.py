@@ -237,6 +237,21 @@ def test_all_calls_are_watched_where_captures_are_asked_for(
         assert (len(watched) == 200) is is_all
 
 
+def test_a_waiting_run_captures_once_no_further_dim_varies(make: Callable[..., Bench]) -> None:
+    for shapes, captured_at in (
+        ([(2, 8), (2, 9), (3, 9), (2, 8), (3, 8), (4, 8)], 6),
+        ([(2, 8), (3, 9), (2, 8), (3, 8), (2, 8)], 5),
+        ([(2, 8)] * 5, 4),
+    ):
+        bench = make(lambda n: 1000.0, lambda n: 500.0, **UNSAMPLED, AUTOFUSE_TUNE="wait")
+        seen = []
+        with torch.no_grad():
+            for shape in shapes:
+                bench.root.call(bench.model, (torch.empty(shape),), {})
+                seen.append(bench.root.state)
+        assert seen.index("captured") + 1 == captured_at, shapes
+
+
 def test_calls_within_a_sampled_step_of_another_root_are_watched(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
