@@ -66,8 +66,9 @@ def why_no_graph(target: Any, before: Counter[str]) -> str:
     """
     function = type(target).forward if isinstance(target, torch.nn.Module) else target
     code = getattr(function, "__code__", None)
-    if found := graph_breaks() - before:
-        _broken[code] = [*found][-1]
+    found = [text for text in graph_breaks() - before if not text.startswith(_OUR_REFUSAL)]
+    if found:
+        _broken[code] = found[-1]
     return _broken.get(code, "")
 
 
@@ -75,6 +76,7 @@ def why_no_graph(target: Any, before: Counter[str]) -> str:
 CAPTURE_ERRORS = (TorchDynamoException,)
 
 _broken: dict[Any, str] = {}  # by code
+_OUR_REFUSAL = "Backend compiler exception"  # of a graph that was traced; another call's may be taken
 _ANOTHER_BREAK = "*** While handling this graph break, another graph break occurred: ***"
 
 # Said once in a process, mostly before a module is captured (transformers).
