@@ -126,10 +126,8 @@ class GraphCache:
         try:
             self.folder.write(name, content)
             self._note(name)
-        except Untrusted as error:
+        except (OSError, Untrusted) as error:
             self.report("graphs_not_kept", f"traced graphs are not kept: {error}")
-        except OSError as error:
-            log.debug("a graph is not kept: %s", error)
 
     def _candidates(self, cls: type, local: bool, remote: Any, key: str) -> Iterator[tuple[Any, bytes, bool]]:
         """As torch's cache calls it: entry, its bytes, whether they came from this machine."""

@@ -149,7 +149,7 @@ class TraceCache:
         if traced.manager is not None:
             try:
                 self._write(traced, tuple(dims))
-            except Untrusted as error:
+            except (OSError, Untrusted) as error:
                 self._report("graphs_not_kept", f"traced graphs are not kept: {error}")
             except Exception as error:
                 log.info("a trace is not kept: %s: %s", type(error).__name__, error)

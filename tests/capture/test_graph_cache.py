@@ -307,6 +307,8 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_graphs(capture, t
     for _ in range(2):
         same(train(capture(copy.deepcopy(model), tmp_path / "file" / "graphs", dynamic=True)), expected)
         assert found() == 0 and (tmp_path / "file").read_text() == ""
+        assert said == ["graphs_not_kept"]
+        said.clear()
 
 
 def test_what_cannot_be_written_is_captured_as_ever(capture, monkeypatch, tmp_path):
