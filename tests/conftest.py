@@ -6,7 +6,6 @@ Triton comes before torch, which imports it too: kernels for GPUs are checked on
 in processes of their own.
 """
 
-import gc
 import logging
 import os
 import tempfile
@@ -24,6 +23,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 _shared = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
 _forms = tempfile.TemporaryDirectory(prefix="autofuse-forms-")
+os.environ.setdefault("AUTOFUSE_TUNER_NICE", "0")  # beside another test, a daemon at 19 would take minutes to start
 os.environ.setdefault("TEST_FORMS", _forms.name)  # the processes of one session share it
 
 # pytest gives its handlers to loggers that do not propagate, and then torch writes each step of each trace as JSON.
@@ -49,12 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = generated_for(march)
     chosen.__enter__()
     config.add_cleanup(lambda: chosen.__exit__(None, None, None))
-
-
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: later collections of garbage, some thousand, need not look through it."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
