@@ -67,6 +67,8 @@ def why_no_graph(target: Any, before: Counter[str]) -> str:
     function = type(target).forward if isinstance(target, torch.nn.Module) else target
     code = getattr(function, "__code__", None)
     found = [text for text in graph_breaks() - before if not text.startswith(_OUR_REFUSAL)]
+    if code is None:  # of an object that can be called: nothing is known of its earlier calls
+        return found[-1] if found else ""
     if found:
         _broken[code] = found[-1]
     return _broken.get(code, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch._dynamo
 
@@ -46,4 +48,8 @@ def test_graph_breaks_are_told_in_a_line_each() -> None:
     found = dynamo.graph_breaks() - seen
     assert found and all("\n" not in line for line in found)
     assert any("item()" in line and "graph break in loop" in line for line in found), found
+    now, callable_object = dynamo.graph_breaks(), functools.partial(step)
+    assert "item()" in dynamo.why_no_graph(step, seen) and "item()" in dynamo.why_no_graph(step, now), "of its code"
+    assert "item()" in dynamo.why_no_graph(callable_object, seen)
+    assert dynamo.why_no_graph(functools.partial(print), now) == "", "not another object's"
     torch._dynamo.reset()
