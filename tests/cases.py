@@ -306,6 +306,29 @@ _REDUCTIONS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...
     ("bias_gradient", lambda g, x: (aten.gelu_backward.default(g, x), aten.gelu_backward.default(g, x).sum((0, 1), keepdim=True).view(x.shape[-1])), (_R3, _R3.clone())),
 )  # fmt: skip
 
+# Reductions that refuse a tensor without elements, or whose dims are named in other ways.
+_ENDS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
+    ("max_min_all", lambda x: (aten.max.default(x), aten.min.default(x)), (_R3,)),
+    ("max_min_int", lambda x: (aten.max.default(x), aten.min.default(x)), (_t(3, 5, 7, dtype=torch.int64),)),
+    ("max_min_bool", lambda m: (aten.max.default(m), aten.min.default(m)), (_MASK,)),
+    ("aminmax_all", lambda x: tuple(aten.aminmax.default(x * 2)), (_R3,)),
+    ("aminmax_rows", lambda x: (*aten.aminmax.default(x, dim=-1), *aten.aminmax.default(x, dim=2, keepdim=True)), (_R3,)),
+    ("aminmax_columns", lambda x: tuple(aten.aminmax.default(x, dim=0)), (_X,)),
+    ("prod_all", lambda x: aten.prod.default(x), (_X,)),
+    ("prod_all_int", lambda x: (aten.prod.default(x), aten.prod.default(x, dtype=torch.float64)), (_I,)),
+    ("nansum", lambda x: (aten.nansum.default(x), aten.nansum.default(x, [-1]), aten.nansum.default(x, [1], True, dtype=torch.float64)), (_X,)),
+    ("nansum_int", lambda x: (aten.nansum.default(x), aten.nansum.default(x, [-1])), (_I,)),
+    ("count_nonzero", lambda x: (aten.count_nonzero.default(x), aten.count_nonzero.default(x, -1), aten.count_nonzero.dim_IntList(x, [1])), (_X,)),
+    ("count_nonzero_ints", lambda x, m: (aten.count_nonzero.dim_IntList(x, [0, 1]), aten.count_nonzero.default(m)), (_I, _MASK)),
+    ("std_mean", lambda x: (*aten.std_mean.correction(x, [-1]), *aten.std_mean.correction(x, [-1], correction=0, keepdim=True)), (_R3,)),
+    ("std_mean_all", lambda x: tuple(aten.std_mean.correction(x)), (_R3,)),
+    ("norm_rows", lambda x: (aten.norm.ScalarOpt_dim(x, None, [-1]), aten.norm.ScalarOpt_dim(x, 1, [-1], True), aten.norm.ScalarOpt_dim_dtype(x, 3.0, [-1], False, dtype=torch.float64)), (_R3,)),
+    ("norm_whole", lambda x: (aten.norm.Scalar(x), aten.norm.Scalar(x, 1), aten.norm.Scalar(x, float("inf")), aten.norm.ScalarOpt_dtype(x, 2, dtype=torch.float64)), (_R3,)),
+    ("any_all_dims", lambda m: (aten.any.dims(m, [1]), aten.all.dims(m, [-1], True), aten.any.dims(m), aten.all.dims(m)), (_MASK,)),
+    ("any_all_no_dims", lambda x: (aten.any.dims(x, []), aten.all.dims(x, [])), (_X,)),
+    ("any_all_bytes", lambda x: (aten.any.dims(x, [-1]), aten.all.dims(x, [-1])), (_t(5, 7, dtype=torch.uint8),)),
+)  # fmt: skip
+
 _CLASS = _t(5, dtype=torch.int64)
 _LOSSES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
     ("cross_entropy", lambda x, t: tuple(aten.nll_loss_forward.default(torch.log_softmax(x, 1), t, None, 1, -100)), (_X, _CLASS)),
@@ -422,10 +445,11 @@ _POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tup
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
-    "relu_batch_norm_backward group_norm_silu".split()
+    "relu_batch_norm_backward group_norm_silu std_mean std_mean_all".split()
 )
 
 _IMAGE_SIZES = ((3, 5, 7), (1, 2, 1), (4, 3, 67))
+_FILLED_SIZES = {2: ((5, 7), (1, 1), (33, 67), (2, 1030)), 3: ((3, 5, 7), (1, 2, 1), (4, 3, 67), (2, 3, 1100))}
 _LOSS_SIZES = ((5, 7), (1, 2), (33, 67), (3, 1030))
 
 
@@ -433,6 +457,10 @@ def _table() -> dict[str, Case]:
     cases = _unary_cases()
     cases += [Case(name, fn, example, static=(6,), tags=frozenset({"pointwise"})) for name, fn, example in _POINTWISE]
     cases += [Case(name, fn, example, tags=frozenset({"reduction"})) for name, fn, example in _REDUCTIONS]
+    cases += [
+        Case(name, fn, example, _FILLED_SIZES[example[0].dim()], tags=frozenset({"reduction"}))
+        for name, fn, example in _ENDS
+    ]
     cases += [Case(name, fn, example, _LOSS_SIZES, tags=frozenset({"loss"})) for name, fn, example in _LOSSES]
     cases += [
         Case(name, fn, example, _IMAGE_SIZES, static=(6,), tags=frozenset({"image"})) for name, fn, example in _IMAGES

@@ -14,6 +14,7 @@ from typing import Literal
 
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
+from autofuse.ir.reductions import reduced_dims
 from autofuse.ir.shape import Dim, product
 
 Level = Literal["full", "row", "terminal"]
@@ -66,19 +67,10 @@ def with_parts(
     return replace(space, parts=(*space.parts, *found)) if space is not None and found else space
 
 
-def reduced_dims(op: Operation, rank: int) -> tuple[int, ...]:
-    """The dims that a reduction or softmax reduces, normalised to 0..rank-1; all of them where none are named."""
-    name = op.short_name
-    dims = op.arg(1) if name not in ("_softmax_backward_data", "_log_softmax_backward_data") else op.arg(2)
-    if name in ("linalg_vector_norm",):
-        dims = op.arg(2)
-    if op.target.endswith(".default") and name in ("sum", "mean", "any", "all"):
-        dims = None
-    if dims is None or dims == ():
-        return tuple(range(rank))
-    if isinstance(dims, int):
-        dims = (dims,)
-    return tuple(sorted(d % rank if rank else 0 for d in dims))
+def _normalised_dim(op: Operation, rank: int) -> tuple[int, ...]:
+    """The dim of a softmax or of its gradient, counted from the front."""
+    dim = int(op.arg(2 if op.short_name.endswith("_backward_data") else 1))
+    return (dim % rank if rank else 0,)
 
 
 def _split(shape: Sequence[Dim], dims: Sequence[int]) -> tuple[Dim | None, Level, tuple[object, ...]]:
@@ -97,17 +89,18 @@ def _split(shape: Sequence[Dim], dims: Sequence[int]) -> tuple[Dim | None, Level
 
 
 def _reduction(op: Operation, source: TensorSpec) -> IterationSpace:
-    rows, level, general = _split(source.shape.dims, reduced_dims(op, len(source.shape)))
+    rows, level, general = _split(source.shape.dims, reduced_dims(op, len(source.shape)).dims)
     levels: tuple[Level, ...] = tuple([level] * len(op.outputs))
     return IterationSpace(source.numel, rows, levels, general)
 
 
 def _softmax(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape
-    rows, level, general = _split(shape.dims, reduced_dims(op, len(shape)))
+    dims = _normalised_dim(op, len(shape))
+    rows, level, general = _split(shape.dims, dims)
     if level == "terminal":  # softmax over a leading dim: its rows lie across memory
-        general = ("softmax", tuple(reduced_dims(op, len(shape))), tuple(map(str, shape.dims)))
-        rows = product(d for i, d in enumerate(shape.dims) if i not in reduced_dims(op, len(shape)))
+        general = ("softmax", dims, tuple(map(str, shape.dims)))
+        rows = product(d for i, d in enumerate(shape.dims) if i not in dims)
     return IterationSpace(shape.numel, rows, ("full",), general)
 
 

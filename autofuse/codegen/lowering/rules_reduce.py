@@ -11,12 +11,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.lowering.builder import Builder, Number, Val
 from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Atom, Index, Indirect, Word, join, resolve
-from autofuse.codegen.lowering.rules_base import Custom, normal_dim, normal_dims
+from autofuse.codegen.lowering.rules_base import Custom, normal_dim
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
+from autofuse.ir.reductions import reduced_dims
 from autofuse.ir.shape import Dim, product
 
 
@@ -61,20 +63,8 @@ def count(cx: Context, ref: ValueRef, dims: Sequence[int]) -> Dim:
 # ---- plain reductions -------------------------------------------------------------------------------
 
 
-def _arguments(cx: Context, op: Operation) -> tuple[tuple[int, ...], bool]:
-    """Reduced dims and keepdim, wherever the overload has them."""
-    rank = len(cx.shape(op.args[0]))
-    named = dict(op.kwargs)
-    if op.target.endswith(".default") and op.short_name in ("sum", "mean", "any", "all"):
-        return tuple(range(rank)), False
-    at = 2 if op.short_name == "linalg_vector_norm" else 1
-    dims = named.get("dim", op.arg(at))
-    keepdim = named.get("keepdim", op.arg(at + 1, False))
-    return normal_dims(dims, rank), bool(keepdim)
-
-
 def _infer_reduction(cx: Context, op: Operation) -> Sequence[Index | None]:
-    dims, keepdim = _arguments(cx, op)
+    dims, keepdim = reduced_dims(op, len(cx.shape(op.args[0])))
     return [drop_dims(cx.canonical(op.args[0]), dims, keepdim)] * len(op.outputs)
 
 
@@ -107,16 +97,16 @@ def mean_as_aten(b: Builder, var: Val, mean: Val) -> Val:
 
 
 def _evaluate_variance(cx: Context, op: Operation, output: int, index: Index) -> Val:
-    dims, keepdim = _arguments(cx, op)
     ref = op.args[0]
+    dims, keepdim = reduced_dims(op, len(cx.shape(ref)))
     opened, over = open_dims(cx, ref, dims, keep_index(index, dims, len(cx.shape(ref)), keepdim))
     correction = op.kwarg("correction", op.arg(2))
     b = cx.builder
     x = b.cast(cx.operand(ref, opened), "float64")  # aten accumulates these in double, unlike its norms
-    var, mean = variance(b, x, over, count(cx, ref, dims), 1 if correction is None else correction)
-    if output == 1:
-        return b.cast(mean_as_aten(b, var, mean), op.outputs[1].dtype)
-    return b.cast(b.apply("sqrt", var) if op.short_name == "std" else var, op.outputs[0].dtype)
+    if output == 1:  # the variance of a single element is NaN by its correction, its mean is not
+        return b.cast(mean_as_aten(b, *variance(b, x, over, count(cx, ref, dims))), op.outputs[1].dtype)
+    var, _ = variance(b, x, over, count(cx, ref, dims), 1 if correction is None else correction)
+    return b.cast(b.apply("sqrt", var) if op.short_name.startswith("std") else var, op.outputs[0].dtype)
 
 
 def _logsumexp(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom], n: Dim) -> Val:
@@ -130,6 +120,7 @@ def _logsumexp(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom],
 
 def _vector_norm(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom], n: Dim) -> Val:
     order: Any = dict(op.kwargs).get("ord", op.arg(1, 2))
+    order = 2 if order is None else order
     value = b.cast(x, to)
     size = b.apply("abs", value)
     if order == 2:
@@ -144,15 +135,35 @@ def _vector_norm(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom
     return b.apply("pow", total, b.const(1 / order, to))
 
 
-def _reduction(function: Any) -> Custom:
-    def evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
-        dims, keepdim = _arguments(cx, op)
-        ref = op.args[0]
-        opened, over = open_dims(cx, ref, dims, keep_index(index, dims, len(cx.shape(ref)), keepdim))
-        found: Val = function(cx.builder, op, op.outputs[0].dtype, cx.operand(ref, opened), over, count(cx, ref, dims))
-        return found
+def _nansum(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom], n: Dim) -> Val:
+    if not is_float(x.dtype):
+        return b.reduce("sum", b.cast(x, to), over)
+    if not is_float(to):
+        raise LoweringError("dtype", f"expected a sum of numbers that may be NaN in their own kind, found {to}")
+    value = b.cast(x, to)
+    return b.reduce("sum", b.select(b.apply("isnan", value), 0, value, to), over)
 
-    return Custom(_infer_reduction, evaluate)
+
+def _count_nonzero(b: Builder, op: Operation, to: str, x: Val, over: Sequence[Atom], n: Dim) -> Val:
+    return b.reduce("sum", b.cast(b.compare("ne", x, 0), to), over)
+
+
+def _evaluate_both_ends(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """``aminmax``: the smallest and the largest element."""
+    return _over_loops(_kind("max" if output else "min"), cx, op, index)
+
+
+def _over_loops(function: Any, cx: Context, op: Operation, index: Index) -> Val:
+    """A reduction's value from its function, which takes the elements and the loops over them."""
+    ref = op.args[0]
+    dims, keepdim = reduced_dims(op, len(cx.shape(ref)))
+    opened, over = open_dims(cx, ref, dims, keep_index(index, dims, len(cx.shape(ref)), keepdim))
+    found: Val = function(cx.builder, op, op.outputs[0].dtype, cx.operand(ref, opened), over, count(cx, ref, dims))
+    return found
+
+
+def _reduction(function: Any) -> Custom:
+    return Custom(_infer_reduction, lambda cx, op, output, index: _over_loops(function, cx, op, index))
 
 
 # ---- softmax ----------------------------------------------------------------------------------------
@@ -227,6 +238,20 @@ REDUCE_RULES: dict[str, Rule] = {
     "aten.any.default": _reduction(_kind("any")),
     "aten.all.dim": _reduction(_kind("all")),
     "aten.all.default": _reduction(_kind("all")),
+    "aten.any.dims": _reduction(_kind("any")),
+    "aten.all.dims": _reduction(_kind("all")),
+    "aten.max.default": _reduction(_kind("max")),
+    "aten.min.default": _reduction(_kind("min")),
+    "aten.aminmax.default": Custom(_infer_reduction, _evaluate_both_ends),
+    "aten.prod.default": _reduction(_kind("prod")),
+    "aten.nansum.default": _reduction(_nansum),
+    "aten.count_nonzero.default": _reduction(_count_nonzero),
+    "aten.count_nonzero.dim_IntList": _reduction(_count_nonzero),
+    "aten.std_mean.correction": _VARIANCE,
+    "aten.norm.Scalar": _reduction(_vector_norm),
+    "aten.norm.ScalarOpt_dim": _reduction(_vector_norm),
+    "aten.norm.ScalarOpt_dtype": _reduction(_vector_norm),
+    "aten.norm.ScalarOpt_dim_dtype": _reduction(_vector_norm),
     "aten.var.correction": _VARIANCE,
     "aten.var_mean.correction": _VARIANCE,
     "aten.std.correction": _VARIANCE,
