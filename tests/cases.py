@@ -167,7 +167,7 @@ _SIZES_2D = ((5, 7), (1, 1), (33, 67), (3, 0), (2, 1030))
 _UNARY = (
     "neg abs sign sgn floor ceil round trunc square relu exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh "
     "cosh asin acos atan erf erfc sigmoid sqrt rsqrt reciprocal silu mish softplus elu gelu hardswish hardsigmoid "
-    "hardtanh leaky_relu isnan isinf logical_not"
+    "hardtanh leaky_relu isnan isinf logical_not asinh acosh atanh lgamma frac sinc"
 ).split()
 
 
@@ -207,6 +207,29 @@ _POINTWISE: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...]
     ("softplus_beta", lambda a: aten.softplus.default(a, 2.0, 1.0), (_X,)),
     ("elu_scales", lambda a: aten.elu.default(a, 1.3, 1.05, 0.7), (_X,)),
     ("xlogy", lambda a, b: (aten.xlogy.Tensor(a, b), aten.xlogy.Scalar_Self(2.0, b), aten.xlogy.Scalar_Other(a, 0.5)), (_X, _Y)),
+    ("xlog1py_entr", lambda a, b: (aten.special_xlog1py.default(a, b), aten.special_xlog1py.self_scalar(2.0, b), aten.special_xlog1py.other_scalar(a, 0.5), aten.special_entr.default(a)), (_X, _Y)),
+    ("logit", lambda a: (aten.logit.default(a), aten.logit.default(a, 0.1)), (_X,)),
+    ("logit_backward", lambda g, a: (aten.logit_backward.default(g, a), aten.logit_backward.default(g, a, 0.1)), (_X, _Y)),
+    ("hypot_nextafter", lambda a, b: (aten.hypot.default(a, b), aten.nextafter.default(a, b)), (_X, _ROW)),
+    ("ldexp", lambda a, b: aten.ldexp.Tensor(a, b), (_X, _I)),
+    ("copysign", lambda a, b: (aten.copysign.Tensor(a, b), aten.copysign.Scalar(a, -0.0), aten.signbit.default(a)), (_X, _Y)),
+    ("signbit_int", lambda a: (aten.signbit.default(a), aten.isposinf.default(a), aten.isneginf.default(a), aten.angle.default(a), aten.frac.default(a.double())), (_I,)),
+    ("remainder_tensor", lambda a, b: (aten.fmod.Tensor(a, b), aten.remainder.Tensor(a, b), aten.remainder.Scalar_Tensor(2.5, b)), (_X, _Y)),
+    ("rounded_quotients", lambda a, b: (aten.div.Tensor_mode(a, b, rounding_mode="trunc"), aten.div.Tensor_mode(a, b, rounding_mode="floor"), aten.div.Scalar_mode(a, 0.3, rounding_mode="floor"), aten.div.Tensor_mode(a, b, rounding_mode=None)), (_X, _Y)),
+    ("floor_divide", lambda a, b: (aten.floor_divide.default(a, b), aten.floor_divide.Scalar(a, -0.3)), (_X, _COL)),
+    ("logaddexp", lambda a, b: (aten.logaddexp.default(a, b), aten.logaddexp2.default(a, b)), (_X, _ROW)),
+    ("fmax_fmin", lambda a, b: (aten.fmax.default(a, b), aten.fmin.default(a, b)), (_X, _Y)),
+    ("fmax_int", lambda a, b: (aten.fmax.default(a, b), aten.fmin.default(a, b)), (_I, _I.clone())),
+    ("nan_to_num", lambda a: (aten.nan_to_num.default(a), aten.nan_to_num.default(a, 0.5, 2.0, -3.0), aten.nan_to_num.default(a, neginf=1.0)), (_X,)),
+    ("infinities", lambda a: (aten.isposinf.default(a), aten.isneginf.default(a), aten.angle.default(a)), (_X,)),
+    ("heaviside", lambda a, b: aten.heaviside.default(a.round(), b), (_X, _ROW)),
+    ("degrees", lambda a, i: (aten.deg2rad.default(a), aten.rad2deg.default(a), aten.deg2rad.default(i)), (_X, _I)),
+    ("round_decimals", lambda a: (aten.round.decimals(a.float() * 100, decimals=1), aten.round.decimals(a.float() * 100, decimals=-1)), (_X,)),
+    ("bitwise_scalars", lambda a: (aten.bitwise_or.Scalar(a, 5), aten.bitwise_xor.Scalar(a, 3)), (_I,)),
+    ("threshold", lambda a: aten.threshold.default(a, 0.1, 7.0), (_X,)),
+    ("celu", lambda a: aten.celu.default(a, 1.3), (_X,)),
+    ("prelu", lambda a, w: aten._prelu_kernel.default(a, w), (_X, _ROW)),
+    ("prelu_backward", lambda g, a, w: tuple(aten._prelu_kernel_backward.default(g, a, w)), (_X, _Y, _ROW)),
     ("log_sigmoid", lambda a: tuple(aten.log_sigmoid_forward.default(a)), (_X,)),
     ("pow_scalars", lambda a: (a**2 + a**3 + a**-1 + a**-2, a**0.5, a**-0.5, a**1.7, a**0, a**1), (_X,)),
     ("pow_tensor", lambda a, b: aten.pow.Tensor_Tensor(a.abs(), b), (_X, _Y)),

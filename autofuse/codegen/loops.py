@@ -116,15 +116,16 @@ REDUCE_KINDS = ("sum", "max", "min", "peak", "prod", "any", "all")  # peak: a ma
 
 TRANSCENDENTAL = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
-    "acos", "atan", "erf", "erfc",
+    "acos", "atan", "erf", "erfc", "asinh", "acosh", "atanh",
 )  # fmt: skip
 UNARY = (
     *TRANSCENDENTAL, "neg", "abs", "sqrt", "rsqrt", "reciprocal", "floor", "ceil", "round", "trunc", "sign",
-    "not", "bitnot", "isnan", "isinf",
+    "not", "bitnot", "isnan", "isinf", "lgamma",
 )  # fmt: skip
 BINARY = (
     "add", "sub", "mul", "div", "maximum", "minimum", "pow", "atan2", "fmod", "remainder",
-    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "bitand", "bitor", "bitxor",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "bitand", "bitor", "bitxor", "hypot", "copysign",
+    "nextafter",
 )  # fmt: skip
 ARITY: dict[str, int] = {
     "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "uniform": 1, "where": 3,
@@ -137,10 +138,10 @@ COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor",
 # Rough cost of an op in arithmetic operations per element; decides what is worth keeping in a row buffer.
 COST: dict[str, int] = {
     **dict.fromkeys(TRANSCENDENTAL, 12),
-    **dict.fromkeys(["pow", "atan2", "fmod", "remainder"], 24),
+    **dict.fromkeys(["pow", "atan2", "fmod", "remainder", "hypot", "nextafter"], 24),
     **dict.fromkeys(["div", "sqrt", "rsqrt", "reciprocal"], 3),
     **dict.fromkeys(["load", "load_if", "const", "size", "index", "cast"], 0),
-    "gather": 4, "gather_if": 4, "round_to": 2, "uniform": 60,
+    "gather": 4, "gather_if": 4, "round_to": 2, "uniform": 60, "lgamma": 60,
 }  # fmt: skip
 
 

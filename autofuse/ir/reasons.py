@@ -114,6 +114,7 @@ class LoweringReason(Reason):
     REDUCTION = "reduction", "a reduction without a kernel"
     REDUCTIONS = "reductions", "reductions over different dims"
     ROLL = "roll", "a shift that may be larger than the size"
+    ROUND = "round", "a rounding to digits without a kernel"
     SCALE = "scale", "an attention scale that is not a number above 0"
     SEVERAL_NESTS = (
         "several_nests",

@@ -44,7 +44,8 @@ def literal(value: object, name: str) -> str:
 # ---- ops ------------------------------------------------------------------------------------------------
 
 _CALLS = {
-    **{op: op for op in (*TRANSCENDENTAL, "sqrt", "floor", "ceil", "pow", "atan2")},
+    **{op: op for op in (*TRANSCENDENTAL, "sqrt", "floor", "ceil", "pow", "atan2", "hypot")},
+    **{op: op for op in ("lgamma", "copysign", "nextafter")},
     "round": "rint",
     "trunc": "trunc",
 }
@@ -304,7 +305,7 @@ VECTOR_MATH: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("exp", "log", "sin", "cos"), (1, 1)),
     "pow": (2, 1),
     **{f: (1, 2) for f in TRANSCENDENTAL if f not in ("exp", "log", "sin", "cos")},
-    "atan2": (2, 2),
+    **dict.fromkeys(("atan2", "hypot"), (2, 2)),
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ In: the name of an overload. Out: its rule. A test holds this table and the oper
 from __future__ import annotations
 
 from autofuse.codegen.lowering.context import Rule
+from autofuse.codegen.lowering.rules_activations import ACTIVATION_RULES
+from autofuse.codegen.lowering.rules_functions import FUNCTION_RULES
 from autofuse.codegen.lowering.rules_index import INDEX_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
@@ -17,6 +19,6 @@ from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
 
 RULES: dict[str, Rule] = {
-    **POINTWISE_RULES, **INDEX_RULES, **MEMORY_RULES, **SHIFT_RULES, **REDUCE_RULES, **NORM_RULES, **LOSS_RULES,
-    **RANDOM_RULES, **POOL_RULES,
+    **POINTWISE_RULES, **FUNCTION_RULES, **ACTIVATION_RULES, **INDEX_RULES, **MEMORY_RULES, **SHIFT_RULES,
+    **REDUCE_RULES, **NORM_RULES, **LOSS_RULES, **RANDOM_RULES, **POOL_RULES,
 }  # fmt: skip

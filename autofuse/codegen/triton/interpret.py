@@ -127,7 +127,8 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "cosh": np.cosh, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2,
     "fmod": np.fmod, "pow": np.power, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "nearbyint": np.rint,
     "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "erf": _torch_function("erf"),
-    "erfc": _torch_function("erfc"),
+    "erfc": _torch_function("erfc"), "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "hypot": np.hypot,
+    "copysign": np.copysign, "nextafter": np.nextafter, "lgamma": _torch_function("gammaln"),
 }  # fmt: skip
 _LIBRARY = types.SimpleNamespace(**{name: _elementwise(function) for name, function in _NUMPY.items()})
 

@@ -65,7 +65,7 @@ TAKES_LITERALS = frozenset([*INFIX, "where", "maximum", "minimum"]) - {"div", "a
 _LIBRARY = {
     **{op: op for op in TRANSCENDENTAL},
     "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "nearbyint", "rsqrt": "rsqrt", "pow": "pow",
-    "atan2": "atan2", "fmod": "fmod",
+    **{op: op for op in ("atan2", "fmod", "hypot", "copysign", "nextafter", "lgamma")},
 }  # fmt: skip
 
 _UNARY: Mapping[str, Callable[[str, str], str]] = {
