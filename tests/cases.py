@@ -329,6 +329,8 @@ _REDUCTIONS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...
     ("bias_gradient", lambda g, x: (aten.gelu_backward.default(g, x), aten.gelu_backward.default(g, x).sum((0, 1), keepdim=True).view(x.shape[-1])), (_R3, _R3.clone())),
 )  # fmt: skip
 
+_CLASS = _t(5, dtype=torch.int64)
+
 # Reductions that refuse a tensor without elements, or whose dims are named in other ways.
 _ENDS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
     ("max_min_all", lambda x: (aten.max.default(x), aten.min.default(x)), (_R3,)),
@@ -352,7 +354,24 @@ _ENDS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
     ("any_all_bytes", lambda x: (aten.any.dims(x, [-1]), aten.all.dims(x, [-1])), (_t(5, 7, dtype=torch.uint8),)),
 )  # fmt: skip
 
-_CLASS = _t(5, dtype=torch.int64)
+# What follows a reduction that is complete only after all rows.
+_FOLLOWED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
+    ("followed_sum", lambda x: torch.relu(x.sum()) * 2, (_R3,)),
+    ("followed_mean", lambda x, w: (x.mean(), x.mean() * w + 0.5), (_R3, _t())),
+    ("followed_losses", lambda x, y: (x * x).mean() + 0.1 * y.abs().mean(), (_X, _Y)),
+    ("followed_loss", lambda x, y: aten.mse_loss.default(x, y) / 4 + aten.huber_loss.default(x, y), (_X, _Y)),
+    ("followed_extremes", lambda x: aten.max.default(x) - aten.min.default(x), (_R3,)),
+    ("followed_count", lambda x: (aten.count_nonzero.default(x) + 1, (x > 0).any().logical_not()), (_R3,)),
+    ("followed_columns", lambda x, w: torch.tanh(x.sum(0)) * w + 1, (_X, _ROW)),
+    ("followed_leading", lambda x, w: (x * 2, x.sum((0, 1), keepdim=True).view(x.shape[-1]) + w), (_R3, _ROW)),
+    ("followed_middle", lambda x, w: x.sum((0, 1)) * w * 0.5, (_R3, _ROW)),
+    ("followed_variance", lambda x: (torch.relu(x.var()) * 2, x.std() + 1), (_R3,)),
+    ("followed_columns_variance", lambda x, w: torch.rsqrt(x.var(0, correction=0) + 1e-5) * w, (_X, _ROW)),
+    ("followed_rows_then_all", lambda x: torch.log_softmax(x, -1).mean() * -0.5, (_X,)),
+    ("followed_norm_backward", lambda g, x, m, r, w, b, h: tuple(t * 0.5 + h for t in aten.native_layer_norm_backward.default(g, x, [x.shape[-1]], m, r, w, b, [True, True, True])[1:]), (_R3, _R3.clone(), _t(3, 5, 1), _t(3, 5, 1), _t(7), _t(7), _t(7))),
+    ("followed_class_loss", lambda x, t: aten.nll_loss_forward.default(torch.log_softmax(x, 1), t, None, 1, -100)[0] * 0.25 + 1, (_X, _CLASS)),
+)  # fmt: skip
+
 _LOSSES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
     ("cross_entropy", lambda x, t: tuple(aten.nll_loss_forward.default(torch.log_softmax(x, 1), t, None, 1, -100)), (_X, _CLASS)),
     ("cross_entropy_sum", lambda x, t: aten.nll_loss_forward.default(torch.log_softmax(x, 1), t, None, 2, -100)[0], (_X, _CLASS)),
@@ -468,7 +487,8 @@ _POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tup
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
-    "relu_batch_norm_backward group_norm_silu std_mean std_mean_all".split()
+    "relu_batch_norm_backward group_norm_silu std_mean std_mean_all "
+    "followed_norm_backward".split()
 )
 
 _IMAGE_SIZES = ((3, 5, 7), (1, 2, 1), (4, 3, 67))
@@ -482,7 +502,7 @@ def _table() -> dict[str, Case]:
     cases += [Case(name, fn, example, tags=frozenset({"reduction"})) for name, fn, example in _REDUCTIONS]
     cases += [
         Case(name, fn, example, _FILLED_SIZES[example[0].dim()], tags=frozenset({"reduction"}))
-        for name, fn, example in _ENDS
+        for name, fn, example in (*_ENDS, *_FOLLOWED)
     ]
     cases += [Case(name, fn, example, _LOSS_SIZES, tags=frozenset({"loss"})) for name, fn, example in _LOSSES]
     cases += [

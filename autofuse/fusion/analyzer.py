@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from autofuse.errors import ShapeError
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
-from autofuse.fusion.cluster import Cluster, Growth, Seed, part_leaves, pools, reads_terminal, share_loops
+from autofuse.fusion.cluster import Cluster, Growth, Seed, part_leaves, pools, reads_incomplete, share_loops
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
@@ -182,7 +182,7 @@ class FusionCandidateAnalyzer:
             return "loops_differ", "the operations do not share one loop nest"
         if part_leaves(graph, first, second):
             return "part_leaves", "a part of the result is also needed by itself, and has other loops"
-        if reads_terminal(graph, first, second) or reads_terminal(graph, second, first):
+        if reads_incomplete(first, second):
             return "needs_whole_reduction", "a value is complete only after all rows, and a second kernel reads it"
         if pools(graph, first, second) or pools(graph, second, first):
             return "pooled_value", "next to a pooling, a value would be made once for each window or each piece"
@@ -199,10 +199,8 @@ class FusionCandidateAnalyzer:
         if len(others) < 2:
             return
         found = list(others.values())
-        merged = Cluster(graph)
-        for cluster in found:
-            merged.take_in(cluster)
-        if self._why_not(growth, merged, own) or reads_terminal(graph, merged, merged):
+        merged = Cluster(graph).beside(found)
+        if self._why_not(growth, merged, own) or reads_incomplete(merged):
             return
         for cluster in found:
             growth.remove(cluster)

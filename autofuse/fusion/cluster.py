@@ -6,10 +6,11 @@ Guarantee: a cluster holds no views, and its operations are in program order; wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from autofuse.fusion.followers import Kernel
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import IterationSpace, iteration_space_of, with_parts
 from autofuse.fusion.node import FusionNode, join_spaces
@@ -47,6 +48,19 @@ class Cluster(FusionNode):
     def _find_space(self, op: Operation) -> IterationSpace | None:
         graph = self._graph
         return with_parts(iteration_space_of(op, graph.spec), op, graph.by_name, graph.spec)
+
+    def _in_order(self, kernels: list[Kernel]) -> list[Kernel]:
+        return sorted(kernels, key=lambda kernel: self._graph.position[kernel.op.name])
+
+    def _base(self, ref: ValueRef) -> ValueRef:
+        return self._graph.base(ref)
+
+    def beside(self, others: Iterable[Cluster]) -> Cluster:
+        """A cluster of its operations and those of others."""
+        whole = Cluster(self._graph, self.pattern)
+        for cluster in (self, *others):
+            whole.take_in(cluster)
+        return whole
 
     def take_in(self, other: Cluster) -> None:
         """All operations of another cluster, whatever its loops; they stay in program order."""
@@ -99,18 +113,14 @@ class Growth:
 
 def share_loops(clusters: Sequence[Cluster]) -> bool:
     """Whether one nest of loops can be that of all."""
-    return join_spaces([space for cluster in clusters for space in cluster.iteration_spaces]) is not None
+    whole = clusters[0].beside(clusters[1:])
+    return join_spaces(whole.loops_with()) is not None
 
 
-def reads_terminal(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
-    """Whether ``consumer`` reads a value that ``producer`` completes only after all its rows."""
-    terminal = {
-        ValueRef(op.name, i)
-        for op, space in zip(producer.operations, producer.iteration_spaces, strict=True)
-        for i, level in enumerate(space.levels)
-        if level == "terminal"
-    }
-    return any(graph.base(ref) in terminal for op in consumer.operations for ref in op.inputs)
+def reads_incomplete(first: Cluster, second: Cluster | None = None) -> bool:
+    """Whether, in one cluster or two together, an operation that is no follower reads what is complete only after all
+    rows."""
+    return not first.followers_with(second).is_sound
 
 
 def pools(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
@@ -133,7 +143,7 @@ def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
         return False
     if len(second.operations) == 1 and _puts_alike_together(graph, second.operations[0]):
         return False  # loops over one piece then write all of them
-    joined = join_spaces(spaces)
+    joined = join_spaces(first.loops_with(second))
     operations = [*first.operations, *second.operations]
     inside = {op.name for op in operations}
     return any(

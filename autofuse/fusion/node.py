@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 
 from autofuse.errors import FusionError
+from autofuse.fusion.followers import Followers, Kernel, find_followers
 from autofuse.fusion.iteration_space import IterationSpace, Level, iteration_space_of, with_parts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
@@ -80,7 +81,7 @@ class FusionNode:
         shapes of the values that would pass between; each must be known to the node. Never raises.
         """
         if isinstance(op, FusionNode):
-            return join_spaces([*self.iteration_spaces, *op.iteration_spaces]) is not None
+            return join_spaces(self.loops_with(op)) is not None
         if info(op.target).kind not in FUSIBLE or info(op.target).kind is OpKind.RANDOM:
             return False
         known = {spec.shape for o in self.operations for spec in o.outputs} | {s.shape for s in self.inputs.values()}
@@ -89,7 +90,7 @@ class FusionNode:
         if info(op.target).kind in VIEWS:
             return True
         space = self._space(op)
-        return space is not None and join_spaces([*self.iteration_spaces, space]) is not None
+        return space is not None and join_spaces(self._loops([Kernel(op, space)])) is not None
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -121,6 +122,48 @@ class FusionNode:
     def iteration_spaces(self) -> list[IterationSpace]:
         """Of its kernels, in order; what has none is left out."""
         return [e for e in map(self._space, self.kernels) if e is not None]
+
+    def loops_with(self, other: FusionNode | None = None) -> list[IterationSpace]:
+        """The iteration spaces of what runs in the loops, with another node's too: followers run after them."""
+        return self._loops(other.found_kernels if other is not None else [], other)
+
+    def followers_with(self, other: FusionNode | None = None) -> Followers:
+        """What is calculated after the loops, with another node's operations too."""
+        return self._followers(other.found_kernels if other is not None else [], other)
+
+    def _loops(self, others: Sequence[Kernel], of: FusionNode | None = None) -> list[IterationSpace]:
+        late = self._followers(others, of).names
+        return [kernel.space for kernel in (*self.found_kernels, *others) if kernel.op.name not in late]
+
+    def _followers(self, others: Sequence[Kernel], of: FusionNode | None = None) -> Followers:
+        def numel(ref: ValueRef) -> Dim | None:
+            own = self._numel(ref)
+            return of._numel(ref) if own is None and of is not None else own
+
+        return find_followers(self._in_order([*self.found_kernels, *others]), self._base, numel)
+
+    @property
+    def found_kernels(self) -> list[Kernel]:
+        """Its kernels with their loops, in order; what has no iteration space is left out."""
+        spaces = [(op, self._space(op)) for op in self.kernels]
+        return [Kernel(op, space) for op, space in spaces if space is not None]
+
+    def _numel(self, ref: ValueRef) -> Dim | None:
+        """Elements of a value; None for one that the node does not know."""
+        try:
+            return self.spec(ref).numel
+        except FusionError:
+            return None
+
+    def _in_order(self, kernels: list[Kernel]) -> list[Kernel]:
+        """In program order, in which they are here."""
+        return kernels
+
+    def _base(self, ref: ValueRef) -> ValueRef:
+        """The value that a chain of its views looks at."""
+        while ref.name in self._by_name and info(self._by_name[ref.name].target).kind in VIEWS:
+            ref = self._by_name[ref.name].inputs[0]
+        return ref
 
     @property
     def names(self) -> Collection[str]:
@@ -181,10 +224,7 @@ class FusionNode:
         spaces = [self._space(op) for op in self.kernels]
         if None in spaces:
             return False
-        return (
-            all(is_move(op.target) for op in self.kernels)
-            or join_spaces([e for e in spaces if e is not None]) is not None
-        )
+        return all(is_move(op.target) for op in self.kernels) or join_spaces(self.loops_with()) is not None
 
     def in_inputs(self, derived: Mapping[str, sympy.Expr]) -> FusionNode:
         """The node with rounded quotients instead of the symbols that stand for them: sizes follow from each other."""

@@ -117,7 +117,7 @@ def test_threads(name: str, verify: Verify) -> None:
     verify(form, sizes, ("normal",), threads=3)
 
 
-WHOLE = ("sum_all", "mean_all", "var_all", "norm_all", "mse", "huber", "any_all_whole", "count_bool")
+WHOLE = ("sum_all", "mean_all", "var_all", "norm_all", "mse", "huber", "any_all_whole", "count_bool", "followed_losses")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

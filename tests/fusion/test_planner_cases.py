@@ -77,9 +77,7 @@ def chain_of(target: str) -> FusionGraph:
     rename = functools.partial(map_arg, on_ref=lambda ref: ValueRef(names[ref]))
     kwargs = tuple((key, rename(value)) for key, value in found.kwargs)
     operations.append(replace(found, name="own", args=rename(found.args), kwargs=kwargs))
-    space = iteration_space_of(found, form.spec)
-    if space is None or space.levels[0] != "terminal":  # what is complete only after the loops is read in others
-        operations.append(beside("behind", ValueRef("own"), found.outputs[0]))
+    operations.append(beside("behind", ValueRef("own"), found.outputs[0]))
     return FusionGraph(operations, inputs, [ValueRef(operations[-1].name)])
 
 
@@ -99,6 +97,40 @@ def why_not(form: NodeForm) -> tuple[str, str] | None:
     except LoweringError as error:
         return error.code, str(error)
     return None
+
+
+LOSS = tensor()
+
+
+def followed(*behind: Operation) -> list[list[str]]:
+    """The names of the operations of each node, where a loss of classes has these operations behind it."""
+    scores = tensor("s0", 7)
+    loss = Operation(
+        "loss",
+        "aten.nll_loss_forward.default",
+        (ValueRef("scores"), ValueRef("target"), None, 1, -100),
+        (),
+        (LOSS, LOSS),
+    )
+    inputs = {"x": scores, "target": replace(tensor("s0"), dtype="int64"), "w": LOSS}
+    operations = [op("scores", "aten.tanh.default", ["x"], scores), loss, *behind]
+    found = FusionEngine().fuse(graph(operations, inputs, [behind[-1].name]))
+    return [[item.name for item in node.operations] for node in found]
+
+
+def test_what_follows_a_whole_reduction_is_in_its_node() -> None:
+    half = op("half", "aten.mul.Tensor", ["loss"], LOSS, 0.5)
+    assert followed(half, op("sum", "aten.add.Tensor", ["half", "w"], LOSS)) == [["scores", "loss", "half", "sum"]]
+
+
+def test_a_loss_that_may_be_nan_for_a_wrong_class_is_not_followed_by_what_loses_the_nan() -> None:
+    small = op("small", "aten.lt.Scalar", ["loss"], replace(LOSS, dtype="bool"), 3.0)
+    assert followed(small) == [["scores", "loss"]]
+
+
+def test_what_is_complete_after_the_loops_goes_back_into_none() -> None:
+    far = op("far", "aten.sub.Tensor", ["scores", "loss"], tensor("s0", 7))
+    assert ["scores", "loss", "far"] not in followed(far)
 
 
 def test_rows_that_are_expanded_are_in_one_node_with_what_reads_them() -> None:
