@@ -175,6 +175,10 @@ def _roles(form: NodeForm) -> dict[str, Role]:
             note(op.args[1], _probabilities(int(op.args[2]), op.short_name.startswith("_log")))
         if op.short_name in ("tanh_backward", "sigmoid_backward"):
             note(op.args[1], _unit)
+        if op.short_name.startswith("binary_cross_entropy") and not op.short_name.endswith("logits"):
+            at = 1 if op.short_name.endswith("backward") else 0
+            note(op.args[at], _unit)
+            note(op.args[at + 1], _unit)
         if op.short_name == "log_sigmoid_backward":
             note(op.args[2], _unit)
     return roles

@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 from autofuse.fusion.iteration_space import IterationSpace
 from autofuse.ir.operation import Operation, ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import KEEPS_NAN, OpKind, info
 from autofuse.ir.shape import Dim
 
-# A class that does not exist makes this loss NaN, by which the runtime finds it (`runtime/loss_guard.py`); what follows
-# it must keep the NaN.
-_GUARDED = ("nll_loss_forward",)
-_KEEPS_NAN = frozenset(["add", "sub", "rsub", "mul", "div", "neg", "abs", "square", "sqrt", "exp", "log"])
+# What eager refuses, such as a class that does not exist, makes these losses NaN, by which the runtime finds it
+# (`runtime/loss_guard.py`); what follows them must keep the NaN.
+_GUARDED = ("nll_loss_forward", "binary_cross_entropy")
 
 
 class Kernel(NamedTuple):
@@ -70,7 +69,7 @@ def find_followers(
             fits = fits and is_at_hand and own in (elements, 1)
         if guarded.intersection(ref.name for ref in read):
             guarded.add(op.name)
-            fits = fits and op.short_name in _KEEPS_NAN
+            fits = fits and op.short_name in KEEPS_NAN
         if fits:
             names.add(op.name)
             late.update(values)

@@ -156,6 +156,11 @@ def _bce_of_logits(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     return IterationSpace(inputs[0].numel, None, (level,))
 
 
+def _bce(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
+    level: Level = "full" if op.arg(3, 1) == 0 else "terminal"
+    return IterationSpace(inputs[0].numel, None, (level,))
+
+
 def _channels(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     """Batch norm: everything but dim 1 is reduced.
 
@@ -191,6 +196,10 @@ _RULES: dict[str, Callable[[Operation, list[TensorSpec]], IterationSpace | None]
     "huber_loss_backward": _elements_backward,
     "smooth_l1_loss_backward": _elements_backward,
     "binary_cross_entropy_with_logits": _bce_of_logits,
+    "binary_cross_entropy": _bce,
+    "binary_cross_entropy_backward": _elements_backward,
+    "soft_margin_loss": _mse,
+    "soft_margin_loss_backward": _elements_backward,
     "_native_batch_norm_legit": _channels,
     "_native_batch_norm_legit_functional": _channels,
     "_native_batch_norm_legit_no_training": lambda op, i: IterationSpace(

@@ -98,6 +98,7 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_R, 1, "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default prod.dim_int"),
     (_R, 1, "any.dim all.dim any.default all.default"),
     (_R, 1, "any.dims all.dims max.default min.default aminmax.default prod.default nansum.default"),
+    (_R, 3, "argmax.default argmin.default max.dim min.dim"),
     (_R, 1, "count_nonzero.default count_nonzero.dim_IntList"),
     (_R, 4, "std_mean.correction norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"),
     (_R, 4, "var.correction var_mean.correction std.correction logsumexp.default linalg_vector_norm.default"),
@@ -112,6 +113,8 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_L, 3, "huber_loss.default huber_loss_backward.default"),
     (_L, 6, "smooth_l1_loss.default smooth_l1_loss_backward.default"),
     (_L, 25, "binary_cross_entropy_with_logits.default"),
+    (_L, 25, "binary_cross_entropy.default soft_margin_loss.default soft_margin_loss_backward.default"),
+    (_L, 6, "binary_cross_entropy_backward.default"),
 )
 
 OPS: dict[str, OpInfo] = {
@@ -126,6 +129,10 @@ OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # what capture l
 
 FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING})
 MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))
+# Operators by which every NaN that they read, of floats, is a NaN of their result.
+KEEPS_NAN = frozenset(
+    ("add", "sub", "rsub", "mul", "div", "neg", "abs", "square", "sqrt", "exp", "log", "relu", "sum", "mean")
+)
 VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 
 _OPAQUE = OpInfo(OpKind.OPAQUE)

@@ -1,7 +1,8 @@
-"""Losses that eager refuses: a target outside of the classes raises in eager, but makes a kernel's loss NaN.
+"""Losses that eager refuses: a target outside of the classes, or an input that is no probability, raises in eager, but
+makes a kernel's loss NaN.
 
 In: the callable of a node's kernel on a CPU. Out: a callable that repeats a call in eager where the loss is NaN,
-because eager refuses the targets or because scores are NaN. Guarantee: eager's errors are raised. The test takes 1 us
+because eager refuses the values or because scores are NaN. Guarantee: eager's errors are raised. The test takes 1 us
 per call. On a GPU it would wait for the device, where eager's own kernels end the process, so there the loss stays NaN.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 
 from autofuse.ir.operation import NodeForm
 
-_REFUSE = ("aten.nll_loss_forward.default",)
+_REFUSE = ("aten.nll_loss_forward.default", "aten.binary_cross_entropy.default")
 
 
 def refuses(form: NodeForm) -> tuple[int, ...]:

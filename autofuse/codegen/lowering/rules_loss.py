@@ -17,6 +17,7 @@ from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, bro
 from autofuse.codegen.lowering.rules_base import Custom, infer_broadcast
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
+from autofuse.ir.optable import KEEPS_NAN, OpKind, info
 from autofuse.ir.shape import Dim
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # aten's Reduction
@@ -235,6 +236,84 @@ def _logits(cx: Context, op: Operation, output: int, index: Index) -> Val:
     return _reduced(cx, op, each if each_weight is None else b.mul(each, each_weight), reduction, place)
 
 
+# ---- binary cross-entropy of probabilities, soft margin -----------------------------------------------
+
+
+def _infer_pair(cx: Context, op: Operation) -> Sequence[Index | None]:
+    """A loss of two tensors of one shape, whose reduction comes last; a weight may broadcast."""
+    if cx.shape(op.args[0]) != cx.shape(op.args[1]):
+        raise LoweringError("sizes", "expected an input and a target of one shape, found others")
+    index = infer_broadcast_of(cx, op)
+    return [index if _last(op) == _NONE else ()]
+
+
+def _last(op: Operation) -> int:
+    """The reduction of a loss, the last of its arguments."""
+    return int(op.arg({"binary_cross_entropy": 3, "soft_margin_loss": 2}[op.short_name], _MEAN))
+
+
+def _infer_probabilities(cx: Context, op: Operation) -> Sequence[Index | None]:
+    """Refuses a node in which the NaN of what eager refuses might be lost on its way to the outputs."""
+    behind = {op.name}
+    for other in cx.form.operations:
+        if behind.intersection(ref.name for ref in other.inputs):
+            behind.add(other.name)
+            if other.short_name not in KEEPS_NAN and info(other.target).kind is not OpKind.VIEW:
+                raise LoweringError("target", f"expected a loss whose NaN is kept, found {other.target} behind it")
+    return _infer_pair(cx, op)
+
+
+def _probabilities(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """ATen's Loss.cpp: binary_cross_entropy. What is no probability raises in eager and is NaN here."""
+    x_ref, target_ref, weight = op.args[0], op.args[1], op.arg(2, None)
+    b, to = cx.builder, op.outputs[0].dtype
+    place = index if _last(op) == _NONE else cx.canonical(x_ref)
+    x, target = b.cast(cx.operand(x_ref, place), to), b.cast(cx.operand(target_ref, place), to)
+    least = b.const(-100, to)
+    other = b.apply("maximum", b.apply("log1p", b.apply("neg", x)), least)
+    each = b.sub(b.mul(b.sub(target, 1), other), b.mul(target, b.apply("maximum", b.apply("log", x), least)))
+    for value in (x, target):
+        inside = b.apply("and", b.compare("ge", value, 0), b.compare("le", value, 1))
+        each = b.where(inside, each, b.const(math.nan, to))
+    if weight is not None:
+        each = b.mul(each, b.cast(cx.operand(weight, broadcast_index(place, cx.shape(weight))), to))
+    return _reduced(cx, op, each, _last(op), place)
+
+
+def _probabilities_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """ATen's Loss.cpp: binary_cross_entropy_backward."""
+    grad, x_ref, target_ref = op.args[:3]
+    weight, reduction = op.arg(3, None), op.arg(4, _MEAN)
+    b, to = cx.builder, op.outputs[0].dtype
+    x, target = b.cast(cx.operand(x_ref, index), to), b.cast(cx.operand(target_ref, index), to)
+    slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
+    spread = b.apply("maximum", b.mul(b.sub(b.const(1, to), x), x), b.const(1e-12, to))
+    each = b.div(b.mul(slope, b.sub(x, target)), spread)
+    if weight is not None:
+        each = b.mul(each, b.cast(cx.operand(weight, broadcast_index(index, cx.shape(weight))), to))
+    return b.div(each, b.size(cx.shape(x_ref).numel, to)) if reduction == _MEAN else each
+
+
+def _soft_margin(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """ATen's Loss.cpp: soft_margin_loss."""
+    x, target = op.args[:2]
+    b, to = cx.builder, op.outputs[0].dtype
+    place = index if _last(op) == _NONE else cx.canonical(x)
+    off = b.mul(b.apply("neg", b.cast(cx.operand(x, place), to)), b.cast(cx.operand(target, place), to))
+    return _reduced(cx, op, b.apply("log1p", b.apply("exp", off)), _last(op), place)
+
+
+def _soft_margin_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """ATen's Loss.cpp: soft_margin_loss_backward."""
+    grad, x_ref, target_ref, reduction = op.args[:4]
+    b, to = cx.builder, op.outputs[0].dtype
+    x, target = b.cast(cx.operand(x_ref, index), to), b.cast(cx.operand(target_ref, index), to)
+    slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
+    z = b.apply("exp", b.mul(b.apply("neg", target), x))
+    norm = b.div(b.const(-1, to), b.size(cx.shape(x_ref).numel, to)) if reduction == _MEAN else b.const(-1, to)
+    return b.mul(b.div(b.mul(b.mul(target, z), norm), b.add(z, 1)), slope)
+
+
 LOSS_RULES: dict[str, Rule] = {
     "aten.nll_loss_forward.default": Custom(_infer_nll, _nll_forward),
     "aten.nll_loss_backward.default": Custom(_infer_nll_backward, _nll_backward),
@@ -243,6 +322,10 @@ LOSS_RULES: dict[str, Rule] = {
     "aten.smooth_l1_loss.default": Custom(_infer_elements, _elements),
     "aten.smooth_l1_loss_backward.default": Custom(_infer_elements_backward, _smooth_backward),
     "aten.binary_cross_entropy_with_logits.default": Custom(_infer_logits, _logits),
+    "aten.binary_cross_entropy.default": Custom(_infer_probabilities, _probabilities),
+    "aten.binary_cross_entropy_backward.default": Custom(_infer_elements_backward, _probabilities_backward),
+    "aten.soft_margin_loss.default": Custom(_infer_pair, _soft_margin),
+    "aten.soft_margin_loss_backward.default": Custom(_infer_elements_backward, _soft_margin_backward),
     "aten.huber_loss_backward.default": Custom(_infer_elements_backward, _huber_backward),
     "aten.mse_loss_backward.default": Custom(_infer_elements_backward, _mse_backward),
 }

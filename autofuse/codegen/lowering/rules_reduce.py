@@ -166,6 +166,33 @@ def _reduction(function: Any) -> Custom:
     return Custom(_infer_reduction, lambda cx, op, output, index: _over_loops(function, cx, op, index))
 
 
+# ---- the place of an extreme --------------------------------------------------------------------------
+
+
+def _place(kind: str, where: int) -> Any:
+    """``argmax``, ``max.dim`` and the like: output ``where`` is the place, another one the value.
+
+    As in aten, the first of equal elements wins, and the first NaN before all numbers.
+    """
+
+    def evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
+        b, ref = cx.builder, op.args[0]
+        dims, keepdim = reduced_dims(op, len(cx.shape(ref)))
+        opened, over = open_dims(cx, ref, dims, keep_index(index, dims, len(cx.shape(ref)), keepdim))
+        x = cx.operand(ref, opened)
+        most = b.reduce(kind, x, over)
+        if output != where:
+            return most
+        is_found = b.apply("eq", x, most)
+        if is_float(x.dtype):
+            is_found = b.apply("or", is_found, b.apply("isnan", x))  # beside a NaN no number equals the extreme
+        along: Word = tuple(part for d in dims for part in opened[d])
+        beyond = b.size(count(cx, ref, dims), "int64")
+        return b.reduce("min", b.where(is_found, b.index(along), beyond), over)
+
+    return Custom(_infer_reduction, evaluate)
+
+
 # ---- softmax ----------------------------------------------------------------------------------------
 
 
@@ -243,6 +270,10 @@ REDUCE_RULES: dict[str, Rule] = {
     "aten.max.default": _reduction(_kind("max")),
     "aten.min.default": _reduction(_kind("min")),
     "aten.aminmax.default": Custom(_infer_reduction, _evaluate_both_ends),
+    "aten.argmax.default": _place("max", 0),
+    "aten.argmin.default": _place("min", 0),
+    "aten.max.dim": _place("max", 1),
+    "aten.min.dim": _place("min", 1),
     "aten.prod.default": _reduction(_kind("prod")),
     "aten.nansum.default": _reduction(_nansum),
     "aten.count_nonzero.default": _reduction(_count_nonzero),
