@@ -238,7 +238,13 @@ def _is_contiguous(spec: TensorSpec) -> bool:
 
 
 def _check_distinct(index: Index, spec: TensorSpec) -> None:
-    """Raise LoweringError where elements of an output share memory (stride 0): they cannot be written in parallel."""
+    """Raise LoweringError where elements of an output share memory (stride 0): they cannot be written in parallel.
+
+    So it is where one loop runs over two dims, which would leave elements out.
+    """
+    atoms = atoms_of(index)
+    if len(set(atoms)) < len(atoms):
+        raise LoweringError("overlap", f"expected a loop for each dim of {spec.shape}, found one that is shared")
     for word, stride in zip(index, spec.strides, strict=True):
         if resolve(word) and stride == 0:
             raise LoweringError("overlap", f"expected an output with memory of its own, found strides {spec.strides}")

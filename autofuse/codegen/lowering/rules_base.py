@@ -12,14 +12,17 @@ from typing import Any
 from autofuse.codegen.dtypes import result_type
 from autofuse.codegen.lowering.builder import Builder, Val
 from autofuse.codegen.lowering.context import Context
-from autofuse.codegen.lowering.index import Index, Word, broadcast_index, fresh_index, join
+from autofuse.codegen.lowering.index import Index, Word, atoms_of, broadcast_index, fresh_index, join
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef, map_arg
 from autofuse.ir.shape import SymbolicShape
 
 
 def infer_broadcast(cx: Context, op: Operation) -> Index:
-    """The loops of a pointwise result: those of its operands, joined dim by dim."""
+    """The loops of a pointwise result: those of its operands, joined dim by dim.
+
+    A value that is read along two dims (``v[:, None] + v``) gives its loops to one of them; the other has its own.
+    """
     shape = op.outputs[0].shape
     words: list[Word | None] = [() if dim == 1 else None for dim in shape]
     for ref in op.inputs:
@@ -28,6 +31,9 @@ def infer_broadcast(cx: Context, op: Operation) -> Index:
             if back > len(words) or sizes[-back] == 1:
                 continue
             current = words[-back]
+            others = tuple(word for n, word in enumerate(words) if word and n != len(words) - back)
+            if set(atoms_of(others)) & set(atoms_of((operand[-back],))):
+                continue
             if current is None or not current:
                 words[-back] = operand[-back]
             else:

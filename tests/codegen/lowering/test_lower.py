@@ -11,6 +11,7 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import CompilerError, LoweringError, ShapeError
 from autofuse.ir.operation import bind_shapes
 from tests.cases import CASES
+from tests.codegen.conftest import Verify
 from tests.codegen.nodes import NodeBuilder
 
 
@@ -91,3 +92,23 @@ def test_targets_out_of_range_never_read_out_of_bounds(generator: FusionKernelGe
     scores = torch.randn(4, 7)
     loss, _ = kernel(scores, torch.tensor([1, 2, 2**40, -7]))
     assert loss.isnan()
+
+
+def test_a_value_that_is_read_along_two_dims_has_two_loops(verify: Verify) -> None:
+    """It had one, which wrote only the diagonal."""
+    b = NodeBuilder()
+    x, y = b.input(torch.zeros(5, 5)), b.input(torch.zeros(5))
+    row, col = b.call("aten.unsqueeze.default", y, 0), b.call("aten.unsqueeze.default", y, 1)
+    table = b.call("aten.add.Tensor", row, col)
+    verify(b.form(table, b.call("aten.mul.Tensor", table, x), b.call("aten.addcmul.default", x, row, col)), [()])
+
+
+def test_a_sum_of_rows_along_both_dims_is_refused() -> None:
+    b = NodeBuilder()
+    x = b.input(torch.zeros(5, 5))
+    total = b.call("aten.sum.dim_IntList", x, [1])
+    table = b.call(
+        "aten.add.Tensor", b.call("aten.unsqueeze.default", total, 0), b.call("aten.unsqueeze.default", total, 1)
+    )
+    with pytest.raises(LoweringError, match="loop"):
+        lower(b.form(b.call("aten.mul.Tensor", table, x)))
