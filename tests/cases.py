@@ -489,6 +489,46 @@ _MEMORY: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("moves_of_parts", lambda w, x, y, z: (aten.clone.default(w), F.pad(x, (1, 2), value=0.5), aten.clone.default(y[1:]), z.flip(0), x.repeat(2, 1)), (_t(), _t(5, 7), _t(11, 3), _t(13)), ((5, 7, 11, 3, 13), (1, 1, 2, 1, 1), (3, 67, 2, 5, 257), (0, 7, 1, 0, 0))),
 )  # fmt: skip
 
+_IMAGE = _t(2, 8, 5, 7)
+_ODD = ((5, 7), (3, 2), (33, 67))  # no size of 1, which squeeze and the like would drop
+_SHAPES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
+    ("squeeze_all", lambda x: aten.squeeze.default(x.exp()) * 2, (_t(1, 5, 1, 7),), _ODD),
+    ("diagonal_above", lambda x: aten.diagonal.default(x.exp(), 2, 2, 1) + 1, (_t(5, 6, 8),), ((5,), (1,), (67,))),
+    ("diagonal_below", lambda x: aten.diagonal.default(x.exp(), -3, 0, 2).relu() + 1, (_t(8, 5, 6),), ((5,), (1,), (67,))),
+    ("diagonal_copy", lambda x: aten.diagonal_copy.default(x.exp(), 1, -2, -1) + 1, (_t(5, 6, 8),), ((5,), (1,), (67,))),
+    ("diagonal_of_symbols", lambda x: x.exp().diagonal() * 2, (_t(5, 5),), ((5,), (1,), (67,), (0,))),
+    ("diag_embed", lambda x: aten.diag_embed.default(x.exp(), 1) * 2, (_X6,), ((5,), (1,), (67,))),
+    ("diag_embed_below", lambda x: aten.diag_embed.default(x + 1, -2, 0, 2).relu(), (_X6,), ((5,), (1,), (67,))),
+    ("diag_embed_symbols", lambda x: aten.diag_embed.default(x.exp()) + 1, (_X,), ()),
+    ("diagonal_scatter", lambda x, y: aten.diagonal_scatter.default(x * 2, y.exp(), -1, 1, 2) + 1, (_t(5, 8, 6), _X6), ((5,), (1,), (67,))),
+    ("diagonal_backward", lambda g: aten.diagonal_backward.default(g.exp(), [g.shape[0], 6, 8], 2, 1, 2) + 1, (_X6,), ((5,), (1,), (67,))),
+    ("unfold_windows", lambda x: x.exp().unfold(1, 3, 2) * 2, (_t(5, 16),), ()),
+    ("unfold_rows", lambda x: aten.unfold.default(x.exp(), 0, 2, 2).relu(), (_t(8, 5),), ()),
+    ("unfold_symbols", lambda x: x.exp().unfold(1, 6, 1) * 2, (_t(5, 11),), ((5, 11), (1, 6), (33, 67))),
+    ("unfold_copy", lambda x: aten.unfold_copy.default(x.exp(), 1, 3, 1) * 2, (_t(5, 16),), ()),
+    ("unfold_backward", lambda g: aten.unfold_backward.default(g.exp(), [g.shape[0], 16], 1, 2, 2) + 1, (_t(5, 8, 2),), ((5, 2), (1, 2), (67, 2))),
+    ("unfold_backward_overlap", lambda g: aten.unfold_backward.default(g.exp(), [g.shape[0], 18], 1, 8, 2) + 1, (_t(5, 6, 8),), ()),
+    ("unfold_backward_gaps", lambda g: aten.unfold_backward.default(g.exp(), [g.shape[0], 17], 1, 1, 3) * 2, (_t(5, 6, 1),), ()),
+    ("unsafe_splits", lambda x: (aten.unsafe_split.Tensor(x + 1, 8, 1)[1] + 1) * aten.unsafe_split_with_sizes.default(x.relu(), [6, 8, 2], 1)[1], (_t(5, 16),), ()),
+    ("copies_of_views", lambda x: (aten.alias_copy.default(x.exp()) + 1, aten.detach_copy.default(x) + 1, aten.view_copy.default(x.exp(), [x.shape[0] * x.shape[1]]) * 2, aten.permute_copy.default(x.exp(), [1, 0]) + 1, aten.t_copy.default(x) + 1, aten.transpose_copy.int(x, 0, 1) * 2), (_X,), ()),
+    ("copies_of_squeezed", lambda x: (aten.squeeze_copy.default(x + 1), aten.squeeze_copy.dim(x + 2, 0), aten.squeeze_copy.dims(x + 3, [0, 2]), aten.unsqueeze_copy.default(x + 4, 0)), (_t(1, 5, 1, 7),), _ODD),
+    ("expand_copy", lambda x: aten.expand_copy.default(x.exp(), [3, x.shape[0], 6]) * 2, (_COL,), ()),
+    ("slice_copy", lambda x: aten.slice_copy.Tensor(x.exp(), 1, 2, 14, 3) + 1, (_t(5, 16),), ()),
+    ("narrow_copy", lambda x: aten.narrow_copy.default(x.exp(), 1, -6, 4) + aten.narrow_copy.default(x + 1, 1, 8, 4), (_t(5, 16),), ()),
+    ("copies_of_rows", lambda x: (aten.select_copy.int(x.exp(), 1, -1) + 1, aten.unbind_copy.int(x + 1, 1)[2] * 2), (_t(5, 6, 7),), ()),
+    ("split_copy", lambda x: aten.split_copy.Tensor(x.exp(), 8, 1)[1] + aten.split_with_sizes_copy.default(x + 1, [2, 8, 6], 1)[1], (_t(5, 16),), ()),
+    ("rot90", lambda x: (aten.rot90.default(x.exp(), 1, [0, 1]) + 1, aten.rot90.default(x + 1, 3, [0, 1])), (_X,), ()),
+    ("rot90_twice", lambda x: aten.rot90.default(x.exp(), 2, [0, 2]) + 1, (_R3,), ()),
+    ("pixel_shuffle", lambda x: aten.pixel_shuffle.default(x.exp(), 2) + 1, (_IMAGE,), ()),
+    ("pixel_unshuffle", lambda x: aten.pixel_unshuffle.default(x.exp(), 2) + 1, (_t(5, 3, 6, 8),), ((5, 3), (1, 1), (3, 7))),
+    ("channel_shuffle", lambda x: aten.channel_shuffle.default(x.exp(), 4) + 1, (_IMAGE,), ()),
+    ("native_channel_shuffle", lambda x: aten.native_channel_shuffle.default(x.exp(), 2) + 1, (_t(3, 6, 5),), ()),
+    ("creation_like", lambda x: (x + aten.new_full.default(x, [x.shape[1]], 2.5), x * aten.new_ones.default(x, [7, 1, 1]) + aten.new_zeros.default(x, [x.shape[0], 1])), (_X,), ()),
+    ("fill", lambda x, y: (aten.fill.Scalar(x, 2.3) + y, aten.fill.Tensor(x, y.sum() * 0 + 3) * y, aten.zero.default(x) - y), (_X, _Y), ()),
+    ("eye", lambda x, y: (x + torch.eye(6, 8, dtype=x.dtype), x * y.unsqueeze(0) - torch.eye(8, dtype=y.dtype)[:6]), (_t(5, 6, 8), _t(6, 8)), ()),
+    ("linspace", lambda x: x + torch.linspace(-1.0, 2.0, 16, dtype=x.dtype) * torch.linspace(0.3, 0.1, 1, dtype=x.dtype), (_t(5, 16),), ()),
+)  # fmt: skip
+
 # Strides round sizes.
 _POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
     ("pool_max", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [1, 1], [1, 1]), (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 33, 37))),
@@ -528,7 +568,7 @@ def _table() -> dict[str, Case]:
     ]
     cases += [
         Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"memory"}))
-        for name, fn, example, sizes in _MEMORY
+        for name, fn, example, sizes in (*_MEMORY, *_SHAPES)
     ]
     cases += [
         Case(name, fn, example, sizes, static=(8, 16), tags=frozenset({"pool"})) for name, fn, example, sizes in _POOLS

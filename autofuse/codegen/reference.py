@@ -119,7 +119,7 @@ def to_float64(form: NodeForm) -> NodeForm:
 
     return NodeForm(
         inputs=tuple(NodeInput(item.name, wide(item.spec)) for item in form.inputs),
-        operations=tuple(_drop_half_to_float(operation(op)) for op in form.operations),
+        operations=tuple(_with_dtype(_drop_half_to_float(operation(op))) for op in form.operations),
         outputs=form.outputs,
         symbols=form.symbols,
     )
@@ -137,6 +137,13 @@ def _drop_half_to_float(op: Operation) -> Operation:
     """``_softmax(x, dim, half_to_float=True)`` takes only half inputs; in float64 there is nothing to convert."""
     if op.short_name in ("_softmax", "_log_softmax") and op.arg(2):
         return replace(op, args=(*op.args[:2], False))
+    return op
+
+
+def _with_dtype(op: Operation) -> Operation:
+    """A ``linspace`` that names no dtype would be made in torch's default one, and its steps rounded to it."""
+    if op.short_name == "linspace" and "dtype" not in dict(op.kwargs):
+        return replace(op, kwargs=(*op.kwargs, ("dtype", op.outputs[0].dtype)))
     return op
 
 

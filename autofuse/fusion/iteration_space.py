@@ -37,13 +37,13 @@ def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) ->
     rule = _RULES.get(op.short_name)
     if rule is not None:
         return rule(op, [spec(ref) for ref in op.inputs])
+    levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
     if kind in (OpKind.POINTWISE, OpKind.POOLING, OpKind.CREATION):
-        levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
         return IterationSpace(op.outputs[0].numel, None, levels)
     if kind is OpKind.MEMORY:
         numel = op.outputs[0].numel
         pieces = dict.fromkeys(spec(ref).numel for ref in op.inputs)
-        return IterationSpace(numel, None, ("full",), parts=tuple(piece for piece in pieces if piece != numel))
+        return IterationSpace(numel, None, levels, parts=tuple(piece for piece in pieces if piece != numel))
     if kind is OpKind.REDUCTION:
         return _reduction(op, spec(op.inputs[0]))
     return None

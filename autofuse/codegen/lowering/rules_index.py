@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.lowering.builder import Number, Val
 from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, fresh_index, regroup
 from autofuse.codegen.lowering.rules_base import Custom, View, infer_broadcast, normal_dim
+from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation
 from autofuse.ir.shape import SymbolicShape
 
@@ -53,11 +55,12 @@ def _expand_backward(cx: Context, op: Operation, index: Index) -> Index:
 
 def _order(op: Operation, rank: int) -> tuple[int, ...]:
     """Source dim of each result dim."""
-    if op.short_name == "permute":
+    name = op.short_name.removesuffix("_copy")
+    if name == "permute":
         return tuple(normal_dim(int(d), rank) for d in op.args[1])
     order = list(range(rank))
-    first, second = (0, 1) if op.short_name == "t" else (normal_dim(int(d), rank) for d in op.args[1:3])
-    if rank >= 2 or op.short_name != "t":
+    first, second = (0, 1) if name == "t" else (normal_dim(int(d), rank) for d in op.args[1:3])
+    if rank >= 2 or name != "t":
         order[first], order[second] = order[second], order[first]
     return tuple(order)
 
@@ -111,6 +114,33 @@ def _arange(cx: Context, op: Operation, output: int, index: Index) -> Val:
     return b.cast(moved if start == 0 else b.add(moved, start), to)
 
 
+def _linspace(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """Steps from the start in the first half, back from the end in the second, as in aten, calculated in double."""
+    b, to = cx.builder, op.outputs[0].dtype
+    start, end, steps = op.args[:3]
+    if not is_float(to):
+        raise LoweringError("dtype", f"expected floating-point numbers, found {to}, whose rounding is eager's own")
+    first, last, count = b.const(start, to), b.const(end, to), b.size(steps, "float64")
+    first, last = (b.cast(b.round_to(edge, to), "float64") for edge in (first, last))
+    step = b.div(b.sub(last, first), b.sub(count, 1))
+    position = b.cast(b.index(index[0]), "float64")
+    rising = b.add(first, b.mul(step, position))
+    falling = b.sub(last, b.mul(step, b.sub(b.sub(count, position), 1)))
+    found = b.where(b.apply("lt", b.add(b.mul(position, 2), 1), count), rising, falling)
+    return b.round_to(b.cast(b.where(b.compare("eq", position, 0), first, found), to), to)  # one step has no size
+
+
+def _eye(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    b, to = cx.builder, op.outputs[0].dtype
+    return b.select(b.apply("eq", b.index(index[0]), b.index(index[1])), 1, 0, to)
+
+
+def _filled(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """One element of a tensor, everywhere."""
+    b, to = cx.builder, op.outputs[0].dtype
+    return b.round_to(b.cast(cx.operand(op.args[1], ()), to), to)
+
+
 def _triangle(op_name: str) -> Any:
     def evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
         b = cx.builder
@@ -132,6 +162,7 @@ INDEX_RULES: dict[str, Rule] = {
     "aten._unsafe_view.default": _VIEW,
     "aten.reshape.default": _VIEW,
     "aten.unsqueeze.default": _SQUEEZE,
+    "aten.squeeze.default": _SQUEEZE,
     "aten.squeeze.dim": _SQUEEZE,
     "aten.squeeze.dims": _SQUEEZE,
     "aten.expand.default": View(_expand_forward, _expand_backward),
@@ -150,6 +181,15 @@ INDEX_RULES: dict[str, Rule] = {
     "aten.arange.default": Custom(_fresh, _arange),
     "aten.arange.start": Custom(_fresh, _arange),
     "aten.arange.start_step": Custom(_fresh, _arange),
+    "aten.linspace.default": Custom(_fresh, _linspace),
+    "aten.eye.default": Custom(_fresh, _eye),
+    "aten.eye.m": Custom(_fresh, _eye),
+    "aten.new_full.default": Custom(_fresh, _constant(2), counts=False),
+    "aten.new_zeros.default": Custom(_fresh, _constant(None, 0), counts=False),
+    "aten.new_ones.default": Custom(_fresh, _constant(None, 1), counts=False),
+    "aten.zero.default": Custom(_like, _constant(None, 0), counts=False),
+    "aten.fill.Scalar": Custom(_like, _constant(1), counts=False),
+    "aten.fill.Tensor": Custom(_like, _filled, counts=False),
     "aten.tril.default": Custom(_like, _triangle("tril")),
     "aten.triu.default": Custom(_like, _triangle("triu")),
 }

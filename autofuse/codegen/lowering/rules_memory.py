@@ -474,6 +474,8 @@ MEMORY_RULES: dict[str, Rule] = {
     "aten.slice.Tensor": _window_rule(_slice),
     "aten.split.Tensor": _window_rule(_split),
     "aten.split_with_sizes.default": _window_rule(_split),
+    "aten.unsafe_split.Tensor": _window_rule(_split),
+    "aten.unsafe_split_with_sizes.default": _window_rule(_split),
     "aten.select.int": Custom(_select_infer, _select, counts=False),
     "aten.unbind.int": Custom(_select_infer, _unbind, counts=False),
     "aten.slice_backward.default": Custom(
