@@ -21,6 +21,7 @@ from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
 from autofuse.fusion.cluster import Cluster, Growth, Seed, part_leaves, pools, reads_incomplete, share_loops
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.iteration_space import is_constant
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, Operation, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
@@ -100,8 +101,8 @@ class FusionCandidateAnalyzer:
         for seed in seeds:
             self._plant(growth, seed)
         for op in graph.operations:
-            if op.name in growth.home or info(op.target).kind in VIEWS:
-                continue
+            if op.name in growth.home or info(op.target).kind in VIEWS or is_constant(op):
+                continue  # a node takes its own copy of a constant
             cluster = self._single(graph, op)
             if cluster is None:
                 continue
@@ -337,7 +338,7 @@ _DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int3
 
 
 def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
-    """A node of these operations, the views between them, and the values that the rest of the graph needs."""
+    """A node of these operations, the views between them, the constants they read, and the values that others need."""
     inside = {op.name for op in kernels}
     members: dict[str, Operation] = {op.name: op for op in kernels}
     for op in kernels:
@@ -348,6 +349,8 @@ def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
                 ref = chain[-1].inputs[0]
             if ref.name in inside:  # a view of an input stays outside: aten makes it for nothing
                 members.update((view.name, view) for view in chain)
+            elif _is_own_constant(graph, ref, op):
+                members.update((op.name, op) for op in (*chain, graph.by_name[ref.name]))
     operations = sorted(members.values(), key=lambda o: graph.position[o.name])
     own = {op.name for op in operations}
     values = [ValueRef(op.name, index) for op in kernels for index in range(len(op.outputs))]
@@ -365,6 +368,12 @@ def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
         inputs |= {flat_name(ref): graph.spec(ref) for ref in split}
     node = FusionNode(operations, inputs, tuple(needed))
     return node.in_inputs(graph.derived) if node.reads_windows else node
+
+
+def _is_own_constant(graph: FusionGraph, ref: ValueRef, reader: Operation) -> bool:
+    """Whether a kernel can have the value as a constant of its own."""
+    made = graph.by_name.get(ref.name)
+    return made is not None and is_constant(made) and graph.device(ref) == graph.device(ValueRef(reader.name))
 
 
 def flat_name(ref: ValueRef) -> str:

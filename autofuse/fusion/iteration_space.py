@@ -49,6 +49,11 @@ def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) ->
     return None
 
 
+def is_constant(op: Operation) -> bool:
+    """Whether an operation makes one known number, such as the zero of a ``where``; loops of any size may hold it."""
+    return info(op.target).kind is OpKind.CREATION and not op.inputs and op.outputs[0].numel == 1
+
+
 def with_parts(
     space: IterationSpace | None,
     op: Operation,

@@ -18,7 +18,7 @@ import sympy
 
 from autofuse.errors import FusionError
 from autofuse.fusion.followers import Followers, Kernel, find_followers
-from autofuse.fusion.iteration_space import IterationSpace, Level, iteration_space_of, with_parts
+from autofuse.fusion.iteration_space import IterationSpace, Level, is_constant, iteration_space_of, with_parts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
@@ -87,7 +87,7 @@ class FusionNode:
         known = {spec.shape for o in self.operations for spec in o.outputs} | {s.shape for s in self.inputs.values()}
         if self.operations and any(shape not in known for shape in intermediate_shapes):
             return False
-        if info(op.target).kind in VIEWS:
+        if info(op.target).kind in VIEWS or is_constant(op):
             return True
         space = self._space(op)
         return space is not None and join_spaces(self._loops([Kernel(op, space)])) is not None
@@ -202,8 +202,8 @@ class FusionNode:
 
     @property
     def kernels(self) -> list[Operation]:
-        """The operations that are a kernel of their own in eager, which views are not."""
-        return [op for op in self.operations if info(op.target).kind not in VIEWS]
+        """The operations that the node stands for: all but views and constants, of which it has copies of its own."""
+        return [op for op in self.operations if info(op.target).kind not in VIEWS and not is_constant(op)]
 
     @property
     def reads_windows(self) -> bool:

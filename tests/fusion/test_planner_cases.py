@@ -14,7 +14,7 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused, to_float64, widen
 from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine, FusionGraph
-from autofuse.fusion.iteration_space import iteration_space_of
+from autofuse.fusion.iteration_space import is_constant, iteration_space_of
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, OPS, VIEWS, OpKind, info
 from tests.cases import CASES
@@ -78,6 +78,8 @@ def chain_of(target: str) -> FusionGraph:
     kwargs = tuple((key, rename(value)) for key, value in found.kwargs)
     operations.append(replace(found, name="own", args=rename(found.args), kwargs=kwargs))
     operations.append(beside("behind", ValueRef("own"), found.outputs[0]))
+    if is_constant(found):  # beside one cheap operation it is not worth a kernel
+        operations.append(beside("after", ValueRef("behind"), found.outputs[0]))
     return FusionGraph(operations, inputs, [ValueRef(operations[-1].name)])
 
 
@@ -142,6 +144,30 @@ def test_rows_that_are_expanded_are_in_one_node_with_what_reads_them() -> None:
     ]
     (node,) = FusionEngine().fuse(graph(operations, {"x": x}, ["less"]))
     assert node.operations == operations
+
+
+def test_nodes_have_copies_of_the_constants_they_read() -> None:
+    x, number = tensor("s0", 256), tensor()
+    mask = replace(x, dtype="bool")
+    operations = [
+        op("zero", "aten.scalar_tensor.default", [], number, 0.0),
+        op("above", "aten.gt.Scalar", ["x"], mask, 0),
+        op("kept", "aten.where.self", ["above", "x", "zero"], x),
+        op("product", "aten.mm.default", ["kept", "w"], x),
+        op("below", "aten.lt.Scalar", ["product"], mask, 0),
+        op("rest", "aten.where.self", ["below", "product", "zero"], x),
+    ]
+    engine = FusionEngine(lowerable=why_not, check=True)
+    nodes = engine.fuse(graph(operations, {"x": x, "w": tensor(256, 256)}, ["rest", "zero"]))
+    assert [[o.name for o in node.operations] for node in nodes] == [
+        ["zero", "above", "kept"],
+        ["zero", "below", "rest"],
+    ]
+    assert [node.input_names for node in nodes] == [("x",), ("product",)]
+    assert [[ref.name for ref in node.outputs] for node in nodes] == [
+        ["kept"],
+        ["rest"],
+    ]  # the graph keeps its own zero
 
 
 LOSSES = {

@@ -133,6 +133,20 @@ class Tiny(nn.Module):
         return F.cross_entropy(logits.view(-1, 50), targets.view(-1), ignore_index=-1)
 
 
+class Constants(nn.Module):
+    """One constant is read by several nodes and returned; another by one node."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        zero = torch.zeros(())
+        kept = torch.where(x > 0, x, zero) * 2
+        mapped = torch.where(self.linear(kept) > 0, self.linear(kept), zero).relu()
+        return (mapped + torch.scalar_tensor(3.0)).exp().sum() + zero
+
+
 def tokens(size):
     b, t = size
     return torch.randint(0, 50, (b, t)), torch.randint(-1, 50, (b, t))
@@ -167,6 +181,12 @@ def test_timed_calls_give_the_same_result():
 def test_convolution_and_batch_norm(train):
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Tanh()).train(train)
     check_training(net, lambda n: (torch.randn(n, 3, 10, 10),), [2, 2, 5, 6])
+
+
+def test_constants_that_several_nodes_read():
+    catalogue = check_training(Constants(), lambda n: (torch.randn(n, 8, requires_grad=True),), [3, 4, 7])
+    nodes = [slot.node for router in catalogue.routers for slot in router.program.slots]
+    assert any(op.short_name == "zeros" for node in nodes for op in node.operations)
 
 
 def test_graph_breaks_and_python_control_flow():
