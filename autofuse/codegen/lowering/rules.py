@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from autofuse.codegen.lowering.context import Rule
 from autofuse.codegen.lowering.rules_activations import ACTIVATION_RULES
+from autofuse.codegen.lowering.rules_border import BORDER_RULES
 from autofuse.codegen.lowering.rules_copy import COPY_RULES
 from autofuse.codegen.lowering.rules_diagonal import DIAGONAL_RULES
 from autofuse.codegen.lowering.rules_functions import FUNCTION_RULES
+from autofuse.codegen.lowering.rules_glu import GLU_RULES
 from autofuse.codegen.lowering.rules_index import INDEX_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
@@ -23,5 +25,5 @@ from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
 RULES: dict[str, Rule] = {
     **POINTWISE_RULES, **FUNCTION_RULES, **ACTIVATION_RULES, **INDEX_RULES, **MEMORY_RULES, **SHIFT_RULES,
     **REDUCE_RULES, **NORM_RULES, **LOSS_RULES, **RANDOM_RULES, **POOL_RULES,
-    **COPY_RULES, **DIAGONAL_RULES,
+    **COPY_RULES, **DIAGONAL_RULES, **BORDER_RULES, **GLU_RULES,
 }  # fmt: skip
