@@ -5,6 +5,8 @@ Exit codes: usage errors end the command with 2; nothing here ever reaches the u
 
 from __future__ import annotations
 
+OUT_OF_BOUNDS = "expected indices within their bounds"  # a kernel's IndexError; eager's own error replaces it
+
 
 class AutofuseError(Exception):
     """Base of all errors of autofuse."""

@@ -556,6 +556,35 @@ _POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tup
     ("pool_avg_divided", lambda x: aten.avg_pool2d.default(x, [2, 3], [2, 1], [0, 0], False, True, 5), (_t(3, 16, 16).half(),), ()),
 )  # fmt: skip
 
+_IDS, _IDS2 = _t(4, dtype=torch.int64), _t(3, 4, dtype=torch.int64)
+_HALF = lambda n: ((torch.arange(2 * n) + 0.0) * 0.5).to(torch.int64)  # noqa: E731
+_INDEXED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
+    ("embedding", lambda w, i, p: F.embedding(i, w) * 2.0 + p, (_t(5, 7), _IDS2, _t(4, 7)), ((5, 7, 3, 4), (1, 1, 1, 1), (33, 67, 2, 5), (2, 1030, 3, 2))),
+    ("embedding_norm", lambda w, i, p, g, b: aten.native_layer_norm.default(F.embedding(i, w) + p, [7], g, b, 1e-5)[0], (_t(5, 7), _IDS2, _t(4, 7), _t(7), _t(7)), ((5, 3, 4), (1, 1, 1), (33, 2, 9))),
+    ("embedding_softmax", lambda w, i: torch.softmax(F.embedding(i, w) * 0.5, -1), (_t(5, 7), _IDS.int()), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("embedding_beside", lambda w, i, x: torch.cat((F.embedding(i, w), x), -1) * 2, (_t(5, 16), _IDS, _t(4, 8)), ((5, 4), (1, 1), (33, 67))),
+    ("index_select", lambda x, i, y: (x.index_select(1, i) + y).relu(), (_t(3, 5, 7), _IDS, _t(3, 4, 7)), ((3, 5, 7, 4), (1, 1, 1, 1), (2, 33, 67, 5), (2, 3, 1030, 2))),
+    ("index_select_last", lambda x, i: aten.index_select.default(x, -1, i).exp() + 1, (_t(5, 7), _IDS), ((5, 7, 4), (1, 1, 1), (33, 67, 130))),
+    ("gather_last", lambda x, i: x.gather(-1, i) * 2 + 1, (_t(5, 7), _t(5, 4, dtype=torch.int64)), ((5, 7, 4), (1, 1, 1), (33, 67, 1030))),
+    ("gather_first", lambda x, i: (x.gather(0, i) * 2, i + 1), (_t(9, 7), _t(4, 7, dtype=torch.int64)), ((9, 7, 4), (1, 1, 1), (33, 67, 5))),
+    ("gather_smaller", lambda x, i: x.gather(1, i).relu() + 1, (_t(6, 8, 16), _t(3, 4, 8, dtype=torch.int64)), ((3, 4), (1, 1), (2, 67))),
+    ("gather_sum", lambda x, i: (x.gather(1, i) * 2).sum(1), (_t(5, 7), _t(5, 4, dtype=torch.int64)), ((5, 7, 4), (1, 1, 1), (33, 67, 1030))),
+    ("take", lambda x, i: torch.take(x, i) * 2 + 1, (_t(5, 7), _IDS2), ((5, 7, 3, 4), (1, 1, 1, 1), (33, 67, 2, 5))),
+    ("take_along_dim", lambda x, i: torch.gather(x, 1, torch.remainder(i, 6)) * 2, (_t(5, 6), _t(5, 4, dtype=torch.int64)), ((5, 4), (1, 1), (33, 67))),
+    ("index_rows", lambda x, i, y: x[i] * 2 + y, (_t(5, 7), _IDS, _t(7)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("index_columns", lambda x, i: x[:, i] * 2 + 1, (_t(5, 7), _IDS), ((5, 7, 4), (1, 1, 1), (33, 67, 130))),
+    ("index_pairs", lambda x, i, j: x[i, j].exp() + 1, (_t(5, 7), _IDS, _IDS.int()), ((5, 7, 4), (1, 1, 1), (33, 67, 130))),
+    ("index_broadcast", lambda x, i, j: x[:, i, j] * 2 + 1, (_t(3, 5, 7), _t(4, 1, dtype=torch.int64), _t(6, dtype=torch.int64)), ((3, 5, 7, 4), (1, 1, 1, 1), (2, 33, 67, 9))),
+    ("index_apart", lambda x, i, j: x[i, :, j].relu() + 1, (_t(3, 5, 7), _IDS, _IDS), ((3, 5, 7, 4), (1, 1, 1, 1), (2, 33, 67, 9))),
+    ("index_of_one", lambda x, i: x[i, :] * 2 + 1, (_t(1, 7), _IDS), ((7, 4), (1, 1), (67, 9))),
+    ("index_single", lambda x, i: aten.index.Tensor(x, [i]) * 2 + 1, (_t(5, 7), _t(dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
+    ("index_transposed", lambda x, i: x.t()[i] * 2 + 1, (_t(5, 7), _IDS), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("index_of_values", lambda x, i: aten.index.Tensor(x * 2, [i]) + 1, (_t(5, 7), _t(5, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
+    ("index_reversed", lambda x: x[torch.arange(7, -1, -1)] * 2 + 1, (_t(8, 7),), ()),
+    ("upsample_nearest", lambda x: aten._unsafe_index.Tensor(x, [None, None, _HALF(6).unsqueeze(-1), _HALF(8)]) * 2 + 1, (_t(2, 3, 6, 8),), ()),
+    ("relative_bias", lambda s, t, i: torch.softmax(s + t[i].view(4, 4, 2).permute(2, 0, 1), -1), (_t(3, 2, 4, 4), _t(9, 2), _t(16, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
+)  # fmt: skip
+
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
@@ -586,6 +615,10 @@ def _table() -> dict[str, Case]:
     ]
     cases += [
         Case(name, fn, example, sizes, static=(8, 16), tags=frozenset({"pool"})) for name, fn, example, sizes in _POOLS
+    ]
+    cases += [
+        Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"indexed"}))
+        for name, fn, example, sizes in _INDEXED
     ]
     return {case.name: case for case in cases}
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from autofuse.codegen.call import torch_dtype
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
-from autofuse.ir.shape import evaluate
+from autofuse.ir.optable import OpKind, info
+from autofuse.ir.shape import Dim, evaluate
 
 Kind = Literal["normal", "large", "zeros", "special"]
 PERIOD = 65_521  # numbers drawn for a large tensor, then repeated; a prime, so that shorter rows all differ
@@ -139,6 +140,18 @@ def _targets(scores: ValueRef, ignore: int) -> Role:
     return role
 
 
+def _indices(sizes_of: Sequence[Dim], wraps: bool) -> Role:
+    """Places in dims of all these sizes; some are negative where all readers count those from the end."""
+
+    def role(
+        form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+    ) -> torch.Tensor:
+        limit = max(1, min(evaluate(size, symbols) for size in sizes_of))
+        return torch.randint(-limit if wraps else 0, limit, sizes, generator=generator)
+
+    return role
+
+
 def _total(
     form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
 ) -> torch.Tensor:
@@ -156,7 +169,7 @@ _POSITIVE_ARGUMENTS = {
 def _roles(form: NodeForm) -> dict[str, Role]:
     """The role of each input, found at the operators that read it, directly or through views."""
     sources = _view_sources(form)
-    roles: dict[str, Role] = {}
+    roles: dict[str, Role] = dict(_index_roles(form, sources))
 
     def note(ref: object, role: Role) -> None:
         if isinstance(ref, ValueRef):
@@ -182,6 +195,29 @@ def _roles(form: NodeForm) -> dict[str, Role]:
         if op.short_name == "log_sigmoid_backward":
             note(op.args[2], _unit)
     return roles
+
+
+def _index_roles(form: NodeForm, sources: Mapping[str, str]) -> Iterator[tuple[str, Role]]:
+    """The roles of inputs that index other tensors."""
+    limits: dict[str, list[Dim]] = {}
+    strict: set[str] = set()
+    for op in form.operations:
+        if info(op.target).kind is not OpKind.INDEXED:
+            continue
+        shape, named = form.spec(op.args[0]).shape, op.arg(1)
+        if isinstance(named, tuple):
+            pairs = [(ref, shape[dim]) for dim, ref in enumerate(named) if ref is not None]
+        elif op.short_name == "embedding":
+            pairs = [(named, shape[0])]
+        else:
+            pairs = [(named, shape.numel)] if op.short_name == "take" else [(op.arg(2), shape[int(named)])]
+        for ref, size in pairs:
+            name = sources.get(ref.name, ref.name)
+            limits.setdefault(name, []).append(size)
+            if op.short_name in ("embedding", "index_select", "gather"):
+                strict.add(name)
+    for name, sizes in limits.items():
+        yield name, _indices(sizes, name not in strict)
 
 
 def _masks(form: NodeForm) -> dict[str, Role]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
-from autofuse.ir.shape import Dim
+from autofuse.ir.shape import Dim, as_dim
 
 Strides = tuple[tuple[int, Dim], ...]  # (domain dim, elements per step); dims of stride 0 are left out
 
@@ -34,7 +34,8 @@ class LoopValue:
     """One SSA value. ``attr`` is the op's constant, Access, linear index or reduction kind.
 
     The op ``uniform`` is the number that eager's generator gives the element at a linear place, in (0, 1]. ``load_if``
-    and ``gather_if`` have a truth value as last argument: where it is false they read nothing and give 0.
+    and ``gather_if`` have a truth value as last argument: where it is false they read nothing and give 0. ``checked``
+    is an index that is within [0, ``attr``), a size: where it is not, it gives 0, and the call ends in eager.
     """
 
     op: str
@@ -96,6 +97,11 @@ class LoopKernel:
         return any(v.op == "row_reduce" for v in self.values)
 
     @property
+    def bounds(self) -> tuple[Dim, ...]:
+        """The sizes that an index must be within, each once; a call in which one is not ends in eager."""
+        return tuple(dict.fromkeys(as_dim(v.attr) for v in self.values if v.op == "checked"))
+
+    @property
     def sinks(self) -> tuple[int, ...]:
         """Values that are reduced over rows; known only after the nest."""
         return tuple(i for i, v in enumerate(self.values) if v.op in SINKS)
@@ -129,7 +135,7 @@ BINARY = (
 )  # fmt: skip
 ARITY: dict[str, int] = {
     "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "uniform": 1, "where": 3,
-    "load_if": 1, "gather_if": 2,
+    "load_if": 1, "gather_if": 2, "checked": 1,
     **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1),
 }  # fmt: skip
 GUARDED = ("load_if", "gather_if")
@@ -225,6 +231,8 @@ def _dtypes(kernel: LoopKernel) -> Iterator[str]:
             yield f"value {i} ({value.op}) mixes {operands[0]} and {operands[1]}"
         if value.op in GUARDED and operands[-1] != "bool":
             yield f"value {i} ({value.op}) is guarded by {operands[-1]}"
+        if value.op == "checked" and (value.dtype, *operands) != ("int64", "int64"):
+            yield f"value {i} (checked) is an index of {value.dtype}, made from {operands}"
         if value.op == "where" and (operands[0] != "bool" or operands[1] != operands[2]):
             yield f"value {i} (where) has operands {operands}"
 

@@ -40,8 +40,15 @@ def estimate_benefit(node: FusionNode, graph: FusionGraph | None = None) -> Fusi
     flops = sum(local.operation_flops(op) for op in node.operations)
     # Libraries' matmuls are as fast as they can be; what is element-wise keeps its operands in registers.
     matmul = sum(matmul_flops(local, op) or 0.0 for op in node.operations)
-    reads = {name for op in node.kernels for name in (local.base(ref).name for ref in op.inputs)}
-    fused_bytes = sum(local.nbytes(spec) for name, spec in node.inputs.items() if name in reads)
+    reads: dict[str, int] = {}  # of each tensor, most bytes that a kernel reads, directly or through views
+    for op in node.kernels:
+        for ref in op.inputs:
+            name = local.base(ref).name
+            if name in node.inputs:
+                whole = local.nbytes(node.inputs[name])
+                limit = local.bytes_read(op, ref) if local.is_table(op, ref) else whole
+                reads[name] = max(reads.get(name, 0), min(whole, limit))
+    fused_bytes = sum(reads.values())
     fused_bytes += sum(local.nbytes(local.spec(ref)) for ref in node.outputs)
     kernels = len(node.kernels)
     # The kernel time is the larger of moving the bytes and doing the arithmetic.

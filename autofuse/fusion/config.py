@@ -10,6 +10,7 @@ _SWITCHES = {
     OpKind.POINTWISE: "enable_elementwise",
     OpKind.CREATION: "enable_elementwise",
     OpKind.MEMORY: "enable_elementwise",
+    OpKind.INDEXED: "enable_elementwise",
     OpKind.POOLING: "enable_reduction",
     OpKind.REDUCTION: "enable_reduction",
     OpKind.NORMALISATION: "enable_reduction",

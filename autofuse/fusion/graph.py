@@ -207,8 +207,17 @@ class FusionGraph:
         """Bytes that ``op`` reads and writes as a kernel of its own; 0 for views."""
         if info(op.target).kind in VIEWS:
             return 0
-        read = sum(self.nbytes(self.spec(ref)) for ref in dict.fromkeys(op.inputs))
+        read = sum(self.bytes_read(op, ref) for ref in dict.fromkeys(op.inputs))
         return read + sum(self.nbytes(spec) for spec in op.outputs)
+
+    def bytes_read(self, op: Operation, ref: ValueRef) -> int:
+        """Bytes of a tensor that ``op`` reads: of a table no more than it gives elements."""
+        whole = self.nbytes(self.spec(ref))
+        return min(whole, self.nbytes(op.outputs[0])) if self.is_table(op, ref) else whole
+
+    def is_table(self, op: Operation, ref: ValueRef) -> bool:
+        """Whether ``op`` reads a tensor only at places that are data."""
+        return info(op.target).kind is OpKind.INDEXED and ref == op.inputs[0] and op.inputs.count(ref) == 1
 
     def operation_flops(self, op: Operation) -> float:
         """Floating-point operations: two for a multiply-add of the matmul family, roughly a rate per element else."""
@@ -218,7 +227,7 @@ class FusionGraph:
         facts = info(op.target)
         if facts.kind is OpKind.OPAQUE or facts.kind in VIEWS:
             return 0.0
-        specs = [self.spec(ref) for ref in op.inputs]
+        specs = [self.spec(ref) for ref in op.inputs] if facts.kind is not OpKind.INDEXED else []
         return facts.flops * max((self.numel(s) for s in [*specs, *op.outputs]), default=0)
 
 

@@ -44,6 +44,8 @@ def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) ->
         numel = op.outputs[0].numel
         pieces = dict.fromkeys(spec(ref).numel for ref in op.inputs)
         return IterationSpace(numel, None, levels, parts=tuple(piece for piece in pieces if piece != numel))
+    if kind is OpKind.INDEXED:
+        return _indexed(op, spec)
     if kind is OpKind.REDUCTION:
         return _reduction(op, spec(op.inputs[0]))
     return None
@@ -52,6 +54,13 @@ def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) ->
 def is_constant(op: Operation) -> bool:
     """Whether an operation makes one known number, such as the zero of a ``where``; loops of any size may hold it."""
     return info(op.target).kind is OpKind.CREATION and not op.inputs and op.outputs[0].numel == 1
+
+
+def _indexed(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace:
+    """The space of the result; indices may be made beside it, the table is of another size and given."""
+    numel, (table, *indices) = op.outputs[0].numel, op.inputs
+    sizes = dict.fromkeys(spec(ref).numel for ref in indices if ref != table)
+    return IterationSpace(numel, None, ("full",), parts=tuple(size for size in sizes if size != numel))
 
 
 def with_parts(

@@ -125,16 +125,16 @@ def _stored_bytes(graph: FusionGraph, spec: TensorSpec) -> int:
 
 def _bytes_read(graph: FusionGraph, kernels: Sequence[Operation], home: dict[str, str]) -> int:
     """A kernel reads each tensor once, and of one that it reads in parts no more than the whole."""
-    reads: dict[tuple[str, ValueRef], set[ValueRef]] = {}
+    reads: dict[tuple[str, ValueRef], dict[ValueRef, int]] = {}
     for op in kernels:
         for ref in op.inputs:
             base = _base(graph, ref)
             if home.get(base.name) != home[op.name]:
-                reads.setdefault((home[op.name], base), set()).add(ref)
-    return sum(
-        min(_stored_bytes(graph, graph.spec(base)), sum(_stored_bytes(graph, graph.spec(ref)) for ref in refs))
-        for (_, base), refs in reads.items()
-    )
+                bytes_of = reads.setdefault((home[op.name], base), {})
+                stored = _stored_bytes(graph, graph.spec(ref))
+                read = min(stored, graph.bytes_read(op, ref)) if graph.is_table(op, ref) else stored
+                bytes_of[ref] = max(bytes_of.get(ref, 0), read)
+    return sum(min(_stored_bytes(graph, graph.spec(base)), sum(refs.values())) for (_, base), refs in reads.items())
 
 
 def _bytes_written(graph: FusionGraph, kernels: Sequence[Operation], home: dict[str, str], clusters: set[str]) -> int:

@@ -20,6 +20,7 @@ class OpKind(Enum):
     PART = "part"  # a view of some of the elements
     MEMORY = "memory"  # elements put at other places: concatenation, padding, shifts
     POOLING = "pooling"  # one output element from the few elements of a window
+    INDEXED = "indexed"  # one output element from that element of a table which index tensors name
     REDUCTION = "reduction"  # dims disappear or become 1
     NORMALISATION = "normalisation"  # reduction and pointwise together along the same dims
     LOSS = "loss"  # of classes, which reads one element a row by an index, or of elements; and its gradient
@@ -113,6 +114,8 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_M, 4, "reflection_pad1d_backward.default reflection_pad2d_backward.default reflection_pad3d_backward.default"),
     (_M, 4, "replication_pad1d_backward.default replication_pad2d_backward.default"),
     (_M, 4, "replication_pad3d_backward.default"),
+    (OpKind.INDEXED, 2, "embedding.default index_select.default gather.default take.default"),
+    (OpKind.INDEXED, 2, "index.Tensor _unsafe_index.Tensor"),
     (OpKind.POOLING, 20, "max_pool2d_with_indices.default avg_pool2d.default"),
     (_R, 1, "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default prod.dim_int"),
     (_R, 1, "any.dim all.dim any.default all.default"),
@@ -146,7 +149,7 @@ OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, 
 OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
 OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # what capture leaves as it is, on a GPU
 
-FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING})
+FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING, OpKind.INDEXED})
 MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))
 # Operators by which every NaN that they read, of floats, is a NaN of their result.
 KEEPS_NAN = frozenset(

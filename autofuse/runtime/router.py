@@ -26,7 +26,7 @@ from autofuse.runtime.usage import Usage
 from autofuse.strategies.joint_attention import forward_call
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
 from autofuse.wrapper.graph_call import Program
-from autofuse.wrapper.node_call import Composed, NodeCall, make_launcher
+from autofuse.wrapper.node_call import Composed, NodeCall, is_out_of_bounds, make_launcher, repeat
 
 # So many plans check the inputs of a node's first call; one graph gives sizes and strides for all plans.
 TRUSTED_AFTER = 4
@@ -263,9 +263,10 @@ class GraphRouter:
         unfused = node.unfused
 
         def failed(error: Exception, *inputs: Any) -> Any:
-            if not _is_out_of_memory(error):  # a script may recover from this with a smaller batch
+            # a script may recover from one with a smaller batch, from the other with other indices
+            if not _is_out_of_memory(error) and not is_out_of_bounds(error):
                 self._give_up(key, fused, _text_of(error))
-            return unfused(*inputs)
+            return repeat(unfused, *inputs)
 
         is_odd = node.slot.device.type == "cpu" and bool(refuses(node.form))
         fused = make_launcher(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofuse.dynamo_skip import define
-from autofuse.errors import ShapeError
+from autofuse.errors import OUT_OF_BOUNDS, ShapeError
 from autofuse.gpu.capturing import is_capturing
 from autofuse.gpu.launch_record import make_record
 from autofuse.gpu.launcher import CtypesLaunch, Launch, launch_of
@@ -169,9 +169,11 @@ def make_device_launcher(
 
 
 def _unless_odd(form: NodeForm, symbol_values: Sequence[int], failed: Callable[..., Any]) -> Callable[..., Any]:
-    """The fallback of a kernel that raised: eager where it raised because of numbers that are not finite.
+    """The fallback of a kernel that raised: eager where it raised because of numbers that are not finite, or because
+    of an index out of its bounds, for which eager raises an error of its own.
 
-    Eager's callable is made when a kernel first requests it, which is rare.
+    A part of a larger program leaves the latter to that. Eager's callable is made when a kernel first requests it,
+    which is rare.
     """
 
     @functools.cache
@@ -179,15 +181,29 @@ def _unless_odd(form: NodeForm, symbol_values: Sequence[int], failed: Callable[.
         return make_unfused(form, symbol_values), expected_outputs(form, symbol_values)
 
     def answer(error: Exception, *inputs: torch.Tensor) -> Any:
-        if not isinstance(error, FloatingPointError):
+        if not isinstance(error, FloatingPointError) and (not is_out_of_bounds(error) or failed is raise_error):
             return failed(error, *inputs)
         eager, specs = eagers()
-        found = eager(*inputs)
+        found = repeat(eager, *inputs)
         tensors = found if isinstance(found, tuple) else (found,)
         laid = [t if t.stride() == s[1] else empty_like_spec(*s).copy_(t) for t, s in zip(tensors, specs, strict=True)]
         return laid[0] if len(laid) == 1 else tuple(laid)
 
     return answer
+
+
+def is_out_of_bounds(error: Exception) -> bool:
+    """Whether a kernel has found an index out of its bounds: eager, run on the same inputs, says which and where."""
+    return isinstance(error, IndexError) and error.args == (OUT_OF_BOUNDS,)
+
+
+def repeat(eager: NodeCall, *inputs: torch.Tensor) -> Any:
+    """Eager's result of a call that a kernel did not finish, or the error that a script sees in eager, and no other."""
+    try:
+        return eager(*inputs)
+    except Exception as raised:
+        raised.__context__ = None
+        raise
 
 
 def _outside_recordings(call: NodeCall, unfused: NodeCall) -> NodeCall:

@@ -50,6 +50,11 @@ class Body(ValuePrinter):
     def work_text(self) -> str:
         return "nrows * ncols"
 
+    @property
+    def outside(self) -> str:
+        """C text of a further parameter of a share's function: where it notes that an index is out of its bounds."""
+        return ", int64_t* outside" if self.kernel.bounds else ""
+
     # ---- scratch memory
 
     def scratch_layout(self) -> list[str]:
@@ -96,8 +101,9 @@ class Body(ValuePrinter):
         kernel = self.kernel
         lines = [
             f"static void {kernel.name}_rows(",
-            "    const int64_t* sizes, void** ptrs, char* scratch, int64_t tid, int64_t team) {",
+            f"    const int64_t* sizes, void** ptrs, char* scratch, int64_t tid, int64_t team{self.outside}) {{",
             "@SIZES@",
+            *(["  int64_t bad = 0;"] if kernel.bounds else []),
             *self._parameters(),
             "  (void)scratch; (void)tid; (void)team;",
             *self._scratch_pointers(),
@@ -108,6 +114,8 @@ class Body(ValuePrinter):
         lines += self._finish_share()
         if self.streams:
             lines.append("  af_stream_fence();")
+        if kernel.bounds:
+            lines.append("  if (bad < 0) __atomic_store_n(outside, -1, __ATOMIC_RELAXED);")
         return "\n".join([*lines, "}", ""])
 
     def _items(self) -> list[str]:
@@ -210,6 +218,7 @@ class Body(ValuePrinter):
         blocked = [n for n in scalars if self._reducer(n).widens]
         clauses = "".join(f" reduction({self._reducer(n).clause}:{'p' if n in blocked else 't'}{n})" for n in scalars)
         clauses += "".join(f" reduction(|:nan{n})" for n in scalars if self._reducer(n).nan_flag)
+        clauses += self._noted(phase)
         inner = [f"  {line}" for line in self._columns(phase)]
         packs = any(self._memory(s.access) == "float16" for s in phase.stores)
         ahead = self._next_row(phase)
@@ -273,10 +282,14 @@ class Body(ValuePrinter):
                 stores.append(f"    {self.store(dataclasses.replace(store, value=value))}")
             if self.streams:
                 after.append(f"  af_stream({target}, tile{k}, (b_end - b) * (int64_t)sizeof(tile{k}[0]));")
-        lines += [*ahead, "  #pragma omp simd", "  for (int64_t c = b; c < b_end; ++c) {"]
+        lines += [*ahead, f"  #pragma omp simd{self._noted(phase)}", "  for (int64_t c = b; c < b_end; ++c) {"]
         values = dataclasses.replace(phase, stores=())
         lines += [f"    {line}" for line in self._columns(values)] + stores + ["  }"]
         return [*lines, *after, "}"]
+
+    def _noted(self, phase: ColumnPass) -> str:
+        """The clause of a loop that looks at indices."""
+        return " reduction(|:bad)" if any(self.kernel.values[n].op == "checked" for n in phase.values) else ""
 
     def _columns(self, phase: ColumnPass) -> list[str]:
         """Statements for one column."""

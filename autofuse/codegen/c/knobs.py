@@ -91,7 +91,7 @@ def can_transpose(kernel: LoopKernel) -> bool:
     A loop over rows finds each element of the former in another cache line, which is gone before the next row reads
     from it: a copy of images into another order took four times as long (3 x 64 x 32 x 32, EPYC).
     """
-    if kernel.kind != "pointwise" or len(kernel.cols) != 1 or not kernel.rows:
+    if kernel.kind != "pointwise" or len(kernel.cols) != 1 or not kernel.rows or kernel.bounds:
         return False
     row, col = kernel.rows[-1], kernel.cols[-1]
     size = kernel.dims[row]
@@ -103,7 +103,13 @@ def can_transpose(kernel: LoopKernel) -> bool:
 
 def uses_lanes(kernel: LoopKernel) -> bool:
     """Whether rows suit vector lanes: only rows are reduced, and most tensors are dense along the last row dim."""
-    if not kernel.has_row_reduce or not kernel.rows or kernel.sinks or plan(kernel, keep=False).post_stores:
+    if (
+        not kernel.has_row_reduce
+        or not kernel.rows
+        or kernel.bounds
+        or kernel.sinks
+        or plan(kernel, keep=False).post_stores
+    ):
         return False
     row, col = kernel.rows[-1], kernel.cols[-1]
     size = kernel.dims[row]

@@ -48,7 +48,7 @@ class LoadedKernel:
         """Run once. ``sizes``: the symbols' values in order, then the thread count; ``pointers``: inputs, then outputs.
 
         Raises MemoryError without memory for its buffers, ValueError for 2^31 columns or more, and FloatingPointError
-        where the work is left to eager.
+        or IndexError where the work is left to eager: numbers that are not finite, an index out of its bounds.
         """
         array = (ctypes.c_int64 * len(sizes))(*sizes)
         self.entry(ctypes.addressof(array), *pointers)

@@ -21,7 +21,7 @@ from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
 from autofuse.codegen.c.transposed_blocks import TransposedBody
 from autofuse.codegen.column_passes import plan
 from autofuse.codegen.loops import LoopKernel
-from autofuse.errors import LoweringError
+from autofuse.errors import OUT_OF_BOUNDS, LoweringError
 from autofuse.ir.records import Config
 from autofuse.ir.size_text import dim_text
 
@@ -52,7 +52,8 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
             driver.replace("@SIZES@", sizes),
             ENTRY.replace("@NAME@", kernel.name)
             .replace("@PARAMS@", str(len(kernel.params)))
-            .replace("@RELEASE@", body.work_text()),
+            .replace("@RELEASE@", body.work_text())
+            .replace("@OUTSIDE@", OUTSIDE if kernel.bounds else ""),
         ]
     )
     return CSource(kernel.name, text.replace("@SIZES@", sizes))
@@ -119,6 +120,11 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
         lines.append(f"  const int64_t shares = {body.work_text()} < {body.serial_below} ? 1 : {SHARES};")
     if body.tests_positions:
         lines.append(f"  if (n{body.last} >= INT32_MAX) return -2;")
+    for size in kernel.bounds:  # without an element, there is none to read instead of one that is outside
+        lines.append(f"  if (({dim_text(size)}) < 1) return -4;")
+    if kernel.bounds:
+        lines.append("  int64_t bad = 0;")
+    share = ", &bad" if kernel.bounds else ""
     scratch = body.scratch_layout()
     if scratch:
         lines += [*scratch, *(line.replace("@TEAM@", "shares" if body.has_shares else "threads") for line in _SCRATCH)]
@@ -131,7 +137,7 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
             "  #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)",
             "#endif",
             "  for (int64_t share = 0; share < shares; ++share)",
-            f"    {kernel.name}_rows(sizes, ptrs, scratch + share * scratch_bytes, share, shares);",
+            f"    {kernel.name}_rows(sizes, ptrs, scratch + share * scratch_bytes, share, shares{share});",
         ]
     elif parallel:
         lines += [
@@ -141,17 +147,17 @@ def _driver(kernel: LoopKernel, body: Body) -> str:
             "    {",
             "      const int64_t team = omp_get_num_threads(), tid = omp_get_thread_num();",
             "      if (tid == 0) used = team;",
-            f"      {kernel.name}_rows(sizes, ptrs, scratch + tid * scratch_bytes, tid, team);",
+            f"      {kernel.name}_rows(sizes, ptrs, scratch + tid * scratch_bytes, tid, team{share});",
             "    }",
             "#endif",
             "  } else",
         ]
     if not body.has_shares:
-        lines.append(f"    {kernel.name}_rows(sizes, ptrs, scratch, 0, 1);")
+        lines.append(f"    {kernel.name}_rows(sizes, ptrs, scratch, 0, 1{share});")
     lines += ["  (void)used;", *body.post()]
     if scratch:
         lines += ["  if (total_bytes > AF_KEEP_BYTES) free(memory);"]
-    return "\n".join([*lines, "  return 0;", "}", ""])
+    return "\n".join([*lines, f"  return {'bad < 0 ? -4 : 0' if kernel.bounds else '0'};", "}", ""])
 
 
 def _driver_of_nests(kernel: LoopKernel, nests: Sequence[tuple[Body, str]]) -> str:
@@ -208,6 +214,13 @@ _SCRATCH = (
 )
 
 
+OUTSIDE = f"""  if (failed == -4) {{
+    extern PyObject* PyExc_IndexError;
+    PyErr_SetString(PyExc_IndexError, "{OUT_OF_BOUNDS}");
+    return NULL;
+  }}
+"""
+
 ENTRY = """
 AF_EXPORT int af_call(const int64_t* sizes, void** ptrs) { return @NAME@(sizes, ptrs); }
 
@@ -243,7 +256,7 @@ AF_EXPORT PyObject* af_entry(PyObject* self, PyObject* const* args, intptr_t n) 
     PyErr_SetString(PyExc_FloatingPointError, "expected finite results");
     return NULL;
   }
-  if (failed) {
+@OUTSIDE@  if (failed) {
     PyErr_SetString(PyExc_ValueError, "expected fewer than 2^31 columns");
     return NULL;
   }

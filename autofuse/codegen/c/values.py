@@ -160,6 +160,14 @@ class ValuePrinter:
 
     def declare(self, number: int, c: str = "c") -> str:
         value = self.kernel.values[number]
+        if value.op == "checked":
+            index, size = self.text(value.args[0]), dim_text(value.attr)
+            # The sign bit of ``out`` is set below 0 and beyond the end; two comparisons take half as long again (EPYC).
+            beyond = f"(int64_t)((uint64_t)({size}) - 1 - (uint64_t){index})"
+            return (
+                f"const int64_t out{number} = {index} | {beyond}, "
+                f"x{number} = {index} & ~(out{number} >> 63); bad |= out{number};"
+            )
         return f"const {VALUE_TYPE[value.dtype]} x{number} = {self.compute(number, c)};"
 
     def _declare_all(self, numbers: Sequence[int], indent: str) -> list[str]:

@@ -114,6 +114,10 @@ class Builder:
 
     # ---- ops
 
+    def checked(self, value: Val, size: Dim) -> Val:
+        """An index (int64) into a dim of ``size``: 0 where it is outside, and the call then ends in eager."""
+        return self.node("checked", "int64", (value,), size)
+
     def cast(self, value: Operand, name: str) -> Val:
         """The value in the compute dtype of ``name``; numbers become constants, sizes become values."""
         name = compute_dtype(name)

@@ -72,6 +72,7 @@ class Context:
         self._operations = {op.name: op for op in form.operations}
         self._canonical: dict[ValueRef, Index] = {}
         self._values: dict[_Reading, Val] = {}
+        self._bounds: dict[tuple[str, int], set[int]] = {}  # operation, number of the index -> its checked values
         # A reduction runs over all units of a concatenation in a loop; then the stores do so too.
         self._unrolls = not any(
             info(op.target).kind in _REDUCES and op.short_name not in _ELEMENT_BY_ELEMENT for op in form.operations
@@ -87,6 +88,18 @@ class Context:
 
     def shape(self, ref: ValueRef) -> SymbolicShape:
         return self._specs[ref].shape
+
+    def is_input(self, ref: ValueRef) -> bool:
+        """Whether a value comes from outside of the node."""
+        return ref.name in self._params
+
+    def operation_of(self, ref: ValueRef) -> Operation | None:
+        """The operation that makes a value; None for an input."""
+        return self._operations.get(ref.name)
+
+    def reads_inputs(self, op: Operation) -> bool:
+        """Whether an operation's result depends on inputs of the node."""
+        return any(r.name in self._params or self.reads_inputs(self._operations[r.name]) for r in op.inputs)
 
     def canonical(self, ref: ValueRef) -> Index:
         """The loops that run over the dims of a value."""
@@ -152,6 +165,10 @@ class Context:
         """Read the memory of an input as a tensor of this spec."""
         return self.builder.load(self._params[ref.name], spec.dtype, index, spec.strides)
 
+    def load_flat(self, ref: ValueRef, place: Word) -> Val:
+        """Read a contiguous input at a place among all of its elements."""
+        return self.builder.load(self._params[ref.name], self._specs[ref].dtype, (place,), (1,))
+
     def aliased_input(self, ref: ValueRef) -> ValueRef | None:
         """The input whose memory a value shows through views alone; None where the value is calculated or copied."""
         while ref.name not in self._params:
@@ -168,7 +185,7 @@ class Context:
         """Evaluate the outputs; repeats until no view splits an atom any more, so that all values agree."""
         for _ in range(_MAX_PULLS):
             before = self._splits()
-            self.builder, self._values = Builder(), {}
+            self.builder, self._values, self._bounds = Builder(), {}, {}
             for op in self.form.operations:  # in order, so that a long chain needs no deep recursion
                 self._try_evaluate(op)
             stores = [store for n, ref in enumerate(self.form.outputs) for store in self._stores(n, ref)]
@@ -203,6 +220,22 @@ class Context:
             known = {a: Moved(k, a.size) for a, k in zip(atoms, places, strict=True)}
             found.append(tuple(tuple(known[p] if isinstance(p, Atom) and p in known else p for p in w) for w in index))
         return found
+
+    def checked(self, op: Operation, number: int, value: Val, size: Dim) -> Val:
+        """Index ``number`` of an operation, which eager refuses outside of [0, size)."""
+        found = self.builder.checked(value, size)
+        self._bounds.setdefault((op.name, number), set()).add(found.number)
+        return found
+
+    def check_bounds(self, stores: Sequence[tuple[Val, AtomAccess]]) -> None:
+        """Raise LoweringError where no output depends on an index that eager would look at."""
+        live = {value.number for value, _ in stores}
+        for number in range(len(self.builder.nodes) - 1, -1, -1):
+            if number in live:
+                live.update(self.builder.nodes[number].args)
+        for (name, _), numbers in self._bounds.items():
+            if not numbers & live:
+                raise LoweringError("unread", f"expected every index to be looked at, found one of {name} that is not")
 
     def _splits(self) -> int:
         return sum(len(atoms_of(index)) for index in self._canonical.values())

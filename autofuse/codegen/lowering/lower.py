@@ -122,6 +122,7 @@ def _lower(form: NodeForm) -> LoopKernel:
     context = context_of(form)
     context.infer_all()
     stores = context.pull_outputs()
+    context.check_bounds(stores)
     params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
     params += [Param(f"o{n}", context.spec(ref).dtype, True) for n, ref in enumerate(form.outputs)]
     return schedule(
@@ -149,6 +150,8 @@ def lower_tile(form: NodeForm, tile: ValueRef, name: str) -> tuple[LoopKernel, t
     own, index = params.index(Param(tile.name, context.spec(tile).dtype, False)), context.canonical(tile)
     here = AtomAccess(own, linear_terms(index, context.spec(tile).strides)[0])
     for node in context.builder.nodes:
+        if node.op == "checked":
+            raise LoweringError("indexed", "expected no index that is read from a tensor beside a tile, found one")
         reads = isinstance(node.attr, AtomAccess) and node.attr.param == own
         if reads and (node.op, node.attr) != ("load", here):
             raise LoweringError("index", f"expected {tile.name} at the place of each element, found it at another")

@@ -13,6 +13,7 @@ from autofuse.codegen.lowering.rules_diagonal import DIAGONAL_RULES
 from autofuse.codegen.lowering.rules_functions import FUNCTION_RULES
 from autofuse.codegen.lowering.rules_glu import GLU_RULES
 from autofuse.codegen.lowering.rules_index import INDEX_RULES
+from autofuse.codegen.lowering.rules_indexed import INDEXED_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
 from autofuse.codegen.lowering.rules_norm import NORM_RULES
@@ -26,4 +27,5 @@ RULES: dict[str, Rule] = {
     **POINTWISE_RULES, **FUNCTION_RULES, **ACTIVATION_RULES, **INDEX_RULES, **MEMORY_RULES, **SHIFT_RULES,
     **REDUCE_RULES, **NORM_RULES, **LOSS_RULES, **RANDOM_RULES, **POOL_RULES,
     **COPY_RULES, **DIAGONAL_RULES, **BORDER_RULES, **GLU_RULES,
+    **INDEXED_RULES,
 }  # fmt: skip

@@ -197,6 +197,9 @@ class TileText:
             return f"tl.full([1, 1], {self.size(value.attr)}, {TYPES[value.dtype]})"
         if value.op == "index":
             return f"({self._linear(value.attr)}).to(tl.int64)"  # type: ignore[arg-type]
+        if value.op == "checked":
+            index = self.text(value.args[0])
+            return f"tl.where(({index} >= 0) & ({index} < {self.size(value.attr)}), {index}, 0)"
         if value.op == "uniform":
             place = self.text(value.args[0]) + ("" if self.config.is_wide else ".to(tl.int32)")
             return f"af_uniform({', '.join([place, *(a.name for a in RANDOM_ARGUMENTS)])})"

@@ -1,0 +1,224 @@
+"""Lowering rules of operators that read a tensor at places which are data: embeddings, gathers, advanced indexing.
+
+In: the index at which a result is wanted. Out: the element of the table at the place that the index tensors hold there.
+Guarantee: what eager refuses ends in eager. Every index is looked at, nothing is read outside of a table, and a kernel
+that finds an index out of its bounds reports it (`checked` in `loops.py`); then the call is repeated in eager, which
+raises (`wrapper/node_call.py`). So a node is refused where some index might not be looked at, because only a part of
+the result is needed, and on a GPU, where nobody waits for such a report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from autofuse.codegen.lowering.builder import Builder, Val
+from autofuse.codegen.lowering.context import Context, Rule
+from autofuse.codegen.lowering.index import Atom, Index, Indirect, Word, broadcast_index, join, resolve, word_size
+from autofuse.codegen.lowering.rules_base import Custom, normal_dim
+from autofuse.codegen.lowering.rules_memory import moved_word, replace_word
+from autofuse.errors import LoweringError
+from autofuse.ir.operation import Operation, ValueRef
+from autofuse.ir.optable import VIEWS, OpKind, info
+from autofuse.ir.shape import Dim, as_dim, contiguous_strides
+
+_INTEGERS = ("int64", "int32")
+_CHEAP = 4.0  # operations by which an element of a table may be calculated where it is read
+_BOUNDED = ("remainder", "clamp")  # whose results suit as indices whatever their operand is
+
+
+# ---- indices ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _everywhere(b: Builder) -> Iterator[None]:
+    """Loads within are made whatever guard there is around them."""
+    outer, b.guard = b.guard, None
+    try:
+        yield
+    finally:
+        b.guard = outer
+
+
+def _place(cx: Context, op: Operation, ref: ValueRef, at: Index, size: Dim, wrapped: int | None = None) -> Word:
+    """The place that an index tensor holds at ``at`` in a dim of ``size``.
+
+    ``wrapped``: the number of the index among those of the operation, in which -1 is the last place.
+    """
+    loops = [part for word in at for part in resolve(word)]
+    whole = all(as_dim(word_size(word) - dim) == 0 for word, dim in zip(at, cx.shape(ref), strict=True))
+    if not whole or len(set(loops)) < len(loops) or not all(isinstance(part, Atom) for part in loops):
+        raise LoweringError("unread", f"expected all of {op.name} to be made, found a part of it")
+    b = cx.builder
+    with _everywhere(b):
+        place = b.cast(cx.operand(ref, at), "int64")
+        if wrapped is not None:
+            place = b.where(b.compare("lt", place, 0), b.add(place, b.size(size, "int64")), place)
+        return (Indirect(cx.checked(op, wrapped or 0, place, size), size),)
+
+
+def _check_index(cx: Context, op: Operation, ref: ValueRef, table: ValueRef) -> None:
+    """Raise LoweringError for an index that no kernel follows."""
+    if (kind := cx.spec(ref).dtype) not in _INTEGERS:
+        raise LoweringError("indices", f"expected indices of int64 or int32, found {kind}")
+    if cx.spec(ref).device != "cpu" and not op.short_name.startswith("_unsafe"):
+        raise LoweringError("device_bounds", "expected indices on a CPU, found some on a GPU, where none would raise")
+    if any(dim == 0 for dim in cx.shape(table)):
+        raise LoweringError("empty", f"expected a table with elements, found the shape {cx.shape(table)}")
+    _check_table(cx, table)
+    _check_values(cx, ref)
+
+
+def _check_values(cx: Context, ref: ValueRef) -> None:
+    """Raise LoweringError for an index that is calculated from inputs: no random inputs would keep it in its bounds."""
+    source = cx.operation_of(ref)
+    while (
+        source is not None and source.inputs and (source.short_name == "_to_copy" or info(source.target).kind in VIEWS)
+    ):
+        source = cx.operation_of(source.inputs[0])
+    if source is not None and cx.reads_inputs(source) and source.short_name not in _BOUNDED:
+        raise LoweringError("indices", f"expected indices that are given, found some that {source.name} calculates")
+
+
+def _check_table(cx: Context, table: ValueRef) -> None:
+    """Raise LoweringError for a table whose elements are not cheaply calculated where they are read."""
+    flops, todo = 0.0, [table]
+    while todo:
+        op = cx.operation_of(todo.pop())
+        if op is None:
+            continue
+        facts = info(op.target)
+        flops += facts.flops
+        if facts.kind not in (*VIEWS, OpKind.POINTWISE, OpKind.CREATION) or flops > _CHEAP:
+            raise LoweringError("table", f"expected a tensor that is given to read from, found what {op.name} makes")
+        todo += op.inputs
+
+
+# ---- one index -----------------------------------------------------------------------------------------
+
+
+def _infer_embedding(cx: Context, op: Operation) -> Sequence[Index | None]:
+    table, ids = op.args[:2]
+    _check_index(cx, op, ids, table)
+    return [(*cx.canonical(ids), cx.canonical(table)[1])]
+
+
+def _embedding(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    table, ids = op.args[:2]
+    return cx.operand(table, (_place(cx, op, ids, index[:-1], cx.shape(table)[0]), index[-1]))
+
+
+def _select_dim(cx: Context, op: Operation) -> int:
+    rank = len(cx.shape(op.args[0]))
+    if rank == 0:
+        raise LoweringError("indices", "expected a tensor with dims, found one element")
+    return normal_dim(int(op.args[1]), rank)
+
+
+def _infer_select(cx: Context, op: Operation) -> Sequence[Index | None]:
+    table, dim, ids = op.args[0], _select_dim(cx, op), op.args[2]
+    _check_index(cx, op, ids, table)
+    chosen = cx.canonical(ids)[0] if len(cx.shape(ids)) else ()
+    return [replace_word(cx.canonical(table), dim, chosen)]
+
+
+def _select(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    table, dim, ids = op.args[0], _select_dim(cx, op), op.args[2]
+    at = (index[dim],) if len(cx.shape(ids)) else ()
+    return cx.operand(table, replace_word(index, dim, _place(cx, op, ids, at, cx.shape(table)[dim])))
+
+
+def _infer_gather(cx: Context, op: Operation) -> Sequence[Index | None]:
+    table, ids = op.args[0], op.args[2]
+    _check_index(cx, op, ids, table)
+    if len(cx.shape(table)) != len(cx.shape(ids)):
+        raise LoweringError("indices", "expected an index of as many dims as the tensor, found another")
+    _select_dim(cx, op)
+    return [cx.canonical(ids)]
+
+
+def _gather(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """Dims beside the indexed one are read from their beginning: the index may be smaller there."""
+    table, dim, ids = op.args[0], _select_dim(cx, op), op.args[2]
+    sizes = cx.shape(table)
+    words = tuple(() if size == 1 else moved_word(w, 0, size) for w, size in zip(index, sizes, strict=True))
+    return cx.operand(table, replace_word(words, dim, _place(cx, op, ids, index, sizes[dim])))
+
+
+def _infer_take(cx: Context, op: Operation) -> Sequence[Index | None]:
+    table, ids = op.args[:2]
+    _check_index(cx, op, ids, table)
+    if not cx.is_input(table) or cx.spec(table).strides.dims != contiguous_strides(cx.shape(table).dims):
+        raise LoweringError("table", "expected a contiguous tensor to take from, found another")
+    return [cx.canonical(ids)]
+
+
+def _take(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    table, ids = op.args[:2]
+    return cx.load_flat(table, _place(cx, op, ids, index, cx.shape(table).numel, wrapped=0))
+
+
+# ---- several indices -----------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    """Where the dims of an advanced index's result come from."""
+
+    indexed: tuple[int, ...]  # dims of the table that have an index
+    first: int  # dims of the result before those of the indices
+    rank: int  # dims of the broadcast indices
+
+
+def _layout(cx: Context, op: Operation) -> _Layout:
+    """The broadcast indices stand where the indexed dims were, or first, where these are not neighbours."""
+    indices = op.args[1]
+    indexed = tuple(d for d, ref in enumerate(indices) if ref is not None)
+    if not indexed:
+        raise LoweringError("indices", "expected an index, found none")
+    is_adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
+    return _Layout(indexed, indexed[0] if is_adjacent else 0, max(len(cx.shape(indices[d])) for d in indexed))
+
+
+def _infer_index(cx: Context, op: Operation) -> Sequence[Index | None]:
+    table, indices = op.args[:2]
+    layout = _layout(cx, op)
+    for d in layout.indexed:
+        _check_index(cx, op, indices[d], table)
+    together: list[Word] = [()] * layout.rank
+    for d in layout.indexed:
+        sizes = cx.shape(indices[d])
+        for back, (word, size) in enumerate(zip(cx.canonical(indices[d])[::-1], sizes.dims[::-1], strict=True), 1):
+            if size == 1:
+                continue
+            if together[-back]:
+                join(together[-back], word)
+            else:
+                together[-back] = word
+    kept = [word for d, word in enumerate(cx.canonical(table)) if d not in layout.indexed]
+    return [(*kept[: layout.first], *together, *kept[layout.first :])]
+
+
+def _index(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    table, indices = op.args[:2]
+    layout = _layout(cx, op)
+    end = layout.first + layout.rank
+    together, kept = index[layout.first : end], iter((*index[: layout.first], *index[end:]))
+    words: list[Word] = []
+    for d, size in enumerate(cx.shape(table)):
+        if d not in layout.indexed:
+            words.append(next(kept))
+            continue
+        ref = indices[d]
+        words.append(_place(cx, op, ref, broadcast_index(together, cx.shape(ref)), size, wrapped=d))
+    return cx.operand(table, tuple(words))
+
+
+INDEXED_RULES: dict[str, Rule] = {
+    "aten.embedding.default": Custom(_infer_embedding, _embedding),
+    "aten.index_select.default": Custom(_infer_select, _select),
+    "aten.gather.default": Custom(_infer_gather, _gather),
+    "aten.take.default": Custom(_infer_take, _take),
+    "aten.index.Tensor": Custom(_infer_index, _index),
+    "aten._unsafe_index.Tensor": Custom(_infer_index, _index),
+}
