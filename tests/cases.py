@@ -370,6 +370,9 @@ _FOLLOWED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] 
     ("followed_mean", lambda x, w: (x.mean(), x.mean() * w + 0.5), (_R3, _t())),
     ("followed_losses", lambda x, y: (x * x).mean() + 0.1 * y.abs().mean(), (_X, _Y)),
     ("followed_loss", lambda x, y: aten.mse_loss.default(x, y) / 4 + aten.huber_loss.default(x, y), (_X, _Y)),
+    ("led_gradient", lambda g, x: (torch.relu(g * 2) / 3).expand(x.shape[0], x.shape[1]) * x, (_t(), _X)),
+    ("led_output", lambda g, x, w: (g * 2, torch.tanh(g * 2) * (x - x.sum(-1, keepdim=True)) + w), (_t(), _R3, _R3.clone())),
+    ("led_and_followed", lambda g, x: (g * 2 + 1) * (x * (g * 2)).mean(), (_t(), _R3)),
     ("followed_extremes", lambda x: aten.max.default(x) - aten.min.default(x), (_R3,)),
     ("followed_count", lambda x: (aten.count_nonzero.default(x) + 1, (x > 0).any().logical_not()), (_R3,)),
     ("followed_columns", lambda x, w: torch.tanh(x.sum(0)) * w + 1, (_X, _ROW)),
@@ -602,7 +605,7 @@ def _table() -> dict[str, Case]:
     cases += [Case(name, fn, example, static=(6,), tags=frozenset({"pointwise"})) for name, fn, example in _POINTWISE]
     cases += [Case(name, fn, example, tags=frozenset({"reduction"})) for name, fn, example in _REDUCTIONS]
     cases += [
-        Case(name, fn, example, _FILLED_SIZES[example[0].dim()], tags=frozenset({"reduction"}))
+        Case(name, fn, example, _FILLED_SIZES[max(t.dim() for t in example)], tags=frozenset({"reduction"}))
         for name, fn, example in (*_ENDS, *_FOLLOWED)
     ]
     cases += [Case(name, fn, example, _LOSS_SIZES, tags=frozenset({"loss"})) for name, fn, example in _LOSSES]

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autofuse.fusion.followers import Kernel
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import IterationSpace, iteration_space_of, with_parts
 from autofuse.fusion.node import FusionNode, join_spaces
+from autofuse.fusion.outside_loops import Kernel
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 
@@ -120,7 +120,7 @@ def share_loops(clusters: Sequence[Cluster]) -> bool:
 def reads_incomplete(first: Cluster, second: Cluster | None = None) -> bool:
     """Whether, in one cluster or two together, an operation that is no follower reads what is complete only after all
     rows."""
-    return not first.followers_with(second).is_sound
+    return not first.outside_with(second).is_sound
 
 
 def pools(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import sympy
 
 from autofuse.errors import FusionError
-from autofuse.fusion.followers import Followers, Kernel, find_followers
 from autofuse.fusion.iteration_space import IterationSpace, Level, is_constant, iteration_space_of, with_parts
+from autofuse.fusion.outside_loops import Kernel, Outside, find_outside
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
@@ -124,23 +124,24 @@ class FusionNode:
         return [e for e in map(self._space, self.kernels) if e is not None]
 
     def loops_with(self, other: FusionNode | None = None) -> list[IterationSpace]:
-        """The iteration spaces of what runs in the loops, with another node's too: followers run after them."""
+        """The iteration spaces of what runs in the loops, with another node's too, without leaders and
+        followers."""
         return self._loops(other.found_kernels if other is not None else [], other)
 
-    def followers_with(self, other: FusionNode | None = None) -> Followers:
-        """What is calculated after the loops, with another node's operations too."""
-        return self._followers(other.found_kernels if other is not None else [], other)
+    def outside_with(self, other: FusionNode | None = None) -> Outside:
+        """What is calculated outside the loops, with another node's operations too."""
+        return self._outside(other.found_kernels if other is not None else [], other)
 
     def _loops(self, others: Sequence[Kernel], of: FusionNode | None = None) -> list[IterationSpace]:
-        late = self._followers(others, of).names
-        return [kernel.space for kernel in (*self.found_kernels, *others) if kernel.op.name not in late]
+        outside = self._outside(others, of)
+        return [kernel.space for kernel in (*self.found_kernels, *others) if not outside.has(kernel.op.name)]
 
-    def _followers(self, others: Sequence[Kernel], of: FusionNode | None = None) -> Followers:
+    def _outside(self, others: Sequence[Kernel], of: FusionNode | None = None) -> Outside:
         def numel(ref: ValueRef) -> Dim | None:
             own = self._numel(ref)
             return of._numel(ref) if own is None and of is not None else own
 
-        return find_followers(self._in_order([*self.found_kernels, *others]), self._base, numel)
+        return find_outside(self._in_order([*self.found_kernels, *others]), self._base, numel)
 
     @property
     def found_kernels(self) -> list[Kernel]:

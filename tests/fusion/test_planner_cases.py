@@ -135,6 +135,18 @@ def test_what_is_complete_after_the_loops_goes_back_into_none() -> None:
     assert ["scores", "loss", "far"] not in followed(far)
 
 
+def test_single_elements_before_the_loops_are_in_their_node() -> None:
+    x, one = tensor("s0", 256), tensor()
+    operations = [
+        op("half", "aten.mul.Tensor", ["g"], one, 0.5),
+        op("scale", "aten.relu.default", ["half"], one),
+        op("wide", "aten.expand.default", ["scale"], x, x.shape.dims),
+        op("near", "aten.mul.Tensor", ["x", "wide"], x),
+    ]
+    (node,) = FusionEngine().fuse(graph(operations, {"x": x, "g": one}, ["near"]))
+    assert node.operations == operations
+
+
 def test_rows_that_are_expanded_are_in_one_node_with_what_reads_them() -> None:
     x, row = tensor("s0", 256), tensor("s0", 1)
     operations = [

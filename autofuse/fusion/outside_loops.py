@@ -1,7 +1,8 @@
-"""Followers: element-wise operations on values that are complete only after a node's loops.
+"""Operations that a node calculates once, before or after its loops.
 
-In: the kernels of a node in program order, each with its iteration space. Out: which of them are calculated once, after
-the loops, and whether no other reads such a value. ``relu(x.sum()) * 2`` is one reduction with two followers.
+In: the kernels of a node in program order, each with its iteration space. Out: leaders, which calculate one element
+from single elements (``(g * 2).expand(5, 7) * x`` has one), followers, which are element-wise operations on values that
+are complete only after the loops (``relu(x.sum()) * 2`` has two), and whether no other operation reads such a value.
 Guarantee: a follower has as many elements as the value that it follows, and beside it reads nothing that the loops
 make.
 """
@@ -28,27 +29,31 @@ class Kernel(NamedTuple):
     space: IterationSpace
 
 
-class Followers(NamedTuple):
-    """What is calculated after the loops of a node."""
+class Outside(NamedTuple):
+    """What is calculated outside the loops of a node."""
 
-    names: frozenset[str]
-    is_sound: bool  # whether nothing else reads what is complete only then
+    leaders: frozenset[str]
+    followers: frozenset[str]
+    is_sound: bool  # whether no other operation reads what is complete only after the loops
+
+    def has(self, name: str) -> bool:
+        """Whether an operation is calculated there."""
+        return name in self.leaders or name in self.followers
 
 
-_NONE = Followers(frozenset(), True)
-
-
-def find_followers(
+def find_outside(
     kernels: Sequence[Kernel],
     base: Callable[[ValueRef], ValueRef],
     numel: Callable[[ValueRef], Dim | None],
-) -> Followers:
-    """The followers among the kernels of a node, in program order.
+) -> Outside:
+    """The leaders and followers among the kernels of a node, in program order.
 
     ``base``: the value that a chain of views looks at; ``numel``: elements of a value, None for an unknown one.
     """
+    leaders: set[str] = set()
     if not any("terminal" in kernel.space.levels for kernel in kernels):
-        return _NONE
+        leaders.update(op.name for op, _ in kernels if _is_single(op, numel))
+        return Outside(frozenset(leaders), frozenset(), True)
     late: dict[ValueRef, Dim] = {}  # elements of the values that are complete only after the loops
     inside = {op.name for op, _ in kernels if info(op.target).kind is not OpKind.CREATION}
     names: set[str] = set()
@@ -60,12 +65,14 @@ def find_followers(
         if not read:
             levels = zip(values, space.levels, strict=False)
             late.update(value for value, level in levels if level == "terminal")
+            if _is_single(op, numel):
+                leaders.add(op.name)
             continue
         elements = op.outputs[0].numel
         fits = info(op.target).kind is OpKind.POINTWISE and elements in [late[ref] for ref in read]
         for ref in op.inputs:
             source, own = base(ref), numel(ref)
-            is_at_hand = own == late[source] if source in late else source.name not in inside
+            is_at_hand = own == late[source] if source in late else source.name not in inside - leaders
             fits = fits and is_at_hand and own in (elements, 1)
         if guarded.intersection(ref.name for ref in read):
             guarded.add(op.name)
@@ -75,4 +82,13 @@ def find_followers(
             late.update(values)
         else:
             is_sound = False
-    return Followers(frozenset(names), is_sound)
+    return Outside(frozenset(leaders), frozenset(names), is_sound)
+
+
+def _is_single(op: Operation, numel: Callable[[ValueRef], Dim | None]) -> bool:
+    """Whether an operation makes one element from single elements."""
+    return (
+        info(op.target).kind in (OpKind.POINTWISE, OpKind.CREATION)
+        and all(spec.numel == 1 for spec in op.outputs)
+        and all(numel(ref) == 1 for ref in op.inputs)
+    )
