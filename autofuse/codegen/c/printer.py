@@ -53,7 +53,7 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
             ENTRY.replace("@NAME@", kernel.name)
             .replace("@PARAMS@", str(len(kernel.params)))
             .replace("@RELEASE@", body.work_text())
-            .replace("@OUTSIDE@", OUTSIDE if kernel.bounds else ""),
+            .replace("  if (failed) {\n", f"{OUTSIDE if kernel.bounds else ''}  if (failed) {{\n"),
         ]
     )
     return CSource(kernel.name, text.replace("@SIZES@", sizes))
@@ -256,7 +256,7 @@ AF_EXPORT PyObject* af_entry(PyObject* self, PyObject* const* args, intptr_t n) 
     PyErr_SetString(PyExc_FloatingPointError, "expected finite results");
     return NULL;
   }
-@OUTSIDE@  if (failed) {
+  if (failed) {
     PyErr_SetString(PyExc_ValueError, "expected fewer than 2^31 columns");
     return NULL;
   }
