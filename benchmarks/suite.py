@@ -192,6 +192,18 @@ def doors_table(found: dict[str, Any]) -> list[str]:
 DOORS = ("compile, autofuse", "optimize")
 
 
+def coverage_table(found: dict[str, Any]) -> list[str]:
+    """The graphs that did not become one node."""
+    rows = []
+    for row in found["rows"]:
+        for graph in (graph for graph in row["graphs"] if not graph["covered"]):
+            outside = " + ".join(graph["outside"][:4]) or f"{graph['nodes']} nodes"
+            reasons = ", ".join(graph["reasons"]) or "no rule"
+            kernels = str(row["inductor_kernels"]) if graph is row["graphs"][0] else "-"
+            rows.append([row["operator"], row["kind"], graph["phase"], outside, reasons, kernels])
+    return table(("operator", "kind", "graph", "outside", "why", "kernels of torch.compile, forward"), rows)
+
+
 @dataclass(frozen=True)
 class Part:
     """A script, what it asks, and how its rows are shown."""
@@ -216,6 +228,8 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("doors", "Thirty functions through torch.compile(backend='autofuse') and optimize, three sizes each.", (),
          ("--quick", "--only", "forward: swiglu"), doors_table),
+    Part("coverage", "PyTorch's own operators between two others: which become part of one node.", (),
+         ("--quick",), coverage_table),
     Part("models", "Whole models on shapes that vary, training steps and inference.", (),
          ("--quick", "--only", "mlp"), models_table),
     Part("where", "Where the time of a model's step goes: ms of a deck by kind, sampled.", (),
