@@ -18,7 +18,16 @@ from dataclasses import dataclass, field, replace
 
 from autofuse.errors import ShapeError
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
-from autofuse.fusion.cluster import Cluster, Growth, Seed, part_leaves, pools, reads_incomplete, share_loops
+from autofuse.fusion.cluster import (
+    Cluster,
+    Growth,
+    Seed,
+    leader_leaves,
+    part_leaves,
+    pools,
+    reads_incomplete,
+    share_loops,
+)
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import is_constant
@@ -181,6 +190,8 @@ class FusionCandidateAnalyzer:
             return "mixed_devices", f"a kernel reaches one device, these live on {' and '.join(sorted(devices))}"
         if not apart and not first.can_fuse_with(second):
             return "loops_differ", "the operations do not share one loop nest"
+        if leader_leaves(graph, first, second):
+            return "part_leaves", "a number that the loops read is also needed by itself"
         if part_leaves(graph, first, second):
             return "part_leaves", "a part of the result is also needed by itself, and has other loops"
         if reads_incomplete(first, second):

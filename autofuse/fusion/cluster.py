@@ -158,6 +158,21 @@ def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
     )
 
 
+def leader_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
+    """Whether a number that leads larger loops is read elsewhere too: who reads it would have to wait for the loops."""
+    operations = [*first.operations, *second.operations]
+    if all(spec.numel == 1 for op in operations for spec in op.outputs):
+        return False
+    leaders = first.outside_with(second).leaders
+    inside = {op.name for op in operations}
+    return any(
+        any(reader.name not in inside for reader in graph.readers[op.name])
+        or any(ValueRef(op.name, number) in graph.leaving for number in range(len(op.outputs)))
+        for op in operations
+        if op.name in leaders
+    )
+
+
 def _puts_alike_together(graph: FusionGraph, op: Operation) -> bool:
     """Whether an operation puts a few tensors of one size together."""
     pieces = {graph.spec(ref).shape for ref in op.inputs}

@@ -145,6 +145,10 @@ def test_single_elements_before_the_loops_are_in_their_node() -> None:
     ]
     (node,) = FusionEngine().fuse(graph(operations, {"x": x, "g": one}, ["near"]))
     assert node.operations == operations
+    operations.append(op("end", "aten.exp.default", ["near"], x))
+    nodes = FusionEngine().fuse(graph(operations, {"x": x, "g": one}, ["end", "scale"]))
+    names = [[o.name for o in node.operations] for node in nodes]
+    assert names == [["half", "scale"], ["near", "end"]]  # others that read the number do not wait for the loops
 
 
 def test_rows_that_are_expanded_are_in_one_node_with_what_reads_them() -> None:
