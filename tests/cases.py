@@ -556,6 +556,13 @@ _POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tup
     ("pool_max_ceil", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1], [1, 1], True), (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 33))),
     ("pool_max_half", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2]), (_t(3, 16, 16).bfloat16(),), ()),
     ("pool_avg", lambda x: aten.avg_pool2d.default(x, [3, 3], [1, 1], [1, 1]) * 2, (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 33, 37))),
+    ("pool_avg_bare_border", lambda x: aten.avg_pool2d.default(x, [3, 3], [2, 2], [1, 1], False, False) * 2, (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 34, 67))),
+    ("pool_avg_ceil", lambda x: aten.avg_pool2d.default(x, [3, 2], [2, 3], [1, 0], True) * 2, (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 5))),
+    ("pool_avg_adaptive", lambda x: aten._adaptive_avg_pool2d.default(x, [8, 4]) * 2, (_t(2, 3, 16, 8),), ((2, 3), (1, 1), (3, 5))),
+    ("pool_avg_adaptive_backward", lambda g, x: aten._adaptive_avg_pool2d_backward.default(g, x) * 2, (_t(2, 3, 8, 8), _t(2, 3, 16, 8)), ((2, 3), (1, 1), (3, 5))),
+    ("pool_avg_backward", lambda g, x: aten.avg_pool2d_backward.default(g, x, [2, 2], [2, 2], [0, 0], False, True, None) * 2, (_t(2, 3, 8, 8), _t(2, 3, 16, 16)), ((2, 3), (1, 1), (3, 5))),
+    ("pool_avg_backward_border", lambda g, x: aten.avg_pool2d_backward.default(g, x, [3, 3], [2, 1], [1, 1], False, False, None) * 2, (_t(2, 3, 8, 16), _t(2, 3, 16, 16)), ((2, 3), (1, 1), (3, 5))),
+    ("pool_avg_backward_ceil", lambda g, x: aten.avg_pool2d_backward.default(g, x, [2, 3], [3, 2], [0, 1], True, True, None) * 2, (_t(2, 3, 6, 9), _t(2, 3, 16, 16)), ((2, 3), (1, 1))),
     ("pool_avg_divided", lambda x: aten.avg_pool2d.default(x, [2, 3], [2, 1], [0, 0], False, True, 5), (_t(3, 16, 16).half(),), ()),
 )  # fmt: skip
 

@@ -108,6 +108,8 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_M, 0, "channel_shuffle.default native_channel_shuffle.default"),
     (_M, 0, "diag_embed.default diagonal_scatter.default diagonal_backward.default"),
     (_M, 2, "unfold_backward.default"),
+    (OpKind.POOLING, 20, "_adaptive_avg_pool2d.default avg_pool2d_backward.default"),
+    (OpKind.POOLING, 20, "_adaptive_avg_pool2d_backward.default"),
     (_M, 12, "glu.default glu_backward.default"),
     (_M, 1, "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default"),
     (_M, 1, "replication_pad1d.default replication_pad2d.default replication_pad3d.default"),

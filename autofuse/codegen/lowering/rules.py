@@ -19,6 +19,7 @@ from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
 from autofuse.codegen.lowering.rules_norm import NORM_RULES
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
 from autofuse.codegen.lowering.rules_pool import POOL_RULES
+from autofuse.codegen.lowering.rules_pool_backward import POOL_BACKWARD_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
@@ -28,4 +29,5 @@ RULES: dict[str, Rule] = {
     **REDUCE_RULES, **NORM_RULES, **LOSS_RULES, **RANDOM_RULES, **POOL_RULES,
     **COPY_RULES, **DIAGONAL_RULES, **BORDER_RULES, **GLU_RULES,
     **INDEXED_RULES,
+    **POOL_BACKWARD_RULES,
 }  # fmt: skip

@@ -57,8 +57,8 @@ def _generator() -> FusionKernelGenerator:
         (lambda x: max_pool(x * 2, [3, 3]), "pooled_value"),
         (lambda x: max_pool(x, [7, 7]), "pooling"),
         (lambda x: max_pool(x, [3, 3], [1, 1], [1, 1], [2, 2]), "pooling"),
-        (lambda x: aten.avg_pool2d.default(x, [3, 3], [2, 2], [1, 1], False, False), "pooling"),
-        (lambda x: aten.avg_pool2d.default(x, [3, 3], [2, 2], [0, 0], True), "pooling"),
+        (lambda x: aten.avg_pool2d.default(x * 2, [3, 3]), "pooled_value"),
+        (lambda x: aten._adaptive_avg_pool2d.default(x, [7, 1]), "pooling"),
         (lambda x: max_pool(x.to(torch.int64), [3, 3]), "pooling"),
     ],
 )
