@@ -190,7 +190,7 @@ class FusionCandidateAnalyzer:
             return "mixed_devices", f"a kernel reaches one device, these live on {' and '.join(sorted(devices))}"
         if not apart and not first.can_fuse_with(second):
             return "loops_differ", "the operations do not share one loop nest"
-        if leader_leaves(graph, first, second):
+        if not apart and leader_leaves(graph, first, second):
             return "part_leaves", "a number that the loops read is also needed by itself"
         if part_leaves(graph, first, second):
             return "part_leaves", "a part of the result is also needed by itself, and has other loops"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,7 +38,16 @@ def test_what_is_no_probability_raises_as_in_eager(x: float, y: float, reduction
         guarded(*wrong)
 
 
-def test_a_node_that_may_lose_the_nan_is_refused() -> None:
-    form = trace(lambda a, b: aten.binary_cross_entropy.default(a, b, None, 0) > 3, (X, X.clone()))
+def _above(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return aten.binary_cross_entropy.default(a, b, None, 0) > 3
+
+
+def _masked(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    each = aten.nll_loss_forward.default(scores, target, None, 0, -100)[0]
+    return torch.where(target > 3, each, torch.zeros_like(each)).sum()
+
+
+@pytest.mark.parametrize(("function", "second"), [(_above, X.clone()), (_masked, torch.zeros(5, dtype=torch.int64))])
+def test_a_node_that_may_lose_the_nan_is_refused(function: Any, second: torch.Tensor) -> None:
     with pytest.raises(LoweringError, match="whose NaN is kept"):
-        lower(form)
+        lower(trace(function, (X, second)))

@@ -58,6 +58,7 @@ def _infer_nll(cx: Context, op: Operation) -> Sequence[Index | None]:
     scores, target = op.args[:2]
     if (kind := cx.spec(target).dtype) not in ("int64", "uint8"):
         raise LoweringError("target", f"expected targets of int64 or uint8, found {kind}, which eager refuses")
+    _check_kept(cx, op)
     _join_rows(cx, scores, target)
     return [cx.canonical(target) if op.args[3] == _NONE else (), ()]
 
@@ -253,14 +254,18 @@ def _last(op: Operation) -> int:
 
 
 def _infer_probabilities(cx: Context, op: Operation) -> Sequence[Index | None]:
-    """Refuses a node in which the NaN of what eager refuses might be lost on its way to the outputs."""
-    behind = {op.name}
+    _check_kept(cx, op)
+    return _infer_pair(cx, op)
+
+
+def _check_kept(cx: Context, op: Operation) -> None:
+    """Raise LoweringError where the NaN of what eager refuses might be lost on its way to the outputs."""
+    behind = {ValueRef(op.name)}
     for other in cx.form.operations:
-        if behind.intersection(ref.name for ref in other.inputs):
-            behind.add(other.name)
+        if behind.intersection(other.inputs):
+            behind.update(ValueRef(other.name, number) for number in range(len(other.outputs)))
             if other.short_name not in KEEPS_NAN and info(other.target).kind is not OpKind.VIEW:
                 raise LoweringError("target", f"expected a loss whose NaN is kept, found {other.target} behind it")
-    return _infer_pair(cx, op)
 
 
 def _probabilities(cx: Context, op: Operation, output: int, index: Index) -> Val:
