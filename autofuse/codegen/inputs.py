@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from autofuse.codegen.call import torch_dtype
+from autofuse.ir.indices import passes_indices
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, evaluate
@@ -169,7 +170,7 @@ _POSITIVE_ARGUMENTS = {
 def _roles(form: NodeForm) -> dict[str, Role]:
     """The role of each input, found at the operators that read it, directly or through views."""
     sources = _view_sources(form)
-    roles: dict[str, Role] = dict(_index_roles(form, sources))
+    roles: dict[str, Role] = dict(_index_roles(form))
 
     def note(ref: object, role: Role) -> None:
         if isinstance(ref, ValueRef):
@@ -197,8 +198,9 @@ def _roles(form: NodeForm) -> dict[str, Role]:
     return roles
 
 
-def _index_roles(form: NodeForm, sources: Mapping[str, str]) -> Iterator[tuple[str, Role]]:
+def _index_roles(form: NodeForm) -> Iterator[tuple[str, Role]]:
     """The roles of inputs that index other tensors."""
+    operations = {op.name: op for op in form.operations}
     limits: dict[str, list[Dim]] = {}
     strict: set[str] = set()
     for op in form.operations:
@@ -212,7 +214,9 @@ def _index_roles(form: NodeForm, sources: Mapping[str, str]) -> Iterator[tuple[s
         else:
             pairs = [(named, shape.numel)] if op.short_name == "take" else [(op.arg(2), shape[int(named)])]
         for ref, size in pairs:
-            name = sources.get(ref.name, ref.name)
+            while ref.name in operations and operations[ref.name].inputs and passes_indices(operations[ref.name]):
+                ref = operations[ref.name].inputs[0]
+            name = ref.name
             limits.setdefault(name, []).append(size)
             if op.short_name in ("embedding", "index_select", "gather"):
                 strict.add(name)

@@ -266,7 +266,9 @@ class FusionCandidateAnalyzer:
         while operations:
             node, estimate = self.judge(graph, operations)
             if estimate is None:
-                return []
+                if operations is candidate:
+                    return []
+                break  # what comes behind may still be one
             refusal = self._problem(node)
             if refusal is None:
                 self._accept(node, estimate)

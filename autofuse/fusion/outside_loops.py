@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autofuse.fusion.iteration_space import IterationSpace
+from autofuse.ir.guarded import GUARDED, keeps_nan
 from autofuse.ir.operation import Operation, ValueRef
-from autofuse.ir.optable import KEEPS_NAN, OpKind, info
+from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim
-
-# What eager refuses, such as a class that does not exist, makes these losses NaN, by which the runtime finds it
-# (`runtime/loss_guard.py`); what follows them must keep the NaN.
-_GUARDED = ("nll_loss_forward", "binary_cross_entropy")
 
 
 class Kernel(NamedTuple):
@@ -57,7 +54,7 @@ def find_outside(
     late: dict[ValueRef, Dim] = {}  # elements of the values that are complete only after the loops
     inside = {op.name for op, _ in kernels if info(op.target).kind is not OpKind.CREATION}
     names: set[str] = set()
-    guarded = {op.name for op, _ in kernels if op.short_name in _GUARDED}
+    guarded = {op.name for op, _ in kernels if op.short_name in GUARDED}
     is_sound = True
     for op, space in kernels:
         values = [(ValueRef(op.name, number), spec.numel) for number, spec in enumerate(op.outputs)]
@@ -76,7 +73,7 @@ def find_outside(
             fits = fits and is_at_hand and own in (elements, 1)
         if guarded.intersection(ref.name for ref in read):
             guarded.add(op.name)
-            fits = fits and op.short_name in KEEPS_NAN
+            fits = fits and keeps_nan(op)
         if fits:
             names.add(op.name)
             late.update(values)

@@ -153,10 +153,6 @@ OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # what capture l
 
 FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING, OpKind.INDEXED})
 MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))
-# Operators by which every NaN that they read, of floats, is a NaN of their result.
-KEEPS_NAN = frozenset(
-    ("add", "sub", "rsub", "mul", "div", "neg", "abs", "square", "sqrt", "exp", "log", "relu", "sum", "mean")
-)
 VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 
 _OPAQUE = OpInfo(OpKind.OPAQUE)

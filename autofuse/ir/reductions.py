@@ -28,7 +28,7 @@ class ReducedDims(NamedTuple):
 
 
 def reduced_dims(op: Operation, rank: int) -> ReducedDims:
-    """What an operation reduces of a tensor of ``rank`` dims."""
+    """What an operation reduces of a tensor of ``rank`` dims; of one without dims nothing, whatever dim is named."""
     if op.target in _WITHOUT_DIMS:
         return ReducedDims(tuple(range(rank)), False)
     named = dict(op.kwargs)
@@ -40,4 +40,4 @@ def reduced_dims(op: Operation, rank: int) -> ReducedDims:
         dims = (dims,)
     if dims is None or (not dims and op.target not in _KEPT_BY_NO_DIMS):
         return ReducedDims(tuple(range(rank)), keepdim)
-    return ReducedDims(tuple(sorted(int(d) % rank if rank else 0 for d in dims)), keepdim)
+    return ReducedDims(tuple(sorted(int(d) % rank for d in dims)) if rank else (), keepdim)

@@ -162,6 +162,22 @@ def test_rows_that_are_expanded_are_in_one_node_with_what_reads_them() -> None:
     assert node.operations == operations
 
 
+def test_what_stands_behind_a_refused_operation_is_still_fused() -> None:
+    x = tensor("s0", 256)
+    operations = [
+        op("cheap", "aten.neg.default", ["x"], x),
+        op("refused", "aten.exp.default", ["cheap"], x),
+        op("product", "aten.mul.Tensor", ["refused", "x"], x),
+        op("end", "aten.relu.default", ["product"], x),
+    ]
+
+    def refuse(form: NodeForm) -> tuple[str, str] | None:
+        return ("unread", "") if any(o.short_name == "exp" for o in form.operations) else None
+
+    (node,) = FusionEngine(lowerable=refuse).fuse(graph(operations, {"x": x}, ["end"]))
+    assert node.operations == operations[2:]
+
+
 def test_nodes_have_copies_of_the_constants_they_read() -> None:
     x, number = tensor("s0", 256), tensor()
     mask = replace(x, dtype="bool")

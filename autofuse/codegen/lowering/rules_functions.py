@@ -63,14 +63,23 @@ def _floored(b: Builder, to: str, x: Val, y: Val) -> Val:
     return b.where(b.compare("eq", y, 0), plain, found)
 
 
+def _nextafter(b: Builder, to: str, x: Operand, y: Operand) -> Val:
+    if dtype(to).nbytes == 2:  # calculated in 32 bits, the next number rounds back to x
+        raise LoweringError("round", f"expected neighbours of float32 or float64, found {to}")
+    return b.apply("nextafter", b.cast(x, to), b.cast(y, to))
+
+
 def _frac(b: Builder, to: str, x: Val) -> Val:
     return b.sub(x, b.apply("trunc", x)) if is_float(to) else b.const(0, to)
 
 
+_MOST_DECIMALS = 300  # ten to more overflows
+
+
 def _round_decimals(b: Builder, to: str, x: Val, decimals: int = 0) -> Val:
     """ATen's UnaryOpsKernel.cpp: round_decimals_kernel. In 16 bits aten rounds at each step."""
-    if not is_float(to) or dtype(to).nbytes == 2:
-        raise LoweringError("round", f"expected float32 or float64 to be rounded to {decimals} digits, found {to}")
+    if not is_float(to) or dtype(to).nbytes == 2 or abs(decimals) > _MOST_DECIMALS:
+        raise LoweringError("round", f"expected float32 or float64 and at most 300 digits, found {to} and {decimals}")
     scale = 10.0 ** abs(decimals)
     if decimals < 0:
         return b.mul(b.apply("round", b.div(x, scale)), scale)
@@ -163,6 +172,9 @@ def _scaled_by(factor: float) -> Scalar:
 
 
 def _ldexp(b: Builder, to: str, x: Val, exponent: Val) -> Val:
+    """The formula of floating exponents; by integers eager scales exactly, beyond what a power of 2 can hold."""
+    if exponent.dtype != to or dtype(to).nbytes == 2:
+        raise LoweringError("pow", f"expected an exponent of the dtype of the result, {to}, found {exponent.dtype}")
     return b.mul(b.cast(x, to), b.apply("pow", b.const(2, to), b.cast(exponent, to)))
 
 
@@ -197,7 +209,7 @@ def _logit(b: Builder, to: str, x: Val, eps: Number | None = None) -> Val:
 def _logit_backward(b: Builder, to: str, grad: Val, x: Val, eps: Number | None = None) -> Val:
     """ATen's BinaryOpsKernel.cpp: logit_backward_kernel. 0 beyond the bounds, NaN where there are none."""
     g, value, one = b.cast(grad, to), b.cast(x, to), b.const(1, to)
-    bounded = eps is not None and eps >= 0
+    bounded = eps is not None and not eps < 0  # aten's own test, which NaN passes
     low = b.const(eps if bounded else 0, to)  # type: ignore[arg-type]
     high = b.sub(one, low)
     inner = b.div(g, b.mul(value, b.sub(one, value)))
@@ -215,7 +227,8 @@ def _sinc(b: Builder, to: str, x: Val) -> Val:
 
 _FUNCTIONS: dict[str, Scalar] = {
     **{f"{op}.default": _unary(op) for op in ("asinh", "acosh", "atanh", "lgamma")},
-    **{f"{op}.default": _binary(op) for op in ("hypot", "nextafter")},
+    "hypot.default": _binary("hypot"),
+    "nextafter.default": _nextafter,
     "copysign.Tensor": _copysign,
     "copysign.Scalar": _copysign,
     "fmod.Scalar": _remainder("fmod"),

@@ -19,13 +19,13 @@ from autofuse.codegen.lowering.index import Atom, Index, Indirect, Word, broadca
 from autofuse.codegen.lowering.rules_base import Custom, normal_dim
 from autofuse.codegen.lowering.rules_memory import moved_word, replace_word
 from autofuse.errors import LoweringError
+from autofuse.ir.indices import passes_indices
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.optable import VIEWS, OpKind, info
 from autofuse.ir.shape import Dim, as_dim, contiguous_strides
 
 _INTEGERS = ("int64", "int32")
 _CHEAP = 4.0  # operations by which an element of a table may be calculated where it is read
-_BOUNDED = ("remainder", "clamp")  # whose results suit as indices whatever their operand is
 
 
 # ---- indices ----------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def _place(cx: Context, op: Operation, ref: ValueRef, at: Index, size: Dim, wrap
         return (Indirect(cx.checked(op, wrapped or 0, place, size), size),)
 
 
-def _check_index(cx: Context, op: Operation, ref: ValueRef, table: ValueRef) -> None:
-    """Raise LoweringError for an index that no kernel follows."""
+def _check_index(cx: Context, op: Operation, ref: ValueRef, table: ValueRef, size: Dim) -> None:
+    """Raise LoweringError for an index that no kernel follows; ``size``: places that it may name."""
     if (kind := cx.spec(ref).dtype) not in _INTEGERS:
         raise LoweringError("indices", f"expected indices of int64 or int32, found {kind}")
     if cx.spec(ref).device != "cpu" and not op.short_name.startswith("_unsafe"):
@@ -67,17 +67,17 @@ def _check_index(cx: Context, op: Operation, ref: ValueRef, table: ValueRef) -> 
     if any(dim == 0 for dim in cx.shape(table)):
         raise LoweringError("empty", f"expected a table with elements, found the shape {cx.shape(table)}")
     _check_table(cx, table)
-    _check_values(cx, ref)
+    _check_values(cx, ref, size)
 
 
-def _check_values(cx: Context, ref: ValueRef) -> None:
+def _check_values(cx: Context, ref: ValueRef, size: Dim) -> None:
     """Raise LoweringError for an index that is calculated from inputs: no random inputs would keep it in its bounds."""
     source = cx.operation_of(ref)
-    while (
-        source is not None and source.inputs and (source.short_name == "_to_copy" or info(source.target).kind in VIEWS)
-    ):
+    while source is not None and source.inputs and passes_indices(source):
         source = cx.operation_of(source.inputs[0])
-    if source is not None and cx.reads_inputs(source) and source.short_name not in _BOUNDED:
+    if source is None or not cx.reads_inputs(source):
+        return
+    if source.target != "aten.remainder.Scalar" or source.arg(1) != size:
         raise LoweringError("indices", f"expected indices that are given, found some that {source.name} calculates")
 
 
@@ -100,7 +100,7 @@ def _check_table(cx: Context, table: ValueRef) -> None:
 
 def _infer_embedding(cx: Context, op: Operation) -> Sequence[Index | None]:
     table, ids = op.args[:2]
-    _check_index(cx, op, ids, table)
+    _check_index(cx, op, ids, table, cx.shape(table)[0])
     return [(*cx.canonical(ids), cx.canonical(table)[1])]
 
 
@@ -118,7 +118,7 @@ def _select_dim(cx: Context, op: Operation) -> int:
 
 def _infer_select(cx: Context, op: Operation) -> Sequence[Index | None]:
     table, dim, ids = op.args[0], _select_dim(cx, op), op.args[2]
-    _check_index(cx, op, ids, table)
+    _check_index(cx, op, ids, table, cx.shape(table)[dim])
     chosen = cx.canonical(ids)[0] if len(cx.shape(ids)) else ()
     return [replace_word(cx.canonical(table), dim, chosen)]
 
@@ -131,10 +131,9 @@ def _select(cx: Context, op: Operation, output: int, index: Index) -> Val:
 
 def _infer_gather(cx: Context, op: Operation) -> Sequence[Index | None]:
     table, ids = op.args[0], op.args[2]
-    _check_index(cx, op, ids, table)
     if len(cx.shape(table)) != len(cx.shape(ids)):
         raise LoweringError("indices", "expected an index of as many dims as the tensor, found another")
-    _select_dim(cx, op)
+    _check_index(cx, op, ids, table, cx.shape(table)[_select_dim(cx, op)])
     return [cx.canonical(ids)]
 
 
@@ -148,7 +147,7 @@ def _gather(cx: Context, op: Operation, output: int, index: Index) -> Val:
 
 def _infer_take(cx: Context, op: Operation) -> Sequence[Index | None]:
     table, ids = op.args[:2]
-    _check_index(cx, op, ids, table)
+    _check_index(cx, op, ids, table, cx.shape(table).numel)
     if not cx.is_input(table) or cx.spec(table).strides.dims != contiguous_strides(cx.shape(table).dims):
         raise LoweringError("table", "expected a contiguous tensor to take from, found another")
     return [cx.canonical(ids)]
@@ -184,7 +183,7 @@ def _infer_index(cx: Context, op: Operation) -> Sequence[Index | None]:
     table, indices = op.args[:2]
     layout = _layout(cx, op)
     for d in layout.indexed:
-        _check_index(cx, op, indices[d], table)
+        _check_index(cx, op, indices[d], table, cx.shape(table)[d])
     together: list[Word] = [()] * layout.rank
     for d in layout.indexed:
         sizes = cx.shape(indices[d])

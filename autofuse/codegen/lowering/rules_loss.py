@@ -16,8 +16,8 @@ from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, Indirect, Word, atoms_of, broadcast_index, join
 from autofuse.codegen.lowering.rules_base import Custom, infer_broadcast
 from autofuse.errors import LoweringError
+from autofuse.ir.guarded import keeps_nan
 from autofuse.ir.operation import Operation, ValueRef
-from autofuse.ir.optable import KEEPS_NAN, OpKind, info
 from autofuse.ir.shape import Dim
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # aten's Reduction
@@ -264,7 +264,7 @@ def _check_kept(cx: Context, op: Operation) -> None:
     for other in cx.form.operations:
         if behind.intersection(other.inputs):
             behind.update(ValueRef(other.name, number) for number in range(len(other.outputs)))
-            if other.short_name not in KEEPS_NAN and info(other.target).kind is not OpKind.VIEW:
+            if not keeps_nan(other):
                 raise LoweringError("target", f"expected a loss whose NaN is kept, found {other.target} behind it")
 
 

@@ -80,6 +80,11 @@ def _kind(kind: str) -> Any:
     return lambda b, op, to, x, over, n: b.reduce(kind, b.cast(x, to), over)
 
 
+def _truth(kind: str) -> Any:
+    """any and all: of numbers whether they are not 0, which without loops to reduce over would be the number."""
+    return lambda b, op, to, x, over, n: b.cast(b.reduce(kind, b.cast(x, "bool"), over), to)
+
+
 def variance(b: Builder, x: Val, over: Sequence[Atom], n: Dim, correction: Number = 0) -> tuple[Val, Val]:
     """Variance and mean in two passes; the variance is divided by n - ``correction``."""
     mean = b.div(b.reduce("sum", x, over), b.size(n, x.dtype))
@@ -265,8 +270,8 @@ REDUCE_RULES: dict[str, Rule] = {
     "aten.any.default": _reduction(_kind("any")),
     "aten.all.dim": _reduction(_kind("all")),
     "aten.all.default": _reduction(_kind("all")),
-    "aten.any.dims": _reduction(_kind("any")),
-    "aten.all.dims": _reduction(_kind("all")),
+    "aten.any.dims": _reduction(_truth("any")),
+    "aten.all.dims": _reduction(_truth("all")),
     "aten.max.default": _reduction(_kind("max")),
     "aten.min.default": _reduction(_kind("min")),
     "aten.aminmax.default": Custom(_infer_reduction, _evaluate_both_ends),

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.lowering.rules import RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.reference import make_inputs, run_unfused
+from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, OPS
 from autofuse.ir.shape import SymbolicShape
@@ -123,3 +125,18 @@ def test_integers_wrap_and_promote(dtype: str, verify: Verify) -> None:
         b.call("aten.sign.default", x),
     ]
     verify(b.form(*outputs), [()], ("normal",))
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        ("aten.ldexp.Tensor", (X, torch.ones(5, 7, dtype=torch.int64))),
+        ("aten.nextafter.default", (X.bfloat16(), X.bfloat16())),
+        ("aten.round.decimals", (X.bfloat16(),)),
+    ],
+)
+def test_what_eager_rounds_or_scales_in_its_own_way_is_refused(target: str, args: tuple[torch.Tensor, ...]) -> None:
+    b = NodeBuilder()
+    kwargs = {"decimals": 2} if target == "aten.round.decimals" else {}
+    with pytest.raises(LoweringError):
+        lower(b.form(b.call(target, *map(b.input, args), **kwargs)))
