@@ -18,7 +18,7 @@ from typing import Any
 from autofuse.errors import FusionError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef, map_arg
-from autofuse.ir.optable import FUSIBLE, VIEWS, info
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
 from autofuse.ir.shape import SymbolicShape, contiguous_strides
 from autofuse.strategies.chains import is_contiguous, live
 from autofuse.strategies.rewrites import Rewrite, rewrites
@@ -33,6 +33,8 @@ LEAST_NET, LARGEST_NET = 2, 16  # convolutions in a group: a longer chain is sev
 # their convolutions are better groups of their own.
 DEEPEST_NET = 4
 _VENDOR = "vendor.convolution.default"
+# Operators of these kinds work on images in any order of dims; of an index nobody knows that it takes images to images.
+_ON_IMAGES = FUSIBLE - VIEWS - {OpKind.INDEXED}
 
 
 def is_image(spec: TensorSpec) -> bool:
@@ -44,7 +46,7 @@ def keeps_images(op: Operation) -> bool:
     """Whether an operation maps NCHW tensors to NCHW tensors, in any memory layout."""
     if not any(is_image(spec) for spec in op.outputs):
         return False
-    return op.short_name in (*CONVOLUTIONS, *POOLINGS) or info(op.target).kind in FUSIBLE - VIEWS
+    return op.short_name in (*CONVOLUTIONS, *POOLINGS) or info(op.target).kind in _ON_IMAGES
 
 
 def channels_last(form: NodeForm) -> NodeForm | None:
@@ -115,7 +117,7 @@ class _Writer:
             if all(is_image(spec) for spec in op.outputs):
                 self._add_last(op, {*op.inputs} - weight)
                 return
-        elif info(op.target).kind in FUSIBLE - VIEWS and any(ref in self.last for ref in op.inputs):
+        elif info(op.target).kind in _ON_IMAGES and any(ref in self.last for ref in op.inputs):
             if is_image(op.outputs[0]):  # all in the same layout, which aten then gives to the result
                 self._add_last(op, {*op.inputs})
             else:

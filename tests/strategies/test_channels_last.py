@@ -111,6 +111,15 @@ def upsampled(x: T, a: nn.Module, b: nn.Module) -> T:
     return torch.as_tensor(b(F.interpolate(a(x), scale_factor=2)))
 
 
+def padded(x: T, a: nn.Module, b: nn.Module) -> T:
+    """Borders by reflection, halves that gate each other."""
+    return torch.as_tensor(b(F.glu(F.pad(a(x), (1, 2, 1, 1), mode="reflect"), 1)))
+
+
+def rearranged(x: T, a: nn.Module, b: nn.Module) -> T:
+    return torch.as_tensor(b(F.pixel_shuffle(a(x), 2)))
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "chain": lambda: Net(chain, conv(8, 12), conv(12, 4, 1)),
     "depthwise": lambda: Net(chain, conv(8, 8, 3, 2, groups=8), conv(8, 4)),
@@ -126,6 +135,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "chunks": lambda: Net(chunks, conv(8, 8), conv(4, 4), conv(12, 8)),
     "places": lambda: Net(places, conv(8, 8), conv(8, 8), conv(8, 8)),
     "correlated": lambda: Net(correlated, conv(8, 8), nn.Conv2d(8, 8, 1)),
+    "padded": lambda: Net(padded, conv(8, 16), conv(8, 8)),
+    "rearranged": lambda: Net(rearranged, conv(8, 32), conv(8, 8)),
     "upsampled": lambda: Net(upsampled, conv(8, 8), conv(8, 8)),
 }
 
