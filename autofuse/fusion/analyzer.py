@@ -363,7 +363,7 @@ def build_node(graph: FusionGraph, kernels: Sequence[Operation]) -> FusionNode:
             if ref.name in inside:  # a view of an input stays outside: aten makes it for nothing
                 members.update((view.name, view) for view in chain)
             elif _is_own_constant(graph, ref, op):
-                members.update((op.name, op) for op in (*chain, graph.by_name[ref.name]))
+                members.update((item.name, item) for item in (*chain, graph.by_name[ref.name]))
     operations = sorted(members.values(), key=lambda o: graph.position[o.name])
     own = {op.name for op in operations}
     values = [ValueRef(op.name, index) for op in kernels for index in range(len(op.outputs))]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import IterationSpace, iteration_space_of, with_parts
 from autofuse.fusion.node import FusionNode, join_spaces
-from autofuse.fusion.outside_loops import Kernel
+from autofuse.fusion.outside_loops import Kernel, Outside
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 
@@ -27,6 +27,15 @@ class Seed(NamedTuple):
     names: tuple[str, ...]  # of the operations
 
 
+class _Pair(NamedTuple):
+    """What two clusters calculate outside their loops, at these numbers of operations: clusters only grow."""
+
+    other: FusionNode
+    own: int
+    its: int
+    outside: Outside
+
+
 class Cluster(FusionNode):
     """A node that grows in a graph: without views, and what it reads is looked up there.
 
@@ -37,6 +46,7 @@ class Cluster(FusionNode):
         super().__init__()
         self._graph = graph
         self.pattern = pattern
+        self._last_pair: _Pair | None = None
 
     @property
     def kernels(self) -> list[Operation]:
@@ -54,6 +64,17 @@ class Cluster(FusionNode):
 
     def _base(self, ref: ValueRef) -> ValueRef:
         return self._graph.base(ref)
+
+    def outside_with(self, other: FusionNode | None = None) -> Outside:
+        """As of any node; kept for the last other cluster, of which several questions are asked in a row."""
+        if not isinstance(other, Cluster):
+            return super().outside_with(other)
+        own, its, last = len(self.operations), len(other.operations), self._last_pair
+        if last is not None and last.other is other and (last.own, last.its) == (own, its):
+            return last.outside
+        found = super().outside_with(other)
+        self._last_pair = _Pair(other, own, its, found)
+        return found
 
     def beside(self, others: Iterable[Cluster]) -> Cluster:
         """A cluster of its operations and those of others."""
@@ -160,10 +181,10 @@ def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
 
 def leader_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
     """Whether a number that leads larger loops is read elsewhere too: who reads it would have to wait for the loops."""
-    operations = [*first.operations, *second.operations]
-    if all(spec.numel == 1 for op in operations for spec in op.outputs):
-        return False
     leaders = first.outside_with(second).leaders
+    operations = [*first.operations, *second.operations]
+    if not leaders or all(spec.numel == 1 for op in operations for spec in op.outputs):
+        return False
     inside = {op.name for op in operations}
     return any(
         any(reader.name not in inside for reader in graph.readers[op.name])

@@ -126,7 +126,9 @@ class FusionNode:
     def loops_with(self, other: FusionNode | None = None) -> list[IterationSpace]:
         """The iteration spaces of what runs in the loops, with another node's too, without leaders and
         followers."""
-        return self._loops(other.found_kernels if other is not None else [], other)
+        others = other.found_kernels if other is not None else []
+        outside = self.outside_with(other)
+        return [kernel.space for kernel in (*self.found_kernels, *others) if not outside.has(kernel.op.name)]
 
     def outside_with(self, other: FusionNode | None = None) -> Outside:
         """What is calculated outside the loops, with another node's operations too."""
