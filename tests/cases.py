@@ -598,6 +598,24 @@ _INDEXED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[t
     ("relative_bias", lambda s, t, i: torch.softmax(s + t[i].view(4, 4, 2).permute(2, 0, 1), -1), (_t(3, 2, 4, 4), _t(9, 2), _t(16, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
 )  # fmt: skip
 
+# Writes by an index: on CPUs only. `16`, `8`: sizes that stay numbers.
+_WRITES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
+    ("embedding_backward", lambda g, i: (aten.embedding_dense_backward.default(g * 2, i, 16, -1, False), aten.embedding_dense_backward.default(g, i, 16, 3, False).relu() + 1), (_t(3, 4, 7), _IDS2), ((3, 4, 7), (1, 1, 1), (33, 2, 67), (9, 3, 1030))),
+    ("index_add", lambda x, i, y: x.index_add(0, i, y.exp(), alpha=2).relu() + 1, (_t(5, 7), _IDS, _t(4, 7)), ((5, 7, 4), (1, 1, 1), (33, 67, 130), (2, 1030, 3))),
+    ("index_add_middle", lambda x, i, y: x.index_add(1, i, y), (_t(3, 5, 7), _IDS.int(), _t(3, 4, 7)), ((3, 5, 7, 4), (1, 1, 1, 1), (2, 33, 67, 5), (2, 3, 1030, 2))),
+    ("index_copies", lambda x, i, y, v: (x.index_copy(1, i, y * 2), x.index_fill(1, i, 2.5) + 1, x.index_fill(0, i, v).exp()), (_t(5, 7), _IDS, _t(5, 4), _t()), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("index_reduces", lambda x, i, y: (x.index_reduce(0, i, y * 2, "prod") + 1, x.index_reduce(0, i, y, "amax", include_self=False), x.index_reduce(0, i, y, "mean") * 2), (_t(5, 7), _IDS, _t(4, 7)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("scatters", lambda x, i, y: (x.scatter(1, i, y * 2) + 1, x.scatter(1, i, 0.5), x.scatter_add(1, i, y).relu()), (_t(5, 7), _t(5, 4, dtype=torch.int64), _t(5, 4)), ((5, 7, 4), (1, 1, 1), (33, 67, 130))),
+    ("scatter_add_smaller", lambda x, i, y: x.scatter_add(0, i, y.exp()) * 2, (_t(8, 16), _t(3, 4, dtype=torch.int64), _t(6, 8)), ((3, 4), (1, 1), (5, 7))),
+    ("scatter_reduces", lambda x, i, y: (x.scatter_reduce(1, i, y * 2, "sum", include_self=False) + 1, x.scatter_reduce(1, i, y, "amin"), x.scatter_reduce(1, i, y, "mean", include_self=False) * 2), (_t(5, 7), _t(5, 4, dtype=torch.int64), _t(5, 4)), ((5, 7, 4), (1, 1, 1), (33, 67, 130))),
+    ("index_put", lambda x, i, y: x.index_put((i,), y * 2, accumulate=True).relu() + 1, (_t(5, 7), _IDS, _t(4, 7)), ((5, 7, 4), (1, 1, 1), (33, 67, 130), (2, 1030, 3))),
+    ("index_put_pairs", lambda x, i, j, y: (aten.index_put.default(x, [i, j], y, True), aten.index_put.default(x, [None, j], y[0]) + 1), (_t(5, 7), _t(4, 1, dtype=torch.int64), _t(6, dtype=torch.int64), _t(4, 6)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("index_put_apart", lambda g, i: aten._unsafe_index_put.default(g.new_zeros(6, 16, 8), [i, None, i], g * 2, True), (_t(4, 16), _IDS), ()),
+    ("put_masked", lambda x, m, i, y: aten._unsafe_masked_index_put_accumulate.default(x, m, [None, i], y * 2) + 1, (_t(5, 7), _t(5, 4, dtype=torch.bool), _IDS, _t(5, 4)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("put", lambda x, i, y: (x.put(i, y * 2, accumulate=True) + 1, x.put(i, y)), (_t(5, 7), _IDS, _t(4)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("max_unpool", lambda y, i: (aten.max_unpool2d.default(y.exp(), i, [16, 8]) * 2, aten.max_unpool3d.default(y, i, [2, 8, 16], [2, 2, 2], [0, 0, 0])), (_t(2, 3, 4, 4), _t(2, 3, 4, 4, dtype=torch.int64)), ()),
+)  # fmt: skip
+
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
@@ -633,10 +651,15 @@ def _table() -> dict[str, Case]:
         Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"indexed"}))
         for name, fn, example, sizes in _INDEXED
     ]
+    cases += [
+        Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"writes"}))
+        for name, fn, example, sizes in _WRITES
+    ]
     return {case.name: case for case in cases}
 
 
 CASES = _table()
+ON_GPUS = [name for name, case in CASES.items() if "writes" not in case.tags]
 
 # What the symbols are set to, by how many there are; a case adds its own through `sizes`.
 SIZES_BY_SYMBOLS: dict[int, tuple[tuple[int, ...], ...]] = {

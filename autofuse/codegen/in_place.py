@@ -38,7 +38,7 @@ def in_place(form: NodeForm) -> Pairs:
 
 def overlaps(kernel: LoopKernel) -> Pairs:
     """Pairs of an output and an input of one dtype, which is read only where the output is written, and before that."""
-    phases = plan(kernel, keep=False).phases
+    phases = () if kernel.stages else plan(kernel, keep=False).phases
     if kernel.rest or not phases or kernel.bounds:  # a call whose index is out of bounds is repeated in eager
         return ()
     sources = [n for n, param in enumerate(kernel.params) if not param.is_output]

@@ -20,6 +20,7 @@ from autofuse.ir.indices import passes_indices
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, evaluate
+from autofuse.ir.writes import indexed_sizes, is_write, wraps
 
 Kind = Literal["normal", "large", "zeros", "special"]
 PERIOD = 65_521  # numbers drawn for a large tensor, then repeated; a prime, so that shorter rows all differ
@@ -204,10 +205,12 @@ def _index_roles(form: NodeForm) -> Iterator[tuple[str, Role]]:
     limits: dict[str, list[Dim]] = {}
     strict: set[str] = set()
     for op in form.operations:
-        if info(op.target).kind is not OpKind.INDEXED:
+        if not is_write(op) and info(op.target).kind is not OpKind.INDEXED:
             continue
         shape, named = form.spec(op.args[0]).shape, op.arg(1)
-        if isinstance(named, tuple):
+        if is_write(op):
+            pairs = indexed_sizes(op)
+        elif isinstance(named, tuple):
             pairs = [(ref, shape[dim]) for dim, ref in enumerate(named) if ref is not None]
         elif op.short_name == "embedding":
             pairs = [(named, shape[0])]
@@ -218,7 +221,7 @@ def _index_roles(form: NodeForm) -> Iterator[tuple[str, Role]]:
                 ref = operations[ref.name].inputs[0]
             name = ref.name
             limits.setdefault(name, []).append(size)
-            if op.short_name in ("embedding", "index_select", "gather"):
+            if op.short_name in ("embedding", "index_select", "gather") or (is_write(op) and not wraps(op)):
                 strict.add(name)
     for name, sizes in limits.items():
         yield name, _indices(sizes, name not in strict)

@@ -11,6 +11,7 @@ _SWITCHES = {
     OpKind.CREATION: "enable_elementwise",
     OpKind.MEMORY: "enable_elementwise",
     OpKind.INDEXED: "enable_elementwise",
+    OpKind.WRITE: "enable_reduction",
     OpKind.POOLING: "enable_reduction",
     OpKind.REDUCTION: "enable_reduction",
     OpKind.NORMALISATION: "enable_reduction",

@@ -16,6 +16,7 @@ from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
 from autofuse.ir.reductions import reduced_dims
 from autofuse.ir.shape import Dim, product
+from autofuse.ir.writes import operands_of, written_elements
 
 Level = Literal["full", "row", "terminal"]
 
@@ -46,6 +47,8 @@ def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) ->
         return IterationSpace(numel, None, levels, parts=tuple(piece for piece in pieces if piece != numel))
     if kind is OpKind.INDEXED:
         return _indexed(op, spec)
+    if kind is OpKind.WRITE:
+        return _written(op, spec)
     if kind is OpKind.REDUCTION:
         return _reduction(op, spec(op.inputs[0]))
     return None
@@ -61,6 +64,13 @@ def _indexed(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Iteration
     numel, (table, *indices) = op.outputs[0].numel, op.inputs
     sizes = dict.fromkeys(spec(ref).numel for ref in indices if ref != table)
     return IterationSpace(numel, None, ("full",), parts=tuple(size for size in sizes if size != numel))
+
+
+def _written(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace:
+    """The space of the elements that are written; the result is complete only after them."""
+    numel = written_elements(op, spec)
+    sizes = dict.fromkeys(spec(ref).numel for ref in operands_of(op))
+    return IterationSpace(numel, None, ("terminal",), parts=tuple(size for size in sizes if size != numel))
 
 
 def with_parts(

@@ -1,8 +1,9 @@
 """Operations that a node calculates once, before or after its loops.
 
 In: the kernels of a node in program order, each with its iteration space. Out: leaders, which calculate one element
-from single elements (``(g * 2).expand(5, 7) * x`` has one), followers, which are element-wise operations on values that
-are complete only after the loops (``relu(x.sum()) * 2`` has two), and whether no other operation reads such a value.
+from single elements (``(g * 2).expand(5, 7) * x`` has one) or make the zeros that are written into by an index,
+followers, which are element-wise operations on values that are complete only after the loops (``relu(x.sum()) * 2`` has
+two), and whether no other operation reads such a value.
 Guarantee: a follower has as many elements as the value that it follows, and beside it reads nothing that the loops
 make.
 """
@@ -17,6 +18,7 @@ from autofuse.ir.guarded import GUARDED, keeps_nan
 from autofuse.ir.operation import Operation, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim
+from autofuse.ir.writes import base_of, is_write, operands_of
 
 
 class Kernel(NamedTuple):
@@ -52,6 +54,7 @@ def find_outside(
         leaders.update(op.name for op, _ in kernels if _is_single(op, numel))
         return Outside(frozenset(leaders), frozenset(), True)
     late: dict[ValueRef, Dim] = {}  # elements of the values that are complete only after the loops
+    leaders.update(_only_written_into(kernels))
     inside = {op.name for op, _ in kernels if info(op.target).kind is not OpKind.CREATION}
     names: set[str] = set()
     guarded = {op.name for op, _ in kernels if op.short_name in GUARDED}
@@ -80,6 +83,14 @@ def find_outside(
         else:
             is_sound = False
     return Outside(frozenset(leaders), frozenset(names), is_sound)
+
+
+def _only_written_into(kernels: Sequence[Kernel]) -> set[str]:
+    """Constants that are only there to be written into, before the loops of the values that are written."""
+    bases = [base_of(op) for op, _ in kernels if is_write(op)]
+    named = {ref.name for ref in bases if ref is not None}
+    read = {ref.name for op, _ in kernels for ref in (operands_of(op) if is_write(op) else op.inputs)}
+    return {op.name for op, _ in kernels if op.name in named - read and info(op.target).kind is OpKind.CREATION}
 
 
 def _is_single(op: Operation, numel: Callable[[ValueRef], Dim | None]) -> bool:

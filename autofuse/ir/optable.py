@@ -21,6 +21,7 @@ class OpKind(Enum):
     MEMORY = "memory"  # elements put at other places: concatenation, padding, shifts
     POOLING = "pooling"  # one output element from the few elements of a window
     INDEXED = "indexed"  # one output element from that element of a table which index tensors name
+    WRITE = "write"  # elements put, or added, to places of a tensor which index tensors name
     REDUCTION = "reduction"  # dims disappear or become 1
     NORMALISATION = "normalisation"  # reduction and pointwise together along the same dims
     LOSS = "loss"  # of classes, which reads one element a row by an index, or of elements; and its gradient
@@ -118,6 +119,11 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_M, 4, "replication_pad3d_backward.default"),
     (OpKind.INDEXED, 2, "embedding.default index_select.default gather.default take.default"),
     (OpKind.INDEXED, 2, "index.Tensor _unsafe_index.Tensor"),
+    (OpKind.WRITE, 4, "embedding_dense_backward.default index_add.default scatter_add.default scatter.src"),
+    (OpKind.WRITE, 4, "scatter.value scatter_reduce.two index_copy.default index_fill.int_Scalar"),
+    (OpKind.WRITE, 4, "index_fill.int_Tensor index_reduce.default index_put.default _unsafe_index_put.default"),
+    (OpKind.WRITE, 4, "put.default _unsafe_masked_index_put_accumulate.default"),
+    (OpKind.WRITE, 4, "max_unpool2d.default max_unpool3d.default"),
     (OpKind.POOLING, 20, "max_pool2d_with_indices.default avg_pool2d.default"),
     (_R, 1, "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default prod.dim_int"),
     (_R, 1, "any.dim all.dim any.default all.default"),
@@ -151,7 +157,7 @@ OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, 
 OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
 OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # what capture leaves as it is, on a GPU
 
-FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING, OpKind.INDEXED})
+FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING, OpKind.INDEXED, OpKind.WRITE})
 MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))
 VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 

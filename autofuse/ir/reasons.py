@@ -140,6 +140,7 @@ class LoweringReason(Reason):
     VIEWS = "views", "views that split each other without end"
     WEIGHT = "weight", "a weight that is not dense"
     WIDTH = "width", "attention heads whose width fills no whole vectors"
+    WRITE = "write", "a value that is written to places which are data, and read before all of it is there"
     WINDOW = "window", "a window without a kernel, or an output that is a part of another tensor"
 
 

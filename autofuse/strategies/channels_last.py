@@ -34,7 +34,7 @@ LEAST_NET, LARGEST_NET = 2, 16  # convolutions in a group: a longer chain is sev
 DEEPEST_NET = 4
 _VENDOR = "vendor.convolution.default"
 # Operators of these kinds work on images in any order of dims; of an index nobody knows that it takes images to images.
-_ON_IMAGES = FUSIBLE - VIEWS - {OpKind.INDEXED}
+_ON_IMAGES = FUSIBLE - VIEWS - {OpKind.INDEXED, OpKind.WRITE}
 
 
 def is_image(spec: TensorSpec) -> bool:

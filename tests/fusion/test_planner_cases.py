@@ -24,7 +24,12 @@ from tests.codegen.nodes import NodeBuilder
 from tests.strategies.harness import GENERATOR, plan
 
 # What may come before and behind an operator in its node, where it is not both.
-ONLY_BEHIND = (OpKind.CREATION, OpKind.POOLING, OpKind.INDEXED)  # nothing, a window, a tensor that must be given
+ONLY_BEHIND = (
+    OpKind.CREATION,
+    OpKind.POOLING,
+    OpKind.INDEXED,
+    OpKind.WRITE,
+)  # nothing, a window, a tensor that must be given
 # What stands before an expand has fewer elements; the example of a reshape splits no dim, that of a view does.
 OTHER_LOOPS = {"aten.expand.default", "aten.reshape.default"}
 

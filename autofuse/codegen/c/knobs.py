@@ -43,6 +43,8 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
     ``nontemporal`` is left out where the outputs fit the caches: whoever reads them next would wait for the memory, and
     a race, in which nobody reads them, would not show it.
     """
+    if kernel.stages:
+        return _knobs_of_stages(kernel, symbol_values)
     widths = cpu_vector_bits()
     is_short = symbol_values is not None and elements(kernel, symbol_values) < SERIAL_BELOW
     threads = "serial" if is_short else "parallel"
@@ -73,9 +75,20 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
     return tuple(sorted(knobs, key=lambda knob: _LIKELIEST.index(knob.name)))
 
 
+def _knobs_of_stages(kernel: LoopKernel, symbol_values: Mapping[str, int] | None) -> tuple[Knob, ...]:
+    """The knobs that any stage has a use for, but for those of one way to walk through memory."""
+    found: dict[str, Knob] = {}
+    for stage in kernel.stages:
+        for knob in knobs_for(stage.kernel, symbol_values):
+            is_more = knob.name not in found or knob.default == "parallel"  # a long stage has threads
+            if knob.name in ("vector_bits", "threads", "math") and is_more:
+                found[knob.name] = knob
+    return tuple(sorted(found.values(), key=lambda knob: _LIKELIEST.index(knob.name)))
+
+
 def can_stream(kernel: LoopKernel) -> bool:
     """Whether a pass over the columns only writes outputs, each in order: these need not go through the caches."""
-    return any(is_streamable(kernel, phase) for phase in plan(kernel, keep=True).phases)
+    return kernel.kind != "write" and any(is_streamable(kernel, phase) for phase in plan(kernel, keep=True).phases)
 
 
 def is_streamable(kernel: LoopKernel, phase: ColumnPass) -> bool:

@@ -11,6 +11,7 @@ one number and no row needs a buffer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,9 @@ from autofuse.codegen.c.body import SHARES, Body
 from autofuse.codegen.c.knobs import can_transpose, uses_lanes
 from autofuse.codegen.c.lanes import LaneBody
 from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
+from autofuse.codegen.c.staged import driver_of_stages, stage_name, symbol_lines
 from autofuse.codegen.c.transposed_blocks import TransposedBody
+from autofuse.codegen.c.write_body import WriteBody
 from autofuse.codegen.column_passes import plan
 from autofuse.codegen.loops import LoopKernel
 from autofuse.errors import OUT_OF_BOUNDS, LoweringError
@@ -36,12 +39,7 @@ class CSource:
 
 def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a kernel. Raises LoweringError where a size has no exact C form."""
-    knobs = dict(config)
-    body, sizes = _body(kernel, knobs), _sizes(kernel, constants or {})
-    nests = [(body, sizes)]
-    nests += [(_body(n, {**knobs, "staging": "recompute"}), _sizes(n, constants or {})) for n in kernel.rest]
-    work = "\n".join(b.function().replace("@SIZES@", text) for b, text in nests)
-    driver = _driver_of_nests(kernel, nests) if kernel.rest else _driver(kernel, body)
+    work, driver = _functions(kernel, dict(config), constants or {})
     text = "\n".join(
         [
             _header(kernel, config, constants),
@@ -49,18 +47,33 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
             vector_prototypes(work + driver),
             *(helper for token, helper in HELPERS if token in work or token in driver),
             work,
-            driver.replace("@SIZES@", sizes),
+            driver,
             ENTRY.replace("@NAME@", kernel.name)
             .replace("@PARAMS@", str(len(kernel.params)))
-            .replace("@RELEASE@", body.work_text())
             .replace("  if (failed) {\n", f"{OUTSIDE if kernel.bounds else ''}  if (failed) {{\n"),
         ]
     )
-    return CSource(kernel.name, text.replace("@SIZES@", sizes))
+    return CSource(kernel.name, text)
+
+
+def _functions(kernel: LoopKernel, knobs: Mapping[str, object], constants: Mapping[str, int]) -> tuple[str, str]:
+    """The functions that the kernel's own function calls, and that function."""
+    if kernel.stages:
+        parts = [dataclasses.replace(s.kernel, name=stage_name(kernel, n)) for n, s in enumerate(kernel.stages)]
+        work = "\n".join(text for part in parts for text in _functions(part, knobs, constants))
+        return work, driver_of_stages(kernel, constants)
+    body, sizes = _body(kernel, knobs), _sizes(kernel, constants)
+    nests = [(body, sizes)]
+    nests += [(_body(n, {**knobs, "staging": "recompute"}), _sizes(n, constants)) for n in kernel.rest]
+    work = "\n".join(b.function().replace("@SIZES@", text) for b, text in nests)
+    driver = _driver_of_nests(kernel, nests) if kernel.rest else _driver(kernel, body)
+    return work, driver.replace("@SIZES@", sizes)
 
 
 def _body(kernel: LoopKernel, knobs: Mapping[str, object]) -> Body:
     """The printer of a nest's loops: rows as lanes, transposed blocks, or plain loops."""
+    if kernel.kind == "write":
+        return WriteBody(kernel, plan(kernel, keep=False), knobs)
     if uses_lanes(kernel):
         return LaneBody(kernel, plan(kernel, keep=False, widen=False), knobs)
     made = plan(kernel, keep=knobs.get("staging", "buffer") == "buffer")
@@ -80,10 +93,7 @@ def _header(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
 
 
 def _sizes(kernel: LoopKernel, constants: Mapping[str, int]) -> str:
-    lines = []
-    for n, name in enumerate(kernel.symbols):
-        value = dim_text(int(constants[name])) if name in constants else f"sizes[{n}]"
-        lines.append(f"  const int64_t {name} = {value}; (void){name};")
+    lines = symbol_lines(kernel, constants)
     for d, dim in enumerate(kernel.dims):
         lines.append(f"  const int64_t n{d} = {dim_text(dim)}; (void)n{d};")
     rows = "*".join(f"n{d}" for d in kernel.rows) or "1"

@@ -92,7 +92,7 @@ class Builder:
         guard, suffix = ((), "") if self.guard is None else ((self.guard,), "_if")
         if not indirect:
             return self.node(f"load{suffix}", name, guard, AtomAccess(param, terms, 0, offset))
-        value, stride = indirect[0] if len(indirect) == 1 else (self._places(indirect), 1)
+        value, stride = indirect[0] if len(indirect) == 1 else (self.places(indirect), 1)
         return self.node(f"gather{suffix}", name, (value, *guard), AtomAccess(param, terms, stride, offset))
 
     def index(self, word: Word) -> Val:
@@ -104,10 +104,10 @@ class Builder:
             place = self.add(place, offset)
         if not indirect:
             return place
-        moved = self._places(indirect)
+        moved = self.places(indirect)
         return moved if not terms and offset == 0 else self.apply("add", place, moved)
 
-    def _places(self, indirect: Iterable[tuple[Val, Dim]]) -> Val:
+    def places(self, indirect: Iterable[tuple[Val, Dim]]) -> Val:
         """The sum of indices that are read or calculated, each times its stride."""
         steps = [v if stride == 1 else self.apply("mul", v, self.size(stride, "int64")) for v, stride in indirect]
         return functools.reduce(lambda x, y: self.apply("add", x, y), steps)
@@ -166,14 +166,14 @@ class Builder:
         counted = self.nodes[position]
         if counted.op != "index" or frozenset(a for a, _ in counted.attr) != over:  # type: ignore[attr-defined]
             return None
-        if over & (self._reach(target) | self._reach(yes.number)):
+        if over & (self.reach(target) | self.reach(yes.number)):
             return None
         t = Val(target, self.nodes[target].dtype)
         size = self.size(product(a.size for a in over), t.dtype)
         inside = self.apply("and", self.compare("ge", t, 0), self.apply("lt", t, size))
         return self.where(inside, yes, no)
 
-    def _reach(self, number: int) -> frozenset[Atom]:
+    def reach(self, number: int) -> frozenset[Atom]:
         """The loops a value depends on."""
         node = self.nodes[number]
         own: frozenset[Atom] = frozenset()
@@ -181,7 +181,7 @@ class Builder:
             own = frozenset(a for a, _ in node.attr.strides)
         elif node.op == "index":
             own = frozenset(a for a, _ in node.attr)  # type: ignore[attr-defined]
-        reached = own.union(*(self._reach(a) for a in node.args)) if node.args else own
+        reached = own.union(*(self.reach(a) for a in node.args)) if node.args else own
         return reached - frozenset(node.attr[1]) if node.op == "reduce" else reached  # type: ignore[index]
 
     # ---- shorthands that rules are written in

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from autofuse.codegen.lowering.builder import AtomAccess, Builder, Val, linear_offset, linear_terms
@@ -182,13 +182,17 @@ class Context:
         return ref
 
     def pull_outputs(self) -> list[tuple[Val, AtomAccess]]:
-        """Evaluate the outputs; repeats until no view splits an atom any more, so that all values agree."""
+        """Evaluate the outputs."""
+        return self.pull(lambda: [store for n, ref in enumerate(self.form.outputs) for store in self._stores(n, ref)])
+
+    def pull(self, make: Callable[[], list[tuple[Val, AtomAccess]]]) -> list[tuple[Val, AtomAccess]]:
+        """Make stores; repeats until no view splits an atom any more, so that all values agree."""
         for _ in range(_MAX_PULLS):
             before = self._splits()
             self.builder, self._values, self._bounds = Builder(), {}, {}
             for op in self.form.operations:  # in order, so that a long chain needs no deep recursion
                 self._try_evaluate(op)
-            stores = [store for n, ref in enumerate(self.form.outputs) for store in self._stores(n, ref)]
+            stores = make()
             if self._splits() == before:
                 return stores
         raise LoweringError("views", "expected views that settle on common loops, found that they keep splitting")

@@ -23,10 +23,12 @@ from autofuse.codegen.lowering.index import (
 )
 from autofuse.codegen.lowering.rules import RULES
 from autofuse.codegen.lowering.schedule import schedule, schedule_tile
+from autofuse.codegen.lowering.stages import lower_stages
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import VIEWS, info, is_move
 from autofuse.ir.validation import one_line
+from autofuse.ir.writes import is_write
 
 
 def context_of(form: NodeForm) -> Context:
@@ -37,8 +39,14 @@ def context_of(form: NodeForm) -> Context:
 def lower(form: NodeForm) -> LoopKernel:
     """The loop form of a node; raises LoweringError(code, message) where it has none.
 
-    Copies and other moves (`is_move`) that are independent of each other and share no loops become nests side by side.
+    A node that writes to places which are data becomes stages (`stages`). Copies and other moves (`is_move`) that are
+    independent of each other and share no loops become nests side by side.
     """
+    if any(map(is_write, form.operations)):
+        found = lower_stages(form, RULES, lower)
+        comments = tuple(describe(op) for op in form.operations)
+        name = f"af_write_{_label(form)}_{_digest(form)}"
+        return dataclasses.replace(found, name=name, comments=comments)
     try:
         return _lower(form)
     except LoweringError as error:

@@ -23,6 +23,7 @@ from autofuse.codegen.lowering.rules_pool_backward import POOL_BACKWARD_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
+from autofuse.codegen.lowering.rules_write import WRITE_RULES
 
 RULES: dict[str, Rule] = {
     **POINTWISE_RULES, **FUNCTION_RULES, **ACTIVATION_RULES, **INDEX_RULES, **MEMORY_RULES, **SHIFT_RULES,
@@ -30,4 +31,5 @@ RULES: dict[str, Rule] = {
     **COPY_RULES, **DIAGONAL_RULES, **BORDER_RULES, **GLU_RULES,
     **INDEXED_RULES,
     **POOL_BACKWARD_RULES,
+    **WRITE_RULES,
 }  # fmt: skip

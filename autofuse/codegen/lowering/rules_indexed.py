@@ -41,7 +41,7 @@ def _everywhere(b: Builder) -> Iterator[None]:
         b.guard = outer
 
 
-def _place(cx: Context, op: Operation, ref: ValueRef, at: Index, size: Dim, wrapped: int | None = None) -> Word:
+def place_of(cx: Context, op: Operation, ref: ValueRef, at: Index, size: Dim, wrapped: int | None = None) -> Word:
     """The place that an index tensor holds at ``at`` in a dim of ``size``.
 
     ``wrapped``: the number of the index among those of the operation, in which -1 is the last place.
@@ -60,13 +60,18 @@ def _place(cx: Context, op: Operation, ref: ValueRef, at: Index, size: Dim, wrap
 
 def _check_index(cx: Context, op: Operation, ref: ValueRef, table: ValueRef, size: Dim) -> None:
     """Raise LoweringError for an index that no kernel follows; ``size``: places that it may name."""
-    if (kind := cx.spec(ref).dtype) not in _INTEGERS:
-        raise LoweringError("indices", f"expected indices of int64 or int32, found {kind}")
     if cx.spec(ref).device != "cpu" and not op.short_name.startswith("_unsafe"):
         raise LoweringError("device_bounds", "expected indices on a CPU, found some on a GPU, where none would raise")
     if any(dim == 0 for dim in cx.shape(table)):
         raise LoweringError("empty", f"expected a table with elements, found the shape {cx.shape(table)}")
     _check_table(cx, table)
+    check_index(cx, op, ref, size)
+
+
+def check_index(cx: Context, op: Operation, ref: ValueRef, size: Dim) -> None:
+    """Raise LoweringError for an index, whose elements may name ``size`` places, of a kind that no kernel follows."""
+    if (kind := cx.spec(ref).dtype) not in _INTEGERS:
+        raise LoweringError("indices", f"expected indices of int64 or int32 for {op.name}, found {kind}")
     _check_values(cx, ref, size)
 
 
@@ -106,7 +111,7 @@ def _infer_embedding(cx: Context, op: Operation) -> Sequence[Index | None]:
 
 def _embedding(cx: Context, op: Operation, output: int, index: Index) -> Val:
     table, ids = op.args[:2]
-    return cx.operand(table, (_place(cx, op, ids, index[:-1], cx.shape(table)[0]), index[-1]))
+    return cx.operand(table, (place_of(cx, op, ids, index[:-1], cx.shape(table)[0]), index[-1]))
 
 
 def _select_dim(cx: Context, op: Operation) -> int:
@@ -126,7 +131,7 @@ def _infer_select(cx: Context, op: Operation) -> Sequence[Index | None]:
 def _select(cx: Context, op: Operation, output: int, index: Index) -> Val:
     table, dim, ids = op.args[0], _select_dim(cx, op), op.args[2]
     at = (index[dim],) if len(cx.shape(ids)) else ()
-    return cx.operand(table, replace_word(index, dim, _place(cx, op, ids, at, cx.shape(table)[dim])))
+    return cx.operand(table, replace_word(index, dim, place_of(cx, op, ids, at, cx.shape(table)[dim])))
 
 
 def _infer_gather(cx: Context, op: Operation) -> Sequence[Index | None]:
@@ -142,7 +147,7 @@ def _gather(cx: Context, op: Operation, output: int, index: Index) -> Val:
     table, dim, ids = op.args[0], _select_dim(cx, op), op.args[2]
     sizes = cx.shape(table)
     words = tuple(() if size == 1 else moved_word(w, 0, size) for w, size in zip(index, sizes, strict=True))
-    return cx.operand(table, replace_word(words, dim, _place(cx, op, ids, index, sizes[dim])))
+    return cx.operand(table, replace_word(words, dim, place_of(cx, op, ids, index, sizes[dim])))
 
 
 def _infer_take(cx: Context, op: Operation) -> Sequence[Index | None]:
@@ -155,7 +160,7 @@ def _infer_take(cx: Context, op: Operation) -> Sequence[Index | None]:
 
 def _take(cx: Context, op: Operation, output: int, index: Index) -> Val:
     table, ids = op.args[:2]
-    return cx.load_flat(table, _place(cx, op, ids, index, cx.shape(table).numel, wrapped=0))
+    return cx.load_flat(table, place_of(cx, op, ids, index, cx.shape(table).numel, wrapped=0))
 
 
 # ---- several indices -----------------------------------------------------------------------------------
@@ -169,38 +174,46 @@ class _Layout(NamedTuple):
     rank: int  # dims of the broadcast indices
 
 
-def _layout(cx: Context, op: Operation) -> _Layout:
+def index_layout(cx: Context, op: Operation, indices: Sequence[ValueRef | None]) -> _Layout:
     """The broadcast indices stand where the indexed dims were, or first, where these are not neighbours."""
-    indices = op.args[1]
     indexed = tuple(d for d, ref in enumerate(indices) if ref is not None)
     if not indexed:
         raise LoweringError("indices", "expected an index, found none")
     is_adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
-    return _Layout(indexed, indexed[0] if is_adjacent else 0, max(len(cx.shape(indices[d])) for d in indexed))
+    return _Layout(
+        indexed, indexed[0] if is_adjacent else 0, max(len(cx.shape(ref)) for ref in indices if ref is not None)
+    )
 
 
-def _infer_index(cx: Context, op: Operation) -> Sequence[Index | None]:
-    table, indices = op.args[:2]
-    layout = _layout(cx, op)
-    for d in layout.indexed:
-        _check_index(cx, op, indices[d], table, cx.shape(table)[d])
+def joined_indices(cx: Context, indices: Sequence[ValueRef | None], layout: _Layout) -> list[Word]:
+    """The loops over the broadcast indices."""
     together: list[Word] = [()] * layout.rank
-    for d in layout.indexed:
-        sizes = cx.shape(indices[d])
-        for back, (word, size) in enumerate(zip(cx.canonical(indices[d])[::-1], sizes.dims[::-1], strict=True), 1):
+    for ref in indices:
+        if ref is None:
+            continue
+        for back, (word, size) in enumerate(zip(cx.canonical(ref)[::-1], cx.shape(ref).dims[::-1], strict=True), 1):
             if size == 1:
                 continue
             if together[-back]:
                 join(together[-back], word)
             else:
                 together[-back] = word
+    return together
+
+
+def _infer_index(cx: Context, op: Operation) -> Sequence[Index | None]:
+    table, indices = op.args[:2]
+    layout = index_layout(cx, op, op.args[1])
+    for d in layout.indexed:
+        _check_index(cx, op, indices[d], table, cx.shape(table)[d])
+    together = joined_indices(cx, indices, layout)
     kept = [word for d, word in enumerate(cx.canonical(table)) if d not in layout.indexed]
     return [(*kept[: layout.first], *together, *kept[layout.first :])]
 
 
 def _index(cx: Context, op: Operation, output: int, index: Index) -> Val:
     table, indices = op.args[:2]
-    layout = _layout(cx, op)
+    layout = index_layout(cx, op, op.args[1])
     end = layout.first + layout.rank
     together, kept = index[layout.first : end], iter((*index[: layout.first], *index[end:]))
     words: list[Word] = []
@@ -209,7 +222,7 @@ def _index(cx: Context, op: Operation, output: int, index: Index) -> Val:
             words.append(next(kept))
             continue
         ref = indices[d]
-        words.append(_place(cx, op, ref, broadcast_index(together, cx.shape(ref)), size, wrapped=d))
+        words.append(place_of(cx, op, ref, broadcast_index(together, cx.shape(ref)), size, wrapped=d))
     return cx.operand(table, tuple(words))
 
 

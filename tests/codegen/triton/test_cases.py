@@ -20,7 +20,7 @@ from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate, product
-from tests.cases import CASES, LOOSE_SPECIALS, SIZES_BY_SYMBOLS, trace
+from tests.cases import CASES, LOOSE_SPECIALS, ON_GPUS, SIZES_BY_SYMBOLS, trace
 from tests.codegen.compare import problems
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -57,7 +57,7 @@ def run(source: TritonSource, form: NodeForm, values: Mapping[str, int], kind: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_default(name: str, dtype: str) -> None:
     """In float32 at all sizes; of the other dtypes, each takes the sizes that its neighbours in the list leave out."""
     form = CASES[name].form(getattr(torch, dtype))
@@ -71,7 +71,7 @@ def test_default(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("config", STRESS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_small_tiles(name: str, config: str) -> None:
     form = CASES[name].form()
     kernel = lower(form)
