@@ -20,7 +20,7 @@ import torch
 
 from autofuse.codegen.call import torch_dtype
 from autofuse.codegen.philox import RandomState
-from autofuse.codegen.triton.module import define
+from autofuse.codegen.triton.quick_interpreter import define_interpreted, hasten
 from autofuse.codegen.triton.source import TritonSource, resolve
 
 InterpretedEntry = Callable[..., None]  # (symbol values, inputs and outputs, state of the generator or None)
@@ -29,7 +29,7 @@ InterpretedEntry = Callable[..., None]  # (symbol values, inputs and outputs, st
 def load_interpreted(source: TritonSource) -> InterpretedEntry:
     """The module as ``entry(symbol values, tensors, state)``. Raises RuntimeError where Triton is not interpreted."""
     with _interpreting():
-        names = define(source)
+        names = define_interpreted(source)
     names["libdevice"] = _LIBRARY
     kernels = [names[item.function] for item in source.passes]
 
@@ -165,6 +165,7 @@ def _mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor
+    hasten()
     builder._autofuse_mended = True
 
 

@@ -18,7 +18,7 @@ from autofuse.codegen.triton.source import TritonSource
 
 def define(source: TritonSource) -> dict[str, Any]:
     """The names of the module; its lines stay known to tracebacks, and to Triton, until `forget`."""
-    file = _file(source)
+    file = file_of(source)
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
     names: dict[str, Any] = {"__name__": f"autofuse_triton_{source.name}"}
     exec(compile(source.text, file, "exec"), names)
@@ -26,7 +26,7 @@ def define(source: TritonSource) -> dict[str, Any]:
 
 
 def forget(source: TritonSource) -> None:
-    linecache.cache.pop(_file(source), None)
+    linecache.cache.pop(file_of(source), None)
 
 
 @contextlib.contextmanager
@@ -38,5 +38,6 @@ def defined(source: TritonSource) -> Iterator[dict[str, Any]]:
         forget(source)
 
 
-def _file(source: TritonSource) -> str:
+def file_of(source: TritonSource) -> str:
+    """The name that its lines have in tracebacks."""
     return f"<{source.name} {hashlib.sha256(source.text.encode()).hexdigest()[:12]}>"
