@@ -38,6 +38,7 @@ def trace(
     Sizes of 2 and more become symbols, but for those in ``static`` (the widths of layers, as in a real capture).
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode.cache_enabled = False  # no other node has these symbols: entries would take a third of a trace and serve none
     fakes = []
     for tensor in inputs:
         sizes = [DimDynamic.STATIC if not dynamic or s in (0, 1, *static) else DimDynamic.DUCK for s in tensor.shape]
@@ -132,7 +133,9 @@ class Case:
 
 @functools.cache
 def _traced(case: Case, dtype: torch.dtype | None) -> NodeForm:
-    """Traced once in a session: all nodes take 12 s a dtype, and most tests want all of them."""
+    """Traced once in a session: all nodes take 13 s a dtype, and most tests want all of them."""
+    if dtype is not None and all(t.dtype == dtype for t in case.example if t.is_floating_point()):
+        return _traced(case, None)
     folder = os.environ.get(FORMS)
     file = Path(folder, f"{case.name} {dtype}.json") if folder else None
     if file is not None and file.exists():
