@@ -11,7 +11,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,25 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.functions import FloorDiv
 
+from autofuse.capture.graph_import import body_of
+from autofuse.capture.graph_sizes import GraphSizes
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import SymbolicShape, symbol
 
 aten = torch.ops.aten
 FORMS = "TEST_FORMS"  # a folder in which the processes of a session keep traced nodes for each other
+
+
+class _Sizes(GraphSizes):
+    """Sizes as a case spells them."""
+
+    def __init__(self, dim: Callable[[Any], Any]) -> None:
+        super().__init__(None)
+        self._dim = dim
+
+    def __call__(self, size: Any, simplify: Callable[[sympy.Expr], sympy.Expr] = lambda e: e) -> Any:
+        return self._dim(size)
 
 
 def trace(
@@ -100,16 +114,10 @@ def trace(
             target = str(node.target)
             if target.startswith("autofuse_test."):
                 target = "autofuse." + target.split(".", 1)[1]
-            operations.append(
-                Operation(
-                    name,
-                    target,
-                    tuple(arg(a) for a in node.args),
-                    tuple((k, arg(v)) for k, v in kwargs.items()),
-                    tuple(specs[node]),
-                    source=f"cases.py {node.name}",
-                )
-            )
+            args, named = tuple(map(arg, node.args)), tuple((k, arg(v)) for k, v in kwargs.items())
+            made = Operation(name, target, args, named, tuple(specs[node]), source=f"cases.py {node.name}")
+            is_composite = info(target).kind is OpKind.COMPOSITE
+            operations.append(replace(made, body=body_of(node, made, _Sizes(dim))) if is_composite else made)
     symbols = tuple(str(s) for s in table.values())
     return NodeForm(tuple(node_inputs), tuple(operations), outputs, symbols)
 
@@ -619,6 +627,22 @@ _WRITES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("max_unpool", lambda y, i: (aten.max_unpool2d.default(y.exp(), i, [16, 8]) * 2, aten.max_unpool3d.default(y, i, [2, 8, 16], [2, 2, 2], [0, 0, 0])), (_t(2, 3, 4, 4), _t(2, 3, 4, 4, dtype=torch.int64)), ()),
 )  # fmt: skip
 
+_CLASSES = torch.zeros(2, 4, 9, dtype=torch.int64)
+_COMPOSITES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
+    ("vector_product", lambda x, y: aten.linalg_cross(x * 2, y, dim=-1).relu() + 1, (_t(5, 3), _t(5, 3)), ((5,), (1,), (67,))),
+    ("renorm_rows", lambda x: aten.renorm(x + 1, 2.0, 0, 1.5).relu() * 2, (_t(5, 7),), ((5, 7), (1, 1), (33, 67), (2, 1030))),
+    ("distance", lambda x, y: aten.dist(x.relu(), y, 3.0) * 2, (_t(5, 7), _t(7)), ((5, 7), (1, 1), (33, 67), (2, 1030))),
+    ("trace_of_square", lambda x: aten.trace(x).relu() * 2, (_t(5, 5),), ((5,), (1,), (67,))),
+    ("is_among", lambda x, y: aten.isin(x.relu(), y).logical_not(), (_t(5, 8), _t(6)), ()),
+    ("outer_product_rrelu", lambda a, x, y, n: aten.rrelu_with_noise_backward(aten.addr(a, x, y, beta=0.5, alpha=2), a, n, 0.1, 0.3, True, False) + 1, (_t(5, 7), _t(5), _t(7), _t(5, 7)), ((5, 7), (1, 1), (33, 67))),
+    ("matrix_vector", lambda a, x, y, z: (aten.addmv(a, x, y) + aten.mv(x, z)).relu(), (_t(5), _t(5, 7), _t(7), _t(7)), ((5, 7), (1, 1), (33, 67), (2, 1030))),
+    ("dot_products", lambda x, y, z: (aten.dot(x.relu(), y) + aten.vdot(x, z)) * 2, (_t(7), _t(7), _t(7)), ((7,), (1,), (1030,))),
+    ("image_loss", lambda x, y: aten.nll_loss2d_forward(x, y, None, 1, -100)[0] * 2, (_t(2, 5, 4, 9), _CLASSES), ((2, 5, 4, 3), (1, 1, 1, 1), (3, 7, 5, 9))),
+    ("image_loss_weighted", lambda x, y, w: aten.nll_loss2d_forward(x, y, w, 2, 1)[0] * 2, (_t(2, 5, 4, 9), _CLASSES, _t(5)), ((2, 5, 4, 3), (1, 1, 1, 1), (3, 7, 5, 9))),
+    ("weight_norm", lambda v, g: aten._weight_norm_interface(v, g, 0)[0] * 2, (_t(5, 7), _t(5, 1)), ((5, 7), (1, 2), (33, 67), (2, 1030))),
+    ("block_diagonal", lambda x, y: aten.block_diag([x.relu(), y]) * 2 + 1, (_t(5, 7), _t(6, 8)), ((5, 7), (1, 1), (33, 67))),
+)  # fmt: skip
+
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
@@ -657,6 +681,10 @@ def _table() -> dict[str, Case]:
     cases += [
         Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"writes"}))
         for name, fn, example, sizes in _WRITES
+    ]
+    cases += [
+        Case(name, fn, example, sizes, dynamic=name != "is_among", static=(3, 6, 8), tags=frozenset({"composite"}))
+        for name, fn, example, sizes in _COMPOSITES
     ]
     return {case.name: case for case in cases}
 

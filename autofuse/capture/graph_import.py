@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -20,14 +20,15 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv, Max
 
+from autofuse.capture.decompose import decomposed
+from autofuse.capture.graph_sizes import GraphSizes
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.fusion.graph import FusionGraph
-from autofuse.ir.operation import Operation, TensorSpec, ValueRef
-from autofuse.ir.optable import FUSIBLE, info
+from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
 from autofuse.ir.records import Refusal
-from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
+from autofuse.ir.shape import Dim, SymbolicShape
 
 log = logging.getLogger(__name__)
 
@@ -63,101 +64,12 @@ class ImportedGraph:
         )
 
 
-class _Dims:
-    """Sizes of torch's shape environment in our spelling."""
-
-    def __init__(self, shape_env: ShapeEnv | None) -> None:
-        self._env = shape_env
-        self._known: dict[sympy.Expr, Dim] = {}
-        self._by_hint: dict[int, list[tuple[sympy.Expr, Dim]]] = {}
-        self.hints: dict[str, int] = {}
-        self.derived: dict[str, sympy.Expr] = {}
-
-    def stride(self, stride: Any) -> Dim | None:
-        """A stride; what torch writes as ``Max(1, size)`` is the size, since no element of an empty tensor is read."""
-        return self(stride, lambda expr: expr.replace(Max, _without_one))
-
-    def __call__(self, size: Any, simplify: Callable[[sympy.Expr], sympy.Expr] = lambda e: e) -> Dim | None:
-        """An int or expression; None for a size that is no polynomial of the symbols."""
-        if isinstance(size, int) and not isinstance(size, bool):
-            return size
-        if not isinstance(size, torch.SymInt):
-            return None
-        expr = simplify(size.node.expr)
-        if expr.is_Integer:
-            return int(expr)
-        if expr not in self._known:
-            dim = self._unify(expr, size.node)
-            if dim is None:
-                return None
-            self._known[expr] = dim
-        return self._known[expr]
-
-    def _unify(self, expr: sympy.Expr, node: Any) -> Dim | None:
-        hint = node.hint if node.has_hint() else None
-        if hint is not None:
-            # Two spellings of one size (tokens of the input, tokens of the target) must read the same.
-            for known, dim in self._by_hint.get(int(hint), []):
-                if self._env is not None and self._env._maybe_evaluate_static(sympy.Eq(expr, known)) is sympy.true:
-                    return dim
-        dim = self._polynomial(expr)
-        if dim is None:
-            return None
-        if hint is not None:
-            self._by_hint.setdefault(int(hint), []).append((expr, dim))
-        if self._env is not None:
-            for item in expr.free_symbols:
-                value = _hint_of(self._env, item)
-                if value is not None:
-                    self.hints.setdefault(str(item), value)
-        return dim
-
-    def _polynomial(self, expr: sympy.Expr) -> Dim | None:
-        """The size in our symbols, with one of its own for each rounded quotient; None for any other function."""
-        plain = expr.xreplace({s: symbol(str(s)) for s in expr.free_symbols})
-        plain = plain.replace(FloorDiv, lambda a, b: sympy.floor(a / b))
-        if not plain.free_symbols or plain.is_polynomial(*plain.free_symbols):
-            return as_dim(plain)
-        if plain.atoms(sympy.Function) - plain.atoms(sympy.floor):
-            return None  # such as a size times 1.5, cut off, of an interpolation
-        # Outermost first: what is inside of one is part of its definition.
-        while quotients := [f for f in sympy.preorder_traversal(plain) if isinstance(f, sympy.floor)]:
-            plain = plain.xreplace({quotients[0]: self._derived_symbol(quotients[0])})
-        return as_dim(plain) if plain.is_polynomial(*plain.free_symbols) else None
-
-    def _derived_symbol(self, quotient: sympy.Expr) -> sympy.Symbol:
-        for name, known in self.derived.items():
-            if known == quotient:
-                return symbol(name)
-        name = f"d{len(self.derived)}"
-        self.derived[name] = quotient
-        return symbol(name)
-
-    def finish(self) -> None:
-        """Likely values of the derived symbols too."""
-        for name, quotient in self.derived.items():
-            known = {s: self.hints.get(s) for s in free_symbols(quotient)}
-            values = {s: value for s, value in known.items() if value is not None}
-            if len(values) == len(known):
-                self.hints[name] = evaluate(quotient, values)
-
-
-def _without_one(*args: sympy.Expr) -> sympy.Expr:
-    rest = [a for a in args if a != 1]
-    return rest[0] if len(rest) == 1 < len(args) else Max(*args)
-
-
-def _hint_of(env: ShapeEnv, item: sympy.Symbol) -> int | None:
-    for table in ("backed_var_to_val", "var_to_val"):  # renamed in torch 2.12
-        value = getattr(env, table, {}).get(item)
-        if value is not None:
-            return int(value)
-    return None
-
-
 def import_graph(module: fx.GraphModule) -> ImportedGraph:
     """Describe every tensor operation of ``module`` as data."""
-    dims_of = _Dims(_shape_env(module))
+    return _imported(module, GraphSizes(_shape_env(module)))
+
+
+def _imported(module: fx.GraphModule, dims_of: GraphSizes) -> ImportedGraph:
     refs: dict[fx.Node, ValueRef] = {}
     dims: dict[fx.Node, Dim] = {}
     inputs: dict[str, TensorSpec] = {}
@@ -274,7 +186,7 @@ def _shape_env(module: fx.GraphModule) -> ShapeEnv | None:
     return None
 
 
-def _spec(value: torch.Tensor, dims_of: _Dims) -> TensorSpec | None:
+def _spec(value: torch.Tensor, dims_of: GraphSizes) -> TensorSpec | None:
     """The spec of a fake tensor; None where it is no plain strided tensor or a size is no polynomial."""
     if value.layout is not torch.strided or value.is_quantized:
         return None
@@ -297,7 +209,7 @@ class _NotData(Exception):
 
 
 def _operation(
-    node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims, dims: dict[fx.Node, Dim]
+    node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: GraphSizes, dims: dict[fx.Node, Dim]
 ) -> Operation:
     target = _target(node)
     if target is None:
@@ -311,7 +223,55 @@ def _operation(
         kwargs = tuple((k, _arg(v, refs, dims_of, dims)) for k, v in node.kwargs.items() if k not in _PLACEMENT)
     except _NotData:
         return _opaque(node, value, refs, dims_of)
-    return Operation(node.name, target, args, kwargs, tuple(o or _NOTHING for o in outputs), _source(node))
+    op = Operation(node.name, target, args, kwargs, tuple(o or _NOTHING for o in outputs), _source(node))
+    return replace(op, body=body_of(node, op, dims_of)) if info(target).kind is OpKind.COMPOSITE else op
+
+
+def body_of(node: fx.Node, op: Operation, dims_of: GraphSizes) -> NodeForm | None:
+    """What a composite operator decomposes into, with the sizes of its graph; None where no kernel can be made of it.
+
+    Its inputs are the tensors that the operator reads, repeats included.
+    """
+    traced = decomposed(node)
+    if traced is None:
+        return None
+    found = _imported(traced, dims_of)
+    kinds = {info(part.target).kind for part in found.operations}
+    counts = (len(found.inputs), len(found.outputs))
+    if counts != (len(op.inputs), len(op.outputs)) or not kinds <= FUSIBLE - {OpKind.RANDOM, OpKind.COMPOSITE}:
+        return None
+    made = {part.name: part for part in found.operations}
+    operations, outputs = list(found.operations), list[ValueRef]()
+    for ref, wanted in zip(found.outputs, op.outputs, strict=True):
+        spec = made[ref.name].outputs[ref.index] if ref.name in made else found.inputs[ref.name]
+        if (spec.shape, spec.dtype) != (wanted.shape, wanted.dtype):
+            return None
+        if spec != wanted or ref.name not in made or info(made[ref.name].target).kind in VIEWS:
+            copy = Operation(f"{op.name}_copy{len(outputs)}", "aten.clone.default", (ref,), (), (wanted,))
+            operations.append(copy)
+            ref = ValueRef(copy.name)
+        outputs.append(ref)
+    return _canonical(
+        NodeForm(tuple(NodeInput(*item) for item in found.inputs.items()), tuple(operations), tuple(outputs)), op
+    )
+
+
+def _canonical(body: NodeForm, op: Operation) -> NodeForm | None:
+    """The body with the names of a node's form; None where it has a size that the operator's tensors do not tell."""
+    names = {item.name: f"i{n}" for n, item in enumerate(body.inputs)}
+    names |= {part.name: f"v{n}" for n, part in enumerate(body.operations)}
+
+    def renamed(ref: ValueRef) -> ValueRef:
+        return ValueRef(names[ref.name], ref.index)
+
+    found = NodeForm(
+        tuple(NodeInput(names[item.name], item.spec) for item in body.inputs),
+        tuple(replace(part.reading(renamed), name=names[part.name], source=None) for part in body.operations),
+        tuple(map(renamed, body.outputs)),
+    )
+    known = {*op.symbols, *(name for item in body.inputs for name in item.spec.symbols)}
+    sizes = {name for part in body.operations for name in part.symbols}
+    return found if sizes <= known else None
 
 
 def _target(node: fx.Node) -> str | None:
@@ -323,7 +283,7 @@ def _target(node: fx.Node) -> str | None:
     return None
 
 
-def _opaque(node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims) -> Operation:
+def _opaque(node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: GraphSizes) -> Operation:
     name = getattr(node.target, "__name__", str(node.target)).replace(".", "_")
     outputs = _output_specs(node, value, dims_of)
     read = tuple(refs[n] for n in node.all_input_nodes if n in refs)
@@ -331,7 +291,7 @@ def _opaque(node: fx.Node, value: Any, refs: dict[fx.Node, ValueRef], dims_of: _
     return Operation(node.name, f"opaque.{name}.default", read, (), specs, _source(node))
 
 
-def _output_specs(node: fx.Node, value: Any, dims_of: _Dims) -> list[TensorSpec | None]:
+def _output_specs(node: fx.Node, value: Any, dims_of: GraphSizes) -> list[TensorSpec | None]:
     """Specs of the outputs; None for one with a size that is no polynomial, `_NOTHING` for what is no tensor."""
     values: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     for user in node.users:  # higher-order operators may describe their outputs only where these are read
@@ -341,7 +301,7 @@ def _output_specs(node: fx.Node, value: Any, dims_of: _Dims) -> list[TensorSpec 
     return [_spec(v, dims_of) if isinstance(v, torch.Tensor) else _NOTHING for v in values]
 
 
-def _arg(arg: Any, refs: dict[fx.Node, ValueRef], dims_of: _Dims, dims: dict[fx.Node, Dim]) -> Any:
+def _arg(arg: Any, refs: dict[fx.Node, ValueRef], dims_of: GraphSizes, dims: dict[fx.Node, Dim]) -> Any:
     if isinstance(arg, fx.Node):
         if arg in refs:
             return refs[arg]

@@ -7,13 +7,13 @@ paired by the names that the partition preserves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
 from autofuse.capture.graph_import import ImportedGraph
 from autofuse.fusion.graph import FusionGraph
-from autofuse.ir.operation import Operation, ValueRef, map_arg
+from autofuse.ir.operation import Operation, ValueRef
 
 _NOTE = "autofuse_backward"
 
@@ -68,8 +68,4 @@ def _reading(op: Operation, values: dict[str, ValueRef], backward: ImportedGraph
     def renamed(ref: ValueRef) -> ValueRef:
         return values[ref.name] if ref.name in backward.inputs and ref.name in values else ref
 
-    return replace(
-        op,
-        args=map_arg(op.args, renamed, lambda dim: dim),
-        kwargs=tuple((k, map_arg(v, renamed, lambda dim: dim)) for k, v in op.kwargs),
-    )
+    return op.reading(renamed)

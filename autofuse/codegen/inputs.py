@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from autofuse.codegen.call import torch_dtype
+from autofuse.ir.composites import expanded
 from autofuse.ir.indices import passes_indices
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
@@ -130,7 +131,8 @@ def _targets(scores: ValueRef, ignore: int) -> Role:
     def role(
         form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
     ) -> torch.Tensor:
-        classes = max(1, form.spec(scores).shape.bind(symbols)[-1])
+        shape = form.spec(scores).shape.bind(symbols)
+        classes = max(1, shape[min(1, len(shape) - 1)])
         labels = torch.randint(0, classes, sizes, generator=generator)
         ignored = torch.rand(sizes, generator=generator) < 0.15
         if ignored.ndim and ignored.numel():
@@ -171,7 +173,7 @@ _POSITIVE_ARGUMENTS = {
 def _roles(form: NodeForm) -> dict[str, Role]:
     """The role of each input, found at the operators that read it, directly or through views."""
     sources = _view_sources(form)
-    roles: dict[str, Role] = dict(_index_roles(form))
+    roles: dict[str, Role] = dict(_index_roles(expanded(form)))
 
     def note(ref: object, role: Role) -> None:
         if isinstance(ref, ValueRef):
@@ -180,8 +182,8 @@ def _roles(form: NodeForm) -> dict[str, Role]:
     for op in form.operations:
         for position in _POSITIVE_ARGUMENTS.get(op.short_name, ()):
             note(op.arg(position), _positive)
-        if op.short_name in ("nll_loss_forward", "nll_loss_backward"):
-            first = op.short_name == "nll_loss_forward"
+        if op.short_name in ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward"):
+            first = op.short_name.endswith("_forward")
             scores, target = op.args[0 if first else 1], op.args[1 if first else 2]
             note(target, _targets(scores, int(op.args[4 if first else 5])))
             if not first:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autofuse.errors import ShapeError
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
@@ -32,7 +32,7 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import is_constant
 from autofuse.fusion.node import FusionNode
-from autofuse.ir.operation import NodeForm, Operation, ValueRef, map_arg
+from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import SymbolicShape
@@ -395,8 +395,7 @@ def flat_name(ref: ValueRef) -> str:
 
 
 def _with_flat_inputs(op: Operation, split: set[ValueRef]) -> Operation:
-    rename = lambda ref: ValueRef(flat_name(ref)) if ref in split else ref  # noqa: E731
-    return replace(op, args=map_arg(op.args, rename), kwargs=tuple((k, map_arg(v, rename)) for k, v in op.kwargs))
+    return op.reading(lambda ref: ValueRef(flat_name(ref)) if ref in split else ref)
 
 
 def closed_graph(ops: Sequence[Operation]) -> FusionGraph:

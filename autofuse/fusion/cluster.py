@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autofuse.fusion.graph import FusionGraph
-from autofuse.fusion.iteration_space import IterationSpace, iteration_space_of, with_parts
-from autofuse.fusion.node import FusionNode, join_spaces
+from autofuse.fusion.iteration_space import IterationSpace, with_parts
+from autofuse.fusion.node import FusionNode, join_spaces, space_of
 from autofuse.fusion.outside_loops import Kernel, Outside
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
@@ -57,7 +57,7 @@ class Cluster(FusionNode):
 
     def _find_space(self, op: Operation) -> IterationSpace | None:
         graph = self._graph
-        return with_parts(iteration_space_of(op, graph.spec), op, graph.by_name, graph.spec)
+        return with_parts(space_of(op, graph.spec), op, graph.by_name, graph.spec)
 
     def _in_order(self, kernels: list[Kernel]) -> list[Kernel]:
         return sorted(kernels, key=lambda kernel: self._graph.position[kernel.op.name])

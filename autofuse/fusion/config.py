@@ -16,6 +16,7 @@ _SWITCHES = {
     OpKind.REDUCTION: "enable_reduction",
     OpKind.NORMALISATION: "enable_reduction",
     OpKind.LOSS: "enable_reduction",
+    OpKind.COMPOSITE: "enable_reduction",
 }
 
 

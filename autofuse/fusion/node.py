@@ -114,7 +114,7 @@ class FusionNode:
 
     def _find_space(self, op: Operation) -> IterationSpace | None:
         try:
-            return with_parts(iteration_space_of(op, self.spec), op, self._by_name, self.spec)
+            return with_parts(space_of(op, self.spec), op, self._by_name, self.spec)
         except FusionError:
             return None
 
@@ -237,21 +237,9 @@ class FusionNode:
     def with_dims(self, table: Mapping[sympy.Expr, sympy.Expr]) -> FusionNode:
         """The node with every size changed."""
         change: Callable[[Dim], Dim] = lambda dim: dim if isinstance(dim, int) else as_dim(dim.xreplace(table))  # noqa: E731
-
-        def spec(old: TensorSpec) -> TensorSpec:
-            shape, strides = (SymbolicShape(list(map(change, dims))) for dims in (old.shape, old.strides))
-            return replace(old, shape=shape, strides=strides)
-
-        operations = [
-            replace(
-                op,
-                args=map_arg(op.args, lambda ref: ref, change),
-                kwargs=tuple((k, map_arg(v, lambda ref: ref, change)) for k, v in op.kwargs),
-                outputs=tuple(map(spec, op.outputs)),
-            )
-            for op in self.operations
-        ]
-        return FusionNode(operations, {name: spec(old) for name, old in self.inputs.items()}, self.outputs)
+        operations = [op.with_dims(change) for op in self.operations]
+        inputs = {name: spec.with_dims(change) for name, spec in self.inputs.items()}
+        return FusionNode(operations, inputs, self.outputs)
 
     # ---- canonical form ----------------------------------------------------------------------------
 
@@ -277,6 +265,7 @@ class FusionNode:
                     kwargs=tuple((k, map_arg(v, rename_ref, rename_dim)) for k, v in op.kwargs),
                     outputs=tuple(_rename_spec(spec, table) for spec in op.outputs),
                     source=op.source,
+                    body=None if op.body is None else op.body.with_dims(rename_dim),
                 )
                 for op in self.operations
             ),
@@ -333,6 +322,54 @@ class FusionNode:
         return f"FusionNode({self.operation_names})"
 
 
+def space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace | None:
+    """The iteration space of a fusible operation; that of a composite one is its decomposition's."""
+    return iteration_space_of(op, spec) if op.body is None else _space_of_body(op.body)
+
+
+@functools.lru_cache(maxsize=256)
+def _space_of_body(body: NodeForm) -> IterationSpace | None:
+    tables = _only_tables(body)
+    operations = [op for op in body.operations if op.name not in tables]
+    inputs = {item.name: item.spec for item in body.inputs} | {name: body.spec(ValueRef(name)) for name in tables}
+    inner = FusionNode(operations, inputs, body.outputs)
+    joined = join_spaces(inner.loops_with()) if inner.validate_fusion() else None
+    if joined is None or not inner.outside_with().is_sound:
+        return None
+    levels = [_level_of(inner, inner._base(ref), joined) for ref in body.outputs]
+    return None if None in levels else replace(joined, levels=tuple(level for level in levels if level is not None))
+
+
+def _only_tables(body: NodeForm) -> set[str]:
+    """Operations whose elements are calculated only where an index reads them, outside of their own loops."""
+    found: set[str] = set()
+    leaving = {ref.name for ref in body.outputs}
+    for op in reversed(body.operations):
+        readers = [reader for reader in body.operations if op.name in {ref.name for ref in reader.inputs}]
+        passes = info(op.target).kind in (OpKind.POINTWISE, *VIEWS) and op.name not in leaving
+        if passes and readers and all(reader.name in found or _is_table(op, reader) for reader in readers):
+            found.add(op.name)
+    return found
+
+
+def _is_table(op: Operation, reader: Operation) -> bool:
+    first, *others = (ref.name for ref in reader.inputs)
+    return info(reader.target).kind is OpKind.INDEXED and first == op.name and op.name not in others
+
+
+def _level_of(node: FusionNode, ref: ValueRef, joined: IterationSpace) -> Level | None:
+    """The level of a value in the loops of its node; None for one that is a part of what they run over."""
+    op = node._by_name.get(ref.name)
+    space = None if op is None or is_constant(op) else node._space(op)
+    if op is None or space is None:
+        return None
+    if op.name in node.outside_with().followers:
+        return "terminal"
+    if space.levels[ref.index] != "full" or space.numel == joined.numel:
+        return space.levels[ref.index]
+    return "row" if space.numel == joined.rows else None
+
+
 def join_spaces(spaces: Sequence[IterationSpace]) -> IterationSpace | None:
     """The loop nest that all spaces share, None where there is none."""
     parts = {part for space in spaces for part in space.parts}
@@ -378,23 +415,10 @@ def _largest(spaces: Sequence[IterationSpace]) -> Dim:
 
 
 def _symbols_in_order(node: FusionNode) -> tuple[str, ...]:
-    seen: dict[str, None] = {}
-    for name in node.input_names:
-        spec = node.inputs[name]
-        for item in (*spec.shape.symbols, *spec.strides.symbols):
-            seen.setdefault(item)
+    found = dict.fromkeys(name for read in node.input_names for name in node.inputs[read].symbols)
     for op in node.operations:
-        for spec in op.outputs:
-            for item in (*spec.shape.symbols, *spec.strides.symbols):
-                seen.setdefault(item)
-
-        def note(dim: Any) -> Any:
-            for item in SymbolicShape([dim]).symbols:
-                seen.setdefault(item)
-            return dim
-
-        map_arg((op.args, tuple(v for _, v in op.kwargs)), lambda ref: ref, note)
-    return tuple(seen)
+        found |= dict.fromkeys(op.symbols)
+    return tuple(found)
 
 
 def _rename_spec(spec: TensorSpec, table: Mapping[str, Dim]) -> TensorSpec:

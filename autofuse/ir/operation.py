@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -41,6 +41,18 @@ class TensorSpec:
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> TensorSpec:
         return cls(SymbolicShape(data[0]), stored_name(data[1]), SymbolicShape(data[2]), stored_name(data[3]))
+
+    def with_dims(self, change: Callable[[Dim], Dim]) -> TensorSpec:
+        """The tensor with every size changed; numbers stay."""
+        shape, strides = (
+            SymbolicShape([d if isinstance(d, int) else change(d) for d in dims]) for dims in (self.shape, self.strides)
+        )
+        return replace(self, shape=shape, strides=strides)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Names of the free symbols, in order of first appearance."""
+        return tuple(dict.fromkeys((*self.shape.symbols, *self.strides.symbols)))
 
     @property
     def numel(self) -> Dim:
@@ -75,6 +87,7 @@ class Operation:
     kwargs: tuple[tuple[str, Arg], ...]
     outputs: tuple[TensorSpec, ...]  # several for native_layer_norm and its like
     source: str | None = None  # "file.py:12 code" of the user's line
+    body: NodeForm | None = None  # of a composite operator: what it is decomposed into, for the lowering alone
 
     @functools.cached_property
     def inputs(self) -> tuple[ValueRef, ...]:
@@ -92,6 +105,33 @@ class Operation:
     def arg(self, index: int, default: Arg = None) -> Arg:
         return self.args[index] if index < len(self.args) else default
 
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Names of the free symbols of its outputs and arguments, in order of first appearance."""
+        found = dict.fromkeys(name for spec in self.outputs for name in spec.symbols)
+
+        def note(dim: Dim) -> Dim:
+            found.update(dict.fromkeys(SymbolicShape([dim]).symbols))
+            return dim
+
+        map_arg((self.args, tuple(v for _, v in self.kwargs)), _same, note)
+        return tuple(found)
+
+    def reading(self, rename: Callable[[ValueRef], ValueRef]) -> Operation:
+        """The operation on other values."""
+        kwargs = tuple((k, map_arg(v, rename)) for k, v in self.kwargs)
+        return replace(self, args=map_arg(self.args, rename), kwargs=kwargs)
+
+    def with_dims(self, change: Callable[[Dim], Dim]) -> Operation:
+        """The operation with every size changed."""
+        return replace(
+            self,
+            args=map_arg(self.args, _same, change),
+            kwargs=tuple((k, map_arg(v, _same, change)) for k, v in self.kwargs),
+            outputs=tuple(spec.with_dims(change) for spec in self.outputs),
+            body=None if self.body is None else self.body.with_dims(change),
+        )
+
     def to_json(self) -> dict[str, Any]:
         data = {
             "name": self.name,
@@ -102,11 +142,13 @@ class Operation:
         }
         if self.source:
             data["source"] = self.source
+        if self.body is not None:
+            data["body"] = self.body.to_json()
         return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Operation:
-        source = data.get("source")
+        source, body = data.get("source"), data.get("body")
         return cls(
             name=stored_name(data["name"]),
             target=stored_operator(data["target"]),
@@ -114,7 +156,14 @@ class Operation:
             kwargs=tuple((stored_name(k), decode_arg(v)) for k, v in data["kwargs"].items()),
             outputs=tuple(TensorSpec.from_json(o) for o in data["outputs"]),
             source=None if source is None else one_line(source),
+            body=None if body is None else _stored_body(body),
         )
+
+
+def _stored_body(data: dict[str, Any]) -> NodeForm:
+    if any("body" in op for op in data["operations"]):
+        raise FusionError("expected a decomposition into operators without one, found one within another")
+    return NodeForm.from_json(data)
 
 
 def map_arg(arg: Arg, on_ref: Any, on_dim: Any = lambda d: d) -> Arg:
@@ -126,6 +175,10 @@ def map_arg(arg: Arg, on_ref: Any, on_dim: Any = lambda d: d) -> Arg:
     if isinstance(arg, tuple):
         return tuple(map_arg(a, on_ref, on_dim) for a in arg)
     return arg
+
+
+def _same(ref: ValueRef) -> ValueRef:
+    return ref
 
 
 def _refs(arg: Arg) -> Iterable[ValueRef]:
@@ -199,6 +252,11 @@ class NodeForm:
             if op.name == ref.name:
                 return op.outputs[ref.index]
         raise KeyError(ref)
+
+    def with_dims(self, change: Callable[[Dim], Dim]) -> NodeForm:
+        """The content of a composite operator with every size changed; it has no symbols of its own."""
+        inputs = tuple(NodeInput(item.name, item.spec.with_dims(change)) for item in self.inputs)
+        return NodeForm(inputs, tuple(op.with_dims(change) for op in self.operations), self.outputs)
 
     def to_json(self) -> dict[str, Any]:
         return {

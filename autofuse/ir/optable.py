@@ -25,6 +25,7 @@ class OpKind(Enum):
     REDUCTION = "reduction"  # dims disappear or become 1
     NORMALISATION = "normalisation"  # reduction and pointwise together along the same dims
     LOSS = "loss"  # of classes, which reads one element a row by an index, or of elements; and its gradient
+    COMPOSITE = "composite"  # calculated by what PyTorch decomposes it into (`ir.composites`)
     RANDOM = "random"  # draws from the generator; keeps its place in the order
     OPAQUE = "opaque"  # everything else
 
@@ -145,6 +146,10 @@ _GROUPS: tuple[tuple[OpKind, float, str], ...] = (
     (_L, 25, "binary_cross_entropy_with_logits.default"),
     (_L, 25, "binary_cross_entropy.default soft_margin_loss.default soft_margin_loss_backward.default"),
     (_L, 6, "binary_cross_entropy_backward.default"),
+    (OpKind.COMPOSITE, 6, "linalg_cross.default renorm.default dist.default trace.default addr.default"),
+    (OpKind.COMPOSITE, 2, "isin.Tensor_Tensor rrelu_with_noise_backward.default block_diag.default"),
+    (OpKind.COMPOSITE, 2, "mv.default addmv.default dot.default vdot.default"),
+    (OpKind.COMPOSITE, 4, "nll_loss2d_forward.default _weight_norm_interface.default"),
 )
 
 OPS: dict[str, OpInfo] = {
@@ -157,7 +162,7 @@ OPS["autofuse.dropout_scale.default"] = OpInfo(OpKind.POINTWISE, 2)  # x, mask, 
 OPS["autofuse.philox_dropout.default"] = OpInfo(OpKind.POINTWISE, 60)  # x, p, train -> result, mask: eager's numbers
 OPS["aten.native_dropout.default"] = OpInfo(OpKind.RANDOM, 60)  # what capture leaves as it is, on a GPU
 
-FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING, OpKind.INDEXED, OpKind.WRITE})
+FUSIBLE = frozenset({_P, _V, _R, _N, _L, _C, _M, _W, OpKind.POOLING, OpKind.INDEXED, OpKind.WRITE, OpKind.COMPOSITE})
 MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", "zeros_like", "ones_like"))
 VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autofuse.fusion.graph import FusionGraph
-from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
+from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides, product, symbol
 from autofuse.strategies.chains import is_contiguous, is_free
@@ -92,9 +92,7 @@ class _Cutter:
         def renamed(ref: ValueRef) -> ValueRef:
             return self.cut_values[ref.name] if ref in cut else ref
 
-        args = map_arg(op.args, renamed, lambda dim: dim)
-        kwargs = tuple((k, map_arg(v, renamed, lambda dim: dim)) for k, v in op.kwargs)
-        self.operations.append(replace(op, args=args, kwargs=kwargs, outputs=(self._block(op.outputs[0]),)))
+        self.operations.append(replace(op.reading(renamed), outputs=(self._block(op.outputs[0]),)))
         self.cut_values[op.name] = ValueRef(op.name)
         return True
 

@@ -28,6 +28,7 @@ from autofuse.codegen.lowering.index import (
     word_size,
 )
 from autofuse.errors import LoweringError
+from autofuse.ir.composites import expanded
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, SymbolicShape, contiguous_strides
@@ -61,10 +62,12 @@ class _Reading(NamedTuple):
 
 
 class Context:
-    """What rule functions see of a node while it is lowered."""
+    """What rule functions see of a node while it is lowered; a composite operator is what it decomposes into."""
 
     def __init__(self, form: NodeForm, rules: Mapping[str, Rule]) -> None:
+        whole, form = form, expanded(form)
         self.form = form
+        self._parts = {op.name for op in form.operations} - {op.name for op in whole.operations}
         self._rules = rules
         self.builder = Builder()
         self._specs: dict[ValueRef, TensorSpec] = {ValueRef(i.name): i.spec for i in form.inputs}
@@ -96,6 +99,10 @@ class Context:
     def operation_of(self, ref: ValueRef) -> Operation | None:
         """The operation that makes a value; None for an input."""
         return self._operations.get(ref.name)
+
+    def is_part(self, op: Operation) -> bool:
+        """Whether an operation is one of those that a composite operator decomposes into."""
+        return op.name in self._parts
 
     def reads_inputs(self, op: Operation) -> bool:
         """Whether an operation's result depends on inputs of the node."""

@@ -25,6 +25,7 @@ from autofuse.codegen.lowering.rules import RULES
 from autofuse.codegen.lowering.schedule import schedule, schedule_tile
 from autofuse.codegen.lowering.stages import lower_stages
 from autofuse.errors import LoweringError
+from autofuse.ir.composites import expanded
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import VIEWS, info, is_move
 from autofuse.ir.validation import one_line
@@ -39,10 +40,12 @@ def context_of(form: NodeForm) -> Context:
 def lower(form: NodeForm) -> LoopKernel:
     """The loop form of a node; raises LoweringError(code, message) where it has none.
 
-    A node that writes to places which are data becomes stages (`stages`). Copies and other moves (`is_move`) that are
-    independent of each other and share no loops become nests side by side.
+    A composite operator is lowered as what it decomposes into. A node that writes to places which are data becomes
+    stages (`stages`). Copies and other moves (`is_move`) that are independent of each other and share no loops become
+    nests side by side.
     """
     if any(map(is_write, form.operations)):
+        form = expanded(form)
         found = lower_stages(form, RULES, lower)
         comments = tuple(describe(op) for op in form.operations)
         name = f"af_write_{_label(form)}_{_digest(form)}"
@@ -128,6 +131,7 @@ def _digest(form: NodeForm) -> str:
 def _lower(form: NodeForm) -> LoopKernel:
     """The loop form of a node whose operations share one nest."""
     context = context_of(form)
+    form = context.form
     context.infer_all()
     stores = context.pull_outputs()
     context.check_bounds(stores)
@@ -151,6 +155,7 @@ def lower_tile(form: NodeForm, tile: ValueRef, name: str) -> tuple[LoopKernel, t
     Raises LoweringError where a value is reduced, or where the input is read at another place than it is used for.
     """
     context = context_of(form)
+    form = context.form
     context.infer_all()
     stores = context.pull_outputs()
     params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
