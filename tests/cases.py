@@ -518,6 +518,7 @@ _SHAPES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("diag_embed_symbols", lambda x: aten.diag_embed.default(x.exp()) + 1, (_X,), ()),
     ("diagonal_scatter", lambda x, y: aten.diagonal_scatter.default(x * 2, y.exp(), -1, 1, 2) + 1, (_t(5, 8, 6), _X6), ((5,), (1,), (67,))),
     ("diagonal_backward", lambda g: aten.diagonal_backward.default(g.exp(), [g.shape[0], 6, 8], 2, 1, 2) + 1, (_X6,), ((5,), (1,), (67,))),
+    ("nests_of_parts", lambda x, y: (x[:, :6].exp() * 2, x[:, 6:].t() + 1, y.tanh() * y, *(part.sin() for part in aten.split_with_sizes_copy.default(x, [8, 2, 6], 1))), (_t(5, 16), _t(3, 7)), ((5, 3, 7), (1, 1, 1), (33, 2, 67), (2, 3, 1030))),
     ("unfold_windows", lambda x: x.exp().unfold(1, 3, 2) * 2, (_t(5, 16),), ()),
     ("unfold_rows", lambda x: aten.unfold.default(x.exp(), 0, 2, 2).relu(), (_t(8, 5),), ()),
     ("unfold_symbols", lambda x: x.exp().unfold(1, 6, 1) * 2, (_t(5, 11),), ((5, 11), (1, 6), (33, 67))),
@@ -606,6 +607,7 @@ _INDEXED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[t
     ("index_of_values", lambda x, i: aten.index.Tensor(x * 2, [i]) + 1, (_t(5, 7), _t(5, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
     ("index_reversed", lambda x: x[torch.arange(7, -1, -1)] * 2 + 1, (_t(8, 7),), ()),
     ("upsample_nearest", lambda x: aten._unsafe_index.Tensor(x, [None, None, _HALF(6).unsqueeze(-1), _HALF(8)]) * 2 + 1, (_t(2, 3, 6, 8),), ()),
+    ("upsample_kept_places", lambda x: (lambda h, w, p: (h, w, p, aten._unsafe_index.Tensor(x, [None, None, h.unsqueeze(-1), w]) * p + 1))(_HALF(6), _HALF(8), torch.arange(16) * 0.3), (_t(2, 3, 6, 8),), ()),
     ("relative_bias", lambda s, t, i: torch.softmax(s + t[i].view(4, 4, 2).permute(2, 0, 1), -1), (_t(3, 2, 4, 4), _t(9, 2), _t(16, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
 )  # fmt: skip
 

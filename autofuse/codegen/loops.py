@@ -124,7 +124,8 @@ class LoopKernel:
     def bounds(self) -> tuple[Dim, ...]:
         """The sizes that an index must be within, each once; a call in which one is not ends in eager."""
         own = [as_dim(v.attr) for v in self.values if v.op == "checked"]
-        return tuple(dict.fromkeys((*own, *(size for stage in self.stages for size in stage.kernel.bounds))))
+        stages = [nest for stage in self.stages for nest in (stage.kernel, *stage.kernel.rest)]
+        return tuple(dict.fromkeys((*own, *(size for nest in stages for size in nest.bounds))))
 
     @property
     def sinks(self) -> tuple[int, ...]:

@@ -27,11 +27,13 @@ from autofuse.fusion.cluster import (
     pools,
     reads_incomplete,
     share_loops,
+    size_of,
 )
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import is_constant
 from autofuse.fusion.node import FusionNode
+from autofuse.fusion.side_by_side import are_independent, is_small_work, relations
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
 from autofuse.ir.records import Refusal
@@ -124,6 +126,7 @@ class FusionCandidateAnalyzer:
         self._join_wholes(growth)
         self._join_siblings(growth)
         self._join_moves(growth)
+        self._join_beside(growth)
         return growth.clusters
 
     def _plant(self, growth: Growth, seed: Seed) -> None:
@@ -183,8 +186,9 @@ class FusionCandidateAnalyzer:
         names = [*first.names, *second.names]
         if self._island and len({self._island.get(name) for name in names}) > 1:
             return "kept_apart", "one side is part of an attention that may run as a whole"
-        if len(names) > self.config.max_fusion_size and not (first.pattern or second.pattern):
-            return "size_limit", f"{len(names)} operations are more than max_fusion_size={self.config.max_fusion_size}"
+        count, most = size_of(first, second), self.config.max_fusion_size
+        if count > most and not (first.pattern or second.pattern):
+            return "size_limit", f"{count} operations are more than max_fusion_size={most}"
         devices = graph.devices_of(names)
         if len(devices) > 1:
             return "mixed_devices", f"a kernel reaches one device, these live on {' and '.join(sorted(devices))}"
@@ -254,6 +258,23 @@ class FusionCandidateAnalyzer:
             elif last is None or last is own or not self._join(growth, last, own, apart=True):
                 last = own
 
+    def _join_beside(self, growth: Growth) -> None:
+        """Join small independent clusters of element-wise work, each with loops of its own: one call for all."""
+        graph = growth.graph
+        last: dict[str, Cluster] = {}
+        for cluster in sorted(growth.clusters, key=lambda c: graph.position[c.operations[0].name]):
+            if not is_small_work(graph, cluster, MIN_SHARED_BYTES):
+                continue
+            keys, own = relations(graph, cluster), cluster
+            for key in keys:
+                other = last.get(key)
+                if other is None or growth.home[other.operations[0].name] is own:
+                    continue
+                other = growth.home[other.operations[0].name]
+                if are_independent(other, own) and self._join(growth, other, own, apart=True):
+                    own = other
+            last.update(dict.fromkeys(keys, own))
+
     # ---- from cluster to node ----------------------------------------------------------------------
 
     def nodes_of(self, graph: FusionGraph, candidates: Iterable[Sequence[Operation]]) -> list[FusionNode]:
@@ -275,6 +296,9 @@ class FusionCandidateAnalyzer:
                 rest = [op for op in candidate if op not in operations]
                 return [node, *(self._finish(graph, rest) if rest else [])]
             self._refuse(refusal[0], operations, refusal[1])
+            if operations is candidate and node.is_side_by_side:  # each part may have one by itself
+                parts = [[graph.by_name[op.name] for op in part] for part in node.parts]
+                return [found for part in parts for found in self._finish(graph, part)]
             # No kernel for all of it: what comes first may still be one.
             operations = operations[:-1]
         return self._finish(graph, candidate[1:]) if len(candidate) > 1 else []

@@ -159,7 +159,7 @@ def pools(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
 def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
     """Whether a value that is only a part of what the loops run over, or more than that, is read elsewhere too."""
     spaces = [*first.iteration_spaces, *second.iteration_spaces]
-    parts = {part for space in spaces for part in space.parts}
+    parts = {part for space in spaces for part in space.parts if part not in space.along}
     if not parts:
         return False
     if len(second.operations) == 1 and _puts_alike_together(graph, second.operations[0]):
@@ -177,6 +177,13 @@ def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
         )
         for op, space in zip(operations, spaces, strict=True)
     )
+
+
+def size_of(first: Cluster, second: Cluster) -> int:
+    """How many operations two clusters have together, without those that make places to read at."""
+    spaces = [*first.iteration_spaces, *second.iteration_spaces]
+    along = {part for space in spaces for part in space.along}
+    return sum(1 for space in spaces if space.numel not in along)
 
 
 def leader_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:

@@ -30,6 +30,7 @@ class IterationSpace:
     levels: tuple[Level, ...]  # per output
     general: tuple[object, ...] = ()  # not empty: an unusual reduction that only matches itself
     parts: tuple[Dim, ...] = ()  # elements of operands that are read at other places: a piece, or a whole that is cut
+    along: tuple[Dim, ...] = ()  # those of the parts that run over some of the loops
 
 
 def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace | None:
@@ -63,7 +64,8 @@ def _indexed(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> Iteration
     """The space of the result; indices may be made beside it, the table is of another size and given."""
     numel, (table, *indices) = op.outputs[0].numel, op.inputs
     sizes = dict.fromkeys(spec(ref).numel for ref in indices if ref != table)
-    return IterationSpace(numel, None, ("full",), parts=tuple(size for size in sizes if size != numel))
+    parts = tuple(size for size in sizes if size != numel)
+    return IterationSpace(numel, None, ("full",), parts=parts, along=parts)
 
 
 def _written(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace:
@@ -88,7 +90,10 @@ def with_parts(
             ref = operations[ref.name].inputs[0]
         if is_cut and ref.name in operations and info(operations[ref.name].target).kind in FUSIBLE:
             found[spec(ref).numel] = None
-    return replace(space, parts=(*space.parts, *found)) if space is not None and found else space
+    if space is None or not found:
+        return space
+    along = tuple(part for part in space.along if part not in found)
+    return replace(space, parts=(*space.parts, *found), along=along)
 
 
 def _normalised_dim(op: Operation, rank: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 In: operations with the names of a graph. Out: `form`, the frozen record that code generation, tuning
 and routing share, with canonical names, so that the same code in another layer has the same fusion_id.
 Guarantee: `validate_fusion` is True exactly when every operation is fusible, reads only inputs or
-earlier operations, and all share one loop nest or only move elements.
+earlier operations, and all share one loop nest, only move elements, or are independent element-wise parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from autofuse.errors import FusionError
 from autofuse.fusion.iteration_space import IterationSpace, Level, is_constant, iteration_space_of, with_parts
 from autofuse.fusion.outside_loops import Kernel, Outside, find_outside
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
-from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
+from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move, stands_beside
+from autofuse.ir.parts import cuts_of, independent_parts
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
 
 
@@ -227,7 +228,33 @@ class FusionNode:
         spaces = [self._space(op) for op in self.kernels]
         if None in spaces:
             return False
-        return all(is_move(op.target) for op in self.kernels) or join_spaces(self.loops_with()) is not None
+        return (
+            all(is_move(op.target) for op in self.kernels)
+            or join_spaces(self.loops_with()) is not None
+            or self._shares_loops_in_parts()
+        )
+
+    @property
+    def parts(self) -> list[list[Operation]]:
+        """Its kernels in parts that read no value of each other."""
+        return independent_parts(self.kernels, self._base)
+
+    @property
+    def is_side_by_side(self) -> bool:
+        """Whether it is in parts that have no nest of loops in common, and no operation is in two of them."""
+        parts = self.parts
+        return len(parts) > 1 and sum(map(len, parts)) == len(self.kernels) and join_spaces(self.loops_with()) is None
+
+    def _shares_loops_in_parts(self) -> bool:
+        """Whether it is element-wise work in independent parts, each of which has one nest of loops."""
+        if not all(stands_beside(op.target) for op in self.kernels):
+            return False
+        cuts, outside = cuts_of(self.kernels, self._base), self.outside_with()
+        spaces = [
+            [space for op in part if op.name not in cuts and not outside.has(op.name) and (space := self._space(op))]
+            for part in self.parts
+        ]
+        return all(join_spaces(found) is not None for found in spaces if found)
 
     def in_inputs(self, derived: Mapping[str, sympy.Expr]) -> FusionNode:
         """The node with rounded quotients instead of the symbols that stand for them: sizes follow from each other."""

@@ -177,3 +177,8 @@ def info(target: str) -> OpInfo:
 def is_move(target: str) -> bool:
     """Whether an operator only puts elements elsewhere, converted or not: such need share no loops in a kernel."""
     return info(target).kind is OpKind.MEMORY or target.split(".")[1] in MOVES
+
+
+def stands_beside(target: str) -> bool:
+    """Whether an operation is element-wise work, which may share a kernel with independent work in other loops."""
+    return info(target).kind in (OpKind.POINTWISE, OpKind.CREATION, OpKind.MEMORY)

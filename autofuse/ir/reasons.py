@@ -121,7 +121,7 @@ class LoweringReason(Reason):
     SCALE = "scale", "an attention scale that is not a number above 0"
     SEVERAL_NESTS = (
         "several_nests",
-        "the operations have loops of their own, which share a kernel only where all are copies",
+        "the operations have loops of their own, which share a kernel only where all are element-wise",
     )
     SHAPE = "shape", "attention heads of different widths or numbers"
     SINK_REUSED = "sink_reused", "an output that is read again"

@@ -39,6 +39,7 @@ class CSource:
 
 def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
     """The C text of a kernel. Raises LoweringError where a size has no exact C form."""
+    whole = (kernel, *kernel.rest)
     work, driver = _functions(kernel, dict(config), constants or {})
     text = "\n".join(
         [
@@ -50,7 +51,7 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
             driver,
             ENTRY.replace("@NAME@", kernel.name)
             .replace("@PARAMS@", str(len(kernel.params)))
-            .replace("  if (failed) {\n", f"{OUTSIDE if kernel.bounds else ''}  if (failed) {{\n"),
+            .replace("  if (failed) {\n", f"{OUTSIDE if any(k.bounds for k in whole) else ''}  if (failed) {{\n"),
         ]
     )
     return CSource(kernel.name, text)
@@ -182,12 +183,16 @@ def _driver_of_nests(kernel: LoopKernel, nests: Sequence[tuple[Body, str]]) -> s
         lines += ["  {", sizes, f"  work += {body.work_text()};"]
         if body.tests_positions:
             lines.append(f"  if (n{body.last} >= INT32_MAX) return -2;")
+        lines += [f"  if (({dim_text(size)}) < 1) return -4;" for size in body.kernel.bounds]  # no element to read
         lines.append("  }")
         if body.scratch_layout():
             raise LoweringError("several_nests", "expected nests without memory of their own, found row buffers")
-        calls.append(f"{body.kernel.name}_rows(sizes, ptrs, NULL, (tid + {k}) % team, team);")
+        share = ", &bad" if body.kernel.bounds else ""
+        calls.append(f"{body.kernel.name}_rows(sizes, ptrs, NULL, (tid + {k}) % team, team{share});")
     first = nests[0][0]
     threads = f"sizes[{len(kernel.symbols)}]" if first.parallel else "1"
+    has_bounds = any(body.kernel.bounds for body, _ in nests)
+    lines += ["  int64_t bad = 0;"] if has_bounds else []
     lines += [
         f"  int64_t threads = {threads};",
         f"  if (threads < 1 || work < {min(body.serial_below for body, _ in nests)}) threads = 1;",
@@ -205,7 +210,7 @@ def _driver_of_nests(kernel: LoopKernel, nests: Sequence[tuple[Body, str]]) -> s
     for body, sizes in nests:  # what does not depend on the loops is written once
         after = body.post()
         lines += ["  {", sizes, *after, "  }"] if after else []
-    return "\n".join([*lines, "  return 0;", "}", ""])
+    return "\n".join([*lines, f"  return {'bad < 0 ? -4 : 0' if has_bounds else '0'};", "}", ""])
 
 
 _SCRATCH = (

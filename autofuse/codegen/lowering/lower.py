@@ -27,9 +27,13 @@ from autofuse.codegen.lowering.stages import lower_stages
 from autofuse.errors import LoweringError
 from autofuse.ir.composites import expanded
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
-from autofuse.ir.optable import VIEWS, info, is_move
+from autofuse.ir.optable import VIEWS, info, stands_beside
+from autofuse.ir.parts import cuts_of, independent_parts
+from autofuse.ir.shape import SymbolicShape
 from autofuse.ir.validation import one_line
 from autofuse.ir.writes import is_write
+
+_FEW_STEPS = 8  # for which a value may be written anew
 
 
 def context_of(form: NodeForm) -> Context:
@@ -41,8 +45,9 @@ def lower(form: NodeForm) -> LoopKernel:
     """The loop form of a node; raises LoweringError(code, message) where it has none.
 
     A composite operator is lowered as what it decomposes into. A node that writes to places which are data becomes
-    stages (`stages`). Copies and other moves (`is_move`) that are independent of each other and share no loops become
-    nests side by side.
+    stages (`stages`). Element-wise operations that are independent of each other and share no loops become nests side
+    by side; so do those of an output that has only some of the loops of the others, which would not be written where
+    another loop is empty.
     """
     if any(map(is_write, form.operations)):
         form = expanded(form)
@@ -51,10 +56,14 @@ def lower(form: NodeForm) -> LoopKernel:
         name = f"af_write_{_label(form)}_{_digest(form)}"
         return dataclasses.replace(found, name=name, comments=comments)
     try:
-        return _lower(form)
+        kernel = _lower(form)
+        partial = _partial_outputs(form, kernel)
+        if not partial:
+            return kernel
+        parts = _apart(form, partial)
     except LoweringError as error:
-        moves = all(is_move(op.target) for op in form.operations if info(op.target).kind not in VIEWS)
-        parts = _independent(form) if moves and error.code == "disjoint" else []
+        is_plain = all(stands_beside(op.target) for op in form.operations if info(op.target).kind not in VIEWS)
+        parts = _independent(form) if is_plain and error.code == "disjoint" else []
         if len(parts) < 2:
             raise
     return _side_by_side(form, parts)
@@ -73,22 +82,58 @@ def _lowered(form: NodeForm, sources: tuple[str | None, ...]) -> LoopKernel:
 
 def _independent(form: NodeForm) -> list[NodeForm]:
     """The parts of a form that read no value of each other, in the order of their first operations."""
-    home = {op.name: [op.name] for op in form.operations}
-    for op in form.operations:
-        for ref in op.inputs:
-            first, second = home.get(ref.name), home[op.name]
-            if first is not None and first is not second:
-                first += second
-                home.update(dict.fromkeys(second, first))
+    cuts = cuts_of(form.operations)
+    found = [
+        (
+            operations,
+            [ref for ref in form.outputs if ref.name not in cuts and ref.name in {op.name for op in operations}],
+        )
+        for operations in independent_parts(form.operations)
+    ]
+    made = {op.name: op for op in form.operations}
+    found += [([made[ref.name]], [ref]) for ref in form.outputs if ref.name in cuts]
     parts = []
-    for names in {id(names): set(names) for names in home.values()}.values():
-        operations = tuple(op for op in form.operations if op.name in names)
-        read = {ref.name for op in operations for ref in op.inputs}
-        outputs = tuple(ref for ref in form.outputs if ref.name in names)
+    for operations, outputs in found:
         if outputs:
+            read = {ref.name for op in operations for ref in op.inputs}
             inputs = tuple(item for item in form.inputs if item.name in read)
-            parts.append(NodeForm(inputs, operations, outputs, form.symbols))
+            parts.append(NodeForm(inputs, tuple(operations), tuple(outputs), form.symbols))
     return parts
+
+
+def _partial_outputs(form: NodeForm, kernel: LoopKernel) -> list[ValueRef]:
+    """The outputs that element-wise loops would write once for each step of a further loop, of many steps or none."""
+    if kernel.kind != "pointwise":
+        return []
+    loops = {number for number, size in enumerate(kernel.dims) if not isinstance(size, int) or size > _FEW_STEPS}
+    partial = {
+        store.access.param - len(form.inputs)
+        for store in kernel.stores
+        if not {number for number, stride in store.access.strides if stride != 0}.issuperset(loops)
+    }
+    return [ref for number, ref in enumerate(form.outputs) if number in partial]
+
+
+def _apart(form: NodeForm, partial: Sequence[ValueRef]) -> list[NodeForm]:
+    """A form in parts with loops of their own: most outputs together, partial ones by their sizes.
+
+    What several parts need is calculated in each.
+    """
+    groups: dict[SymbolicShape | None, list[ValueRef]] = {None: []}
+    for ref in form.outputs:
+        groups.setdefault(form.spec(ref).shape if ref in partial else None, []).append(ref)
+    return [_part(form, outputs) for outputs in groups.values() if outputs]
+
+
+def _part(form: NodeForm, outputs: Sequence[ValueRef]) -> NodeForm:
+    """The operations that some outputs need, and the inputs of these."""
+    wanted = {ref.name for ref in outputs}
+    for op in reversed(form.operations):
+        if op.name in wanted:
+            wanted.update(ref.name for ref in op.inputs)
+    operations = tuple(op for op in form.operations if op.name in wanted)
+    inputs = tuple(item for item in form.inputs if item.name in wanted)
+    return NodeForm(inputs, operations, tuple(outputs), form.symbols)
 
 
 def _side_by_side(form: NodeForm, parts: Sequence[NodeForm]) -> LoopKernel:
@@ -96,7 +141,8 @@ def _side_by_side(form: NodeForm, parts: Sequence[NodeForm]) -> LoopKernel:
     nests = [_lower(part) for part in parts]
     if any(nest.kind != "pointwise" for nest in nests):
         raise LoweringError(
-            "several_nests", f"expected one nest of loops, found {len(parts)}: only copies share a kernel so"
+            "several_nests",
+            f"expected one nest of loops, found {len(parts)}: only plain element-wise work shares one so",
         )
     specs = {ValueRef(op.name, n): spec for op in form.operations for n, spec in enumerate(op.outputs)}
     params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]

@@ -34,7 +34,16 @@ from tests.codegen.conftest import Verify
 from tests.codegen.nodes import NodeBuilder
 
 # Of several chains that read other places of one tensor, or with creations of fewer elements than their loops.
-SEVERAL = ("copies_of_squeezed", "split_copy", "copies_of_views", "creation_like", "fill", "eye", "linspace")
+SEVERAL = (
+    "nests_of_parts",
+    "copies_of_squeezed",
+    "split_copy",
+    "copies_of_views",
+    "creation_like",
+    "fill",
+    "eye",
+    "linspace",
+)
 MEMORY = [name for name, case in CASES.items() if "memory" in case.tags and name not in SEVERAL]
 aten = torch.ops.aten
 
@@ -365,7 +374,39 @@ def test_copies_with_work_between_them_stay_apart() -> None:
     assert nodes == [] and {refusal.code for refusal in engine.refusals} == {"single_op"}
 
 
-def test_arithmetic_of_different_sizes_stays_apart() -> None:
-    form = trace(lambda a, b: (a.exp(), b.exp()), [torch.zeros(5, 7), torch.zeros(3)])
-    assert all(len(node.kernels) == 1 for node in plan(form)[0])
-    assert _refusal(form) is not None and _refusal(form)[0] == "disjoint"  # type: ignore[index]
+def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a, b, c = x.split([2, 9, 3], 1)
+    return a.exp() * 2, b.relu() + 1, c.t().tanh() * 3
+
+
+@pytest.mark.parametrize("rows", [5, 4096])
+def test_arithmetic_of_different_sizes_is_one_kernel_where_calls_cost_most(rows: int) -> None:
+    form = trace(_parts, [torch.zeros(rows, 14)], dynamic=False)
+    nodes, _ = plan(form)
+    assert len(nodes) == (1 if rows == 5 else 3) and all(node.validate_fusion() for node in nodes)
+    assert {len(lower(node.form).rest) for node in nodes} == ({2} if rows == 5 else {0})
+
+
+def test_only_related_work_shares_a_kernel() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b = x.exp() * 2, y.exp() * 2
+        return a, a.cumsum(0), b, b.cumsum(0)  # somebody else reads them: not the whole of a graph
+
+    nodes, _ = plan(trace(function, [torch.zeros(5, 7), torch.zeros(3)], dynamic=False))
+    assert [node.operation_names for node in nodes] == ["exp + mul", "exp + mul"]
+
+
+def test_work_that_reads_each_other_stays_apart() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a = x.exp() * 2
+        return a, torch.cat((a.sum(0), x[0]), 0).sin() + 1
+
+    for node in plan(trace(function, [torch.zeros(5, 7)], dynamic=False))[0]:
+        assert node.validate_fusion() and not lower(node.form).rest
+
+
+def test_parts_without_a_kernel_for_all_have_one_each() -> None:
+    form = trace(_parts, [torch.zeros(5, 14)], dynamic=False)
+    engine = FusionEngine(lowerable=lambda node: ("several_nests", "no") if len(node.outputs) > 1 else None)
+    graph = FusionGraph(form.operations, {item.name: item.spec for item in form.inputs}, form.outputs)
+    assert [node.operation_names for node in engine.fuse(graph)] == ["exp + mul", "relu + add", "tanh + mul"]
