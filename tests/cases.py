@@ -196,6 +196,15 @@ _X, _Y, _ROW, _COL = _t(5, 7), _t(5, 7), _t(7), _t(5, 1)
 _MASK = _t(5, 7, dtype=torch.bool)
 _I = _t(5, 7, dtype=torch.int64)
 
+_MODIFIED_BESSEL = (
+    aten.special_modified_bessel_i0, aten.special_modified_bessel_i1, aten.special_modified_bessel_k0,
+    aten.special_modified_bessel_k1, aten.special_scaled_modified_bessel_k0, aten.special_scaled_modified_bessel_k1,
+)  # fmt: skip
+_BESSEL = (
+    aten.special_bessel_j0, aten.special_bessel_j1, aten.special_bessel_y0, aten.special_bessel_y1,
+    aten.special_spherical_bessel_j0, aten.special_airy_ai,
+)  # fmt: skip
+
 _POINTWISE: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
     ("add_bias_gelu", lambda a, b, c: F.gelu(a + b) * c, (_X, _ROW, _Y)),
     ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), (_X,)),
@@ -238,6 +247,16 @@ _POINTWISE: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...]
     ("round_decimals", lambda a: (aten.round.decimals(a.float() * 100, decimals=1), aten.round.decimals(a.float() * 100, decimals=-1)), (_X,)),
     ("bitwise_scalars", lambda a: (aten.bitwise_or.Scalar(a, 5), aten.bitwise_xor.Scalar(a, 3)), (_I,)),
     ("threshold", lambda a: aten.threshold.default(a, 0.1, 7.0), (_X,)),
+    ("gamma_functions", lambda a: (*(aten.polygamma.default(n, a * 2) for n in (0, 1)), aten.mvlgamma.default(a, 3)), (_X,)),
+    ("digamma", lambda a: aten.digamma.default(a) * 2, (_X,)),
+    ("polygamma", lambda a: (aten.polygamma.default(2, a * 2), aten.polygamma.default(3, a)), (_X,)),
+    ("zeta", lambda a, b: aten.special_zeta.default(a.float().abs() * 3, b.float()), (_X, _ROW)),
+    ("zeta_scalars", lambda a: aten.special_zeta.other_scalar(a.float() * 3, 2.5) + aten.special_zeta.self_scalar(3, a.float() * 3), (_X,)),
+    ("error_functions", lambda a: (aten.erfinv.default(a), *(f.default(a.float()) for f in (aten.special_erfcx, aten.special_log_ndtr)), aten.special_ndtri.default(a.float() * 2)), (_X,)),
+    ("frexp", lambda a: tuple(aten.frexp.Tensor(torch.where(a.abs() < 1e30, a, 0.5))), (_X,)),
+    ("bessel_i", lambda a: tuple(f.default(a * 4) for f in (aten.i0, aten.special_i0e, aten.special_i1, aten.special_i1e)), (_X,)),
+    ("bessel_k", lambda a: tuple(f.default(a.float() * 2) for f in _MODIFIED_BESSEL), (_X,)),
+    ("bessel_j", lambda a: tuple(f.default(a.float() * 5) for f in _BESSEL), (_X,)),
     ("celu", lambda a: aten.celu.default(a, 1.3), (_X,)),
     ("prelu", lambda a, w: aten._prelu_kernel.default(a, w), (_X, _ROW)),
     ("prelu_backward", lambda g, a, w: tuple(aten._prelu_kernel_backward.default(g, a, w)), (_X, _Y, _ROW)),

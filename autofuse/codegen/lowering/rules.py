@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from autofuse.codegen.lowering.context import Rule
 from autofuse.codegen.lowering.rules_activations import ACTIVATION_RULES
+from autofuse.codegen.lowering.rules_bessel import BESSEL_RULES
 from autofuse.codegen.lowering.rules_border import BORDER_RULES
 from autofuse.codegen.lowering.rules_copy import COPY_RULES
 from autofuse.codegen.lowering.rules_diagonal import DIAGONAL_RULES
@@ -23,6 +24,7 @@ from autofuse.codegen.lowering.rules_pool_backward import POOL_BACKWARD_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
 from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
+from autofuse.codegen.lowering.rules_special import SPECIAL_RULES
 from autofuse.codegen.lowering.rules_write import WRITE_RULES
 
 RULES: dict[str, Rule] = {
@@ -30,6 +32,7 @@ RULES: dict[str, Rule] = {
     **REDUCE_RULES, **NORM_RULES, **LOSS_RULES, **RANDOM_RULES, **POOL_RULES,
     **COPY_RULES, **DIAGONAL_RULES, **BORDER_RULES, **GLU_RULES,
     **INDEXED_RULES,
+    **SPECIAL_RULES, **BESSEL_RULES,
     **POOL_BACKWARD_RULES,
     **WRITE_RULES,
 }  # fmt: skip

@@ -8,8 +8,9 @@ warp for reductions, as hand-written kernels and Inductor's heuristics have them
 
 from __future__ import annotations
 
+from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.knobs import Knob, Sizes
-from autofuse.codegen.loops import Access, LoopKernel
+from autofuse.codegen.loops import COST, Access, LoopKernel
 from autofuse.codegen.triton.index_width import INDEX_BOUND, extents
 from autofuse.codegen.triton.scalar import FAST
 from autofuse.ir.shape import Dim, evaluate, product
@@ -20,6 +21,9 @@ MAX_ROW_BESIDE_SUMS = 16384  # of kernels that hold column sums in registers too
 MOST_PARTIALS = 1 << 26  # of a column sum that grows in scratch memory, all programs together: 256 MiB of float32
 MAX_TILE = 32768  # elements of a tile
 WARPS = (1, 2, 4, 8, 16)
+HEAVY = (
+    480  # operations on an element, twice those in float64: beyond, several elements a thread spill (zeta, polygamma)
+)
 
 
 def triton_knobs(kernel: LoopKernel, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
@@ -64,15 +68,17 @@ class _Space:
     def _plain(self) -> list[Knob]:
         widest = _power(self.cols)
         low, usual, high = (16, 64, 256) if self.is_crossed else (64, 1024, 4096)
-        cols, col = _powers(min(widest, low), min(widest, high)), min(widest, usual)
+        is_heavy = _work(self.kernel) >= HEAVY
+        most, each = (256, 32) if is_heavy else (1024, 256)
+        cols, col = _powers(min(widest, low), min(widest, high)), min(widest, usual, most)
         knobs = [_blocks("BLOCK_COLS", cols, col)]
         size = col
         if self.kernel.rows:
-            row = max(1, min(_power(self.rows), 64 if self.is_crossed else 1024 // col))
+            row = max(1, min(_power(self.rows), 64 if self.is_crossed and not is_heavy else most // col))
             rows = _powers(1, max(1, min(_power(self.rows), MAX_TILE // cols[0], 256)))
             knobs.append(_blocks("BLOCK_ROWS", rows, row))
             size *= row
-        knobs.append(_warps(size // 256))
+        knobs.append(_warps(size // each))
         if self.single:
             knobs += [_programs(self.rows * self.cols // max(size, 1)), _stages()]
         return knobs
@@ -151,6 +157,12 @@ def is_crossed(kernel: LoopKernel) -> bool:
         {d for d, _ in a.strides} & set(kernel.cols) and any(d in kernel.rows for d, stride in a.strides if stride == 1)
         for a in accesses
     )
+
+
+def _work(kernel: LoopKernel) -> int:
+    """Rough arithmetic for an element; a number of float64 takes two registers."""
+    floats = [v for v in kernel.values if is_float(v.dtype) and v.op != "where"]
+    return sum(COST.get(v.op, 1) * (2 if v.dtype == "float64" else 1) for v in floats)
 
 
 def _of(kernel: LoopKernel, dims: tuple[int, ...]) -> Dim:
