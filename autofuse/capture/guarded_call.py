@@ -141,7 +141,7 @@ _TRAINING = "autofuse_plain_training"
 
 def note_plain_graph(compiled: Callable[..., Any], graph: Callable[[list[Any]], Any]) -> None:
     """AOTAutograd's callable ``compiled`` does nothing but call ``graph`` with its arguments as a list."""
-    vars(compiled)[_PLAIN] = graph
+    vars(_inside(compiled))[_PLAIN] = graph
 
 
 def note_plain_training(compiled: Callable[..., Any], apply: Callable[..., Any], inputs: int) -> None:
@@ -149,12 +149,12 @@ def note_plain_training(compiled: Callable[..., Any], apply: Callable[..., Any],
 
     With more or fewer arguments it does more: it drops duplicates.
     """
-    vars(getattr(compiled, "_torchdynamo_orig_callable", compiled))[_TRAINING] = (apply, inputs)
+    vars(_inside(compiled))[_TRAINING] = (apply, inputs)
 
 
 def plain_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """AOTAutograd's callable without the wrapper that disables Dynamo, which is not active where this is called."""
-    compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    compiled = _inside(compiled)
     noted = vars(compiled) if hasattr(compiled, "__dict__") else {}
     if _PLAIN in noted:
         graph = noted[_PLAIN]
@@ -163,6 +163,12 @@ def plain_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return compiled
     apply, inputs = noted[_TRAINING]
     return lambda *args: (apply if len(args) == inputs else compiled)(*args)
+
+
+def _inside(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The callable inside of the wrapper that disables Dynamo, which Dynamo replaces by one of its own."""
+    found: Callable[..., Any] = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    return found
 
 
 def is_plain_graph(graph: fx.GraphModule, inputs: int) -> bool:

@@ -67,6 +67,19 @@ def test_a_settled_call_goes_past_dynamo(session, monkeypatch):
         assert sum(plan.count for router in session.context.routers for plan in router.all_plans()) == before + 1
 
 
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_call_goes_past_the_wrappers_of_torch_compile(session, has_gradients):
+    """Each wrapper costs microseconds; what Dynamo compiled is looked at, for a wrapper changes no result."""
+    model, x = Flexible(), torch.randn(4, 8)
+    with torch.set_grad_enabled(has_gradients):
+        for _ in range(4):
+            model(x)
+    (shape,) = session.roots.root_of(model).trial.shapes.values()
+    names = shape.direct[0].run.__globals__
+    (compiled,) = (names[name] for name in names if name.startswith("__compiled_fn"))
+    assert compiled.__qualname__ == "plain_call.<locals>.<lambda>"
+
+
 def add_hook(model):
     model.register_forward_hook(lambda module, args, out: out + 1)
 
