@@ -104,6 +104,7 @@ def examine(settings: Settings, only: Collection[str] = ()) -> Iterator[Finding]
         ("torch", _check_torch),
         ("torch's private names", _check_private_names),
         ("C compiler", _check_compiler),
+        ("graphs in C", _check_graphs_in_c),
         ("OpenMP", _check_openmp),
         ("vector math", _check_vector_math),
         ("cores", _check_cores),
@@ -190,6 +191,21 @@ def _check_compiler(settings: Settings) -> Finding:
         if subprocess.run([sys.executable, "-c", call], capture_output=True, timeout=60).returncode != 0:
             return Finding("C compiler", False, f"what {toolchain.path} compiled does not run", remedy)
     return Finding("C compiler", True, f"{toolchain.version} at {toolchain.path}")
+
+
+def _check_graphs_in_c(settings: Settings) -> Finding:
+    """In a process of its own: what is loaded there reaches into torch."""
+    code = (
+        "from autofuse.codegen.c.build import find_toolchain\n"
+        "from autofuse.wrapper.native_library import compile_runner, load_runner\n"
+        f"load_runner(compile_runner(find_toolchain({settings.run.cc or None!r})).binary)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    if done.returncode == 0:
+        return Finding("graphs in C", True, "captured graphs can be called from C")
+    last = (done.stderr.strip().splitlines() or [f"the probe ended with {done.returncode}"])[-1]
+    remedy = "nothing to do: captured graphs are called from Python, some us an operator slower"
+    return Finding("graphs in C", False, last, remedy, False)
 
 
 def _check_openmp(settings: Settings) -> Finding:

@@ -118,6 +118,17 @@ PRIVATE: tuple[PrivateNames, ...] = (
         "captured modules are not called",
     ),
     PrivateNames(
+        "graphs in C",
+        (
+            "torch._C.TensorBase.__basicsize__",
+            "torch._C._AutoDispatchBelowADInplaceOrView",
+            "torch._C._dispatch_tls_local_exclude_set",
+            "torch._C.__file__",
+        ),
+        "graphs are called from Python",
+        is_essential=False,
+    ),
+    PrivateNames(
         "kept graphs",
         (
             "torch._C._autocast_supported_devices",

@@ -192,6 +192,14 @@ def doors_table(found: dict[str, Any]) -> list[str]:
 DOORS = ("compile, autofuse", "optimize")
 
 
+def graph_calls_table(found: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        us = [f"{row['us'][path]['median']:.1f}" for path in ("C", "Python", "eager")]
+        rows.append([row["row"], *us, *(times(row["over C"][other]) for other in ("Python", "eager"))])
+    return table(("call", "C, us", "Python, us", "eager, us", "Python over C", "eager over C"), rows)
+
+
 def coverage_table(found: dict[str, Any]) -> list[str]:
     """The graphs that did not become one node."""
     rows = []
@@ -244,6 +252,8 @@ PARTS: tuple[Part, ...] = (
     Part("aa", "Two identical candidates in the tuner's own jobs: how many leave eager."),
     Part("bandwidth", "Memory-bound kernels against a measured copy."),
     Part("overhead", "What routing costs over the bare kernel, a captured tiny model over eager.", quick=None),
+    Part("graph_calls", "What calling a graph from C gains over its generated Python, beside eager.",
+         table=graph_calls_table),
     Part("background", "What the tuning daemon costs a script that runs beside it.", quick=None),
     Part("launch", "Host time of a routed GPU launch, up to the driver.", quick=None),
 )  # fmt: skip

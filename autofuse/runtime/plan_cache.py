@@ -108,6 +108,7 @@ class PlanCache:
                 "skips": program.skips,
                 "reuse": program.reuse,
                 "constants": program.constants,
+                "native": program.native,
             }
             written[phase] = _Written(
                 phase, planned.router.times, fields, planned.described, planned.refusals, planned.draws

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,11 +21,36 @@ from autofuse.ir.records import Bucket
 from autofuse.ir.shape import Dim
 from autofuse.runtime.injector import INJECTOR
 from autofuse.wrapper.graph_call import NodeSlot, Program
+from autofuse.wrapper.native_call import is_installed, native_call
 from autofuse.wrapper.node_call import NodeCall, node_symbol_values
 
 # Live times of this many sampled calls are kept for each node of a plan.
 KEPT_SAMPLES = 32
 _numbers = itertools.count()
+
+
+# A plan is written down for C at this call with the same callables: that takes as long as some hundred calls gain.
+NATIVE_AFTER = 6
+
+
+class _Waiting:
+    """In place of a plan's call in C, until the plan has been called often enough."""
+
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self._program = program
+        self._plan = plan
+        self._calls = plan.calls
+        self._left = NATIVE_AFTER
+
+    def __call__(self, args: list[Any]) -> Any:
+        plan = self._plan
+        self._left -= 1
+        if self._left > 0:
+            return None
+        run = native_call(self._program, plan.key, self._calls) if plan.calls is self._calls else None
+        if plan.native is self:
+            plan.native = run
+        return None if run is None else run(args)
 
 
 class Timer(Protocol):
@@ -131,6 +156,7 @@ class Plan:
                 self.nodes[index].skipped_by = number
         # A group without a callable runs its nodes and matmuls one by one. Empty until the first call.
         self.calls: tuple[NodeCall | None, ...] = ()
+        self.native: Callable[[list[Any]], Any] | None = None  # the same in C, see `wrapper.native_call`
         self.open: set[int] = set()  # nodes that can run and for which the catalogue knows no decision
         self.is_asked = False  # all of these have been handed to the tuner
         # Of the graph's symbols: until tuning is asked for, calls of all plans in it are added up. Decisions go by the
@@ -141,6 +167,12 @@ class Plan:
         self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
         # Of the nodes of GPUs; the generated code starts and stops them.
         self.timers: dict[int, Timer] = {}
+
+    def set_calls(self, calls: tuple[NodeCall | None, ...]) -> None:
+        """Change the callables, from the next call on."""
+        self.calls = calls
+        program = self._scope.program
+        self.native = _Waiting(program, self) if program.native and is_installed() else None
 
     @property
     def is_decided(self) -> bool:

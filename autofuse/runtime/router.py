@@ -161,7 +161,7 @@ class GraphRouter:
         self._note(plan)
         if self._stands_still():
             if not plan.calls:
-                plan.calls = tuple(map(_plain, plan.nodes))
+                plan.set_calls(tuple(map(_plain, plan.nodes)))
             return plan
         if not plan.is_resolved:
             plan.is_resolved = True
@@ -171,6 +171,12 @@ class GraphRouter:
                 if self.pending.get(key) is plan:
                     self.plans[key] = self.pending.pop(key)
         return plan
+
+    def run_in_c(self) -> None:
+        """From now on, plans whose callables stay run in C, where the graph can."""
+        with self._lock:
+            for plan in self.all_plans():
+                plan.set_calls(plan.calls)
 
     def concerned(self, fusion_ids: Collection[str] | None) -> Sequence[int]:
         """Nodes that new decisions on these may change, in the order of querying; None: all.
@@ -327,7 +333,7 @@ def _given_up(plan: Plan, node: NodeState) -> NodeCall | None:
 
 def _put(plan: Plan, calls: Sequence[NodeCall | None]) -> None:
     """Change a callable of a plan, from its next call on."""
-    plan.calls = _filled(plan, calls)
+    plan.set_calls(_filled(plan, calls))
     plan.fused_nodes = sum(1 for node in plan.nodes if node.tag and not node.covered)
 
 

@@ -32,6 +32,7 @@ from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.debug_texts import fusion_text, timings_text
 from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.graph_runner import GraphRunner
 from autofuse.runtime.optim_hook import OptimizerHook
 from autofuse.runtime.plan_limit import PlanLimit
 from autofuse.runtime.root_registry import RootRegistry
@@ -109,6 +110,7 @@ class Session:
         )
         self._plan_limit = PlanLimit(self.context.routers, before=self.tuning.note_leaving)
         self.roots = RootRegistry(self.context, self.kernels, self.tuning, root_backend, self._plan_cache, tools)
+        self._graph_runner = GraphRunner(self.context, self.kernels)
         self.optimizers = OptimizerHook(self.context, self.kernels, self.tuning.wait_for)
 
     def start(self) -> None:
@@ -220,6 +222,7 @@ class Session:
         """Write the counters since the last call. On the background thread."""
         if not final:
             self.tuning.post_new_work()
+            self._graph_runner.bring(store)
         context = self.context
         steps, context.steps = context.steps, []
         if steps:

@@ -68,6 +68,9 @@ class RunSettings(Group):
         high=6,
     )  # fmt: skip
     check: bool = declare(False, "Compare every routed call with eager. Slow; for hunting a wrong kernel.")
+    graphs_in_c: bool = declare(
+        True, "Captured graphs whose kernels are settled are called from C, not from Python; for work on a CPU."
+    )
     fuel: int | None = declare(
         None, "At most this many fusions, to find a wrong one by halving; none: no limit.", low=0
     )

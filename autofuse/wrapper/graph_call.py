@@ -54,6 +54,8 @@ class Program:
         default_factory=dict
     )  # of slots: outputs written into the memory of a dead input
     constants: Mapping[str, Any] = field(default_factory=dict)  # objects that the source reads by name
+    native: str = ""  # text of the function that writes a plan down for the runner in C; "" where none can be
+    writer: list[Callable[..., None]] = field(default_factory=list)  # this function, once it was needed
 
 
 def link(
@@ -63,10 +65,11 @@ def link(
     skips: tuple[tuple[int, ...], ...],
     reuse: Mapping[int, Pairs],
     constants: Mapping[str, Any],
+    native: str = "",
 ) -> Program:
     """The source as functions. A constant that is a `Pair` stands for its backward half."""
     namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, **NAMES}
     namespace |= {name: backward_call(c) if isinstance(c, Pair) else c for name, c in constants.items()}
     define(source, "graph", namespace)
     tell(Level.SOURCE, lambda: f"generated call of a graph:\n{source}")
-    return Program(slots, symbols, namespace["call"], namespace["timed_call"], source, skips, reuse, constants)
+    return Program(slots, symbols, namespace["call"], namespace["timed_call"], source, skips, reuse, constants, native)

@@ -30,5 +30,5 @@ def build_program(
     ``reuses``: whether kernels may write to inputs that are dead afterwards.
     """
     plan = plan_call(imported, Fused(nodes, groups, halves, is_backward), reuses)
-    source, constants = call_text(plan)
-    return link(plan.slots, plan.symbols, source, plan.skips, plan.reuse, constants)
+    source, native, constants = call_text(plan)
+    return link(plan.slots, plan.symbols, source, plan.skips, plan.reuse, constants, native)

@@ -266,12 +266,17 @@ class _Planner:
 # ---- bookkeeping and memory --------------------------------------------------------------------------
 
 
-def split_by_books(module: fx.GraphModule, units: list[Unit]) -> tuple[list[Unit], list[Unit]]:
-    """The units that run first, with autograd's bookkeeping, and those that run below it. See `below_autograd`."""
+def split_by_books(
+    module: fx.GraphModule, units: list[Unit], least_calls: int = LEAST_CALLS
+) -> tuple[list[Unit], list[Unit]]:
+    """The units that run first, with autograd's bookkeeping, and those that run below it. See `below_autograd`.
+
+    All run with it where there are fewer than ``least_calls`` calls into torch.
+    """
     backward = backward_of(module)
     nodes = kept_books(module.graph, backward.results if backward is not None else None)
     calls = sum(bool(unit.inner) or (unit.slot is None and unit.size is None) for unit in units)
-    if nodes is None or calls < LEAST_CALLS:
+    if nodes is None or calls < least_calls:
         return units, []
     producer = {n: unit for unit in units for n in unit.outputs}
     wanted = [producer[n] for n in nodes if n in producer]

@@ -2,7 +2,8 @@
 
 In: a `CallPlan`. Out: the text of ``call`` and ``timed_call``, and the constants that it reads by name. A group is a
 branch: its own callable where the call's plan has one, else its nodes and matmuls one by one. Only ``timed_call``
-measures each node.
+measures each node. ``call`` runs its plan in C where the plan has a program for that (`native_text`); the Python
+behind it is what that program does.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from autofuse.wrapper.graph_call_plan import CallPlan
 from autofuse.wrapper.graph_call_symbols import in_code, symbol_bindings
 from autofuse.wrapper.graph_call_units import Unit, attribute, target_name
 from autofuse.wrapper.liveness import deleted
+from autofuse.wrapper.native_text import native_text
 from autofuse.wrapper.operation_text import argument_text
 
 
 class CallText(NamedTuple):
-    """Two functions in one text."""
+    """Two functions in one text, and the function that writes them down for the runner in C."""
 
     source: str
+    native: str  # see `native_text`
     constants: dict[str, Any]  # by their names in the text
 
 
@@ -63,23 +66,28 @@ class _Writer:
     def text(self) -> CallText:
         nodes = self.plan.imported.module.graph.nodes
         output = next(n for n in nodes if n.op == "output")
-        head = self._head([n.name for n in nodes if n.op == "placeholder"])
+        inputs = [n.name for n in nodes if n.op == "placeholder"]
         body = self._body()
+        native = native_text(self.plan, self._operation, self._argument)
         back = f"    return {self._argument(output.args[0])}"
-        lines = ["def call(plans, miss, args):", *head, *body.plain, back, ""]
-        lines += ["def timed_call(plans, miss, args, times):", *head, *body.timed, back]
+        lines = ["def call(plans, miss, args):", *self._head(inputs, bool(native)), *body.plain, back, ""]
+        lines += ["def timed_call(plans, miss, args, times):", *self._head(inputs, False), *body.timed, back]
         del self.namespace["torch"]
-        return CallText("\n".join(lines), self.namespace)
+        return CallText("\n".join(lines), native, self.namespace)
 
-    def _head(self, inputs: list[str]) -> list[str]:
-        """The lines that take the inputs, bind the symbols and look up the plan."""
+    def _head(self, inputs: list[str], can_run: bool) -> list[str]:
+        """The lines that bind the symbols, look up the plan, run it in C where it can, else take the inputs."""
         plan = self.plan
-        lines = [f"    ({_tuple(inputs)}) = args", "    args.clear()"] if inputs else []
-        bindings = symbol_bindings(plan.symbols, plan.sizes, plan.imported.derived, plan.sources)
-        lines += [f"    {line}" for line in bindings]
+        sources = {name: _in_list(source, inputs) for name, source in plan.sources.items()}
+        bindings = symbol_bindings(plan.symbols, plan.sizes, plan.imported.derived, sources)
+        lines = [f"    {line}" for line in bindings]
         key = f"({_tuple(f'af_{s}' for s in plan.symbols)})"
         lines += [f"    af_plan = plans.get({key})", "    if af_plan is None:", f"        af_plan = miss({key})"]
         lines.append("    af_plan.count += 1")
+        if can_run:
+            lines += ["    if af_plan.native is not None and af_dual._current_level < 0:"]
+            lines += ["        af_found = af_plan.native(args)", "        if af_found is not None: return af_found"]
+        lines += [f"    ({_tuple(inputs)}) = args", "    args.clear()"] if inputs else []
         if plan.slots:
             lines.append(f"    ({_tuple(f'af_n{i}' for i in range(len(plan.slots)))}) = af_plan.calls")
         return lines
@@ -191,6 +199,12 @@ class _Writer:
         """Record an object that the text reads by name."""
         self.namespace[name] = value
         return name
+
+
+def _in_list(source: str, inputs: list[str]) -> str:
+    """The expression of an input, as one of the list of all."""
+    name, point, rest = source.partition(".")
+    return f"args[{inputs.index(name)}]{point}{rest}"
 
 
 def _half_name(number: int) -> str:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -80,6 +80,19 @@ class Composed(ABC):
         return False
 
 
+class KernelCall(NamedTuple):
+    """What a fused callable does: it makes outputs and calls one C kernel."""
+
+    form: NodeForm
+    symbol_values: tuple[int, ...]
+    entry: Callable[..., None]
+    sizes: int  # the address of the kernel's sizes
+    reuse: Pairs
+
+
+KERNEL = "kernel_call"  # the attribute of a fused callable that has its `KernelCall`
+
+
 # The entry that runs a node: the C kernel's entry ``(sizes, *pointers)``, Triton kernels loaded on one device, or a
 # strategy.
 Entry = Callable[..., None] | LoadedArtifact | Composed
@@ -128,6 +141,8 @@ def make_launcher(
         *symbol_values, entry, address, allocate or empty_like_spec, answer
     )
     vars(call)["sizes"] = sizes  # keeps the array alive as long as its address is in use
+    if allocate is None:
+        vars(call)[KERNEL] = KernelCall(form, tuple(symbol_values), entry, address, reuse)
     return call
 
 

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch  # noqa: F401  (first: its OpenMP runtime is the one kernels must use)
@@ -31,7 +32,7 @@ class _MethodDef(ctypes.Structure):
 
 _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
 _new_builtin.restype = ctypes.py_object
-_new_builtin.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_new_builtin.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
 
 _kept: list[object] = []  # method tables and libraries live as long as the process
 
@@ -41,7 +42,7 @@ class LoadedKernel:
     """A kernel in this process."""
 
     name: str
-    entry: Callable[..., None]  # (address of sizes, input pointers..., output pointers...), all ints
+    entry: Callable[..., None]  # (address of sizes, input pointers..., output pointers...), all ints; see `address_of`
     library: Any
 
     def call(self, sizes: Sequence[int], pointers: Sequence[int]) -> None:
@@ -56,14 +57,22 @@ class LoadedKernel:
 
 def load_kernel(binary: bytes, name: str) -> LoadedKernel:
     """Map a shared object into the process; raises OSError where the loader refuses it."""
-    library = _open(binary, name)
+    library = open_library(binary, name)
     address = ctypes.cast(library.af_entry, ctypes.c_void_p).value
     method = _MethodDef(name.encode(), address, _METH_FASTCALL, b"(sizes, *pointers) -> None")
     _kept.extend((method, library))
-    return LoadedKernel(name, _new_builtin(ctypes.addressof(method), None, None), library)
+    inner = ctypes.cast(library.af_call, ctypes.c_void_p).value if hasattr(library, "af_call") else 0
+    return LoadedKernel(name, _new_builtin(ctypes.addressof(method), inner, None), library)
 
 
-def _open(binary: bytes, name: str) -> ctypes.CDLL:
+def address_of(entry: object) -> int:
+    """The address of the kernel's function in C, ``int (sizes, pointers)``; 0 where the entry is none of a C kernel."""
+    found = entry.__self__ if isinstance(entry, BuiltinFunctionType) else 0
+    return found if type(found) is int else 0
+
+
+def open_library(binary: bytes, name: str) -> ctypes.CDLL:
+    """Raises OSError where the loader refuses it."""
     # A fresh directory each time: the dynamic linker takes an equal path for the library it already has.
     with tempfile.TemporaryDirectory(prefix="autofuse-") as folder:  # mode 0700
         path = os.path.join(folder, f"{name[:120]}.so")
