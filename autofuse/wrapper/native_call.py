@@ -40,7 +40,7 @@ def native_call(program: Program, key: tuple[int, ...], calls: Sequence[NodeCall
     try:
         builder = NativeBuilder(runner.dtypes)
         _writer(program)(builder, key, calls)
-        return runner.make(builder.program())
+        return runner.make(builder.program()) if builder.pays else None
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         tell(Level.ROUTES, lambda: f"a plan for {key} runs in Python: {problem}")
