@@ -5,7 +5,8 @@
 
 Each node has a kernel with default settings, products are torch's. All three take turns in one process, with one
 thread; a call is that of the captured code, without the guards and the bookkeeping around it, which are the same for
-both. A training step is the forward pass, a sum and the backward pass. Results of C and Python are compared bit by bit.
+both. Times are the thread's on its processor, so that others on the machine weigh less. A training step is the forward
+pass, a sum and the backward pass. Results of C and Python are compared bit by bit.
 Bar: no row slower than Python. Writes benchmarks/results/graph_calls.json.
 """
 
@@ -17,11 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import arguments, chosen, commit, interleave, parse, print_end, ratio, save, summary
+from common import arguments, chosen, commit, parse, print_end, ratio, save, summary
 from torch import nn
 
 from autofuse.codegen.c.build import find_toolchain
@@ -30,6 +32,7 @@ from autofuse.errors import AutofuseError
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.choice import Choice
 from autofuse.runtime.plans import NATIVE_AFTER
+from autofuse.runtime.session import SAMPLED_FIRST
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 from autofuse.wrapper import native_call
@@ -120,7 +123,7 @@ def calls_of(session: Any, name: str) -> tuple[dict[str, Call], int]:
     plans = [plan for router in session.context.routers[before:] for plan in router.all_plans()]
     for router in session.context.routers[before:]:
         router.run_in_c()
-    for _ in range(NATIVE_AFTER + 1):
+    for _ in range(SAMPLED_FIRST + NATIVE_AFTER + 1):  # the first ones are timed, which is done in Python
         call(lambda x: code(module, x))
     in_c = [plan.native for plan in plans]
 
@@ -137,9 +140,25 @@ def calls_of(session: Any, name: str) -> tuple[dict[str, Call], int]:
 
     found, expected = captured(in_c)(), captured([None] * len(plans))()
     same = map(torch.equal, found, expected) if trains else [torch.equal(found, expected)]
-    if None in in_c or not all(same):
+    if not all(isinstance(native, BuiltinFunctionType) for native in in_c) or not all(same):
         raise SystemExit(f"{name}: expected the same bits from programs in C, found {in_c} and other bits")
     return {"C": captured(in_c), "Python": captured([None] * len(plans)), "eager": lambda: call(twin)}, repeats
+
+
+def thread_times(calls: dict[str, Call], rounds: int, repeats: int) -> dict[str, list[float]]:
+    """Microseconds a call, one sample per round and callable, which take turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for position in range(len(PATHS)):
+            name = PATHS[(position + number) % len(PATHS)]
+            call = calls[name]
+            for _ in range(max(2, repeats // 10)):  # its own code and data are in the caches then
+                call()
+            began = time.thread_time()
+            for _ in range(repeats):
+                call()
+            samples[name].append((time.thread_time() - began) / repeats * 1e6)
+    return samples
 
 
 def main() -> int:
@@ -153,7 +172,7 @@ def main() -> int:
     rows, slower = [], []
     for name in chosen(options.only, list(ROWS)):
         calls, repeats = calls_of(session, name)
-        samples = interleave(calls, 3 if options.quick else 21, repeats, warm=True)
+        samples = thread_times(calls, 3 if options.quick else 21, repeats)
         over = {other: ratio(samples[other], samples["C"]) for other in PATHS[1:]}
         rows.append({"row": name, "us": {path: summary(samples[path]) for path in PATHS}, "over C": over})
         slower += [name] if over["Python"]["high"] < 1.0 else []
