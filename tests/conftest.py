@@ -10,9 +10,11 @@ import logging
 import os
 import tempfile
 import zlib
+from pathlib import Path
 
 from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
+from tests import compiled_once
 
 import_interpreted()
 
@@ -22,6 +24,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 _shared = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
+_compiled = tempfile.TemporaryDirectory(prefix="autofuse-compiled-")
+compiled_once.install(Path(_compiled.name))
 _forms = tempfile.TemporaryDirectory(prefix="autofuse-forms-")
 os.environ.setdefault("AUTOFUSE_TUNER_NICE", "0")  # beside another test, a daemon at 19 would take minutes to start
 os.environ.setdefault("TEST_FORMS", _forms.name)  # the processes of one session share it
