@@ -42,7 +42,7 @@ from autofuse.ir.optable import VIEWS, info
 
 BARS = {"pointwise": 0.95, "reduction": 0.95, "shape": 0.95, "indexing": 0.8, "norm": 0.8, "loss": 0.8}
 QUICK = ("add", "softmax", "sum", "nn.functional.mse_loss", "cumsum")
-MOST_SAMPLES = 30
+MOST_SAMPLES, MOST_WITHOUT_ELEMENTS = 30, 2000
 _ALLOCATIONS = ("empty", "new_empty")
 
 
@@ -64,19 +64,35 @@ def operators() -> dict[str, Any]:
 
 
 def sample_of(op: Any, requires_grad: bool) -> Any:
-    """A sample of two dims or more with more than one element, with few options; None without samples."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = [
-            s for s, _ in zip(op.sample_inputs("cpu", torch.float32, requires_grad), range(MOST_SAMPLES), strict=False)
-        ]
+    """A sample of two dims or more with more than one element, with few options; None without samples.
+
+    Where none of the first has elements, more are looked at.
+    """
 
     def rank(sample: Any) -> tuple[bool, bool, int]:
         tensors = [t for t in tree_leaves((sample.input, sample.args)) if isinstance(t, torch.Tensor)]
         first = tensors[0] if tensors else torch.empty(0)
-        return all(t.numel() > 1 for t in tensors), first.dim() >= 2, -len(sample.kwargs)
+        return all(t.numel() > 1 for t in tensors) and gives_elements(op, sample), first.dim() >= 2, -len(sample.kwargs)
 
-    return max(found, key=rank) if found else None
+    best: Any = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad)):
+            if number >= (MOST_SAMPLES if best is not None and rank(best)[0] else MOST_WITHOUT_ELEMENTS):
+                break
+            if best is None or rank(sample) > rank(best):
+                best = sample
+    return best
+
+
+def gives_elements(op: Any, sample: Any) -> bool:
+    """Whether all results of an operator have elements; so it is taken to be where it does not run."""
+    try:
+        with torch.no_grad():
+            found = op.op(sample.input, *sample.args, **sample.kwargs)
+    except Exception:
+        return True
+    return all(t.numel() > 0 for t in tree_leaves(found) if isinstance(t, torch.Tensor))
 
 
 def program(op: Any, sample: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:

@@ -18,6 +18,7 @@ from autofuse.codegen.lowering.rules_indexed import INDEXED_RULES
 from autofuse.codegen.lowering.rules_loss import LOSS_RULES
 from autofuse.codegen.lowering.rules_memory import MEMORY_RULES
 from autofuse.codegen.lowering.rules_norm import NORM_RULES
+from autofuse.codegen.lowering.rules_places import PLACE_RULES
 from autofuse.codegen.lowering.rules_pointwise import POINTWISE_RULES
 from autofuse.codegen.lowering.rules_pool import POOL_RULES
 from autofuse.codegen.lowering.rules_pool_backward import POOL_BACKWARD_RULES
@@ -35,4 +36,5 @@ RULES: dict[str, Rule] = {
     **SPECIAL_RULES, **BESSEL_RULES,
     **POOL_BACKWARD_RULES,
     **WRITE_RULES,
+    **PLACE_RULES,
 }  # fmt: skip
