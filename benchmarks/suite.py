@@ -192,7 +192,7 @@ def doors_table(found: dict[str, Any]) -> list[str]:
 DOORS = ("compile, autofuse", "optimize")
 
 
-def graph_calls_table(found: dict[str, Any]) -> list[str]:
+def calls_table(found: dict[str, Any]) -> list[str]:
     rows = []
     for row in found["rows"]:
         us = [f"{row['us'][path]['median']:.1f}" for path in ("C", "Python", "eager")]
@@ -252,8 +252,8 @@ PARTS: tuple[Part, ...] = (
     Part("aa", "Two identical candidates in the tuner's own jobs: how many leave eager."),
     Part("bandwidth", "Memory-bound kernels against a measured copy."),
     Part("overhead", "What routing costs over the bare kernel, a captured tiny model over eager.", quick=None),
-    Part("graph_calls", "What calling a graph from C gains over its generated Python, beside eager.",
-         table=graph_calls_table),
+    Part("calls", "What calling a graph from C gains over its generated Python, beside eager.",
+         table=calls_table),
     Part("background", "What the tuning daemon costs a script that runs beside it.", quick=None),
     Part("launch", "Host time of a routed GPU launch, up to the driver.", quick=None),
 )  # fmt: skip

@@ -1,13 +1,13 @@
 """What calling a graph from C gains over its generated Python, beside eager: whole calls of captured modules.
 
-    python benchmarks/graph_calls.py
-    python benchmarks/graph_calls.py --only tiny
+    python benchmarks/calls.py
+    python benchmarks/calls.py --only tiny
 
 Each node has a kernel with default settings, products are torch's. All three take turns in one process, with one
 thread; a call is that of the captured code, without the guards and the bookkeeping around it, which are the same for
 both. Times are the thread's on its processor, so that others on the machine weigh less. A training step is the forward
 pass, a sum and the backward pass. Results of C and Python are compared bit by bit.
-Bar: no row slower than Python. Writes benchmarks/results/graph_calls.json.
+Bar: no row slower than Python. Writes benchmarks/results/calls.json.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def thread_times(calls: dict[str, Call], rounds: int, repeats: int) -> dict[str,
 
 
 def main() -> int:
-    parser = arguments(__doc__, "graph_calls", quick="three rounds; proves nothing about speed", only="rows")
+    parser = arguments(__doc__, "calls", quick="three rounds; proves nothing about speed", only="rows")
     options = parse(parser)
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -180,7 +180,7 @@ def main() -> int:
         ends = ", ".join(f"{other} {found['median']:.2f}x" for other, found in over.items())
         print(f"{name}: us {us}; over C: {ends}", flush=True)
     bars = {"rows slower than Python": slower}
-    save(options.out, "graph_calls", commit=commit(), bars=bars, rows=rows)
+    save(options.out, "calls", commit=commit(), bars=bars, rows=rows)
     print_end(bars, [], options.out, began)
     session.finish(None)
     return 0
