@@ -560,6 +560,7 @@ _SHAPES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("channel_shuffle", lambda x: aten.channel_shuffle.default(x.exp(), 4) + 1, (_IMAGE,), ()),
     ("native_channel_shuffle", lambda x: aten.native_channel_shuffle.default(x.exp(), 2) + 1, (_t(3, 6, 5),), ()),
     ("creation_like", lambda x: (x + aten.new_full.default(x, [x.shape[1]], 2.5), x * aten.new_ones.default(x, [7, 1, 1]) + aten.new_zeros.default(x, [x.shape[0], 1])), (_X,), ()),
+    ("fill_memory", lambda x: aten.fill.Scalar(torch.empty_like(x), 2.5) - x, (_X,), ()),
     ("fill", lambda x, y: (aten.fill.Scalar(x, 2.3) + y, aten.fill.Tensor(x, y.sum() * 0 + 3) * y, aten.zero.default(x) - y), (_X, _Y), ()),
     ("glu", lambda x: aten.glu.default(x + 1, 1) * 2, (_t(5, 16, 7),), ()),
     ("glu_backward", lambda g, x: aten.glu_backward.default(g + 1, x, 1) * 2, (_t(5, 8, 7), _t(5, 16, 7)), ()),
@@ -630,6 +631,8 @@ _INDEXED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[t
     ("index_transposed", lambda x, i: x.t()[i] * 2 + 1, (_t(5, 7), _IDS), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
     ("index_of_values", lambda x, i: aten.index.Tensor(x * 2, [i]) + 1, (_t(5, 7), _t(5, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
     ("index_reversed", lambda x: x[torch.arange(7, -1, -1)] * 2 + 1, (_t(8, 7),), ()),
+    ("bucketize", lambda x, y, z: (torch.bucketize(x.exp(), y, right=True) + 1, torch.searchsorted(z, x) * 2, torch.searchsorted(z, x, side="right", out_int32=True)), (_t(5, 7), _t(16), _t(5, 6)), ((5, 7), (1, 1), (33, 67))),
+    ("masked_index", lambda x, m, i: aten._unsafe_masked_index.default(x, m, [None, i], 0.5) * 2, (_t(5, 7), _t(5, 4, dtype=torch.bool), _IDS), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
     ("upsample_nearest", lambda x: aten._unsafe_index.Tensor(x, [None, None, _HALF(6).unsqueeze(-1), _HALF(8)]) * 2 + 1, (_t(2, 3, 6, 8),), ()),
     ("upsample_kept_places", lambda x: (lambda h, w, p: (h, w, p, aten._unsafe_index.Tensor(x, [None, None, h.unsqueeze(-1), w]) * p + 1))(_HALF(6), _HALF(8), torch.arange(16) * 0.3), (_t(2, 3, 6, 8),), ()),
     ("relative_bias", lambda s, t, i: torch.softmax(s + t[i].view(4, 4, 2).permute(2, 0, 1), -1), (_t(3, 2, 4, 4), _t(9, 2), _t(16, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
@@ -650,6 +653,7 @@ _WRITES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("index_put_apart", lambda g, i: aten._unsafe_index_put.default(g.new_zeros(6, 16, 8), [i, None, i], g * 2, True), (_t(4, 16), _IDS), ()),
     ("put_masked", lambda x, m, i, y: aten._unsafe_masked_index_put_accumulate.default(x, m, [None, i], y * 2) + 1, (_t(5, 7), _t(5, 4, dtype=torch.bool), _IDS, _t(5, 4)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
     ("put", lambda x, i, y: (x.put(i, y * 2, accumulate=True) + 1, x.put(i, y)), (_t(5, 7), _IDS, _t(4)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),
+    ("group_norm_backward", lambda g, x, m, r, w: tuple(aten.native_group_norm_backward.default(g * 2, x, m, r, w, x.shape[0], 6, x.shape[2], 3, [True, True, True])), (_t(4, 6, 5), _t(4, 6, 5), _t(4, 3), _t(4, 3), _t(6)), ((4, 5), (1, 1), (3, 67), (2, 1030))),
     ("max_unpool", lambda y, i: (aten.max_unpool2d.default(y.exp(), i, [16, 8]) * 2, aten.max_unpool3d.default(y, i, [2, 8, 16], [2, 2, 2], [0, 0, 0])), (_t(2, 3, 4, 4), _t(2, 3, 4, 4, dtype=torch.int64)), ()),
 )  # fmt: skip
 
@@ -672,7 +676,7 @@ _COMPOSITES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tupl
 # Where an infinite input meets a sum, aten's running formulas give NaN or Inf by the order of elements.
 LOOSE_SPECIALS = frozenset(
     "var_mean layer_norm add_layer_norm layer_norm_backward layer_norm_backward_add batch_norm_backward "
-    "relu_batch_norm_backward group_norm_silu std_mean std_mean_all "
+    "relu_batch_norm_backward group_norm_silu group_norm_backward std_mean std_mean_all "
     "followed_norm_backward".split()
 )
 

@@ -21,7 +21,7 @@ from autofuse.ir.indices import passes_indices
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.shape import Dim, evaluate
-from autofuse.ir.writes import indexed_sizes, is_write, wraps
+from autofuse.ir.writes import indexed_sizes, is_write, needs_distinct, wraps
 
 Kind = Literal["normal", "large", "zeros", "special"]
 PERIOD = 65_521  # numbers drawn for a large tensor, then repeated; a prime, so that shorter rows all differ
@@ -144,14 +144,20 @@ def _targets(scores: ValueRef, ignore: int) -> Role:
     return role
 
 
-def _indices(sizes_of: Sequence[Dim], wraps: bool) -> Role:
-    """Places in dims of all these sizes; some are negative where all readers count those from the end."""
+def _indices(sizes_of: Sequence[Dim], wraps: bool, is_distinct: bool = False) -> Role:
+    """Places in dims of all these sizes; some are negative where all readers count those from the end.
+
+    ``is_distinct``: no place twice, where there are as many places as elements.
+    """
 
     def role(
         form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
     ) -> torch.Tensor:
         limit = max(1, min(evaluate(size, symbols) for size in sizes_of))
-        return torch.randint(-limit if wraps else 0, limit, sizes, generator=generator)
+        found = torch.randint(-limit if wraps else 0, limit, sizes, generator=generator)
+        if is_distinct and found.numel() <= limit:
+            found = torch.randperm(limit, generator=generator)[: found.numel()].view(sizes)
+        return found
 
     return role
 
@@ -167,6 +173,7 @@ _POSITIVE_ARGUMENTS = {
     "_fused_rms_norm_backward": (3,),
     "_native_batch_norm_legit_no_training": (4,),
     "native_batch_norm_backward": (4, 6),
+    "native_group_norm_backward": (3,),
 }  # argument positions of standard deviations and variances
 
 
@@ -201,13 +208,17 @@ def _roles(form: NodeForm) -> dict[str, Role]:
     return roles
 
 
+_ANY_INDEX = ("bucketize", "searchsorted", "_unsafe_masked_index")  # look values up, or clamp their places
+
+
 def _index_roles(form: NodeForm) -> Iterator[tuple[str, Role]]:
     """The roles of inputs that index other tensors."""
     operations = {op.name: op for op in form.operations}
     limits: dict[str, list[Dim]] = {}
     strict: set[str] = set()
+    distinct: set[str] = set()
     for op in form.operations:
-        if not is_write(op) and info(op.target).kind is not OpKind.INDEXED:
+        if not is_write(op) and (info(op.target).kind is not OpKind.INDEXED or op.short_name in _ANY_INDEX):
             continue
         shape, named = form.spec(op.args[0]).shape, op.arg(1)
         if is_write(op):
@@ -225,8 +236,10 @@ def _index_roles(form: NodeForm) -> Iterator[tuple[str, Role]]:
             limits.setdefault(name, []).append(size)
             if op.short_name in ("embedding", "index_select", "gather") or (is_write(op) and not wraps(op)):
                 strict.add(name)
+            if is_write(op) and needs_distinct(op):
+                distinct.add(name)
     for name, sizes in limits.items():
-        yield name, _indices(sizes, name not in strict)
+        yield name, _indices(sizes, name not in strict, name in distinct)
 
 
 def _masks(form: NodeForm) -> dict[str, Role]:

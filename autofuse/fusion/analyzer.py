@@ -124,6 +124,7 @@ class FusionCandidateAnalyzer:
             if has_parts:
                 self._join_pieces(growth, op)
         self._join_wholes(growth)
+        self._join_led(growth)
         self._join_siblings(growth)
         self._join_moves(growth)
         self._join_beside(growth)
@@ -155,6 +156,10 @@ class FusionCandidateAnalyzer:
         if kind not in FUSIBLE or not self.config.allows(kind):
             return None
         if not all(self.config.device_enabled(spec.device) for spec in op.outputs):
+            return None
+        if kind is OpKind.WRITE and any(spec.device != "cpu" for spec in op.outputs):
+            return None  # no kernel of a GPU writes by an index in a fixed order
+        if op.short_name == "empty_like" and not _is_only_filled(graph, op):
             return None
         specs = [graph.spec(ref) for ref in op.inputs] + list(op.outputs)
         if any(spec.dtype not in _DTYPES for spec in specs):
@@ -234,6 +239,21 @@ class FusionCandidateAnalyzer:
             (reader,) = readers.values()
             if reader is not own and any(op.outputs[0].numel in space.parts for space in reader.iteration_spaces):
                 self._join(growth, own, reader)
+
+    def _join_led(self, growth: Growth) -> None:
+        """Join a cluster of single elements with all that it leads, where those share loops: the two gradients of a
+        loss have the gradient of its result before them."""
+        graph, home = growth.graph, growth.home
+        for cluster in list(growth.clusters):
+            if any(spec.numel != 1 for op in cluster.operations for spec in op.outputs):
+                continue
+            names = [r.name for op in cluster.operations for r in graph.readers[op.name]]
+            led = {id(c): c for c in (home.get(name) for name in names) if c is not None and c is not cluster}
+            if len(led) < 2 or any(name not in home for name in names):
+                continue
+            first, *others = led.values()
+            if all(self._join(growth, first, other) for other in others):
+                self._join(growth, cluster, first)
 
     def _join_siblings(self, growth: Growth) -> None:
         """Join clusters that read the same large tensor, made here or an input: it is then read once."""
@@ -438,6 +458,12 @@ def _has_shape_of_inputs(node: FusionNode, op: Operation) -> bool:
     except (ShapeError, TypeError):  # sizes that are equal for a reason that their spelling does not tell; no inputs
         return True
     return shape == op.outputs[0].shape
+
+
+def _is_only_filled(graph: FusionGraph, op: Operation) -> bool:
+    """Whether nothing reads what memory holds that an operation allocates."""
+    fills = all(reader.short_name == "fill" for reader in graph.readers[op.name])
+    return fills and ValueRef(op.name) not in graph.leaving
 
 
 def _is_transpose(node: FusionNode, op: Operation) -> bool:

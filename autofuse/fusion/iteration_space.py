@@ -203,7 +203,15 @@ def _channels(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
 
 def _group_norm(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
     shape = inputs[0].shape.dims
-    return IterationSpace(product(shape), None, ("full", "row", "row"), ("group_norm", tuple(map(str, shape))))
+    rows = product((shape[0], op.args[6]))
+    return IterationSpace(product(shape), rows, ("full", "row", "row"), ("group_norm", tuple(map(str, shape))))
+
+
+def _group_norm_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
+    """The gradients of weight and bias are sums over other loops: each output has a nest of its own."""
+    shape = inputs[0].shape.dims
+    key = ("group_norm", tuple(map(str, shape)))
+    return IterationSpace(product(shape), product((shape[0], op.args[8])), ("full", "terminal", "terminal"), key)
 
 
 _RULES: dict[str, Callable[[Operation, list[TensorSpec]], IterationSpace | None]] = {
@@ -236,4 +244,5 @@ _RULES: dict[str, Callable[[Operation, list[TensorSpec]], IterationSpace | None]
     ),
     "native_batch_norm_backward": _channels,
     "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm_backward,
 }

@@ -51,7 +51,10 @@ def find_outside(
     """
     leaders: set[str] = set()
     if not any("terminal" in kernel.space.levels for kernel in kernels):
-        leaders.update(op.name for op, _ in kernels if _is_single(op, numel))
+        loops = {op.name for op, _ in kernels}
+        for op, _ in kernels:
+            if _is_single(op, numel) and all(base(ref).name not in loops - leaders for ref in op.inputs):
+                leaders.add(op.name)  # a number that the loops make, such as the mean of the only row, leads none
         return Outside(frozenset(leaders), frozenset(), True)
     late: dict[ValueRef, Dim] = {}  # elements of the values that are complete only after the loops
     leaders.update(_only_written_into(kernels))

@@ -56,6 +56,12 @@ def wraps(op: Operation) -> bool:
     return op.short_name in _WRAPPING
 
 
+def needs_distinct(op: Operation) -> bool:
+    """Whether eager's result depends on the order of its threads where an index names a place twice."""
+    accumulates = dict(op.kwargs).get("accumulate", op.arg(3, False))
+    return op.short_name in ("index_put", "_unsafe_index_put", "put") and not accumulates
+
+
 def base_of(op: Operation) -> ValueRef | None:
     """The tensor of which the result is a copy with other elements; None where it begins as zeros."""
     at = _PLACES[op.short_name].base

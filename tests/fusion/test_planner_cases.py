@@ -33,7 +33,7 @@ ONLY_BEHIND = (
 )  # nothing, a window, a tensor that must be given
 # What stands before an expand has fewer elements; the example of a reshape splits no dim, that of a view does.
 TABLES = {"aten.nll_loss2d_forward.default"}  # what is read by an index is given from outside
-OTHER_LOOPS = {"aten.expand.default", "aten.reshape.default"}
+OTHER_LOOPS = {"aten.expand.default", "aten.reshape.default", "aten.empty_like.default"}  # the last is not read
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autofuse.codegen.loops import Access, LoopKernel, Param
@@ -34,6 +34,7 @@ from autofuse.ir.validation import one_line
 from autofuse.ir.writes import is_write
 
 _FEW_STEPS = 8  # for which a value may be written anew
+_OUTPUTS_APART = ("native_group_norm_backward",)  # sums over the rows of a group, and over all rows of a channel
 
 
 def context_of(form: NodeForm) -> Context:
@@ -50,11 +51,7 @@ def lower(form: NodeForm) -> LoopKernel:
     another loop is empty.
     """
     if any(map(is_write, form.operations)):
-        form = expanded(form)
-        found = lower_stages(form, RULES, lower)
-        comments = tuple(describe(op) for op in form.operations)
-        name = f"af_write_{_label(form)}_{_digest(form)}"
-        return dataclasses.replace(found, name=name, comments=comments)
+        return _staged(form, lower)
     try:
         kernel = _lower(form)
         partial = _partial_outputs(form, kernel)
@@ -62,11 +59,27 @@ def lower(form: NodeForm) -> LoopKernel:
             return kernel
         parts = _apart(form, partial)
     except LoweringError as error:
+        if _has_outputs_apart(form):
+            return _staged(form, _lower)
         is_plain = all(stands_beside(op.target) for op in form.operations if info(op.target).kind not in VIEWS)
         parts = _independent(form) if is_plain and error.code == "disjoint" else []
         if len(parts) < 2:
             raise
     return _side_by_side(form, parts)
+
+
+def _staged(form: NodeForm, part: Callable[[NodeForm], LoopKernel]) -> LoopKernel:
+    """The node as stages; ``part`` lowers what is one."""
+    form = expanded(form)
+    found = lower_stages(form, RULES, part)
+    comments = tuple(describe(op) for op in form.operations)
+    return dataclasses.replace(found, name=f"af_{found.kind}_{_label(form)}_{_digest(form)}", comments=comments)
+
+
+def _has_outputs_apart(form: NodeForm) -> bool:
+    """Whether outputs of one operator have nests of their own, which run one after another on a CPU."""
+    is_apart = any(op.short_name in _OUTPUTS_APART for op in form.operations)
+    return is_apart and len(form.outputs) > 1 and form.spec(form.outputs[0]).device == "cpu"
 
 
 def lowered(form: NodeForm) -> LoopKernel:

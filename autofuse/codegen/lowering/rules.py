@@ -24,6 +24,7 @@ from autofuse.codegen.lowering.rules_pool import POOL_RULES
 from autofuse.codegen.lowering.rules_pool_backward import POOL_BACKWARD_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
+from autofuse.codegen.lowering.rules_search import SEARCH_RULES
 from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
 from autofuse.codegen.lowering.rules_special import SPECIAL_RULES
 from autofuse.codegen.lowering.rules_write import WRITE_RULES
@@ -37,4 +38,5 @@ RULES: dict[str, Rule] = {
     **POOL_BACKWARD_RULES,
     **WRITE_RULES,
     **PLACE_RULES,
+    **SEARCH_RULES,
 }  # fmt: skip

@@ -153,6 +153,10 @@ def _triangle(op_name: str) -> Any:
     return evaluate
 
 
+def _unset(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    raise LoweringError("empty", f"expected memory that is only filled, found that {op.name} is read")
+
+
 _VIEW = View(_view_forward, _view_backward)
 _SQUEEZE = View(_squeeze_forward, _squeeze_backward)
 _PERMUTE = View(_permute_forward, _permute_backward)
@@ -175,6 +179,7 @@ INDEX_RULES: dict[str, Rule] = {
     "aten.scalar_tensor.default": Custom(_fresh, _constant(0), counts=False),
     "aten.zeros.default": Custom(_fresh, _constant(None, 0), counts=False),
     "aten.ones.default": Custom(_fresh, _constant(None, 1), counts=False),
+    "aten.empty_like.default": Custom(_like, _unset, counts=False),
     "aten.full_like.default": Custom(_like, _constant(1), counts=False),
     "aten.zeros_like.default": Custom(_like, _constant(None, 0), counts=False),
     "aten.ones_like.default": Custom(_like, _constant(None, 1), counts=False),

@@ -64,7 +64,7 @@ def _check_index(cx: Context, op: Operation, ref: ValueRef, table: ValueRef, siz
         raise LoweringError("device_bounds", "expected indices on a CPU, found some on a GPU, where none would raise")
     if any(dim == 0 for dim in cx.shape(table)):
         raise LoweringError("empty", f"expected a table with elements, found the shape {cx.shape(table)}")
-    _check_table(cx, table)
+    check_table(cx, table)
     check_index(cx, op, ref, size)
 
 
@@ -89,7 +89,7 @@ def _check_values(cx: Context, ref: ValueRef, size: Dim) -> None:
         raise LoweringError("indices", f"expected indices that are given, found some that {source.name} calculates")
 
 
-def _check_table(cx: Context, table: ValueRef) -> None:
+def check_table(cx: Context, table: ValueRef) -> None:
     """Raise LoweringError for a table whose elements are not cheaply calculated where they are read."""
     flops, todo = 0.0, [table]
     while todo:
@@ -101,6 +101,14 @@ def _check_table(cx: Context, table: ValueRef) -> None:
         if facts.kind not in (*VIEWS, OpKind.POINTWISE, OpKind.CREATION) or flops > _CHEAP:
             raise LoweringError("table", f"expected a tensor that is given to read from, found what {op.name} makes")
         todo += op.inputs
+
+
+def clamped_place(cx: Context, ref: ValueRef, at: Index, size: Dim) -> Word:
+    """The place that an index tensor holds, clamped to [-size, size) and counted from the end below 0."""
+    b = cx.builder
+    place, full = b.cast(cx.operand(ref, at), "int64"), b.size(size, "int64")
+    place = b.apply("minimum", b.apply("maximum", place, b.apply("neg", full)), b.sub(full, 1))
+    return (Indirect(b.where(b.compare("lt", place, 0), b.add(place, full), place), size),)
 
 
 # ---- one index -----------------------------------------------------------------------------------------

@@ -361,6 +361,57 @@ def _group_norm(cx: Context, op: Operation, output: int, index: Index) -> Val:
     return _channel_affine(cx, here, weight, bias, index[1])
 
 
+def _infer_group_norm_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
+    join_same_shape(cx, op.args[0], op.args[1])
+    index = cx.canonical(op.args[0])
+    return [index, (index[1],), (index[1],)]
+
+
+def _group_norm_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """Gradients of (x - mean) * rstd * weight + bias with statistics of a group: of x, of the weight, of the bias.
+
+    aten's formula, with ds = sum(g x) and db = sum(g) where g has the weight in it: an infinite element makes the same
+    elements NaN as there.
+    """
+    grad, x, mean, rstd, weight, _, channels, elements, groups = op.args[:9]
+    b, to = cx.builder, _wide(cx.spec(x).dtype)
+    each = count_div(channels, groups)
+
+    def at(place: Index) -> tuple[Val, Val]:
+        return b.cast(cx.operand(grad, place), to), b.cast(cx.operand(x, place), to)
+
+    def statistics(place: Index) -> tuple[Val, Val]:
+        row = (place[0], cx.regroup_word(place[1], (groups, each))[0])
+        return b.cast(cx.operand(mean, row), to), b.cast(cx.operand(rstd, row), to)
+
+    if output > 0:  # weight and bias: all but the channels is reduced
+        rank = len(cx.shape(x))
+        start = tuple(index[0] if d == 1 else () for d in range(rank))
+        opened, over = open_dims(cx, grad, [d for d in range(rank) if d != 1], start)
+        (g, value), (middle, scale) = at(opened), statistics(opened)
+        product_here = b.mul(b.sub(b.mul(g, value), b.mul(g, middle)), scale)
+        return b.reduce("sum", product_here if output == 1 else g, over)
+
+    def weighted(place: Index) -> tuple[Val, Val]:
+        g, value = at(place)
+        return (g if weight is None else b.mul(g, b.cast(cx.operand(weight, (place[1],)), to))), value
+
+    canonical = cx.canonical(grad)
+    group, _ = cx.regroup_word(index[1], (groups, each))
+    _, inner = cx.regroup_word(canonical[1], (groups, each))
+    if set(resolve(inner)) & set(resolve(group)):
+        raise LoweringError("reduction", "expected loops of their own for a group's channels, found shared")
+    over = reduced_atoms([inner, *canonical[2:]])
+    g, value = weighted((index[0], (*group, *inner), *canonical[2:]))
+    products, total = b.reduce("sum", b.mul(g, value), over), b.reduce("sum", g, over)
+    middle, scale = statistics(index)
+    share = b.div(b.const(1, to), b.size(product((elements, each)), to))
+    of_x = b.mul(b.mul(b.sub(b.mul(total, middle), products), b.mul(scale, b.mul(scale, scale))), share)
+    rest = b.sub(b.apply("neg", b.mul(of_x, middle)), b.mul(b.mul(total, scale), share))
+    g, value = weighted(index)
+    return b.add(b.add(b.mul(g, scale), b.mul(of_x, value)), rest)
+
+
 # ---- the table ------------------------------------------------------------------------------------------
 
 NORM_RULES: dict[str, Rule] = {
@@ -373,4 +424,5 @@ NORM_RULES: dict[str, Rule] = {
     "aten._native_batch_norm_legit_functional.default": Custom(_infer_batch_norm, _batch_norm_functional),
     "aten.native_batch_norm_backward.default": Custom(_infer_batch_norm_backward, _batch_norm_backward),
     "aten.native_group_norm.default": Custom(_infer_group_norm, _group_norm),
+    "aten.native_group_norm_backward.default": Custom(_infer_group_norm_backward, _group_norm_backward),
 }

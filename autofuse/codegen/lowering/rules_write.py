@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.lowering.builder import Val
 from autofuse.codegen.lowering.context import Context
-from autofuse.codegen.lowering.index import Index, Indirect, Word, broadcast_index, regroup
+from autofuse.codegen.lowering.index import Index, Word, broadcast_index, regroup
 from autofuse.codegen.lowering.rules_base import normal_dim
-from autofuse.codegen.lowering.rules_indexed import check_index, index_layout, joined_indices, place_of
+from autofuse.codegen.lowering.rules_indexed import check_index, clamped_place, index_layout, joined_indices, place_of
 from autofuse.codegen.lowering.rules_memory import moved_word, replace_word
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
@@ -265,14 +265,6 @@ def _masked_index_put(cx: Context, op: Operation) -> Written:
     if to == "bool" or keep.dtype != "bool":
         raise LoweringError("dtype", f"expected numbers to add and a mask of bool, found {to} and {keep.dtype}")
     return Written(loops, tuple(words), b.select(keep, value, 0, to), "add")
-
-
-def clamped_place(cx: Context, ref: ValueRef, at: Index, size: Dim) -> Word:
-    """The place that an index tensor holds, clamped to [-size, size) and counted from the end below 0."""
-    b = cx.builder
-    place, full = b.cast(cx.operand(ref, at), "int64"), b.size(size, "int64")
-    place = b.apply("minimum", b.apply("maximum", place, b.apply("neg", full)), b.sub(full, 1))
-    return (Indirect(b.where(b.compare("lt", place, 0), b.add(place, full), place), size),)
 
 
 WRITE_RULES: dict[str, Write] = {

@@ -1,14 +1,16 @@
 """Stages: a node that writes to places which are data, as nests one after another.
 
-In: a `NodeForm` with such writes, and `lower` for what needs none. Out: a `LoopKernel` of stages. For each write, one
-stage makes what is written into (a copy, zeros), the next ones combine the values with it, calculated in their loops;
-then further stages make the outputs, which read the result where it lies: in an output, or in a temporary.
+In: a `NodeForm` with such writes, or with outputs that share no loops, and `lower` for what is one nest. Out: a
+`LoopKernel` of stages. For each write, one stage makes what is written into (a copy, zeros), the next ones combine the
+values with it, calculated in their loops; then further stages make the outputs, which read the result where it lies: in
+an output, or in a temporary.
 Guarantee: a stage reads only inputs and what earlier stages have written whole. Sums of 16-bit floats are made in 32
 bits and rounded once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +115,7 @@ class _Stages:
         self._outputs([ref for ref in form.outputs if ref.name not in self.written])
         return LoopKernel(
             name="", dims=(), rows=(), cols=(), params=tuple(params), values=(), stores=(), symbols=form.symbols,
-            kind="write", stages=tuple(self.stages), temporaries=tuple(self.temporaries),
+            kind="write" if self.written else "stages", stages=tuple(self.stages), temporaries=tuple(self.temporaries),
         )  # fmt: skip
 
     def _write(self, op: Operation, params: int) -> None:
@@ -151,18 +153,18 @@ class _Stages:
             self._add(form, _write_nest(form, op, self.rules, number))
 
     def _outputs(self, outputs: Sequence[ValueRef]) -> None:
-        """The stages that make the other outputs: one for all, or one for each where they share no loops."""
-        if not outputs:
-            return
-        try:
-            whole = self._part(outputs)
-            found = [(whole, self.lower(whole))]
-        except LoweringError:
-            if len(outputs) == 1:
-                raise
-            parts = [self._part([ref]) for ref in outputs]
-            found = [(part, self.lower(part)) for part in parts]
-        for form, kernel in found:
+        """The stages that make the other outputs, each of as many as share loops."""
+        groups: list[tuple[NodeForm, LoopKernel]] = []
+        for ref in outputs:
+            for number, (form, _) in enumerate(groups):
+                with contextlib.suppress(LoweringError):
+                    more = self._part([*form.outputs, ref])
+                    groups[number] = more, self.lower(more)
+                    break
+            else:
+                form = self._part([ref])
+                groups.append((form, self.lower(form)))
+        for form, kernel in groups:
             self._add(form, kernel)
 
     def _add(self, form: NodeForm, kernel: LoopKernel) -> None:
