@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autofuse.codegen.lowering.builder import Builder, Val
 from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, Indirect, Word, fresh_index
-from autofuse.codegen.lowering.rules_base import Custom
+from autofuse.codegen.lowering.rules_base import Custom, normal_dim
 from autofuse.codegen.lowering.rules_diagonal import place_word
 from autofuse.codegen.lowering.rules_memory import all_of, fresh_loops, only_where
 from autofuse.errors import LoweringError
@@ -237,14 +237,19 @@ def _col2im(cx: Context, op: Operation, output: int, index: Index) -> Val:
 # ---- chunks ---------------------------------------------------------------------------------------------
 
 
+def _chunk_dim(cx: Context, op: Operation) -> int:
+    """The dim that is cut, counted from the front; aten counts in the first tensor."""
+    return normal_dim(int(op.args[1]), len(cx.shape(op.args[0][0])))
+
+
 def _chunk_cat_infer(cx: Context, op: Operation) -> Sequence[Index | None]:
-    dim, result = int(op.args[1]), op.outputs[0].shape.dims
+    dim, result = _chunk_dim(cx, op), op.outputs[0].shape.dims
     return [(*cx.canonical(op.args[0][0])[:dim], *fresh_index(SymbolicShape(result[dim:])))]
 
 
 def _chunk_cat(cx: Context, op: Operation, output: int, index: Index) -> Val:
     """Row k of the result has chunk k of each tensor, one behind the other, zeros behind the last of its chunks."""
-    b, to, (refs, dim, chunks) = cx.builder, op.outputs[0].dtype, op.args[:3]
+    b, to, refs, dim, chunks = cx.builder, op.outputs[0].dtype, op.args[0], _chunk_dim(cx, op), op.args[2]
     column, begin = b.index(index[dim + 1]), 0
     found: Val = b.const(0, to)
     for ref in refs:
