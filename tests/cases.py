@@ -580,7 +580,7 @@ _SHAPES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("as_strided_scatter", lambda x, y: aten.as_strided_scatter.default(x.exp(), y + 1, [6, 8], [3, 30], 5) * 2, (_t(16, 16), _t(6, 8)), ()),
     ("im2col", lambda x: aten.im2col.default(x, [3, 2], [1, 2], [1, 1], [2, 1]) * 2 + 1, (_t(2, 3, 16, 8),), ((2, 3), (1, 1), (3, 5))),
     ("col2im", lambda g: aten.col2im.default(g.exp(), [6, 8], [2, 4], [1, 1], [1, 1], [2, 2]) * 2, (_t(5, 16, 16),), ()),
-    ("chunk_cat", lambda x, y: aten._chunk_cat.default([x.exp(), y], -2, 4) * 2 + 1, (_t(5, 6, 8), _t(5, 16)), ()),
+    ("chunk_cat", lambda x, y: aten._chunk_cat.default([x.exp(), y], 1, 4) * 2 + 1, (_t(5, 6, 8), _t(5, 16)), ()),
     ("eye", lambda x, y: (x + torch.eye(6, 8, dtype=x.dtype), x * y.unsqueeze(0) - torch.eye(8, dtype=y.dtype)[:6]), (_t(5, 6, 8), _t(6, 8)), ()),
     ("linspace", lambda x: x + torch.linspace(-1.0, 2.0, 16, dtype=x.dtype) * torch.linspace(0.3, 0.1, 1, dtype=x.dtype), (_t(5, 16),), ()),
 )  # fmt: skip
