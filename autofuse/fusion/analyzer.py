@@ -22,6 +22,7 @@ from autofuse.fusion.cluster import (
     Cluster,
     Growth,
     Seed,
+    is_one_row,
     leader_leaves,
     part_leaves,
     pools,
@@ -203,7 +204,7 @@ class FusionCandidateAnalyzer:
             return "part_leaves", "a number that the loops read is also needed by itself"
         if part_leaves(graph, first, second):
             return "part_leaves", "a part of the result is also needed by itself, and has other loops"
-        if reads_incomplete(first, second):
+        if reads_incomplete(first, second) and not is_one_row(graph, first, second):
             return "needs_whole_reduction", "a value is complete only after all rows, and a second kernel reads it"
         if pools(graph, first, second) or pools(graph, second, first):
             return "pooled_value", "next to a pooling, a value would be made once for each window or each piece"

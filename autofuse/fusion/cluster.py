@@ -14,9 +14,12 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import IterationSpace, with_parts
 from autofuse.fusion.node import FusionNode, join_spaces, space_of
 from autofuse.fusion.outside_loops import Kernel, Outside
+from autofuse.ir.guarded import GUARDED
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import OpKind, info
 
+MOST_IN_ONE_ROW = 16384  # elements: more of them are worth several threads, which a row has not
+MOST_FLOPS_TWICE = 4.0  # of an element that is calculated once for each window which has it
 MOST_PIECES = 8  # that are put together by as many stores of one nest (codegen/lowering/lower.py)
 
 
@@ -144,16 +147,38 @@ def reads_incomplete(first: Cluster, second: Cluster | None = None) -> bool:
     return not first.outside_with(second).is_sound
 
 
+def is_one_row(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
+    """Whether all that two clusters work on is one row of a few elements: a number that it is reduced to may be read
+    along it again."""
+    whole = first.beside((second,))
+    apart = (OpKind.WRITE, OpKind.COMPOSITE)  # what these have is complete only after loops of their own
+    if any(op.short_name in GUARDED or info(op.target).kind in apart for op in whole.operations):
+        return False
+    spaces = whole.loops_with()
+    elements = max((graph.size(space.numel) for space in spaces), default=0)
+    return elements <= MOST_IN_ONE_ROW and all(space.rows is None and not space.general for space in spaces)
+
+
 def pools(graph: FusionGraph, producer: Cluster, consumer: Cluster) -> bool:
     """Whether ``consumer`` pools a value that ``producer`` makes, or puts one that is pooled there at other places."""
     kinds = {op.name: info(op.target).kind for op in producer.operations}
     for op in consumer.operations:
         read = {kinds.get(graph.base(ref).name) for ref in op.inputs} - {None}
-        if read and info(op.target).kind is OpKind.POOLING:
+        if read and info(op.target).kind is OpKind.POOLING and not (_is_gradient(op) and _is_cheap(producer)):
             return True
         if OpKind.POOLING in read and info(op.target).kind is OpKind.MEMORY:
             return True
     return False
+
+
+def _is_gradient(op: Operation) -> bool:
+    return op.short_name.endswith("_backward")
+
+
+def _is_cheap(cluster: Cluster) -> bool:
+    """Whether elements of all its values may be calculated more than once."""
+    facts = [info(op.target) for op in cluster.operations]
+    return all(f.kind in (OpKind.POINTWISE, OpKind.CREATION) and f.flops <= MOST_FLOPS_TWICE for f in facts)
 
 
 def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:

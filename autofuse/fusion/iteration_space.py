@@ -31,6 +31,7 @@ class IterationSpace:
     general: tuple[object, ...] = ()  # not empty: an unusual reduction that only matches itself
     parts: tuple[Dim, ...] = ()  # elements of operands that are read at other places: a piece, or a whole that is cut
     along: tuple[Dim, ...] = ()  # those of the parts that run over some of the loops
+    spread: tuple[Dim, ...] = ()  # elements of operands that stay the same along all of the last dims: one a row
 
 
 def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace | None:
@@ -40,6 +41,9 @@ def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) ->
     if rule is not None:
         return rule(op, [spec(ref) for ref in op.inputs])
     levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
+    if kind is OpKind.POOLING and op.short_name.endswith("_backward"):
+        numel, pooled = op.outputs[0].numel, spec(op.inputs[0]).numel
+        return IterationSpace(numel, None, levels, parts=(pooled,) if pooled != numel else ())
     if kind in (OpKind.POINTWISE, OpKind.POOLING, OpKind.CREATION):
         return IterationSpace(op.outputs[0].numel, None, levels)
     if kind is OpKind.MEMORY:
@@ -81,7 +85,10 @@ def with_parts(
     operations: Mapping[str, Operation],
     spec: Callable[[ValueRef], TensorSpec],
 ) -> IterationSpace | None:
-    """The iteration space with what the operation reads through slices of values of other operations."""
+    """The iteration space with what the operation reads of other operations through slices, or once for each row."""
+    if space is not None and info(op.target).kind is OpKind.POINTWISE:
+        rows = dict.fromkeys(_spread_rows(op, ref, operations, spec) for ref in op.inputs)
+        space = replace(space, spread=tuple(size for size in rows if size is not None))
     found: dict[Dim, None] = {}
     for ref in op.inputs:
         is_cut = False
@@ -94,6 +101,28 @@ def with_parts(
         return space
     along = tuple(part for part in space.along if part not in found)
     return replace(space, parts=(*space.parts, *found), along=along)
+
+
+def _spread_rows(
+    op: Operation, ref: ValueRef, operations: Mapping[str, Operation], spec: Callable[[ValueRef], TensorSpec]
+) -> Dim | None:
+    """Elements of an operand that another operation makes and this one spreads along its last dims; else None."""
+    shape = op.outputs[0].shape.dims
+    while ref.name in operations:
+        own = spec(ref).shape.dims
+        if product(own) not in (1, product(shape)):
+            break
+        if info(operations[ref.name].target).kind is not OpKind.VIEW:
+            return None
+        shape, ref = own, operations[ref.name].inputs[0]
+    else:
+        return None
+    while ref.name in operations and info(operations[ref.name].target).kind is OpKind.VIEW:
+        ref = operations[ref.name].inputs[0]
+    padded = (1,) * (len(shape) - len(own)) + own
+    kept = max((n + 1 for n, dim in enumerate(padded) if dim != 1), default=0)
+    is_made = ref.name in operations and info(operations[ref.name].target).kind in FUSIBLE
+    return product(own) if is_made and padded[:kept] == shape[:kept] and spec(ref).numel == product(own) else None
 
 
 def _normalised_dim(op: Operation, rank: int) -> tuple[int, ...]:
@@ -131,6 +160,11 @@ def _softmax(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
         general = ("softmax", dims, tuple(map(str, shape.dims)))
         rows = product(d for i, d in enumerate(shape.dims) if i not in dims)
     return IterationSpace(shape.numel, rows, ("full",), general)
+
+
+def _scan(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
+    levels: tuple[Level, ...] = tuple(["full"] * len(op.outputs))
+    return replace(_softmax(op, inputs), levels=levels)
 
 
 def _layer_norm(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:
@@ -215,6 +249,7 @@ def _group_norm_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSp
 
 
 _RULES: dict[str, Callable[[Operation, list[TensorSpec]], IterationSpace | None]] = {
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), _scan),
     "_softmax": _softmax,
     "_log_softmax": _softmax,
     "_safe_softmax": _softmax,

@@ -415,6 +415,10 @@ def join_spaces(spaces: Sequence[IterationSpace]) -> IterationSpace | None:
             if rows is not None and rows != space.rows:
                 return None
             rows = space.rows
+    if rows is None and not general:  # what stays the same along the columns may be calculated once a row
+        spread = {size for space in spaces if space.numel == full for size in space.spread}
+        once = {space.numel for space in spaces if space.numel in spread and space.rows is None}
+        rows = once.pop() if len(once) == 1 else None
     for space in spaces:
         if space.numel == full or (space.numel in parts and space.rows is None and not space.general):
             continue

@@ -99,6 +99,33 @@ def test_a_whole_reduction_ends_a_node():
     assert any(r.code in ("needs_whole_reduction", "cycle") for r in analyzer.refusals)
 
 
+@pytest.mark.parametrize(("rows", "kernels"), [(32, [4]), (512, [2, 2])])
+def test_a_number_of_few_elements_is_read_along_them_again(rows, kernels):
+    x = tensor(rows, 256)
+    ops = [
+        op("mul", "aten.mul.Tensor", ["x", "x"], x),
+        op("sum", "aten.sum.default", ["mul"], tensor()),
+        op("div", "aten.div.Tensor", ["x", "sum"], x),
+        op("exp", "aten.exp.default", ["div"], x),
+    ]
+    nodes, _ = plan(graph(ops, {"x": x}, ["exp"]))
+    assert [len(n.kernels) for n in nodes] == kernels
+
+
+def test_values_of_a_row_join_what_spreads_them():
+    """Along the last dims only: what is spread along the first ones would be calculated for each row anew."""
+    for small, spread in ((tensor(64, 1), True), (tensor(1, 256), False)):
+        x = tensor(64, 256)
+        ops = [
+            op("exp", "aten.exp.default", ["v"], small),
+            op("neg", "aten.neg.default", ["exp"], small),
+            op("mul", "aten.mul.Tensor", ["x", "neg"], x),
+            op("sin", "aten.sin.default", ["mul"], x),
+        ]
+        nodes, _ = plan(graph(ops, {"x": x, "v": small}, ["sin", "neg"]))
+        assert (len(nodes) == 1) is spread
+
+
 def test_row_statistics_join_the_work_around_them():
     ops = [
         op("mul", "aten.mul.Tensor", ["x", "x"], A),
