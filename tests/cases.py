@@ -398,6 +398,15 @@ _ENDS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
 
 # What follows a reduction that is complete only after all rows.
 _FOLLOWED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...] = (
+    ("cumsum", lambda x, y: torch.relu(torch.cumsum(x * 2, -1)) + y, (_R3, _R3)),
+    ("cumsum_backward", lambda x: torch.cumsum(x.flip(1), 1).flip(1) * 2, (_R3,)),
+    ("cumsum_int", lambda m: (torch.cumsum(m, -1), torch.cumsum(m, -1).sum(-1)), (_MASK,)),
+    ("cumprod", lambda x: torch.cumprod(x, 0) - 1, (_X,)),
+    ("cumulative_ends", lambda x: (*torch.cummax(x, -1), torch.cummin(-x, -1)[1]), (_X,)),
+    ("cummin", lambda x: torch.cummin(x, 0), (_X,)),
+    ("logcumsumexp", lambda x: torch.logcumsumexp(x, -1) * 2, (_X,)),
+    ("softmax_then_cumsum", lambda x: torch.cumsum(torch.softmax(x, -1), -1), (_R3,)),
+    ("followed_by_its_row", lambda x: ((x - x.mean()) * x.amax(), x.std() * 2), (_R3,)),
     ("followed_sum", lambda x: torch.relu(x.sum()) * 2, (_R3,)),
     ("followed_mean", lambda x, w: (x.mean(), x.mean() * w + 0.5), (_R3, _t())),
     ("followed_losses", lambda x, y: (x * x).mean() + 0.1 * y.abs().mean(), (_X, _Y)),
@@ -605,6 +614,98 @@ _POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tup
     ("pool_avg_divided", lambda x: aten.avg_pool2d.default(x, [2, 3], [2, 1], [0, 0], False, True, 5), (_t(3, 16, 16).half(),), ()),
 )  # fmt: skip
 
+
+def _places(chosen: torch.Tensor, strides: Sequence[int], image: Sequence[int]) -> torch.Tensor:
+    """A place in the image for each window: the window's first, or the one behind it along each dim."""
+    found = None
+    for dim, (stride, size) in enumerate(zip(strides, image, strict=True), chosen.dim() - len(image)):
+        shape = [1] * chosen.dim()
+        shape[dim] = chosen.shape[dim]
+        own = torch.arange(chosen.shape[dim]).view(shape) * stride + (chosen > 0)
+        found = own if found is None else found * size + own
+    return found
+
+
+def _added(mean: torch.Tensor, largest: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return mean + largest, places
+
+
+_POOLS_3D: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
+    (
+        "pool_max_3d",
+        lambda x: aten.max_pool3d_with_indices.default(x, [2, 2, 3], [1, 2, 2], [0, 1, 1]),
+        (_t(2, 3, 8, 8, 8),),
+        ((2, 3), (1, 1)),
+    ),
+    (
+        "pool_avg_3d",
+        lambda x: aten.avg_pool3d.default(x, [2, 3, 2], [2, 2, 1], [1, 0, 0], False, False) * 2,
+        (_t(2, 3, 8, 8, 8),),
+        ((2, 3), (1, 1)),
+    ),
+    (
+        "pool_adaptive_uneven",
+        lambda x: _added(
+            aten._adaptive_avg_pool2d.default(x, [3, 8]) * 2, *aten.adaptive_max_pool2d.default(x, [3, 8])
+        ),
+        (_t(2, 3, 8, 16),),
+        ((2, 3), (1, 1), (3, 5)),
+    ),
+    (
+        "pool_adaptive_uneven_3d",
+        lambda x: _added(
+            aten._adaptive_avg_pool3d.default(x, [3, 4, 16]) * 2, *aten.adaptive_max_pool3d.default(x, [3, 4, 16])
+        ),
+        (_t(2, 3, 8, 8, 8),),
+        ((2, 3), (1, 1)),
+    ),
+    (
+        "pool_adaptive_uneven_backward",
+        lambda g, x: aten._adaptive_avg_pool2d_backward.default(g, x) * 2,
+        (_t(2, 3, 6, 16), _t(2, 3, 8, 8)),
+        ((2, 3), (1, 1), (3, 5)),
+    ),
+    (
+        "pool_adaptive_backward_3d",
+        lambda g, s, x: (
+            aten._adaptive_avg_pool3d_backward.default(g, x)
+            + aten.adaptive_max_pool3d_backward.default(g, x, _places(s, (2, 2, 2), (16, 16, 16)))
+        ),
+        (_t(2, 3, 8, 8, 8), _t(2, 3, 8, 8, 8), _t(2, 3, 16, 16, 16)),
+        ((2, 3), (1, 1)),
+    ),
+    (
+        "pool_backward_3d",
+        lambda g, s, x: (
+            aten.avg_pool3d_backward.default(g, x, [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None)
+            + aten.max_pool3d_with_indices_backward.default(
+                g, x, [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False, _places(s, (2, 2, 2), (16, 16, 16))
+            )
+        ),
+        (_t(2, 3, 8, 8, 8), _t(2, 3, 8, 8, 8), _t(2, 3, 16, 16, 16)),
+        ((2, 3), (1, 1)),
+    ),
+    (
+        "pool_avg_backward_made",
+        lambda g, y, x: aten.avg_pool2d_backward.default(
+            aten.threshold_backward.default(g * 2, y, 0), x, [3, 2], [2, 2], [1, 0], False, False, None
+        ),
+        (_t(2, 3, 8, 8), _t(2, 3, 8, 8), _t(2, 3, 16, 16)),
+        ((2, 3), (1, 1), (3, 5)),
+    ),
+    (
+        "pool_max_backward",
+        lambda g, s, x: (
+            aten.max_pool2d_with_indices_backward.default(
+                g * 2, x, [3, 3], [2, 2], [1, 1], [1, 1], False, _places(s, (2, 2), (16, 16))
+            )
+            + aten.adaptive_max_pool2d_backward.default(g, x, _places(s, (2, 2), (16, 16)))
+        ),
+        (_t(2, 3, 8, 8), _t(2, 3, 8, 8), _t(2, 3, 16, 16)),
+        ((2, 3), (1, 1), (3, 5)),
+    ),
+)
+
 _IDS, _IDS2 = _t(4, dtype=torch.int64), _t(3, 4, dtype=torch.int64)
 _HALF = lambda n: ((torch.arange(2 * n) + 0.0) * 0.5).to(torch.int64)  # noqa: E731
 _INDEXED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
@@ -703,6 +804,10 @@ def _table() -> dict[str, Case]:
     ]
     cases += [
         Case(name, fn, example, sizes, static=(8, 16), tags=frozenset({"pool"})) for name, fn, example, sizes in _POOLS
+    ]
+    cases += [
+        Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"pool"}))
+        for name, fn, example, sizes in _POOLS_3D
     ]
     cases += [
         Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"indexed"}))

@@ -77,6 +77,11 @@ def plan(kernel: LoopKernel, keep: bool, widen: bool = True) -> Plan:
     return _Planner(kernel, keep, widen).plan()
 
 
+def scans_of(kernel: LoopKernel, phase: ColumnPass) -> list[int]:
+    """The scans that a pass makes."""
+    return [n for n in phase.values if kernel.values[n].op == "scan"]
+
+
 class _Planner:
     """Plans one kernel."""
 

@@ -5,6 +5,7 @@ outer dims (``rows``) and inner dims (``cols``, the last one is vectorised). Val
 some of the dims. Three kinds of reduction exist: ``row_reduce`` over all cols, whose result may be used again in the
 same row; ``col_reduce`` over all rows, one result per column; ``full_reduce`` over rows, or over rows and cols, one
 result in all. The last two are sinks: values that depend on them are computed once, after the nest (region ``post``).
+A ``scan`` over all cols has a result at each of them: what a reduction has reached there.
 Guarantee: `check` accepts a kernel exactly when every printer may rely on these rules.
 """
 
@@ -37,12 +38,21 @@ class LoopValue:
     and ``gather_if`` have a truth value as last argument: where it is false they read nothing and give 0. ``checked``
     is an index that is within [0, ``attr``), a size: where it is not, it gives 0, and the call ends in eager. The ops
     of `PUTS` combine a value with what is at an indirect place of an output, where a truth value says so.
+    ``attr`` of a ``scan`` is a `Scan`.
     """
 
     op: str
     dtype: str  # a compute dtype: never a 16-bit float
     args: tuple[int, ...] = ()
     attr: object = None
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a scan does: its kind, and whether it begins at the last column."""
+
+    kind: str
+    is_reversed: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,15 @@ class LoopKernel:
         return any(v.op == "row_reduce" for v in self.values)
 
     @property
+    def has_scan(self) -> bool:
+        return any(v.op == "scan" for v in self.values)
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether the columns of a row cannot be worked on apart."""
+        return self.has_row_reduce or self.has_scan
+
+    @property
     def bounds(self) -> tuple[Dim, ...]:
         """The sizes that an index must be within, each once; a call in which one is not ends in eager."""
         own = [as_dim(v.attr) for v in self.values if v.op == "checked"]
@@ -146,6 +165,8 @@ SINKS = ("col_reduce", "full_reduce", "rows_reduce")
 REDUCTIONS = ("row_reduce", *SINKS)
 REDUCE_KINDS = ("sum", "max", "min", "peak", "prod", "any", "all")  # peak: a maximum that may ignore NaN
 
+SCAN_KINDS = ("sum", "prod", "max", "min", "logsum")  # logsum: logarithms of the sums of exponentials
+
 TRANSCENDENTAL = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
     "acos", "atan", "erf", "erfc", "asinh", "acosh", "atanh",
@@ -162,7 +183,7 @@ BINARY = (
 PUTS = ("put_set", "put_add", "put_mul", "put_max", "put_min")  # (value, place, truth value)
 ARITY: dict[str, int] = {
     "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "uniform": 1, "where": 3,
-    "load_if": 1, "gather_if": 2, "checked": 1, **dict.fromkeys(PUTS, 3),
+    "load_if": 1, "gather_if": 2, "checked": 1, "scan": 1, **dict.fromkeys(PUTS, 3),
     **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1),
 }  # fmt: skip
 GUARDED = ("load_if", "gather_if")
@@ -174,7 +195,7 @@ COST: dict[str, int] = {
     **dict.fromkeys(["pow", "atan2", "fmod", "remainder", "hypot", "nextafter"], 24),
     **dict.fromkeys(["div", "sqrt", "rsqrt", "reciprocal"], 3),
     **dict.fromkeys(["load", "load_if", "const", "size", "index", "cast"], 0),
-    "gather": 4, "gather_if": 4, "round_to": 2, "uniform": 60, "lgamma": 60,
+    "gather": 4, "gather_if": 4, "round_to": 2, "uniform": 60, "lgamma": 60, "scan": 4,
 }  # fmt: skip
 
 
@@ -213,6 +234,8 @@ def regions(kernel: LoopKernel) -> list[Region]:
         )
         if value.op == "row_reduce":
             region = Region(rows=True, cols=False, post=region.post, stage=region.stage + 1)
+        elif value.op == "scan":  # what has been reached is the row's own
+            region = Region(rows=True, cols=True, post=region.post, stage=region.stage)
         elif value.op == "col_reduce":
             region = Region(cols=True, post=True)
         elif value.op in SINKS:
@@ -287,6 +310,10 @@ def _reductions(kernel: LoopKernel) -> Iterator[str]:
             yield f"value {i} reduces by {value.attr}"
         if value.op in REDUCTIONS and any(found[a].post for a in value.args):
             yield f"value {i} reduces what is known only after the nest"
+        if value.op == "scan" and (not isinstance(value.attr, Scan) or value.attr.kind not in SCAN_KINDS):
+            yield f"value {i} scans by {value.attr}"
+        if value.op == "scan" and found[i].post:
+            yield f"value {i} scans what is known only after the nest"
         if found[i].post and value.op not in SINKS and any(found[a].rows for a in value.args):
             yield f"value {i} needs a row and a reduction over rows at once"
 
@@ -311,7 +338,7 @@ def _further_nests(kernel: LoopKernel) -> Iterator[str]:
     for nest in kernel.rest:
         if nest.params != kernel.params or nest.symbols != kernel.symbols or nest.rest:
             yield f"{nest.name} has other parameters, symbols or nests of its own"
-        if any(n.kind != "pointwise" or any(v.op in REDUCTIONS for v in n.values) for n in (kernel, nest)):
+        if any(n.kind != "pointwise" or any(v.op in (*REDUCTIONS, "scan") for v in n.values) for n in (kernel, nest)):
             yield f"{nest.name} stands beside a reduction"
         for rule in NEST_RULES:
             yield from rule(nest)

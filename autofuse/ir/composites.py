@@ -16,7 +16,6 @@ from autofuse.ir.operation import NodeForm, Operation, ValueRef
 # Operators with a decomposition that is not used, and why. A test holds that each still is as described.
 REFUSED: dict[str, str] = {
     "aten.grid_sampler_2d.default": "a pixel outside of the image counts as another one times 0, which may be NaN",
-    "aten.max_pool3d_with_indices.default": "where a window has several NaN, it names another one of them",
 }
 
 

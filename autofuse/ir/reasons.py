@@ -119,6 +119,10 @@ class LoweringReason(Reason):
     ROLL = "roll", "a shift that may be larger than the size"
     ROUND = "round", "a rounding to digits without a kernel"
     SCALE = "scale", "an attention scale that is not a number above 0"
+    SCAN = (
+        "scan",
+        "a sum along a dim that is read in parts, or along several dims, or that this target has no kernel for",
+    )
     SEVERAL_NESTS = (
         "several_nests",
         "the operations have loops of their own, which share a kernel only where all are element-wise",

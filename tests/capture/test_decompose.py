@@ -103,9 +103,6 @@ SAMPLES: dict[str, list[Sample]] = {
             lambda: [special(2, 3, 7, 5), torch.randn(2, 9, 4, 2)],
         )
     ],
-    "aten.max_pool3d_with_indices.default": [
-        Sample(lambda x: aten.max_pool3d_with_indices(x, (2, 2, 2)), lambda: [special(2, 3, 7, 5, 4)])
-    ],
 }  # fmt: skip
 
 

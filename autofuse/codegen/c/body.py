@@ -14,10 +14,11 @@ from collections.abc import Mapping
 
 from autofuse.codegen.c.knobs import can_stream, is_streamable
 from autofuse.codegen.c.scalar import memory_type, store_text
+from autofuse.codegen.c.scan import carried_start, carried_type
 from autofuse.codegen.c.values import ValuePrinter
-from autofuse.codegen.column_passes import ColumnPass, Plan, split_by_columns
+from autofuse.codegen.column_passes import ColumnPass, Plan, scans_of, split_by_columns
 from autofuse.codegen.dtypes import DTYPES, VALUE_TYPE
-from autofuse.codegen.loops import COST, Access, LoopKernel, Store
+from autofuse.codegen.loops import COST, Access, LoopKernel, Scan, Store
 from autofuse.ir.size_text import dim_text
 
 BLOCK = 256  # columns that are summed in the compute dtype; the sums of blocks are added in double
@@ -26,6 +27,14 @@ TILE = 512  # columns of a tile that is converted to half or stored past the cac
 LINE_BYTES = 64
 SHARES = 64  # parts of a nest's work, where its single results are the same for any number of threads
 COLUMN_SPLIT = 4096  # a row is shared among threads only in parts of at least so many columns
+
+
+def column_loop(kernel: LoopKernel, phase: ColumnPass, stop: str) -> list[str]:
+    """C lines that open the loop over columns of a pass with scans, in their direction."""
+    attr = kernel.values[scans_of(kernel, phase)[0]].attr
+    if isinstance(attr, Scan) and attr.is_reversed:
+        return [f"for (int64_t c = {stop}; c-- > 0;) {{"]
+    return [f"for (int64_t c = 0; c < {stop}; ++c) {{"]
 
 
 class Body(ValuePrinter):
@@ -175,6 +184,10 @@ class Body(ValuePrinter):
 
     def _phase(self, phase: ColumnPass) -> list[str]:
         lines = self._declare_all(phase.row_values, "    ")
+        for n in scans_of(self.kernel, phase):
+            value = self.kernel.values[n]
+            ctype = f"{carried_type(value)} " if self._is_first(n, phase) else ""
+            lines.append(f"    {ctype}run{n} = {carried_start(value)};")
         for n in phase.reductions:
             reducer = self._reducer(n)
             lines.append(f"    {reducer.total} t{n} = {reducer.start};")
@@ -212,6 +225,10 @@ class Body(ValuePrinter):
             lines.append(f"    const {VALUE_TYPE[value.dtype]} x{n} = {self._reducer(n).finish(f't{n}')};")
         return lines
 
+    def _is_first(self, number: int, phase: ColumnPass) -> bool:
+        """Whether no earlier pass makes a value too."""
+        return not any(number in p.values for p in self.plan.phases if p.stage < phase.stage)
+
     def _innermost(self, phase: ColumnPass) -> list[str]:
         start, stop = ("c_begin", "c_end") if self.splits_columns else ("0", f"n{self.last}")
         scalars = [*phase.reductions, *(n for n in phase.sinks if self.kernel.values[n].op == "full_reduce")]
@@ -224,6 +241,8 @@ class Body(ValuePrinter):
         ahead = self._next_row(phase)
         if (self.streams or packs) and is_streamable(self.kernel, phase):
             return self._tiled(phase, start, stop, ahead)
+        if scans_of(self.kernel, phase):
+            return self._carrying(phase, blocked, inner)
         if not blocked:
             return [f"#pragma omp simd{clauses}", f"for (int64_t c = {start}; c < {stop}; ++c) {{", *inner, "}"]
         lines = [
@@ -235,6 +254,16 @@ class Body(ValuePrinter):
         lines += [f"  {line}" for line in inner]
         lines += ["  }", *(f"  t{n} += p{n};" for n in blocked), "}"]
         return lines
+
+    def _carrying(self, phase: ColumnPass, blocked: list[int], inner: list[str]) -> list[str]:
+        """A loop over columns that scans carry something along: one by one, and perhaps from the last to the first."""
+        stop = f"n{self.last}"
+        lines = [f"{self._reducer(n).accumulator} p{n} = 0;" for n in blocked]
+        lines += [*column_loop(self.kernel, phase, stop), *inner]
+        if blocked:
+            sums = " ".join(f"t{n} += p{n}; p{n} = 0;" for n in blocked)
+            lines.append(f"  if ((c & {self.block - 1}) == 0) {{ {sums} }}")
+        return [*lines, "}", *(f"t{n} += p{n};" for n in blocked)]
 
     def _next_row(self, phase: ColumnPass) -> list[str]:
         """C lines that prefetch the next row during a block's arithmetic, so that the two overlap.

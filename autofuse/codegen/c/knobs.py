@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from autofuse.codegen.c.math import INLINE_CALLS
 from autofuse.codegen.c.target import march, vector_bits
-from autofuse.codegen.column_passes import ColumnPass, plan
+from autofuse.codegen.column_passes import ColumnPass, plan, scans_of
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import COST, Access, LoopKernel, regions
@@ -95,7 +95,7 @@ def is_streamable(kernel: LoopKernel, phase: ColumnPass) -> bool:
     """Whether the stores of a pass can be written past the caches."""
     dense = all(dict(s.access.strides).get(kernel.cols[-1]) == 1 for s in phase.stores)
     reduces = bool(phase.reductions or phase.sinks)
-    return bool(phase.stores) and dense and not reduces
+    return bool(phase.stores) and dense and not reduces and not scans_of(kernel, phase)
 
 
 def can_transpose(kernel: LoopKernel) -> bool:
@@ -117,7 +117,7 @@ def can_transpose(kernel: LoopKernel) -> bool:
 def uses_lanes(kernel: LoopKernel) -> bool:
     """Whether rows suit vector lanes: only rows are reduced, and most tensors are dense along the last row dim."""
     if (
-        not kernel.has_row_reduce
+        not kernel.needs_whole_rows
         or not kernel.rows
         or kernel.bounds
         or kernel.sinks

@@ -14,10 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from autofuse.codegen.c.body import Body
+from autofuse.codegen.c.body import Body, column_loop
 from autofuse.codegen.c.knobs import LANES
 from autofuse.codegen.c.scalar import memory_type
-from autofuse.codegen.column_passes import ColumnPass, Plan
+from autofuse.codegen.c.scan import carried_start, carried_type
+from autofuse.codegen.column_passes import ColumnPass, Plan, scans_of
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.loops import Access, LoopKernel
 
@@ -47,7 +48,7 @@ class LaneBody(Body):
         return [*lines, f"  const int64_t scratch_bytes = {offset};"] if lines else []
 
     def _scratch_pointers(self) -> list[str]:
-        if not self.parallel:
+        if not self.parallel or not self._reductions():
             return []
         return [*self.scratch_layout(), "  char* const everyone = scratch - tid * scratch_bytes;"]
 
@@ -103,7 +104,7 @@ class LaneBody(Body):
         count = " * ".join(f"n{d}" for d in outer) or "INT64_C(1)"
         lane, spread = f"n{self.lane}", f"n{self.kernel.cols[0]}"
         is_shared = f"team > 1 && outer * (({lane} + {self.lanes - 1}) / {self.lanes}) < 4 * team"
-        is_shared = f"{is_shared} && {spread} >= {SHARE} * team" if self.parallel else "0"
+        is_shared = f"{is_shared} && {spread} >= {SHARE} * team" if self.parallel and not self.kernel.has_scan else "0"
         lines = [
             f"  const int64_t outer = {count};",
             f"  const int is_shared = {is_shared};",
@@ -168,8 +169,15 @@ class LaneBody(Body):
 
     # ---- a pass over the columns
 
+    def carried(self, number: int) -> str:
+        return f"run{number}[l]"
+
     def _phase(self, phase: ColumnPass) -> list[str]:
         lines = []
+        for n in scans_of(self.kernel, phase):
+            ctype = carried_type(self.kernel.values[n])
+            lines += [self._array(f"run{n}", ctype)] if self._is_first(n, phase) else []
+            lines += self._over_lanes("    ", [f"run{n}[l] = {carried_start(self.kernel.values[n])};"])
         for n in phase.reductions:
             r, ctype = self._reducer(n), VALUE_TYPE[self.kernel.values[n].dtype]
             lines += [self._array(f"t{n}", r.total), self._array(f"lane{n}", ctype)]
@@ -225,6 +233,8 @@ class LaneBody(Body):
             *self._over_lanes("", self._columns(phase)),
         ]
         start, stop = ("0", f"n{self.last}") if self.kernel.cols[:-1] else ("c_begin", "c_end")
+        if scans_of(self.kernel, phase):
+            return self._carrying_lanes(phase, blocked, body)
         if not blocked:
             return [f"for (int64_t c = {start}; c < {stop}; ++c) {{", *(f"  {line}" for line in body), "}"]
         return [
@@ -237,6 +247,15 @@ class LaneBody(Body):
             *self._over_lanes("  ", [" ".join(f"t{n}[l] += p{n}[l];" for n in blocked)]),
             "}",
         ]
+
+    def _carrying_lanes(self, phase: ColumnPass, blocked: list[int], body: list[str]) -> list[str]:
+        """`_innermost` of a pass with scans: columns in the scans' direction."""
+        zero, sums = ([f"p{n}[l] = 0;" for n in blocked], [f"t{n}[l] += p{n}[l]; p{n}[l] = 0;" for n in blocked])
+        lines = [*(self._over_lanes("", zero) if zero else []), *column_loop(self.kernel, phase, f"n{self.last}")]
+        lines += [f"  {line}" for line in body]
+        if blocked:
+            lines += [f"  if ((c & {self.block - 1}) == 0) {{", *self._over_lanes("    ", sums), "  }"]
+        return [*lines, "}", *(self._over_lanes("", sums) if sums else [])]
 
     def _columns(self, phase: ColumnPass) -> list[str]:
         """Statements for one element."""

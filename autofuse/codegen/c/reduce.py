@@ -57,7 +57,7 @@ def _prod(name: str) -> Reducer:
     return Reducer(ctype, ctype, "1", "*", "{a} *= {x};", VALUE_TYPE[name])
 
 
-_INTEGER_LIMITS = {
+INTEGER_LIMITS = {
     "int8": ("INT8_MIN", "INT8_MAX"), "int16": ("INT16_MIN", "INT16_MAX"), "int32": ("INT32_MIN", "INT32_MAX"),
     "int64": ("INT64_MIN", "INT64_MAX"), "uint8": ("0", "UINT8_MAX"), "bool": ("0", "1"),
 }  # fmt: skip
@@ -70,7 +70,7 @@ def _extreme(clause: str, keep_nan: bool = True) -> Callable[[str], Reducer]:
         if is_float(name):
             start = "-INFINITY" if clause == "max" else "INFINITY"
         else:
-            start = _INTEGER_LIMITS[name][0 if clause == "max" else 1]
+            start = INTEGER_LIMITS[name][0 if clause == "max" else 1]
         if not keep_nan or not is_float(name):
             return Reducer(ctype, ctype, start, clause, step, VALUE_TYPE[name])
         join = "{a} = (({a} " + (">" if clause == "max" else "<") + " {x}) | ({a} != {a})) ? {a} : {x};"

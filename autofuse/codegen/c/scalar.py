@@ -257,6 +257,14 @@ static inline void af_stream_fence(void) {
     ),
     *INLINE_MATH.items(),
     (
+        "af_logaddexp(",
+        """static inline double af_logaddexp(double x, double y) {  /* ATen's _log_add_exp_helper */
+  const double low = (y != y) | (y < x) ? y : x, high = (y != y) | (y > x) ? y : x;
+  return (low != high) | (fabs(low) < INFINITY) ? log1p(exp(low - high)) + high : x;
+}
+""",
+    ),
+    (
         "af_fmod_f32",
         "static inline float af_fmod_f32(float a, float b) { return fmodf(a, b); }\n",
     ),

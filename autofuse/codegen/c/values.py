@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autofuse.codegen.c.reduce import REDUCERS, Reducer
 from autofuse.codegen.c.scalar import CScalars, literal, load_text, memory_type, store_text
+from autofuse.codegen.c.scan import step_text
 from autofuse.codegen.column_passes import Plan
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.in_place import overlaps
@@ -76,7 +77,7 @@ class ValuePrinter:
     def _is_inlined(self, number: int) -> bool:
         """Whether a value is written out where it is used: truth values in column loops, to save registers."""
         value = self.kernel.values[number]
-        if value.dtype != "bool" or value.op in ("const", *SINKS) or self._cones[number] > _INLINE_LIMIT:
+        if value.dtype != "bool" or value.op in ("const", "scan", *SINKS) or self._cones[number] > _INLINE_LIMIT:
             return number in self._widened and value.dtype == "bool"
         return self.regions[number].cols
 
@@ -99,6 +100,8 @@ class ValuePrinter:
             return f"({VALUE_TYPE[value.dtype]}){dim_text(value.attr)}"
         if value.op == "index":
             return " + ".join(self._product(self._loop(d, c), s) for d, s in value.attr)  # type: ignore[attr-defined]
+        if value.op == "scan":
+            return step_text(value, self.carried(number), self.text(value.args[0]))
         if value.op == "uniform":
             raise LoweringError(
                 "random", "expected a mask drawn beforehand on a CPU, found one to be drawn in the kernel"
@@ -109,6 +112,10 @@ class ValuePrinter:
             value = dataclasses.replace(value, op="exp_nonpositive" if value.dtype == "float32" else "exp")
         operands = [self.kernel.values[a] for a in value.args]
         return self.scalars.expression(value, [self.text(a) for a in value.args], operands)
+
+    def carried(self, number: int) -> str:
+        """What a scan carries from column to column."""
+        return f"run{number}"
 
     def _is_nonpositive(self, number: int) -> bool:
         """Whether a value is never above 0, being an element of a row minus the largest element of that row."""

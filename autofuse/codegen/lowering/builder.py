@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,7 +45,7 @@ class AtomAccess:
 
 @dataclass(frozen=True)
 class Node:
-    """A body value before scheduling. ``attr`` of a ``reduce`` is (kind, atoms)."""
+    """A body value before scheduling. ``attr`` of a ``reduce`` is (kind, atoms), of a ``scan`` also its direction."""
 
     op: str
     dtype: str
@@ -149,6 +149,10 @@ class Builder:
         if hit is not None:
             return hit
         return self.node("reduce", value.dtype, (value,), (kind, over)) if over else value
+
+    def scan(self, kind: str, value: Val, atoms: Sequence[Atom], is_reversed: bool) -> Val:
+        """At each place along the loops, outermost first, what a reduction has reached there."""
+        return self.node("scan", value.dtype, (value,), (kind, tuple(atoms), is_reversed)) if atoms else value
 
     def _one_hot(self, value: Val, over: frozenset[Atom]) -> Val | None:
         """sum over c of where(c == t, x, 0) = where(0 <= t < size, x, 0), with t and x free of c; None for other sums.

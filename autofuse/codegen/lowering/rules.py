@@ -24,6 +24,7 @@ from autofuse.codegen.lowering.rules_pool import POOL_RULES
 from autofuse.codegen.lowering.rules_pool_backward import POOL_BACKWARD_RULES
 from autofuse.codegen.lowering.rules_random import RANDOM_RULES
 from autofuse.codegen.lowering.rules_reduce import REDUCE_RULES
+from autofuse.codegen.lowering.rules_scan import SCAN_RULES
 from autofuse.codegen.lowering.rules_search import SEARCH_RULES
 from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
 from autofuse.codegen.lowering.rules_special import SPECIAL_RULES
@@ -39,4 +40,5 @@ RULES: dict[str, Rule] = {
     **WRITE_RULES,
     **PLACE_RULES,
     **SEARCH_RULES,
+    **SCAN_RULES,
 }  # fmt: skip

@@ -1,77 +1,114 @@
-"""Lowering rules of the gradients of mean poolings: each element adds the gradients of the windows that it is in.
+"""Lowering rules of the gradients of poolings: each element adds the gradients of the windows that it is in.
 
-In: the index of an element of the image. Out: the sum of the gradients of its windows, each over the number of elements
-that its mean was taken over. Guarantee: nothing is read outside of an operand; windows are added in their order.
+In: the index of an element of the image. Out: the sum of the gradients of its windows: of a mean's, each over the
+number of elements that it was taken over; of a maximum's, those that the place of the maximum names. The gradient may
+be made here by cheap element-wise work, which is then done once for each window that has an element. Guarantee: nothing
+is read outside of an operand; windows are added in their order.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autofuse.codegen.lowering.builder import Val
 from autofuse.codegen.lowering.context import Context, Rule
 from autofuse.codegen.lowering.index import Index, Indirect
+from autofuse.codegen.lowering.pool_axes import (
+    MOST_ELEMENTS,
+    Axes,
+    adaptive_axes,
+    axes_of,
+    check_in_memory,
+    checked,
+    divisor_of,
+    elements_of,
+    is_padded,
+    rank_of,
+)
 from autofuse.codegen.lowering.rules_base import Custom
 from autofuse.codegen.lowering.rules_memory import all_of, fresh_loops, only_where, replace_word
-from autofuse.codegen.lowering.rules_pool import MOST_ELEMENTS, PoolAxis, adaptive_axes, axes_of, checked, divisor_of
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation
 
 
 def _infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     index, shape = cx.canonical(op.args[0]), op.outputs[0].shape
-    for dim in (len(shape) - 2, len(shape) - 1):
+    for dim in range(len(shape) - rank_of(op), len(shape)):
         index = replace_word(index, dim, fresh_loops(shape[dim]))
     return [index]
 
 
-def _windows(cx: Context, axis: PoolAxis, index: Index) -> list[tuple[Val, list[Val]]]:
-    """The windows along one dim that an element may be in, in their order, each with the tests that it is."""
+def _axes(cx: Context, op: Operation, dilation: object = 1) -> Axes:
+    image, pooled = op.outputs[0].shape, cx.shape(op.args[0])
+    is_adaptive = "adaptive" in op.short_name
+    return checked(op, adaptive_axes(op, image, pooled) if is_adaptive else axes_of(op, image, pooled, 2, dilation))
+
+
+def _windows(cx: Context, op: Operation, axes: Axes, index: Index) -> Iterator[tuple[list[Val], Index, Val]]:
+    """The windows that an element may be in: their numbers along the axes, their place in what is pooled, the test that
+    the element is in it."""
     b = cx.builder
-    place = b.add(b.index(index[axis.dim]), axis.padding)
-    last = place if axis.stride == 1 else b.apply("div", place, b.const(axis.stride, "int64"))
-    found = []
-    for back in range(-(-axis.length // axis.stride) - 1, -1, -1):
-        window = b.sub(last, back)
-        tests = [b.compare("lt", window, axis.count)]
-        if back:
-            tests.append(b.compare("ge", window, 0))
-        if (back + 1) * axis.stride > axis.length:  # the window may have ended before the element
-            tests.append(b.compare("lt", b.sub(place, b.mul(window, axis.stride)), axis.length))
-        found.append((window, tests))
-    return found
+    found = list(itertools.product(*(axis.windows(b, index) for axis in axes)))
+    if len(found) > MOST_ELEMENTS:
+        raise LoweringError("pooling", f"expected up to {MOST_ELEMENTS} windows over an element, found {len(found)}")
+    for ref in op.inputs[:1] if "avg" in op.short_name else (op.inputs[0], op.inputs[-1]):
+        check_in_memory(cx, ref, repeats=len(found))
+    for windows in found:
+        source = index
+        for axis, (window, _) in zip(axes, windows, strict=True):
+            source = replace_word(source, axis.dim, () if axis.count == 1 else (Indirect(window, axis.count),))
+        test = all_of(b, [test for _, tests in windows for test in tests])
+        assert test is not None
+        yield [window for window, _ in windows], source, test
 
 
 def _avg_pool(cx: Context, op: Operation, output: int, index: Index) -> Val:
     b, to = cx.builder, op.outputs[0].dtype
-    image, pooled = op.outputs[0].shape, cx.shape(op.args[0])
-    is_adaptive = op.short_name.startswith("_adaptive")
-    axes = checked(cx, op, adaptive_axes(image, pooled) if is_adaptive else axes_of(op, image, pooled, 2))
-    with_padding, given = (True, None) if is_adaptive else op.args[6:8]
-    if given is None and not is_adaptive and not op.args[5] and (with_padding or not any(a.padding for a in axes)):
-        given = axes[0].length * axes[1].length  # no window leaves the padding, which symbolic sizes may not tell
+    axes = _axes(cx, op)
+    with_padding, given = (True, None) if "adaptive" in op.short_name else op.args[6:8]
+    if given is None and "adaptive" not in op.short_name and not op.args[5] and (with_padding or not is_padded(axes)):
+        given = elements_of(axes)  # no window leaves the padding, which symbolic sizes may not tell
     total: Val | None = None
-    pairs = list(itertools.product(*(_windows(cx, axis, index) for axis in axes)))
-    if len(pairs) > MOST_ELEMENTS:
-        raise LoweringError("pooling", f"expected up to {MOST_ELEMENTS} windows over an element, found {len(pairs)}")
-    for pair in pairs:
-        source = index
-        for axis, (window, _) in zip(axes, pair, strict=True):
-            source = replace_word(source, axis.dim, () if axis.count == 1 else (Indirect(window, axis.count),))
-        test = all_of(b, [test for _, tests in pair for test in tests])
-        assert test is not None
+    for windows, source, test in _windows(cx, op, axes, index):
         with only_where(b, test):
             value = cx.operand(op.args[0], source)
-        divisor = divisor_of(b, axes, [window for window, _ in pair], with_padding, given)
-        share = b.div(value, b.cast(divisor, to))
+        share = b.div(value, b.cast(divisor_of(b, axes, windows, with_padding, given), to))
         share = b.where(test, share, b.const(0, to))
         total = share if total is None else b.add(total, share)
     assert total is not None
     return b.round_to(total, to)
 
 
+def _max_pool(cx: Context, op: Operation, output: int, index: Index) -> Val:
+    """The gradients of the windows whose maximum is this element.
+
+    As aten's CUDA kernels do, only windows that hold the element are looked at: a forward pass made the places.
+    """
+    b, to = cx.builder, op.outputs[0].dtype
+    is_adaptive = "adaptive" in op.short_name
+    axes = _axes(cx, op, 1 if is_adaptive else op.args[5])
+    places = op.args[2] if is_adaptive else op.args[7]
+    words = [index[axis.dim] for axis in axes]
+    own = b.index(words[0])
+    for axis, word in zip(axes[1:], words[1:], strict=True):
+        own = b.add(b.mul(own, axis.size), b.index(word))
+    total = b.const(0, to)
+    for _, source, test in _windows(cx, op, axes, index):
+        with only_where(b, test):
+            chosen = b.apply("and", test, b.apply("eq", cx.operand(places, source), own))
+            value = cx.operand(op.args[0], source)
+        total = b.add(total, b.where(chosen, value, b.const(0, to)))
+    return b.round_to(total, to)
+
+
 POOL_BACKWARD_RULES: dict[str, Rule] = {
     "aten._adaptive_avg_pool2d_backward.default": Custom(_infer, _avg_pool),
+    "aten._adaptive_avg_pool3d_backward.default": Custom(_infer, _avg_pool),
     "aten.avg_pool2d_backward.default": Custom(_infer, _avg_pool),
+    "aten.avg_pool3d_backward.default": Custom(_infer, _avg_pool),
+    "aten.max_pool2d_with_indices_backward.default": Custom(_infer, _max_pool),
+    "aten.max_pool3d_with_indices_backward.default": Custom(_infer, _max_pool),
+    "aten.adaptive_max_pool2d_backward.default": Custom(_infer, _max_pool),
+    "aten.adaptive_max_pool3d_backward.default": Custom(_infer, _max_pool),
 }

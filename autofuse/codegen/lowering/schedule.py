@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autofuse.codegen.loops import SINKS, Access, LoopKernel, LoopValue, Param, Store, regions
+from autofuse.codegen.loops import SINKS, Access, LoopKernel, LoopValue, Param, Scan, Store, regions
 from autofuse.codegen.lowering.builder import AtomAccess, Node, Val
 from autofuse.codegen.lowering.index import Atom
 from autofuse.errors import LoweringError
@@ -61,6 +61,8 @@ def schedule(
     if rows or cols:
         groups = _collapse(rows, body) + _collapse(cols, body)
         row_count = len(_collapse(rows, body))
+        if len(groups) - row_count > 1 and any(n.op == "scan" for n in body.nodes):
+            raise LoweringError("scan", "expected a scan along one loop, found several")
     else:  # nothing is reduced over a part of the loops: all of them may collapse, the last group is vectorised
         groups = _collapse(order, body)
         row_count = max(0, len(groups) - 1)
@@ -90,7 +92,7 @@ def schedule_tile(
     loops = [atom for part in nest for atom in part]
     if _domain(body) - set(loops):
         raise LoweringError("disjoint", "expected values over the loops of the tile, found other loops")
-    if any(n.op == "reduce" for n in body.nodes):
+    if any(n.op in ("reduce", "scan") for n in body.nodes):
         raise LoweringError("reduction", "expected values of single elements, found a reduction")
     parts = [_collapse(list(part), body) for part in nest]
     groups = [group for part in parts for group in part]
@@ -145,7 +147,7 @@ def _live(nodes: Sequence[Node], stores: Sequence[tuple[Val, AtomAccess]]) -> _B
         node = nodes[old]
         args = tuple(renumber[a] for a in node.args)
         kept.append(Node(node.op, node.dtype, args, node.attr))
-        own = frozenset(a for a, _ in _terms(node))
+        own = frozenset(a for a, _ in _terms(node)) | frozenset(_along(node))
         reach = own.union(*(depends[a] for a in args)) if args else own
         depends.append(reach - _over(node))
     return _Body(tuple(kept), tuple((renumber[v.number], a) for v, a in stores), tuple(depends))
@@ -160,6 +162,11 @@ def _terms(node: Node) -> Terms:
 def _over(node: Node) -> Atoms:
     """The loops a reduce node runs over."""
     return frozenset(node.attr[1]) if node.op == "reduce" else frozenset()  # type: ignore[index]
+
+
+def _along(node: Node) -> tuple[Atom, ...]:
+    """The loops that a scan goes along, outermost first."""
+    return node.attr[1] if node.op == "scan" else ()  # type: ignore[index]
 
 
 def _domain(body: _Body) -> Atoms:
@@ -185,7 +192,8 @@ def _domain(body: _Body) -> Atoms:
 
 
 def _inner_reduction(body: _Body) -> Atoms | None:
-    """The loops reduced inside a row: those of every reduction whose result is used again under its loops.
+    """The loops reduced inside a row: those of every scan, and of every reduction whose result is used again under its
+    loops.
 
     None where there are none; raises LoweringError where there are several sets of them.
     """
@@ -201,6 +209,7 @@ def _inner_reduction(body: _Body) -> Atoms | None:
         dims = {a for a, _ in access.strides}
         internal.update(r for r in tainted[number] if dims & _over(body.nodes[r]))
     sets = {_over(body.nodes[r]) for r in internal}
+    sets |= {frozenset(_along(node)) for node in body.nodes if node.op == "scan"}
     if len(sets) > 1:
         raise LoweringError("reductions", f"expected one set of dims reduced inside a row, found {len(sets)}")
     return sets.pop() if sets else None
@@ -224,7 +233,15 @@ def _split_nest(body: _Body, domain: Atoms, inner: Atoms | None, order: list[Ato
             raise LoweringError(
                 "reductions", "expected reductions over a row, over all rows or over all, found another"
             )
-    return [a for a in order if a in rows], [a for a in order if a in inner]
+    return [a for a in order if a in rows], _scan_order(body) or [a for a in order if a in inner]
+
+
+def _scan_order(body: _Body) -> list[Atom]:
+    """The columns as the scans go along them; empty without scans. Raises LoweringError where these do not agree."""
+    ways = {(_along(node), node.attr[2]) for node in body.nodes if node.op == "scan"}  # type: ignore[index]
+    if len(ways) > 1:
+        raise LoweringError("scan", "expected scans that go one way along the same loops, found several ways")
+    return list(ways.pop()[0]) if ways else []
 
 
 def _memory_order(body: _Body, domain: Atoms, symbols: Iterable[str]) -> list[Atom]:
@@ -293,6 +310,8 @@ def _value(
         else:
             op = "full_reduce"
         return LoopValue(op, node.dtype, node.args, kind)
+    if node.op == "scan":
+        return LoopValue(node.op, node.dtype, node.args, Scan(node.attr[0], node.attr[2]))  # type: ignore[index]
     if isinstance(node.attr, AtomAccess):
         access = node.attr
         attr: object = Access(access.param, _strides(access.strides, place), access.indirect, access.offset)
@@ -313,7 +332,7 @@ def _row_wise(body: _Body, over: Atoms, rows: list[Atom]) -> bool:
 
 def _kind(kernel: LoopKernel) -> str:
     ops = {v.op for v in kernel.values}
-    if "row_reduce" in ops:
+    if kernel.needs_whole_rows:
         return "rowcol" if "col_reduce" in ops else "row"
     if "col_reduce" in ops:
         return "col"

@@ -37,7 +37,7 @@ class _Space:
     def __init__(self, kernel: LoopKernel, values: Sizes, high: Sizes) -> None:
         self.kernel = kernel
         ops = {v.op for v in kernel.values}
-        self.row_reduce = "row_reduce" in ops
+        self.row_reduce = kernel.needs_whole_rows
         self.col_reduce = "col_reduce" in ops
         self.single = bool(ops & {"full_reduce", "rows_reduce"})
         self.rows = evaluate(_of(kernel, kernel.rows), values)

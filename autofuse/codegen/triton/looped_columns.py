@@ -7,7 +7,8 @@ column's sum until the next row: it accumulates in scratch memory.
 
 from __future__ import annotations
 
-from autofuse.codegen.column_passes import ColumnPass, Plan, split_by_columns
+from autofuse.codegen.column_passes import ColumnPass, Plan, scans_of, split_by_columns
+from autofuse.codegen.loops import Scan
 from autofuse.codegen.triton.program import NestProgram
 from autofuse.codegen.triton.tile_text import TileText, broadcast, indented
 
@@ -61,10 +62,16 @@ def passes_over_columns(tile: TileText, passes: Plan, growing: GrowingSums, hois
 
 
 def _pass_over_columns(tile: TileText, found: ColumnPass, growing: GrowingSums) -> list[str]:
-    lines = [tile.accumulator(n) for n in found.reductions]
-    lines.append(f"for start in tl.range(0, ncols, BLOCK_COLS, num_stages={tile.config.stages}):")
+    scans = scans_of(tile.kernel, found)
+    lines = [tile.accumulator(n) for n in found.reductions] + [tile.carried(n) for n in scans]
+    is_reversed = any(v.attr.is_reversed for v in tile.kernel.values if isinstance(v.attr, Scan)) and bool(scans)
+    counter = "behind" if is_reversed else "start"
+    lines.append(f"for {counter} in tl.range(0, ncols, BLOCK_COLS, num_stages={tile.config.stages}):")
     grown = [n for n in found.sinks if n in growing.places]
-    inner = [*tile.col_positions("start"), *tile.values(found.values)]
+    inner = ["start = (ncols - 1) // BLOCK_COLS * BLOCK_COLS - behind"] if is_reversed else []
+    inner += tile.col_positions("start")
+    for n in found.values:
+        inner += tile.scan(n, carries=True) if n in scans else tile.values([n])
     inner += [tile.accumulate(n) for n in (*found.reductions, *found.sinks) if n not in grown]
     inner += [line for n in grown for line in growing.add(n)]
     inner += [tile.store(s) for s in found.stores]

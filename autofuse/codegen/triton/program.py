@@ -48,7 +48,7 @@ class Spread:
     @classmethod
     def of(cls, kernel: LoopKernel, config: Config) -> Spread:
         knobs = dict(config)
-        is_looped = kernel_reduces(kernel, "row_reduce") and not bool(knobs.get("persistent", True))
+        is_looped = needs_whole_rows(kernel) and not bool(knobs.get("persistent", True))
         return cls(kernel, is_looped, int(knobs.get("PROGRAMS", 0)))
 
     @cached_property
@@ -73,7 +73,7 @@ class Spread:
     @cached_property
     def has_column_tiles(self) -> bool:
         """Whether columns are tiled too; with a row reduction a program sees whole rows."""
-        return not kernel_reduces(self.kernel, "row_reduce")
+        return not needs_whole_rows(self.kernel)
 
     @property
     def is_alone(self) -> bool:
@@ -85,9 +85,9 @@ class Spread:
         return bool(self.sinks) and self.programs == 1 and not needs_second
 
 
-def kernel_reduces(kernel: LoopKernel, op: str) -> bool:
-    """Whether a value that some store needs is made by this kind of reduction."""
-    return any(kernel.values[n].op == op for n in live_values(kernel))
+def needs_whole_rows(kernel: LoopKernel) -> bool:
+    """Whether a value that some store needs is made of a whole row: a reduction of it, or a scan along it."""
+    return any(kernel.values[n].op in ("row_reduce", "scan") for n in live_values(kernel))
 
 
 class Program(ABC):

@@ -223,6 +223,35 @@ class Reducer:
         return f"{a} != 0" if self.name == "bool" else f"{a}.to({TYPES[self.name]})"
 
 
+class Scanner:
+    """How one kind of scan over values of a dtype is written. Sums and products of floats are in float64 inside."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.total = "float64" if is_float(name) and kind not in ("max", "min") else name
+        self.is_wider = self.total != name
+        if kind in ("sum", "prod"):
+            self.neutral = literal(0 if kind == "sum" else 1, self.total)
+            self.function = "af_add" if kind == "sum" else "af_multiply"
+        elif kind == "logsum":
+            self.neutral, self.function = literal(-math.inf, self.total), "af_logaddexp"
+        else:
+            self.neutral, self.function = Reducer(kind, name).neutral, f"af_last_{kind}"
+        self.name = name  # dtype of the result
+
+    def start(self) -> str:
+        """What a row carries before its first tile."""
+        return f"tl.full([BLOCK_ROWS, 1], {self.neutral}, {TYPES[self.total]})"
+
+    def taken(self, x: str) -> str:
+        return f"({x}).to({TYPES[self.total]})" if self.is_wider else x
+
+    def finished(self, a: str) -> str:
+        return f"{a}.to({TYPES[self.name]})" if self.is_wider else a
+
+    def scanned(self, x: str, is_reversed: bool) -> str:
+        return f"tl.associative_scan({x}, 1, {self.function}, reverse={is_reversed})"
+
+
 _LIMITS = {
     "int8": (-(2**7), 2**7 - 1), "int16": (-(2**15), 2**15 - 1), "int32": (-(2**31), 2**31 - 1),
     "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255), "bool": (0, 1),
@@ -243,7 +272,19 @@ def af_uniform(place, rng_seed, rng_offset, rng_threads, rng_vec, rng_draws):
     return bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
 """
 
+_LOGADDEXP = """@triton.jit
+def af_logaddexp(a, b):
+    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    is_sum = (low != high) | (tl.abs(low) < float("inf"))
+    return tl.where(is_sum, libdevice.log1p(libdevice.exp(low - high)) + high, a)
+"""
+
 HELPERS: tuple[tuple[str, str], ...] = (  # (name that must occur in the text, its definition)
     ("af_multiply", "@triton.jit\ndef af_multiply(a, b):\n    return a * b\n"),
+    ("af_add", "@triton.jit\ndef af_add(a, b):\n    return a + b\n"),
+    ("af_last_max", "@triton.jit\ndef af_last_max(a, b):\n    return tl.where((b >= a) | (b != b), b, a)\n"),
+    ("af_last_min", "@triton.jit\ndef af_last_min(a, b):\n    return tl.where((b <= a) | (b != b), b, a)\n"),
+    ("af_logaddexp", _LOGADDEXP),
     ("af_uniform", _UNIFORM),
 )

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.column_passes import store_region
-from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Store, live_values, regions
+from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Scan, Store, live_values, regions
 from autofuse.codegen.triton.scalar import (
     TAKES_LITERALS,
     TYPES,
     Reducer,
+    Scanner,
     TritonScalars,
     can_be_literal,
     constant,
@@ -186,7 +187,7 @@ class TileText:
 
     def values(self, numbers: Iterable[int]) -> list[str]:
         """The lines that calculate values; constants and reductions have none."""
-        skipped = ("const", "row_reduce", *SINKS)
+        skipped = ("const", "row_reduce", "scan", *SINKS)
         return [f"x{n} = {self._compute(n)}" for n in numbers if self.kernel.values[n].op not in skipped]
 
     def _compute(self, number: int) -> str:
@@ -265,8 +266,43 @@ class TileText:
         for n in self.live:
             if n in hoisted or self.regions[n].post:
                 continue
-            lines += self._whole_rows(n) if self.kernel.values[n].op == "row_reduce" else self.values([n])
+            op = self.kernel.values[n].op
+            if op == "scan":
+                lines += self.scan(n)
+            else:
+                lines += self._whole_rows(n) if op == "row_reduce" else self.values([n])
         return lines
+
+    def carried(self, number: int) -> str:
+        """The line before a loop over columns that begins what a scan carries from tile to tile."""
+        return f"a{number} = {self._scanner(number)[0].start()}"
+
+    def _scanner(self, number: int) -> tuple[Scanner, bool]:
+        """How a scan is written, and whether it goes backwards."""
+        value = self.kernel.values[number]
+        assert isinstance(value.attr, Scan)
+        return Scanner(value.attr.kind, value.dtype), value.attr.is_reversed
+
+    def scan(self, number: int, carries: bool = False) -> list[str]:
+        """The lines of a scan along a tile; what lies beyond the ends of rows counts as nothing.
+
+        ``carries``: a row has several tiles, and what the last one has reached is carried on.
+        """
+        argument, (scanner, is_reversed) = self.kernel.values[number].args[0], self._scanner(number)
+        element, region = scanner.taken(self.text(argument)), self.regions[argument]
+        if self.col_mask:
+            element = f"tl.where({self.col_mask}, {element}, {scanner.neutral})"
+        if not region.cols or (self.kernel.rows and not region.rows):
+            element = broadcast(element)
+        if not carries:
+            return [f"x{number} = {scanner.finished(scanner.scanned(element, is_reversed))}"]
+        tile, join = f"b{number}", scanner.function
+        return [
+            f"{tile} = {element}",
+            f"x{number} = {join}(a{number}, {scanner.scanned(tile, is_reversed)})",
+            f"a{number} = {join}(a{number}, tl.reduce({tile}, 1, {join}, keep_dims=True))",
+            *([f"x{number} = {scanner.finished(f'x{number}')}"] if scanner.is_wider else []),
+        ]
 
     def _whole_rows(self, number: int) -> list[str]:
         """A row reduction over a tile that holds whole rows."""
