@@ -58,9 +58,8 @@ def _guards(mode: FakeTensorMode) -> int:
 def decompositions() -> dict[Any, Any]:
     """Decompositions of all operators without a rule of their own."""
     known = FUSIBLE - {OpKind.COMPOSITE}
-    table = {
-        overload: found for overload, found in decomposition_table.items() if info(str(overload)).kind not in known
-    }
+    listed = dict(decomposition_table)
+    table = {overload: call for overload, call in listed.items() if info(str(overload)).kind not in known}
     return table | {torch.ops.prims.convert_element_type.default: _converted}
 
 
