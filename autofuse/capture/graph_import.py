@@ -25,6 +25,7 @@ from autofuse.capture.decompose import decomposed
 from autofuse.capture.graph_sizes import GraphSizes
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.composites import accepts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
 from autofuse.ir.records import Refusal
@@ -239,6 +240,8 @@ def body_of(node: fx.Node, op: Operation, dims_of: GraphSizes) -> NodeForm | Non
     kinds = {info(part.target).kind for part in found.operations}
     counts = (len(found.inputs), len(found.outputs))
     if counts != (len(op.inputs), len(op.outputs)) or not kinds <= FUSIBLE - {OpKind.RANDOM, OpKind.COMPOSITE}:
+        return None
+    if not accepts(op, list(found.inputs.values())):
         return None
     made = {part.name: part for part in found.operations}
     operations, outputs = list(found.operations), list[ValueRef]()

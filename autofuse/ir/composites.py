@@ -8,14 +8,42 @@ node runs unfused and as the reference.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 
 # Operators with a decomposition that is not used, and why. A test holds that each still is as described.
 REFUSED: dict[str, str] = {
     "aten.grid_sampler_2d.default": "a pixel outside of the image counts as another one times 0, which may be NaN",
+}
+
+
+def accepts(op: Operation, specs: Sequence[TensorSpec]) -> bool:
+    """Whether a decomposition refuses what eager refuses; ``specs``: of the tensors that the operator reads."""
+    condition = _CONDITIONS.get(op.short_name)
+    return condition is None or condition(op, specs)
+
+
+def _image_loss(op: Operation, specs: Sequence[TensorSpec]) -> bool:
+    """Eager wants a class of int64 for each pixel; the decomposition takes fewer."""
+    scores, classes = specs[0].shape.dims, specs[1]
+    return classes.dtype == "int64" and classes.shape.dims == (scores[0], *scores[2:])
+
+
+def _weight_norm(op: Operation, specs: Sequence[TensorSpec]) -> bool:
+    return specs[0].dtype == specs[1].dtype
+
+
+def _matrix_vector(op: Operation, specs: Sequence[TensorSpec]) -> bool:
+    """Eager leaves out a product that is multiplied by 0, also where it is NaN."""
+    return bool(op.kwarg("alpha", 1) != 0)
+
+
+_CONDITIONS: dict[str, Callable[[Operation, Sequence[TensorSpec]], bool]] = {
+    "nll_loss2d_forward": _image_loss,
+    "_weight_norm_interface": _weight_norm,
+    "addmv": _matrix_vector,
 }
 
 

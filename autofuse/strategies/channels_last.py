@@ -33,8 +33,9 @@ LEAST_NET, LARGEST_NET = 2, 16  # convolutions in a group: a longer chain is sev
 # their convolutions are better groups of their own.
 DEEPEST_NET = 4
 _VENDOR = "vendor.convolution.default"
-# Operators of these kinds work on images in any order of dims; of an index nobody knows that it takes images to images.
-_ON_IMAGES = FUSIBLE - VIEWS - {OpKind.INDEXED, OpKind.WRITE}
+# Operators of these kinds work on images in any order of dims; of an index nobody knows that it takes images to images,
+# and a decomposition was traced for one order.
+_ON_IMAGES = FUSIBLE - VIEWS - {OpKind.INDEXED, OpKind.WRITE, OpKind.COMPOSITE}
 
 
 def is_image(spec: TensorSpec) -> bool:

@@ -164,3 +164,15 @@ def test_no_decomposition_that_adds_a_guard() -> None:
     form = trace(lambda x, y: aten.isin(x, y), [torch.zeros(5, 7), torch.zeros(6)])
     assert [(op.target, op.body) for op in form.operations] == [("aten.isin.Tensor_Tensor", None)]
     assert space_of(form.operations[0], form.spec) is None
+
+
+def test_no_decomposition_that_takes_what_eager_refuses() -> None:
+    scores, rows = torch.zeros(2, 5, 4, 6), torch.zeros(5, 7)
+    for function, inputs in (
+        (lambda x, y: aten.nll_loss2d_forward(x, y, None, 1, -100), [scores, classes(2, 3, 6)]),
+        (lambda x, y: aten.nll_loss2d_forward(x, y, None, 1, -100), [scores, classes(2, 4, 6).int()]),
+        (lambda v, g: aten._weight_norm_interface(v, g, 0), [rows.bfloat16(), rows[:, :1]]),
+        (lambda x, y: aten.addmv(y[:5], x, y, alpha=0), [rows, rows[0]]),
+    ):
+        form = trace(function, inputs, dynamic=False)
+        assert [op.body for op in form.operations if info(op.target).kind is OpKind.COMPOSITE] == [None]

@@ -107,8 +107,8 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[T, ...]]] = {
     "made": (lambda x, i, y: (x * 3).index_add(0, i, y).relu(), (X, IDS, Y)),
     "leaves": (lambda x, i, y: (lambda z: (z, z.relu() * 2, y * 2))(x.index_add(0, i, y * 2)), (X, IDS, Y)),
     "in_turn": (lambda x, i, y: x.index_add(0, i, y).index_fill(0, i[:1], 0.5) * 2, (X, IDS, Y)),
-    "of_zeros": (lambda i, y: y.new_zeros(5, 7).index_put((i,), y * 2, accumulate=True), (IDS, Y)),
-    "of_ones": (lambda i, y: torch.full((5, 7), 1.5).index_put((i,), y * 2, accumulate=True), (IDS, Y)),
+    "of_zeros": (lambda i, y: y.new_zeros(5, y.shape[1]).index_put((i,), y * 2, accumulate=True), (IDS, Y)),
+    "of_ones": (lambda i, y: torch.full((5, y.shape[1]), 1.5).index_put((i,), y * 2, accumulate=True), (IDS, Y)),
     "bytes": (lambda x, i, y: x.index_add(0, i, y, alpha=3), (X.to(torch.int8), IDS, (Y * 90).to(torch.int8))),
     "bools": (lambda x, i, y: x.index_put((i,), y), (X > 0, IDS[:3], Y[:3] > 0)),
     "largest": (lambda x, i, y: x.scatter_reduce(0, i, y, "amin", include_self=False), (X.int(), wide(IDS), Y.int())),
@@ -147,6 +147,15 @@ REFUSED: dict[str, tuple[str, Callable[..., Any], tuple[T, ...]]] = {
     "frequency": ("indices", lambda i, y: aten.embedding_dense_backward(y, i, 5, -1, True), (IDS, Y)),
     "reduced": ("reduction", lambda x, i, y: x.index_add(0, i, torch.softmax(y, 1)), (X, IDS, Y)),
     "integers": ("dtype", lambda x, i, y: x.index_reduce(0, i, y, "mean"), (X.int(), IDS, Y.int())),
+    # What eager's own kernel refuses, and no fake tensor looks at.
+    "values": ("sizes", lambda x, i, y: x.index_put((i,), y[1:] * 2), (X, IDS, Y)),
+    "rows": ("sizes", lambda x, i, y: aten.index_reduce(x, 0, i, y[1:], "amax"), (X, IDS, Y)),
+    "gradients": ("sizes", lambda i, y: aten.embedding_dense_backward(y[1:] * 2, i, 5, -1, False), (IDS, Y)),
+    "short_indices": ("indices", lambda x, i: x.index_fill(0, i.int(), 2.0), (X, IDS)),
+    "mixed": ("dtype", lambda x, i: x.index_fill(0, i, torch.tensor(2.0)), (X.int(), IDS)),
+    "overflow": ("dtype", lambda x, i: x.index_fill(0, i, 300), (X.to(torch.int8), IDS)),
+    "not_a_number": ("dtype", lambda x, i: x.scatter(0, i[:, None], float("nan")), (X.int(), IDS)),
+    "half_overflow": ("dtype", lambda x, i: x.index_fill(0, i, 1e30), (X.half(), IDS)),
 }
 
 

@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol
 from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.lowering.builder import Val
 from autofuse.codegen.lowering.context import Context
-from autofuse.codegen.lowering.index import Index, Word, broadcast_index, regroup
+from autofuse.codegen.lowering.index import Index, Word, broadcast_index, regroup, word_size
 from autofuse.codegen.lowering.rules_base import normal_dim
 from autofuse.codegen.lowering.rules_indexed import check_index, clamped_place, index_layout, joined_indices, place_of
 from autofuse.codegen.lowering.rules_memory import moved_word, replace_word
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import Operation, ValueRef
-from autofuse.ir.shape import Dim, contiguous_strides, product
+from autofuse.ir.shape import Dim, as_dim, contiguous_strides, product
 from autofuse.ir.writes import indexed_sizes, indices_of, values_of, wraps
 
 _PUTS = ("scatter", "index_copy", "index_fill", "max_unpool2d", "max_unpool3d")
@@ -78,6 +78,10 @@ class Write:
 # ---- what is written, and how ---------------------------------------------------------------------------------
 
 
+_BITS = {"uint8": 8, "int8": 7, "int16": 15, "int32": 31, "int64": 63}  # without the sign's
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+
+
 def _starts_anew(op: Operation) -> bool:
     """Whether places that are named lose what was there before."""
     if op.short_name not in ("scatter_reduce", "index_reduce"):
@@ -91,7 +95,7 @@ def _start_of(how: str, dtype: str) -> int | float:
         return 0 if how == "add" else 1
     if is_float(dtype):
         return -math.inf if how == "max" else math.inf
-    bits = {"uint8": 8, "int8": 7, "int16": 15, "int32": 31, "int64": 63}.get(dtype)
+    bits = _BITS.get(dtype)
     if bits is None:
         raise LoweringError("dtype", f"expected numbers to compare, found {dtype}")
     return (0 if dtype == "uint8" else -(1 << bits)) if how == "max" else (1 << bits) - 1
@@ -112,7 +116,29 @@ def _value(cx: Context, op: Operation, index: Index) -> Val:
     b = cx.builder
     if isinstance(values, ValueRef):
         return b.cast(cx.operand(values, index if len(cx.shape(values)) else ()), to)
-    return b.const(values, to)
+    if not _holds(to, values):
+        raise LoweringError("dtype", f"expected a number that {to} holds, found {values}, which eager refuses")
+    return b.const(bool(values) if to == "bool" else values, to)
+
+
+def _holds(dtype: str, number: int | float) -> bool:
+    """Whether eager converts a number to a dtype without an error; fractions of integers are cut off."""
+    if dtype == "bool" or (is_float(dtype) and not math.isfinite(number)):
+        return True
+    if is_float(dtype):
+        return abs(number) <= _LARGEST.get(dtype, math.inf)
+    bits, low = _BITS[dtype], 0 if dtype == "uint8" else -(1 << _BITS[dtype])
+    return math.isfinite(number) and low <= number < 1 << bits
+
+
+def _check_values(cx: Context, op: Operation, loops: Index) -> None:
+    """Raise LoweringError for values that are not known to be as many as the loops: their fake kernel does not look."""
+    sizes = cx.shape(values_of(op)).dims
+    words = loops[len(loops) - len(sizes) :]
+    if len(sizes) > len(loops) or any(
+        size != 1 and as_dim(word_size(word) - size) != 0 for word, size in zip(words, sizes, strict=True)
+    ):
+        raise LoweringError("sizes", f"expected values for all that {op.name} writes, found {cx.shape(values_of(op))}")
 
 
 def _checked_how(op: Operation) -> str:
@@ -129,6 +155,15 @@ def _check(cx: Context, op: Operation) -> None:
         raise LoweringError("indices", "expected a tensor with dims, found one element")
     for ref, size in indexed_sizes(op):
         check_index(cx, op, ref, size)
+
+
+def _check_as_eager(cx: Context, op: Operation) -> None:
+    """Raise LoweringError for dtypes that eager refuses of operators that put whole slices."""
+    kind, values = cx.spec(indices_of(op)).dtype, values_of(op)
+    if kind != "int64":
+        raise LoweringError("indices", f"expected indices of int64, found {kind}, which eager refuses")
+    if isinstance(values, ValueRef) and cx.spec(values).dtype != op.outputs[0].dtype:
+        raise LoweringError("dtype", f"expected values of {op.outputs[0].dtype}, found {cx.spec(values).dtype}")
 
 
 def _along(cx: Context, op: Operation, at: Index, dim: int) -> Word:
@@ -162,12 +197,15 @@ def _by_rows(cx: Context, op: Operation) -> Written:
     _check(cx, op)
     ids, shape = indices_of(op), op.outputs[0].shape
     dim, values = normal_dim(int(op.args[1]), len(shape)), values_of(op)
+    if op.short_name in ("index_copy", "index_fill"):
+        _check_as_eager(cx, op)
     ids_at = cx.canonical(ids) if len(cx.shape(ids)) else ()
     chosen = ids_at[0] if ids_at else ()
     if isinstance(values, ValueRef) and len(cx.shape(values)) == len(shape):
-        sizes = [d for n, d in enumerate(shape) if n != dim]
-        if sizes != [d for n, d in enumerate(cx.shape(values)) if n != dim]:
-            raise LoweringError("sizes", f"expected slices of {shape}, found {cx.shape(values)}")
+        sizes = list(shape.dims)
+        sizes[dim] = cx.shape(ids).numel
+        if sizes != list(cx.shape(values).dims):
+            raise LoweringError("sizes", f"expected one slice of {shape} for each index, found {cx.shape(values)}")
         kept = cx.canonical(values)
     else:
         kept = cx.canonical(ValueRef(op.name))
@@ -185,6 +223,8 @@ def _embedding_backward(cx: Context, op: Operation) -> Written:
     grad, ids, _, padding, by_frequency = op.args[:5]
     if by_frequency:
         raise LoweringError("indices", "expected gradients that are added up, found some scaled by frequency")
+    if cx.shape(grad).dims[:-1] != cx.shape(ids).dims:
+        raise LoweringError("sizes", f"expected a gradient for each of {cx.shape(ids)} indices, found {cx.shape(grad)}")
     at = cx.canonical(ids)
     loops = (*at, cx.canonical(grad)[-1])
     b = cx.builder
@@ -235,6 +275,7 @@ def _index_put(cx: Context, op: Operation) -> Written:
         ref = indices_of(op)[d]
         at = broadcast_index(loops[layout.first : layout.first + layout.rank], cx.shape(ref))
         words[d] = place_of(cx, op, ref, at, op.outputs[0].shape[d], wrapped=d)
+    _check_values(cx, op, loops)
     values = values_of(op)
     return Written(loops, tuple(words), _value(cx, op, broadcast_index(loops, cx.shape(values))), _checked_how(op))
 
@@ -259,6 +300,7 @@ def _masked_index_put(cx: Context, op: Operation) -> Written:
         ref = indices[d]
         at = broadcast_index(loops[layout.first : layout.first + layout.rank], cx.shape(ref))
         words[d] = clamped_place(cx, ref, at, op.outputs[0].shape[d])
+    _check_values(cx, op, loops)
     b, to = cx.builder, op.outputs[0].dtype
     value = _value(cx, op, broadcast_index(loops, cx.shape(values_of(op))))
     keep = cx.operand(mask, broadcast_index(loops, cx.shape(mask)))
