@@ -79,6 +79,8 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch._decomp.decomposition_table",
             "torch._dispatch.python.enable_python_dispatcher",
             "torch._dynamo.backends.common.aot_autograd",
+            "torch._dynamo.callback.callback_handler.end_callbacks",
+            "torch._dynamo.callback.callback_handler.register_end_callback",
             "torch._dynamo.config.patch",
             "torch._dynamo.eval_frame.reset_code",
             "torch._dynamo.exc.RestartAnalysis",

@@ -19,7 +19,7 @@ PACKAGE = Path(autofuse.__file__).parent
 # The top one first. What stands on one floor does not import each other. The longest entry that fits a module counts.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__.py",),
-    ("api.py", "cli/", "dynamo_backend.py"),
+    ("api.py", "cli/"),
     ("doctor.py", "sessions.py"),
     ("pipeline.py",),
     ("runtime/",),

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch._guards import TracingContext
 from torch.compiler import is_dynamo_compiling
 
 from autofuse.locks import make_lock
@@ -79,8 +80,26 @@ def acquire() -> None:
     global _users
     with _lock:
         _users += 1
-        if _users == 1 and torch.nn.Module.__dict__.get("_compiled_call_impl") is None:
+        if _users > 1:
+            return
+    if TracingContext.try_get() is None:
+        _install()
+    else:
+        _install_after_compiling()
+
+
+def _install(*_: object) -> None:
+    with _lock:
+        if _users and torch.nn.Module.__dict__.get("_compiled_call_impl") is None:
             torch.nn.Module._compiled_call_impl = _HOOK
+
+
+def _install_after_compiling() -> None:
+    """Dynamo, which is at work, may have seen that there is no hook, and has yet to make its guards of that."""
+    from torch._dynamo.callback import callback_handler
+
+    if _install not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_install)
 
 
 def release() -> None:
