@@ -24,24 +24,24 @@ def _infer(cx: Context, op: Operation) -> Sequence[Index | None]:
     return [cx.canonical(op.args[0])] * len(op.outputs)
 
 
-class _Way(NamedTuple):
-    """How a word goes through a dim: it is at ``start + step x place along the loops``."""
+class _Traversal(NamedTuple):
+    """How a word traverses a dim: it is at ``start + step x place along the loops``."""
 
     loops: tuple[Atom, ...]
     start: Dim
     step: int
 
 
-def _way_of(word: Word) -> _Way:
+def _traversal_of(word: Word) -> _Traversal:
     """Raises LoweringError for a word that is not made of loops alone."""
     parts = resolve(word)
     if len(parts) == 1 and isinstance(parts[0], Moved) and parts[0].word:
-        inner = _way_of(parts[0].word)
-        return _Way(inner.loops, as_dim(parts[0].start + parts[0].step * inner.start), parts[0].step * inner.step)
+        inner = _traversal_of(parts[0].word)
+        return _Traversal(inner.loops, as_dim(parts[0].start + parts[0].step * inner.start), parts[0].step * inner.step)
     loops = tuple(part for part in parts if isinstance(part, Atom))
     if len(loops) != len(parts):
         raise LoweringError("scan", "expected a scan that is read along its dim, found it read at single places")
-    return _Way(loops, 0, 1)
+    return _Traversal(loops, 0, 1)
 
 
 def _scanned(cx: Context, op: Operation, kind: str, value: Val, index: Index) -> Val:
@@ -50,7 +50,7 @@ def _scanned(cx: Context, op: Operation, kind: str, value: Val, index: Index) ->
     dim = normal_dim(int(op.args[1]), max(1, len(size)))
     if not index or size[dim] == 1:
         return value
-    way = _way_of(index[dim])
+    way = _traversal_of(index[dim])
     others = atoms_of((*index[:dim], *index[dim + 1 :]))
     is_whole = as_dim(word_size(way.loops) - size[dim]) == 0
     is_reversed = way.step == -1 and as_dim(way.start - size[dim] + 1) == 0
