@@ -781,6 +781,9 @@ LOOSE_SPECIALS = frozenset(
     "followed_norm_backward".split()
 )
 
+# Eager has no kernel of 16-bit floats for them on a CPU.
+NO_HALVES = frozenset(("pool_avg_3d", "pool_backward_3d"))
+
 _IMAGE_SIZES = ((3, 5, 7), (1, 2, 1), (4, 3, 67))
 _FILLED_SIZES = {2: ((5, 7), (1, 1), (33, 67), (2, 1030)), 3: ((3, 5, 7), (1, 2, 1), (4, 3, 67), (2, 3, 1100))}
 _LOSS_SIZES = ((5, 7), (1, 2), (33, 67), (3, 1030))

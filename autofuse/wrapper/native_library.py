@@ -78,7 +78,8 @@ def load_runner(binary: bytes) -> Runner:
     dtypes = {name: int(getattr(names, f"aoti_torch_dtype_{name}")()) for name in _DTYPES}
     products = sum(1 << dtypes[name] for name in _PRODUCTS)
     library = open_library(binary, NAME)
-    own = [_payload(), id(torch.Tensor), id(torch.nn.Parameter), _below_autograd(), products]
+    plain = sum(1 << number for number in dtypes.values())
+    own = [_payload(), id(torch.Tensor), id(torch.nn.Parameter), _below_autograd(), products, plain]
     table = (ctypes.c_int64 * (len(functions) + len(own)))(*functions, *own)
     library.af_setup(table)
     runner = Runner(library, dtypes)

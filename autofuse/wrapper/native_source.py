@@ -90,6 +90,7 @@ static struct {
 static word payload; /* where a tensor of Python has its at::Tensor */
 static void *tensor_type, *parameter_type;
 static uint64_t below; /* the set of dispatch keys that a graph is run without */
+static word plain;    /* bit by bit: the dtypes whose views are made here */
 static word products; /* bit by bit: the dtypes whose products are made here */
 
 /* functions, then: offset of the payload, the two types, the set of keys, the dtypes */
@@ -100,7 +101,7 @@ AF_EXPORT void af_setup(const word* table) {
   tensor_type = (void*)table[1];
   parameter_type = (void*)table[2];
   below = (uint64_t)table[3];
-  products = table[4];
+  products = table[4], plain = table[5];
 }
 
 typedef struct { PyObject* py; Handle tensor; } Register;
@@ -266,6 +267,8 @@ static int run_view(const word* w, Register* regs) {
   Handle made;
   if (!source || torch_.dim(source, &dims) || dims >= DIMS || count >= DIMS) return -1;
   if (torch_.sizes(source, &old_size) || torch_.strides(source, &old_stride)) return -1;
+  int32_t type;
+  if (torch_.dtype(source, &type) || !(plain >> type & 1)) return -1; /* a quantised tensor has more than elements */
   ++own;
   word wanted = dims;
   switch (w[0]) {

@@ -64,7 +64,7 @@ class _Writer:
         if self.plan.slots:
             lines.append(f"    ({''.join(f'af_n{i}, ' for i in range(len(self.plan.slots)))}) = calls")
         for unit in booked:
-            lines += self._lines(unit)
+            lines += self._lines(unit, self._call)
         lines.append("    b.below()")
         for unit in below:
             lines += self._lines(unit)
@@ -82,7 +82,7 @@ class _Writer:
     def _register(self, node: fx.Node) -> int:
         return self.registers.setdefault(node, len(self.registers))
 
-    def _lines(self, unit: Unit) -> list[str]:
+    def _lines(self, unit: Unit, operator_line: Callable[[fx.Node], str] | None = None) -> list[str]:
         if unit.inner:
             parts = [line for part in unit.inner for line in self._lines(part)]
             head, tail = f"    if af_n{unit.slot} is None:", "    else:"
@@ -94,13 +94,19 @@ class _Writer:
             self.sizes.add(node)
             return [f"    {node.name} = {in_code(unit.size)}"]
         else:
-            lines = [f"    {self._operator(unit.nodes[0])}"]
+            lines = [f"    {(operator_line or self._operator)(unit.nodes[0])}"]
         dead = [self.registers[n] for n in unit.dead if n in self.registers]
         return [*lines, *([f"    b.drop({', '.join(map(str, dead))})"] if dead else [])]
 
     def _node(self, unit: Unit) -> str:
         inputs = [self._register(n) for n in unit.inputs[: unit.arity]]
         return f"b.node(af_n{unit.slot}, {inputs}, {[self._register(n) for n in unit.outputs]})"
+
+    def _call(self, node: fx.Node) -> str:
+        """By Python: a view that autograd keeps has the version of what it views, which no step in C gives it."""
+        given = [n for n in node.all_input_nodes if n not in self.sizes]
+        function = f"lambda {', '.join(n.name for n in given)}: {self.operation(node)}"
+        return f"b.call({function}, {[self._register(n) for n in given]}, [{self._register(node)}])"
 
     def _operator(self, node: fx.Node) -> str:
         given = [n for n in node.all_input_nodes if n not in self.sizes]
@@ -115,4 +121,4 @@ class _Writer:
             if tensors == given and [*node.args[: len(tensors)]] == tensors:
                 own = "".join(f"{self.argument(a)}, " for a in numbers)
                 return f"b.operator({name!r}, {function}, {inputs}, {output}, ({own}))"
-        return f"b.call({function}, {inputs}, [{output}])"
+        return self._call(node)

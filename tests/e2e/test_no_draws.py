@@ -108,6 +108,7 @@ UNGUARDED = {
     ("codegen/triton/", ""): "processes of the tuner and tests; scripts never import Triton",
     ("db/connection.py", ""): "on the background thread, where nothing could be undone: a test above runs it",
     ("db/serve.py", ""): "a process of its own",
+    ("runtime/graph_runner.py", "from autofuse.wrapper"): "modules that the first graph has loaded",
     ("doctor.py", ""): "a command without a script",
     ("daemon/", ""): "the daemon's process",
     ("optim/tensors.py", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",

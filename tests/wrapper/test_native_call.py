@@ -84,6 +84,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "half": lambda x: torch.relu(x.bfloat16() @ W.bfloat16() + 1),
     "integers": lambda x: torch.relu((x > 0).long() @ (W > 0).long() + 1),
     "operators of no kernel": lambda x: (torch.relu(x.sort(1)[0] + 1), x.cumsum(0).mm(W)),
+    "quantised": lambda x: torch.relu(
+        torch.quantize_per_tensor(x @ W, 0.1, 0, torch.qint8).view(8, -1).t().dequantize() @ W[:8] + 1
+    ),
     "empty": lambda x: torch.relu(x[:0] @ W + 1).sum(1) * 2,
 }
 
@@ -117,6 +120,22 @@ def test_gradients_are_those_of_python(store: str) -> None:
         found.append(torch.autograd.grad(captured.call(x).sum(), leaves))
     for one in found[3:]:
         assert all(map(torch.equal, one, found[5]))
+
+
+@pytest.mark.parametrize("changed", ["input", "parameter"])
+def test_a_saved_view_has_the_version_of_what_it_views(changed: str, store: str) -> None:
+    """Changed in place between forward and backward, it ends in autograd's error, as in eager."""
+    weight, factor = (torch.randn(16, 16).requires_grad_() for _ in range(2))
+    captured = Captured(lambda x: torch.tanh(F.linear(x, weight) @ factor.view(16, 16)), store)
+    for _ in range(4):
+        captured.call(torch.randn(4, 6, 16)).sum().backward()
+    x = torch.randn(4, 6, 16)
+    loss = captured.call(x).sum()
+    assert all(plan.native is not None for plan in all_plans(captured))
+    with torch.no_grad():
+        (x if changed == "input" else factor).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_each_shape_has_a_program_of_its_own(store: str) -> None:
