@@ -41,10 +41,10 @@ class AllInterpreted(Undecided):
 def lowerable(form: NodeForm) -> tuple[str, str] | None:
     """The planner splits what has no loop form."""
     try:
-        lower(form)
+        kernel = lower(form)
     except LoweringError as error:
         return error.code, str(error)
-    return None
+    return ("device_bounds", "stages, which a GPU has no kernel for") if kernel.stages else None
 
 
 def launcher(form: NodeForm, entry: Any, values: Sequence[int], threads: int, **options: Any) -> NodeCall:

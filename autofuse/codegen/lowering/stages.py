@@ -34,7 +34,9 @@ _FILLS = {"full": 1, "full_like": 1, "new_full": 2}  # argument of the number
 
 
 def lower_stages(form: NodeForm, rules: dict[str, Rule], lower: Callable[[NodeForm], LoopKernel]) -> LoopKernel:
-    """The kernel of a node with writes; raises LoweringError where it has none."""
+    """The kernel of a node with writes; raises LoweringError where it has none, as on a GPU."""
+    if any(spec.device != "cpu" for op in form.operations for spec in op.outputs):
+        raise LoweringError("device_bounds", "expected a node on a CPU, whose kernels alone have stages, found another")
     return _Stages(_expanded(form), rules, lower).kernel()
 
 

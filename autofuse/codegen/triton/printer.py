@@ -19,11 +19,14 @@ from autofuse.codegen.triton.program import Program, Spread
 from autofuse.codegen.triton.scalar import HELPERS
 from autofuse.codegen.triton.shared_tiles import SharedRows, SharedTiles
 from autofuse.codegen.triton.source import TritonSource
+from autofuse.errors import LoweringError
 from autofuse.ir.records import Config
 
 
 def print_triton(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | None = None) -> TritonSource:
     """The Triton module of a kernel. Raises LoweringError where a size or an operation has no exact form."""
+    if kernel.stages:
+        raise LoweringError("device_bounds", f"expected loops that a GPU can run, found the stages of {kernel.name}")
     known = dict(constants or {})
     return source_of(kernel, program_of(kernel, config, known), config, known)
 
