@@ -1,7 +1,7 @@
 """One table of fusion cases that feeds code generation, numerics and whatever else needs real nodes.
 
-In: a Python function on tensors. Out: a `NodeForm`, traced through `make_fx` with symbolic sizes, as capture
-would build it: canonical names, strides from the traced metadata.
+In: rows of a function and example inputs, here and in `cases_pools`. Out: for each a `NodeForm` (`tracing`), and the sizes
+that it is checked with.
 """
 
 # ruff: noqa: E501, SIM905
@@ -10,116 +10,20 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._sympy.functions import FloorDiv
 
-from autofuse.capture.graph_import import body_of
-from autofuse.capture.graph_sizes import GraphSizes
-from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
-from autofuse.ir.optable import OpKind, info
-from autofuse.ir.shape import SymbolicShape, symbol
+from autofuse.ir.operation import NodeForm
+from tests.cases_pools import POOLS, POOLS_BY_AXES
+from tests.tracing import example as _t
+from tests.tracing import trace
 
 aten = torch.ops.aten
 FORMS = "TEST_FORMS"  # a folder in which the processes of a session keep traced nodes for each other
-
-
-class _Sizes(GraphSizes):
-    """Sizes as a case spells them."""
-
-    def __init__(self, dim: Callable[[Any], Any]) -> None:
-        super().__init__(None)
-        self._dim = dim
-
-    def __call__(self, size: Any, simplify: Callable[[sympy.Expr], sympy.Expr] = lambda e: e) -> Any:
-        return self._dim(size)
-
-
-def trace(
-    function: Callable[..., Any], inputs: Sequence[torch.Tensor], dynamic: bool = True, static: Sequence[int] = ()
-) -> NodeForm:
-    """The node that a function's aten calls make on these inputs.
-
-    Sizes of 2 and more become symbols, but for those in ``static`` (the widths of layers, as in a real capture).
-    """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    mode.cache_enabled = False  # no other node has these symbols: entries would take a third of a trace and serve none
-    fakes = []
-    for tensor in inputs:
-        sizes = [DimDynamic.STATIC if not dynamic or s in (0, 1, *static) else DimDynamic.DUCK for s in tensor.shape]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)
-        fakes.append(mode.from_tensor(tensor, symbolic_context=context))
-    with mode, enable_python_dispatcher():
-        graph = make_fx(function, tracing_mode="real")(*fakes).graph
-    names: dict[torch.fx.Node, ValueRef] = {}
-    specs: dict[torch.fx.Node, list[TensorSpec]] = {}
-    table: dict[sympy.Symbol, sympy.Symbol] = {}
-    node_inputs: list[NodeInput] = []
-    operations: list[Operation] = []
-    outputs: tuple[ValueRef, ...] = ()
-
-    def dim(value: Any) -> Any:
-        if isinstance(value, torch.SymInt):
-            expr = value.node.expr
-            for s in sorted(expr.free_symbols, key=str):
-                table.setdefault(s, symbol(f"s{len(table)}"))
-            expr = expr.xreplace(table).replace(FloorDiv, lambda a, b: sympy.floor(a / b))
-            return int(expr) if expr.is_Integer else expr
-        return value
-
-    def spec(tensor: torch.Tensor) -> TensorSpec:
-        shape = SymbolicShape(dim(s) for s in tensor.shape)
-        strides = SymbolicShape(dim(s) for s in tensor.stride())
-        return TensorSpec(shape, str(tensor.dtype).removeprefix("torch."), strides)
-
-    def arg(value: Any) -> Any:
-        if isinstance(value, torch.fx.Node):
-            meta = value.meta["val"]
-            return names[value] if value in names else dim(meta)
-        if isinstance(value, list | tuple):
-            return tuple(arg(v) for v in value)
-        if isinstance(value, torch.dtype):
-            return str(value).removeprefix("torch.")
-        if isinstance(value, torch.memory_format):
-            return str(value).removeprefix("torch.")
-        return dim(value)
-
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if isinstance(node.meta["val"], torch.Tensor):
-                names[node] = ValueRef(f"i{len(node_inputs)}")
-                node_inputs.append(NodeInput(f"i{len(node_inputs)}", spec(node.meta["val"])))
-        elif node.op == "output":
-            found = node.args[0]
-            outputs = tuple(names[n] for n in (found if isinstance(found, list | tuple) else (found,)))
-        elif node.op == "call_function" and node.target.__name__ == "getitem":
-            source = names[node.args[0]]
-            names[node] = ValueRef(source.name, node.args[1])
-        elif node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor | tuple | list):
-            meta = node.meta["val"]
-            metas = [meta] if isinstance(meta, torch.Tensor) else list(meta)
-            specs[node] = [spec(m) for m in metas if isinstance(m, torch.Tensor)]
-            name = f"v{len(operations)}"
-            names[node] = ValueRef(name)
-            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "layout", "pin_memory")}
-            target = str(node.target)
-            if target.startswith("autofuse_test."):
-                target = "autofuse." + target.split(".", 1)[1]
-            args, named = tuple(map(arg, node.args)), tuple((k, arg(v)) for k, v in kwargs.items())
-            made = Operation(name, target, args, named, tuple(specs[node]), source=f"cases.py {node.name}")
-            is_composite = info(target).kind is OpKind.COMPOSITE
-            operations.append(replace(made, body=body_of(node, made, _Sizes(dim))) if is_composite else made)
-    symbols = tuple(str(s) for s in table.values())
-    return NodeForm(tuple(node_inputs), tuple(operations), outputs, symbols)
 
 
 @dataclass(frozen=True)
@@ -164,13 +68,6 @@ def _traced(case: Case, dtype: torch.dtype | None) -> NodeForm:
 # ---- the table ------------------------------------------------------------------------------------------
 
 F = torch.nn.functional
-
-
-def _t(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An example input; only its shape, strides and dtype matter."""
-    if dtype == torch.bool:
-        return torch.zeros(sizes, dtype=torch.bool)
-    return torch.zeros(sizes, dtype=dtype) if not dtype.is_floating_point else torch.full(sizes, 0.5, dtype=dtype)
 
 
 _SIZES_2D = ((5, 7), (1, 1), (33, 67), (3, 0), (2, 1030))
@@ -594,118 +491,6 @@ _SHAPES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tu
     ("linspace", lambda x: x + torch.linspace(-1.0, 2.0, 16, dtype=x.dtype) * torch.linspace(0.3, 0.1, 1, dtype=x.dtype), (_t(5, 16),), ()),
 )  # fmt: skip
 
-# Strides round sizes.
-_POOLS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
-    ("pool_max", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [1, 1], [1, 1]), (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 33, 37))),
-    ("pool_max_then", lambda x, y: aten.max_pool2d_with_indices.default(x, [3, 1], [1, 1], [1, 0])[0].relu() * 2 + y, (_t(2, 3, 9, 10), _t(3, 1, 1)), ((2, 3, 9, 10), (1, 2, 2, 5), (2, 5, 34, 67))),
-    ("pool_max_stride", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1]), (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 34, 67))),
-    ("pool_max_dilated", lambda x: aten.max_pool2d_with_indices.default(x, [3, 2], [2, 3], [0, 0], [2, 1]), (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 33))),
-    ("pool_max_images_last", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1])[0] + 1, (_t(2, 8, 16, 16).contiguous(memory_format=torch.channels_last),), ()),
-    ("pool_max_ceil", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1], [1, 1], True), (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 33))),
-    ("pool_max_half", lambda x: aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2]), (_t(3, 16, 16).bfloat16(),), ()),
-    ("pool_avg", lambda x: aten.avg_pool2d.default(x, [3, 3], [1, 1], [1, 1]) * 2, (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 33, 37))),
-    ("pool_avg_bare_border", lambda x: aten.avg_pool2d.default(x, [3, 3], [2, 2], [1, 1], False, False) * 2, (_t(2, 3, 9, 10),), ((2, 3, 9, 10), (1, 2, 2, 3), (2, 5, 34, 67))),
-    ("pool_avg_ceil", lambda x: aten.avg_pool2d.default(x, [3, 2], [2, 3], [1, 0], True) * 2, (_t(2, 3, 16, 16),), ((2, 3), (1, 1), (3, 5))),
-    ("pool_avg_adaptive", lambda x: aten._adaptive_avg_pool2d.default(x, [8, 4]) * 2, (_t(2, 3, 16, 8),), ((2, 3), (1, 1), (3, 5))),
-    ("pool_avg_adaptive_backward", lambda g, x: aten._adaptive_avg_pool2d_backward.default(g, x) * 2, (_t(2, 3, 8, 8), _t(2, 3, 16, 8)), ((2, 3), (1, 1), (3, 5))),
-    ("pool_avg_backward", lambda g, x: aten.avg_pool2d_backward.default(g, x, [2, 2], [2, 2], [0, 0], False, True, None) * 2, (_t(2, 3, 8, 8), _t(2, 3, 16, 16)), ((2, 3), (1, 1), (3, 5))),
-    ("pool_avg_backward_border", lambda g, x: aten.avg_pool2d_backward.default(g, x, [3, 3], [2, 1], [1, 1], False, False, None) * 2, (_t(2, 3, 8, 16), _t(2, 3, 16, 16)), ((2, 3), (1, 1), (3, 5))),
-    ("pool_avg_backward_ceil", lambda g, x: aten.avg_pool2d_backward.default(g, x, [2, 3], [3, 2], [0, 1], True, True, None) * 2, (_t(2, 3, 6, 9), _t(2, 3, 16, 16)), ((2, 3), (1, 1))),
-    ("pool_avg_divided", lambda x: aten.avg_pool2d.default(x, [2, 3], [2, 1], [0, 0], False, True, 5), (_t(3, 16, 16).half(),), ()),
-)  # fmt: skip
-
-
-def _places(chosen: torch.Tensor, strides: Sequence[int], image: Sequence[int]) -> torch.Tensor:
-    """A place in the image for each window: the window's first, or the one behind it along each dim."""
-    found = None
-    for dim, (stride, size) in enumerate(zip(strides, image, strict=True), chosen.dim() - len(image)):
-        shape = [1] * chosen.dim()
-        shape[dim] = chosen.shape[dim]
-        own = torch.arange(chosen.shape[dim]).view(shape) * stride + (chosen > 0)
-        found = own if found is None else found * size + own
-    return found
-
-
-def _added(mean: torch.Tensor, largest: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return mean + largest, places
-
-
-_POOLS_3D: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
-    (
-        "pool_max_3d",
-        lambda x: aten.max_pool3d_with_indices.default(x, [2, 2, 3], [1, 2, 2], [0, 1, 1]),
-        (_t(2, 3, 8, 8, 8),),
-        ((2, 3), (1, 1)),
-    ),
-    (
-        "pool_avg_3d",
-        lambda x: aten.avg_pool3d.default(x, [2, 3, 2], [2, 2, 1], [1, 0, 0], False, False) * 2,
-        (_t(2, 3, 8, 8, 8),),
-        ((2, 3), (1, 1)),
-    ),
-    (
-        "pool_adaptive_uneven",
-        lambda x: _added(
-            aten._adaptive_avg_pool2d.default(x, [3, 8]) * 2, *aten.adaptive_max_pool2d.default(x, [3, 8])
-        ),
-        (_t(2, 3, 8, 16),),
-        ((2, 3), (1, 1), (3, 5)),
-    ),
-    (
-        "pool_adaptive_uneven_3d",
-        lambda x: _added(
-            aten._adaptive_avg_pool3d.default(x, [3, 4, 16]) * 2, *aten.adaptive_max_pool3d.default(x, [3, 4, 16])
-        ),
-        (_t(2, 3, 8, 8, 8),),
-        ((2, 3), (1, 1)),
-    ),
-    (
-        "pool_adaptive_uneven_backward",
-        lambda g, x: aten._adaptive_avg_pool2d_backward.default(g, x) * 2,
-        (_t(2, 3, 6, 16), _t(2, 3, 8, 8)),
-        ((2, 3), (1, 1), (3, 5)),
-    ),
-    (
-        "pool_adaptive_backward_3d",
-        lambda g, s, x: (
-            aten._adaptive_avg_pool3d_backward.default(g, x)
-            + aten.adaptive_max_pool3d_backward.default(g, x, _places(s, (2, 2, 2), (16, 16, 16)))
-        ),
-        (_t(2, 3, 8, 8, 8), _t(2, 3, 8, 8, 8), _t(2, 3, 16, 16, 16)),
-        ((2, 3), (1, 1)),
-    ),
-    (
-        "pool_backward_3d",
-        lambda g, s, x: (
-            aten.avg_pool3d_backward.default(g, x, [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None)
-            + aten.max_pool3d_with_indices_backward.default(
-                g, x, [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False, _places(s, (2, 2, 2), (16, 16, 16))
-            )
-        ),
-        (_t(2, 3, 8, 8, 8), _t(2, 3, 8, 8, 8), _t(2, 3, 16, 16, 16)),
-        ((2, 3), (1, 1)),
-    ),
-    (
-        "pool_avg_backward_made",
-        lambda g, y, x: aten.avg_pool2d_backward.default(
-            aten.threshold_backward.default(g * 2, y, 0), x, [3, 2], [2, 2], [1, 0], False, False, None
-        ),
-        (_t(2, 3, 8, 8), _t(2, 3, 8, 8), _t(2, 3, 16, 16)),
-        ((2, 3), (1, 1), (3, 5)),
-    ),
-    (
-        "pool_max_backward",
-        lambda g, s, x: (
-            aten.max_pool2d_with_indices_backward.default(
-                g * 2, x, [3, 3], [2, 2], [1, 1], [1, 1], False, _places(s, (2, 2), (16, 16))
-            )
-            + aten.adaptive_max_pool2d_backward.default(g, x, _places(s, (2, 2), (16, 16)))
-        ),
-        (_t(2, 3, 8, 8), _t(2, 3, 8, 8), _t(2, 3, 16, 16)),
-        ((2, 3), (1, 1), (3, 5)),
-    ),
-)
-
 _IDS, _IDS2 = _t(4, dtype=torch.int64), _t(3, 4, dtype=torch.int64)
 _HALF = lambda n: ((torch.arange(2 * n) + 0.0) * 0.5).to(torch.int64)  # noqa: E731
 _INDEXED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...]], ...] = (
@@ -806,11 +591,11 @@ def _table() -> dict[str, Case]:
         for name, fn, example, sizes in (*_MEMORY, *_SHAPES)
     ]
     cases += [
-        Case(name, fn, example, sizes, static=(8, 16), tags=frozenset({"pool"})) for name, fn, example, sizes in _POOLS
+        Case(name, fn, example, sizes, static=(8, 16), tags=frozenset({"pool"})) for name, fn, example, sizes in POOLS
     ]
     cases += [
         Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"pool"}))
-        for name, fn, example, sizes in _POOLS_3D
+        for name, fn, example, sizes in POOLS_BY_AXES
     ]
     cases += [
         Case(name, fn, example, sizes, static=(6, 8, 16), tags=frozenset({"indexed"}))

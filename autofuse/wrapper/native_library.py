@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source
-from autofuse.codegen.c.load import open_library
+from autofuse.codegen.c.load import MethodDef, new_builtin, open_library
 from autofuse.ir.records import CompileKey, KernelRecord
 from autofuse.wrapper.native_build import NativeBuilder, NativeProgram
 from autofuse.wrapper.native_source import FUNCTIONS, SOURCE
@@ -29,20 +29,6 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8",
 _PRODUCTS = ("float32", "float64", "float16", "bfloat16")
 
 Run = Callable[[list[Any]], Any]  # takes the inputs out of the list; None where it did not run, and took none
-
-
-class _MethodDef(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
-
-
-_new_builtin = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
-    ("PyCFunction_NewEx", ctypes.pythonapi)
-)
 
 
 def runner_key(toolchain: Toolchain) -> CompileKey:
@@ -62,10 +48,10 @@ class Runner:
         self.dtypes = dtypes
         self._library = library
         address = ctypes.cast(library.af_entry, ctypes.c_void_p).value
-        self._method = _MethodDef(NAME.encode(), address, _METH_O, b"(inputs) -> results")
+        self._method = MethodDef(NAME.encode(), address, _METH_O, b"(inputs) -> results")
 
     def make(self, program: NativeProgram) -> Run:
-        made: Run = _new_builtin(ctypes.addressof(self._method), tuple(program), None)
+        made: Run = new_builtin(ctypes.addressof(self._method), tuple(program), None)
         return made
 
 

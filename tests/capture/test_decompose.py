@@ -15,7 +15,8 @@ from autofuse.fusion.node import space_of
 from autofuse.ir.composites import REFUSED, expanded
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OPS, OpKind, info
-from tests.cases import CASES, trace
+from tests.cases import CASES
+from tests.tracing import trace
 
 aten = torch.ops.aten
 

@@ -29,9 +29,9 @@ from autofuse.ir.records import make_config
 from autofuse.runtime import router as router_module
 from autofuse.runtime.choice import Choice
 from autofuse.wrapper.node_call import NodeCall, empty_like_spec, expected_outputs
-from tests.cases import trace
 from tests.codegen.compare import problems
 from tests.runtime.test_routed_graphs import Undecided, routed
+from tests.tracing import trace
 
 aten = torch.ops.aten
 CHANNELS = 6

@@ -20,7 +20,7 @@ from autofuse.pipeline import route_graph
 from autofuse.runtime.choice import UNKNOWN, Choice
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
-from tests.cases import trace
+from tests.tracing import trace
 
 T = torch.Tensor
 GENERATOR = FusionKernelGenerator()

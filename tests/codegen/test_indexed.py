@@ -19,8 +19,9 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import make_inputs, run_unfused
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
-from tests.cases import CASES, trace
+from tests.cases import CASES
 from tests.codegen.test_in_place import Captured
+from tests.tracing import trace
 
 T = torch.Tensor
 IDS = torch.tensor([0, 2, 1, 3])

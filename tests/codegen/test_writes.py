@@ -16,10 +16,11 @@ from autofuse.codegen.in_place import in_place
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
-from tests.cases import CASES, trace
+from tests.cases import CASES
 from tests.codegen.conftest import Verify
 from tests.codegen.test_in_place import Captured
 from tests.codegen.test_indexed import outcome
+from tests.tracing import trace
 
 T = torch.Tensor
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused
 from autofuse.errors import LoweringError
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
-from tests.cases import trace
 from tests.strategies.harness import GENERATOR
+from tests.tracing import trace
 
 aten = torch.ops.aten
 X = torch.rand(5, 7)

@@ -21,7 +21,9 @@ import torch  # noqa: F401  (first: its OpenMP runtime is the one kernels must u
 _METH_FASTCALL = 0x0080
 
 
-class _MethodDef(ctypes.Structure):
+class MethodDef(ctypes.Structure):
+    """CPython's record of a function in C; it must live as long as the function."""
+
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("function", ctypes.c_void_p),
@@ -30,9 +32,9 @@ class _MethodDef(ctypes.Structure):
     )
 
 
-_new_builtin = ctypes.pythonapi.PyCFunction_NewEx
-_new_builtin.restype = ctypes.py_object
-_new_builtin.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+new_builtin = ctypes.pythonapi.PyCFunction_NewEx
+new_builtin.restype = ctypes.py_object
+new_builtin.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
 
 _kept: list[object] = []  # method tables and libraries live as long as the process
 
@@ -59,10 +61,10 @@ def load_kernel(binary: bytes, name: str) -> LoadedKernel:
     """Map a shared object into the process; raises OSError where the loader refuses it."""
     library = open_library(binary, name)
     address = ctypes.cast(library.af_entry, ctypes.c_void_p).value
-    method = _MethodDef(name.encode(), address, _METH_FASTCALL, b"(sizes, *pointers) -> None")
+    method = MethodDef(name.encode(), address, _METH_FASTCALL, b"(sizes, *pointers) -> None")
     _kept.extend((method, library))
     inner = ctypes.cast(library.af_call, ctypes.c_void_p).value if hasattr(library, "af_call") else 0
-    return LoadedKernel(name, _new_builtin(ctypes.addressof(method), inner, None), library)
+    return LoadedKernel(name, new_builtin(ctypes.addressof(method), inner, None), library)
 
 
 def address_of(entry: object) -> int:

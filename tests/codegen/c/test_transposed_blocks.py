@@ -15,8 +15,8 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import make_config
 from autofuse.wrapper.node_call import make_launcher
-from tests.cases import trace
 from tests.codegen.conftest import Verify
+from tests.tracing import trace
 
 aten = torch.ops.aten
 

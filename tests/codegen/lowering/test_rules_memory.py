@@ -29,9 +29,10 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.optable import VIEWS, info
-from tests.cases import CASES, trace
+from tests.cases import CASES
 from tests.codegen.conftest import Verify
 from tests.codegen.nodes import NodeBuilder
+from tests.tracing import trace
 
 # Of several chains that read other places of one tensor, or with creations of fewer elements than their loops.
 SEVERAL = (

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
-from tests.cases import trace
 from tests.strategies.harness import plan
+from tests.tracing import trace
 
 aten = torch.ops.aten
 max_pool = aten.max_pool2d_with_indices.default

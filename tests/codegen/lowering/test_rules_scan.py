@@ -14,7 +14,7 @@ from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.loops import Scan
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
-from tests.cases import trace
+from tests.tracing import trace
 
 
 @pytest.mark.parametrize(

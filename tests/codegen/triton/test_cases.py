@@ -20,8 +20,9 @@ from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate, product
-from tests.cases import CASES, LOOSE_SPECIALS, NO_HALVES, ON_GPUS, SIZES_BY_SYMBOLS, trace
+from tests.cases import CASES, LOOSE_SPECIALS, NO_HALVES, ON_GPUS, SIZES_BY_SYMBOLS
 from tests.codegen.compare import problems
+from tests.tracing import trace
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 

@@ -30,8 +30,9 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.optable import VIEWS, info
 from autofuse.ir.records import make_config
-from tests.cases import CASES, trace
+from tests.cases import CASES
 from tests.codegen.nodes import NodeBuilder
+from tests.tracing import trace
 
 aten = torch.ops.aten
 Sizes = Mapping[str, int]

@@ -23,9 +23,9 @@ from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.records import make_config
 from autofuse.tuner.triton_compiler import TritonCompiler
-from tests.cases import trace
 from tests.codegen.nodes import NodeBuilder
 from tests.codegen.triton.test_cases import run
+from tests.tracing import trace
 
 aten = torch.ops.aten
 F = torch.nn.functional
