@@ -109,6 +109,7 @@ UNGUARDED = {
     ("db/connection.py", ""): "on the background thread, where nothing could be undone: a test above runs it",
     ("db/serve.py", ""): "a process of its own",
     ("runtime/graph_runner.py", "from autofuse.wrapper"): "modules that the first graph has loaded",
+    ("observer/module_calls.py", "from torch._dynamo.callback"): "a module of Dynamo, which is at work then",
     ("doctor.py", ""): "a command without a script",
     ("daemon/", ""): "the daemon's process",
     ("optim/tensors.py", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",
