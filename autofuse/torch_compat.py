@@ -223,9 +223,20 @@ def count() -> int:
     return sum(len(group.names) for group in PRIVATE)
 
 
+# Names that older releases have under another one.
+FORMER: Mapping[str, str] = {
+    "torch._functorch._aot_autograd.runtime_wrappers.mark_dynamo_propagated_dynamic_indices": (
+        "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper"
+    )
+}
+
+
 def missing() -> Mapping[PrivateNames, tuple[str, ...]]:
     """The names that this torch lacks, by what needs them. Imports torch, Dynamo and AOTAutograd (2 s)."""
-    found = {group: tuple(name for name in group.names if not _is_there(name)) for group in PRIVATE}
+    found = {
+        group: tuple(n for n in group.names if not (_is_there(n) or (n in FORMER and _is_there(FORMER[n]))))
+        for group in PRIVATE
+    }
     return {group: names for group, names in found.items() if names}
 
 

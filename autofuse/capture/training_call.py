@@ -43,7 +43,8 @@ def plain_apply(function: Any, spec: Any) -> Pass | None:
             and torch.is_grad_enabled()  # as Dynamo's guards will read it
             and not runtime_wrappers._should_disable_saved_tensors_hooks()
         )
-        mark: Pass = runtime_wrappers.mark_dynamo_propagated_dynamic_indices
+        former = getattr(runtime_wrappers, "maybe_mark_dynamic_helper", None)  # its name in torch 2.11
+        mark: Pass = former or runtime_wrappers.mark_dynamo_propagated_dynamic_indices
         dynamic = [(i, info.dynamic_dims) for i, info in enumerate(meta.output_info) if info.dynamic_dims]
     except AttributeError:
         return None
