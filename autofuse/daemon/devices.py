@@ -22,6 +22,7 @@ from autofuse.ir.device import cpu_device
 from autofuse.settings.layers import Settings
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.benchmark_provider import BenchmarkProvider
+from autofuse.tuner.compiler_pool import CompilerPool, process_count
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import Main, NotReady, WorkerProcess
 
@@ -29,7 +30,7 @@ OTHER_DEVICES = ("cuda:", "interpreter:")  # prefixes of keys: every GPU of this
 
 
 class Devices:
-    """One `BenchmarkProvider` for each device; GPUs share one Triton compiler."""
+    """One `BenchmarkProvider` for each device; GPUs share Triton's compile processes."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Devices:
         self._runs = runs
         self._worker_log = worker_log
         self._providers: dict[str, BenchmarkProvider] = {}
-        self._compiler: TritonCompiler | None = None
+        self._triton: CompilerPool | None = None
         self._not_ready: dict[str, tuple[float, str]] = {}  # by device: until when (monotonic), and why
 
     def provider(self, device: str) -> BenchmarkProvider:
@@ -67,12 +68,13 @@ class Devices:
                 ),
                 tend=self._scheduler.tend,
             )
-            # Triton's compiler process takes one source at a time.
-            cores = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
+            most = len(os.sched_getaffinity(0)) if isinstance(backend, CBackend) else 1
+            if isinstance(backend, TritonBackend) and self._triton is not None:
+                most = self._triton.count
             self._providers[device] = BenchmarkProvider(
                 backend,
                 worker,
-                compilers=lambda: cores if self._scheduler.is_urgent() else 1,
+                compilers=lambda: most if self._scheduler.is_urgent() else 1,
                 stored=self._kernels.get,
                 rest=self._scheduler.rest,
             )
@@ -95,11 +97,11 @@ class Devices:
         self._not_ready.setdefault(device, (time.monotonic() + NOT_READY_SECONDS, problem))
 
     def kill_workers(self) -> None:
-        """End all workers and Triton's compiler, to free their memory; they start again when needed."""
+        """End all workers and Triton's compilers, to free their memory; they start again when needed."""
         for provider in self._providers.values():
             provider.worker.kill()
-        if self._compiler is not None:
-            self._compiler.close()
+        if self._triton is not None:
+            self._triton.close()
 
     def _backend(self, device: str) -> Backend:
         if device == self.cpu:
@@ -108,12 +110,15 @@ class Devices:
         if device.startswith("interpreter:"):
             return InterpreterBackend()
         find_triton()
-        if self._compiler is None:
-            self._compiler = TritonCompiler(
-                self._kernels.get_triton_files,
-                self._kernels.put_triton_files,
-                is_stopping=self._scheduler.is_stopping,
-                stderr=self._worker_log,
-                tend=self._scheduler.tend,
-            )
-        return TritonBackend(device, self._compiler.compile)
+        if self._triton is None:
+            self._triton = CompilerPool(self._triton_compiler, process_count())
+        return TritonBackend(device, self._triton.compile)
+
+    def _triton_compiler(self) -> TritonCompiler:
+        return TritonCompiler(
+            self._kernels.get_triton_files,
+            self._kernels.put_triton_files,
+            is_stopping=self._scheduler.is_stopping,
+            stderr=self._worker_log,
+            tend=self._scheduler.tend,
+        )

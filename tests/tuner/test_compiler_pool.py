@@ -1,0 +1,75 @@
+"""Threads share compile processes: as many as ask at once, each for one source at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from autofuse.codegen.triton.source import NOTHING_ASSUMED, TritonSource
+from autofuse.tuner import compiler_pool
+from autofuse.tuner.compiler_pool import CompilerPool, process_count
+from autofuse.tuner.triton_compiler import TritonCompiler
+from autofuse.tuner.worker_process import CandidateProblem
+from tests.codegen.triton.sources import elementwise, row_softmax, two_passes
+
+
+class Slow(TritonCompiler):
+    """Compiles only while as many threads do as the barrier asks for."""
+
+    together = threading.Barrier(1)
+
+    def compile(self, source, target, assumptions):  # type: ignore[no-untyped-def]
+        self.together.wait(30.0)
+        return super().compile(source, target, assumptions)
+
+
+@pytest.fixture
+def made() -> list[Slow]:
+    return []
+
+
+@pytest.fixture
+def pool(made: list[Slow]) -> Iterator[CompilerPool]:
+    def make() -> TritonCompiler:
+        made.append(Slow(lambda key: None, lambda key, files: None))
+        return made[-1]
+
+    pool = CompilerPool(make, 2)
+    yield pool
+    pool.close()
+
+
+def _compile(pool: CompilerPool, source: TritonSource) -> str:
+    return pool.compile(source, "cuda:90", [NOTHING_ASSUMED]).source.name
+
+
+def test_one_thread_keeps_to_one_process(pool, made, monkeypatch):
+    monkeypatch.setattr(Slow, "together", threading.Barrier(1))
+    for source in (row_softmax(), elementwise()):
+        _compile(pool, source)
+    assert sorted(compiler.generation for compiler in made) == [0, 1]
+
+
+def test_threads_compile_side_by_side_and_get_their_own(pool, made, monkeypatch):
+    monkeypatch.setattr(Slow, "together", threading.Barrier(2))  # passed only by two at once
+    sources = [row_softmax(), elementwise(), two_passes(), row_softmax()]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda source: _compile(pool, source), sources)) == [s.name for s in sources]
+    assert [compiler.generation for compiler in made] == [1, 1]
+
+
+def test_a_process_that_failed_is_used_again(pool, made, monkeypatch):
+    monkeypatch.setattr(Slow, "together", threading.Barrier(1))
+    with pytest.raises(CandidateProblem, match="expected a target"):
+        pool.compile(row_softmax(), "cuda:nonsense", [NOTHING_ASSUMED])
+    for _ in made:  # all are free again
+        assert _compile(pool, row_softmax()) == row_softmax().name
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (4, 2), (16, 4), (200, 4)])
+def test_cores_are_left_for_the_script(cores, count, monkeypatch):
+    monkeypatch.setattr(compiler_pool.os, "sched_getaffinity", lambda _: range(cores))
+    assert process_count() == count
