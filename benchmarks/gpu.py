@@ -226,6 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes, few cases; proves nothing about speed")
     parser.add_argument("--modes", default="", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--keep", action="store_true", help="keep the store, for autofuse explain")
     parser.add_argument("--out", type=Path, help="result file; for --device cpu a temporary one unless given")
     return parser.parse_args()
 
@@ -326,6 +327,8 @@ def main() -> int:
         run.save()
         control.stop(settings)
         guard.cancel()
+    if options.keep:
+        shutil.copytree(folder, run.out.with_suffix(".store"), dirs_exist_ok=True)
     if run.out.parent != folder and not run.sections["notes"]:  # else its logs may tell more
         shutil.rmtree(folder, ignore_errors=True)
     for note in dict.fromkeys(run.sections["notes"]):

