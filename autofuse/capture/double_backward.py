@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import runtime_wrappers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture import anomaly
+from autofuse.capture.autograd_function import passes_of, watch
 from autofuse.capture.training_call import lean_passes, plain_apply
 from autofuse.capture.undefined_gradients import (
     UndefinedGradients,
@@ -34,7 +34,6 @@ from autofuse.capture.undefined_gradients import (
 )
 from autofuse.dynamo_skip import mark_all_below
 
-_FACTORY = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
 _DEVICES = ("cpu", "cuda")
 _aten = torch.ops.aten
 # Operators that, in training, read a running statistic only to update it.
@@ -226,11 +225,9 @@ _compiling = threading.local()
 @contextlib.contextmanager
 def replayed(module: fx.GraphModule | CachedReplay) -> Iterator[Replay | None]:
     """While AOTAutograd compiles ``module``, teach its autograd function to run the module again."""
-    if _FACTORY is None or not hasattr(_FACTORY, "build"):
+    if not watch(_note_function):
         yield None
         return
-    if not hasattr(_FACTORY.build, "autofuse"):
-        _FACTORY.build = _watched(_FACTORY.build)
     before = getattr(_compiling, "replay", None)
     _compiling.replay = Replay(module)
     try:
@@ -239,23 +236,19 @@ def replayed(module: fx.GraphModule | CachedReplay) -> Iterator[Replay | None]:
         _compiling.replay = before
 
 
-def _watched(build: Callable[[Any], type]) -> Callable[[Any], type]:
-    def build_function(self: Any) -> type:
-        function = build(self)
-        replay = getattr(_compiling, "replay", None)
-        if replay is not None and hasattr(function, "_fwd_fn") and hasattr(function, "_bwd_fn"):
-            later = getattr(self.spec.lazy_backward_info, "bw_module", None)  # compiled for the first backward pass
-            if later is not None and not replay.is_cached:
-                replay.note_backward(later)
-            replay.apply = plain_apply(function, self.spec)
-            replay.inputs = len(self.spec.fw_metadata.input_info)
-            replay.metadata = self.spec.fw_metadata
-            replay.has_subclasses = self.spec.maybe_subclass_meta is not None
-            _teach(function, replay, self.spec)
-        return function
-
-    build_function.autofuse = True  # type: ignore[attr-defined]
-    return build_function
+def _note_function(function: Any, spec: Any) -> None:
+    """AOTAutograd has built an autograd function, for a capture or for a compilation of the user's own."""
+    replay = getattr(_compiling, "replay", None)
+    if replay is None:
+        return
+    later = getattr(spec.lazy_backward_info, "bw_module", None)  # compiled for the first backward pass
+    if later is not None and not replay.is_cached:
+        replay.note_backward(later)
+    replay.apply = plain_apply(function, spec)
+    replay.inputs = len(spec.fw_metadata.input_info)
+    replay.metadata = spec.fw_metadata
+    replay.has_subclasses = spec.maybe_subclass_meta is not None
+    _teach(function, replay, spec)
 
 
 def _are_batched(grads: Sequence[torch.Tensor | None]) -> bool:
@@ -274,7 +267,7 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
     metadata = spec.fw_metadata
     # No buffer is donated. AOTAutograd leaves None, which its check of retain_graph=True takes for some (torch 2.13).
     metadata.bw_donated_idxs = []
-    forward, backward = lean_passes(function, spec) or (function._fwd_fn, function._bwd_fn)
+    forward, backward = lean_passes(function, spec) or passes_of(function)
     # Where AOTAutograd takes no subclasses apart its graph's results are the inputs' gradients.
     tangents = tangent_places(metadata) if spec.maybe_subclass_meta is None else []
 

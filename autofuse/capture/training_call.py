@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch._aot_autograd import runtime_wrappers
 
+from autofuse.capture.autograd_function import needs_tangent, passes_of
+
 Pass = Callable[..., Any]
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
@@ -93,7 +95,7 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
         i for i, info in enumerate(meta.output_info) if issubclass(info.raw_type, _Tensor) and not info.requires_grad
     ]
     tangents = _tangents(meta)
-    whole_backward = function._bwd_fn
+    whole_backward = passes_of(function)[1]
 
     def forward(ctx: Any, inputs: Sequence[Any], _add: Pass, _save: Pass, _finalize: Pass, compiled: Pass) -> Any:
         found = getattr(compiled, "_torchdynamo_orig_callable", compiled)(list(inputs))
@@ -147,7 +149,7 @@ def _tangents(meta: Any) -> list[_Tangent]:
     places = [
         i
         for i, info in enumerate(meta.output_info)
-        if info.output_type in plain and issubclass(info.raw_type, _Tensor) and info.requires_grad_for_backward
+        if info.output_type in plain and issubclass(info.raw_type, _Tensor) and needs_tangent(info)
     ]
     layouts = [kind.memory_format for kind in meta.subclass_tangent_meta]
     if len(layouts) != len(places):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autofuse.capture.autograd_function import needs_tangent
+
 _DIVISION, _PRODUCT, _POWER = "aten.div.Tensor", "aten.mul.Tensor", "aten.pow.Tensor_Scalar"
 # Operators whose result may be infinite, or not a number, though what they read is finite. torch's derivatives multiply
 # gradients by such values: by cosh for sinh, by rsqrt for acos, by log for entr, by digamma for lgamma (torch's
@@ -158,7 +160,7 @@ def tangent_places(metadata: Any) -> list[int]:
         for i, info in enumerate(metadata.output_info)
         if info.output_type.name in ("non_alias", "unsafe_view_alias", "custom_function_view")
         and issubclass(info.raw_type, torch.Tensor)
-        and info.requires_grad_for_backward
+        and needs_tangent(info)
     ]
     first_base = len(written) + metadata.num_outputs
     return places + list(range(first_base, first_base + metadata.num_intermediate_bases))
