@@ -74,6 +74,7 @@ PARTS: tuple[Part, ...] = (
     Part("doctor", 90.0, ("-m", "autofuse", "doctor")),
     _script("unusual", 1e-5),
     _script("lengths", 3e-2),
+    _script("dropout", 1e-4),
     _script("amp", 5e-2),
     _script("cuda_graphs", 1e-4),
     _script("streams", 1e-4),
