@@ -33,6 +33,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from common import commit, save
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LINE = re.compile(r"^(?:step|request) (\d+) (?:loss|checksum) (\S+)$", re.MULTILINE)
@@ -59,6 +62,7 @@ class Outcome:
     seconds: float
     differs: tuple[str, ...]  # from what was expected
     found: Mapping[str, Any] = field(default_factory=dict)
+    commit: str = field(default_factory=commit)
 
 
 def _gpu(name: str, *more: str) -> tuple[str, ...]:
@@ -310,6 +314,11 @@ def wanted(only: str, device: str) -> list[Part]:
     ]
 
 
+def _gpus() -> dict[str, Any]:
+    count = torch.cuda.device_count()
+    return {"gpus": [torch.cuda.get_device_name(index) for index in range(count)], "cuda": torch.version.cuda}
+
+
 def page(outcomes: Sequence[Outcome], open_parts: Sequence[str]) -> str:
     lines = ["What differed from expectation", ""]
     for outcome in outcomes:
@@ -328,7 +337,7 @@ def main() -> int:
     hour = Hour(folder.resolve(), options.device, options.quick, time.monotonic() + 60 * options.minutes)
     (hour.folder / "logs").mkdir(parents=True, exist_ok=True)
     kept = hour.folder / "hour.json"
-    before = {} if options.again or not kept.exists() else json.loads(kept.read_text())
+    before = {} if options.again or not kept.exists() else json.loads(kept.read_text())["parts"]
     outcomes = {name: Outcome(**(row | {"differs": tuple(row["differs"])})) for name, row in before.items()}
     parts = wanted(options.only, options.device)
 
@@ -339,8 +348,7 @@ def main() -> int:
         if hour.left() < 0:
             return  # cut short: the next call makes it anew
         outcomes[part.name] = outcome
-        kept.with_suffix(".partial").write_text(json.dumps({n: asdict(o) for n, o in outcomes.items()}, indent=1))
-        kept.with_suffix(".partial").replace(kept)
+        save(kept, "gpu_hour", **_gpus(), parts={name: asdict(found) for name, found in outcomes.items()})
         state = f"{len(outcome.differs)} differences" if outcome.differs else "as expected"
         print(f"{part.name:16s} {outcome.seconds:6.1f} s  {state}", flush=True)
 
