@@ -68,13 +68,15 @@ def check(run: Benchmark) -> None:
         rows.append(gpu_checks.verify(built, run.rig.device))
         if len(rows) % 20 == 0:
             run.save()
+    took = gpu_checks.seconds_by_phase(rows)
     rows += gpu_attention.rows(run.rig.device)
     done = {(row["case"], row["dtype"]) for row in rows}
     missing = [f"{c.case} {c.dtype}" for c in wanted if (c.case, c.dtype) not in done]
     run.left_out += [f"check: {name}" for name in missing]
     counts = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in sorted({r["outcome"] for r in rows})}
-    run.sections["check"]["counts"] = counts
+    run.sections["check"] |= {"counts": counts, "seconds": took}
     print(f"check: {', '.join(f'{n} {outcome}' for outcome, n in counts.items())}, {len(missing)} left out")
+    print(f"  {', '.join(f'{seconds} s to {phase}' for phase, seconds in took.items())}, summed over the processes")
     for row in rows:
         if row["outcome"] not in ("right", "refused"):
             print(f"  {row['case']} {row['dtype']}: {row['outcome']}: {row['detail'].splitlines()[0][:200]}")

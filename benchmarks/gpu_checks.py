@@ -1,17 +1,20 @@
 """Every kernel of the fusion-case table on the device, in several dtypes, against float64.
 
 In: the table of ``tests/cases.py``. Out: one row a case and dtype: how far off it is in units of eager's own error, or
-what is wrong, or why nothing could be generated. The rule is the tuner's (``tuner/verify.py``).
-Kernels are compiled by all cores at once, each in a process of its own, and checked here as they arrive.
+what is wrong, or why nothing could be generated; and the seconds that each phase took. The rule is the tuner's
+(``tuner/verify.py``). Nodes are traced and kernels compiled by all cores at once, in processes that see no GPU, and
+checked here as they arrive.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +53,8 @@ class Built:
     name: str
     problem: str = ""  # why there is none
     is_refused: bool = False  # the node is not for this code generator
+    form: str = ""  # the node, as JSON
+    seconds: dict[str, float] = field(default_factory=dict)  # of each phase
 
 
 def checks(only: Sequence[str] = ()) -> list[Check]:
@@ -65,7 +70,15 @@ def sizes_of(name: str, form: NodeForm) -> Sequence[tuple[int, ...]]:
 
 def build(check: Check, target: str | None) -> Built:
     """A kernel for all sizes of a case. In a process of its own; ``target`` None: by the C compiler."""
-    form = CASES[check.case].form(getattr(torch, check.dtype))
+    began = time.perf_counter()
+    form = CASES[check.case].form(getattr(torch, check.dtype), "cpu" if target is None else "cuda")
+    traced = time.perf_counter()
+    made = _compiled(check, form, target)
+    seconds = {"trace": traced - began, "compile": time.perf_counter() - traced}
+    return replace(made, form=json.dumps(form.to_json()), seconds=seconds)
+
+
+def _compiled(check: Check, form: NodeForm, target: str | None) -> Built:
     try:
         if target is None:
             kernel = FusionKernelGenerator().generate_generic_kernel(form)
@@ -84,12 +97,17 @@ def build(check: Check, target: str | None) -> Built:
         return Built(check, b"", "", str(error))
 
 
+def _hide_gpus() -> None:
+    """In a process that compiles: tracing would open a GPU that it sees, which takes seconds and half a GiB."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def build_all(wanted: Sequence[Check], target: str | None, left: Callable[[], float]) -> Iterator[Built]:
     """Kernels in the order in which they are ready, until time is up."""
     processes = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(wanted)))
     waiting = list(reversed(wanted))
     running: dict[Future[Built], Check] = {}
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _hide_gpus)
     try:
         while (waiting or running) and left() > 0:
             while waiting and len(running) < IN_FLIGHT * processes:
@@ -122,10 +140,17 @@ def load(built: Built, device: torch.device) -> Entry:
 
 def verify(built: Built, device: torch.device) -> dict[str, Any]:
     """A row of results."""
-    row: dict[str, Any] = {"case": built.check.case, "dtype": built.check.dtype}
+    began = time.perf_counter()
+    outcome = _outcome(built, device)
+    seconds = built.seconds | {"verify": time.perf_counter() - began}
+    row = {"case": built.check.case, "dtype": built.check.dtype} | outcome
+    return row | {"seconds": {phase: round(value, 3) for phase, value in seconds.items()}}
+
+
+def _outcome(built: Built, device: torch.device) -> dict[str, Any]:
     if built.problem:
-        return row | {"outcome": "refused" if built.is_refused else "not compiled", "detail": built.problem}
-    form = CASES[built.check.case].form(getattr(torch, built.check.dtype))
+        return {"outcome": "refused" if built.is_refused else "not compiled", "detail": built.problem}
+    form = NodeForm.from_json(json.loads(built.form))
     try:
         entry = load(built, device)
 
@@ -134,10 +159,18 @@ def verify(built: Built, device: torch.device) -> dict[str, Any]:
 
         worst = Verifier(form, device).check(make_call, _cases(built.check, form))
     except Wrong as wrong:
-        return row | {"outcome": "wrong", "detail": str(wrong)}
+        return {"outcome": "wrong", "detail": str(wrong)}
     except Exception as error:
-        return row | {"outcome": "failed", "detail": f"{type(error).__name__}: {error}"}
-    return row | {"outcome": "right", "error_over_eager": round(worst, 3)}
+        if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
+            return {"outcome": "refused", "detail": f"no eager kernel: {error}"}
+        return {"outcome": "failed", "detail": f"{type(error).__name__}: {error}"}
+    return {"outcome": "right", "error_over_eager": round(worst, 3)}
+
+
+def seconds_by_phase(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What all rows took together; all phases but the last one run in several processes at once."""
+    timed = [row["seconds"] for row in rows if "seconds" in row]
+    return {phase: round(sum(row.get(phase, 0.0) for row in timed), 1) for phase in ("trace", "compile", "verify")}
 
 
 def _cases(check: Check, form: NodeForm) -> list[CheckCase]:
