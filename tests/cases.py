@@ -38,24 +38,30 @@ class Case:
     static: tuple[int, ...] = ()  # sizes that stay constants
     tags: frozenset[str] = field(default=frozenset())
 
-    def form(self, dtype: torch.dtype | None = None) -> NodeForm:
-        """The node; with a dtype, its floating inputs are of that dtype. Traced once in a session: it is frozen."""
-        return _traced(self, dtype)
+    def form(self, dtype: torch.dtype | None = None, device: str = "cpu") -> NodeForm:
+        """The node; with a dtype, its floating inputs are of that dtype. Traced once in a session: it is frozen.
+
+        ``device``: "cuda" gives the node that a GPU has: some results are of another dtype or size there.
+        """
+        return _traced(self, dtype, device)
 
 
 @functools.cache
-def _traced(case: Case, dtype: torch.dtype | None) -> NodeForm:
+def _traced(case: Case, dtype: torch.dtype | None, device: str) -> NodeForm:
     """Traced once in a session: all nodes take 13 s a dtype, and most tests want all of them."""
     if dtype is not None and all(t.dtype == dtype for t in case.example if t.is_floating_point()):
-        return _traced(case, None)
+        return _traced(case, None, device)
     folder = os.environ.get(FORMS)
-    file = Path(folder, f"{case.name} {dtype}.json") if folder else None
+    file = Path(folder, f"{case.name} {dtype} {device}.json") if folder else None
     if file is not None and file.exists():
         return NodeForm.from_json(json.loads(file.read_text()))
     example = case.example
     if dtype is not None:
-        example = tuple(t.to(dtype) if t.is_floating_point() else t for t in example)
-    form = trace(case.function, example, case.dynamic, case.static)
+        kept = STATISTICS.get(case.name, ()) if device == "cuda" else ()
+        example = tuple(
+            t.to(dtype) if t.is_floating_point() and n not in kept else t for n, t in enumerate(case.example)
+        )
+    form = trace(case.function, example, case.dynamic, case.static, device)
     if file is not None:
         text = json.dumps(form.to_json())
         assert NodeForm.from_json(json.loads(text)) == form
@@ -565,6 +571,12 @@ LOOSE_SPECIALS = frozenset(
     "relu_batch_norm_backward group_norm_silu group_norm_backward std_mean std_mean_all "
     "followed_norm_backward".split()
 )
+
+# Inputs that a norm has made, and which are float32 on a GPU where the others have 16 bits.
+STATISTICS: dict[str, tuple[int, ...]] = {
+    "layer_norm_backward": (2, 3), "layer_norm_backward_add": (3, 4), "followed_norm_backward": (2, 3),
+    "batch_norm_backward": (3, 4), "relu_batch_norm_backward": (5, 6),
+}  # fmt: skip
 
 # Eager has no kernel of 16-bit floats for them on a CPU.
 NO_HALVES = frozenset(("pool_avg_3d", "pool_backward_3d"))

@@ -44,11 +44,16 @@ class _Sizes(GraphSizes):
 
 
 def trace(
-    function: Callable[..., Any], inputs: Sequence[torch.Tensor], dynamic: bool = True, static: Sequence[int] = ()
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    dynamic: bool = True,
+    static: Sequence[int] = (),
+    device: str = "cpu",
 ) -> NodeForm:
     """The node that a function's aten calls make on these inputs.
 
     Sizes of 2 and more become symbols, but for those in ``static`` (the widths of layers, as in a real capture).
+    ``device``: where the inputs are taken to be; "cuda" needs no GPU.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     mode.cache_enabled = False  # no other node has these symbols: entries would take a third of a trace and serve none
@@ -57,7 +62,9 @@ def trace(
         sizes = [DimDynamic.STATIC if not dynamic or s in (0, 1, *static) else DimDynamic.DUCK for s in tensor.shape]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         fakes.append(mode.from_tensor(tensor, symbolic_context=context))
-    with mode, enable_python_dispatcher():
+    with mode, enable_python_dispatcher(), torch.device(device):
+        if device != "cpu":
+            fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in fakes]
         graph = make_fx(function, tracing_mode="real")(*fakes).graph
     names: dict[torch.fx.Node, ValueRef] = {}
     specs: dict[torch.fx.Node, list[TensorSpec]] = {}
@@ -78,7 +85,7 @@ def trace(
     def spec(tensor: torch.Tensor) -> TensorSpec:
         shape = SymbolicShape(dim(s) for s in tensor.shape)
         strides = SymbolicShape(dim(s) for s in tensor.stride())
-        return TensorSpec(shape, str(tensor.dtype).removeprefix("torch."), strides)
+        return TensorSpec(shape, str(tensor.dtype).removeprefix("torch."), strides, tensor.device.type)
 
     def arg(value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
