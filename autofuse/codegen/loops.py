@@ -70,6 +70,7 @@ class Param:
     name: str
     dtype: str
     is_output: bool
+    is_empty: bool = False  # has no elements, whatever the sizes: nothing is stored to it
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,7 @@ def _stores(kernel: LoopKernel) -> Iterator[str]:
             yield f"store to {kernel.params[store.access.param].name} spreads a sink over rows"
     stores = [s for nest in (kernel, *kernel.rest) for s in nest.stores]
     written = sorted({s.access.param for s in stores})  # a set: parts of an output may be stored apart
-    outputs = [i for i, p in enumerate(kernel.params) if p.is_output]
+    outputs = [i for i, p in enumerate(kernel.params) if p.is_output and not p.is_empty]
     if written != outputs or len({s.access for s in stores}) != len(stores):
         yield f"stores write parameters {written}, outputs are {outputs}"
 

@@ -59,6 +59,11 @@ class TensorSpec:
         return self.shape.numel
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements, whatever the sizes are."""
+        return any(dim == 0 for dim in self.shape)
+
+    @property
     def nbytes(self) -> Dim:
         """Bytes of the elements, without gaps between strides."""
         return as_dim(self.numel * BYTES_PER_ELEMENT[self.dtype])

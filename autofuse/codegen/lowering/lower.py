@@ -21,12 +21,12 @@ from autofuse.codegen.lowering.context import Context
 from autofuse.codegen.lowering.index import (
     atoms_of,
 )
-from autofuse.codegen.lowering.rules import RULES
+from autofuse.codegen.lowering.rules import RULES, rules_of
 from autofuse.codegen.lowering.schedule import schedule, schedule_tile
 from autofuse.codegen.lowering.stages import lower_stages
 from autofuse.errors import LoweringError
 from autofuse.ir.composites import expanded
-from autofuse.ir.operation import NodeForm, Operation, ValueRef
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import VIEWS, info, stands_beside
 from autofuse.ir.parts import cuts_of, independent_parts
 from autofuse.ir.shape import SymbolicShape
@@ -39,7 +39,7 @@ _OUTPUTS_APART = ("native_group_norm_backward",)  # sums over the rows of a grou
 
 def context_of(form: NodeForm) -> Context:
     """A node as the rules see it."""
-    return Context(form, RULES)
+    return Context(form, rules_of(form))
 
 
 def lower(form: NodeForm) -> LoopKernel:
@@ -158,8 +158,7 @@ def _side_by_side(form: NodeForm, parts: Sequence[NodeForm]) -> LoopKernel:
             f"expected one nest of loops, found {len(parts)}: only plain element-wise work shares one so",
         )
     specs = {ValueRef(op.name, n): spec for op in form.operations for n, spec in enumerate(op.outputs)}
-    params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
-    params += [Param(f"o{n}", specs[ref].dtype, True) for n, ref in enumerate(form.outputs)]
+    params = _params(form, specs.__getitem__)
     name = f"af_pointwise_{_label(form)}_{_digest(form)}"
     whole: list[LoopKernel] = []
     for part, nest in zip(parts, nests, strict=True):
@@ -168,9 +167,7 @@ def _side_by_side(form: NodeForm, parts: Sequence[NodeForm]) -> LoopKernel:
         values = tuple(dataclasses.replace(v, attr=_moved_access(v.attr, places)) for v in nest.values)
         stores = tuple(dataclasses.replace(s, access=_moved_access(s.access, places)) for s in nest.stores)
         number = f"_{len(whole)}" if whole else ""
-        whole.append(
-            dataclasses.replace(nest, name=f"{name}{number}", params=tuple(params), values=values, stores=stores)
-        )
+        whole.append(dataclasses.replace(nest, name=f"{name}{number}", params=params, values=values, stores=stores))
     return dataclasses.replace(whole[0], comments=tuple(describe(op) for op in form.operations), rest=tuple(whole[1:]))
 
 
@@ -194,12 +191,10 @@ def _lower(form: NodeForm) -> LoopKernel:
     context.infer_all()
     stores = context.pull_outputs()
     context.check_bounds(stores)
-    params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
-    params += [Param(f"o{n}", context.spec(ref).dtype, True) for n, ref in enumerate(form.outputs)]
     return schedule(
         nodes=context.builder.nodes,
         stores=stores,
-        params=tuple(params),
+        params=_params(form, context.spec),
         symbols=form.symbols,
         label=_label(form),
         digest=_digest(form),
@@ -217,8 +212,7 @@ def lower_tile(form: NodeForm, tile: ValueRef, name: str) -> tuple[LoopKernel, t
     form = context.form
     context.infer_all()
     stores = context.pull_outputs()
-    params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
-    params += [Param(f"o{n}", context.spec(ref).dtype, True) for n, ref in enumerate(form.outputs)]
+    params = _params(form, context.spec)
     own, index = params.index(Param(tile.name, context.spec(tile).dtype, False)), context.canonical(tile)
     here = AtomAccess(own, linear_terms(index, context.spec(tile).strides)[0])
     for node in context.builder.nodes:
@@ -229,7 +223,14 @@ def lower_tile(form: NodeForm, tile: ValueRef, name: str) -> tuple[LoopKernel, t
             raise LoweringError("index", f"expected {tile.name} at the place of each element, found it at another")
     nest = [atoms_of(part) for part in (index[:-2], index[-2:-1], index[-1:])]
     comments = tuple(describe(op) for op in form.operations)
-    return schedule_tile(nest, context.builder.nodes, stores, tuple(params), form.symbols, name, comments)
+    return schedule_tile(nest, context.builder.nodes, stores, params, form.symbols, name, comments)
+
+
+def _params(form: NodeForm, spec_of: Callable[[ValueRef], TensorSpec]) -> tuple[Param, ...]:
+    params = [Param(item.name, item.spec.dtype, False) for item in form.inputs]
+    for number, spec in enumerate(map(spec_of, form.outputs)):
+        params.append(Param(f"o{number}", spec.dtype, True, spec.is_empty))
+    return tuple(params)
 
 
 def _short(op: Operation) -> str:

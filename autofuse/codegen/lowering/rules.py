@@ -1,6 +1,7 @@
 """The lowering table: overload -> rule. One row for every fusible overload of `ir.optable`.
 
-In: the name of an overload. Out: its rule. A test holds this table and the operator table together.
+In: the name of an overload. Out: its rule. A test holds this table and the operator table together. Nodes on a GPU have
+the rows of `rules_cuda` in place of the general ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from autofuse.codegen.lowering.rules_activations import ACTIVATION_RULES
 from autofuse.codegen.lowering.rules_bessel import BESSEL_RULES
 from autofuse.codegen.lowering.rules_border import BORDER_RULES
 from autofuse.codegen.lowering.rules_copy import COPY_RULES
+from autofuse.codegen.lowering.rules_cuda import CUDA_RULES
 from autofuse.codegen.lowering.rules_diagonal import DIAGONAL_RULES
 from autofuse.codegen.lowering.rules_functions import FUNCTION_RULES
 from autofuse.codegen.lowering.rules_glu import GLU_RULES
@@ -29,6 +31,7 @@ from autofuse.codegen.lowering.rules_search import SEARCH_RULES
 from autofuse.codegen.lowering.rules_shift import SHIFT_RULES
 from autofuse.codegen.lowering.rules_special import SPECIAL_RULES
 from autofuse.codegen.lowering.rules_write import WRITE_RULES
+from autofuse.ir.operation import NodeForm
 
 RULES: dict[str, Rule] = {
     **POINTWISE_RULES, **FUNCTION_RULES, **ACTIVATION_RULES, **INDEX_RULES, **MEMORY_RULES, **SHIFT_RULES,
@@ -42,3 +45,10 @@ RULES: dict[str, Rule] = {
     **SEARCH_RULES,
     **SCAN_RULES,
 }  # fmt: skip
+
+_ON_GPUS = {**RULES, **CUDA_RULES}
+
+
+def rules_of(form: NodeForm) -> dict[str, Rule]:
+    """The table for a node's device."""
+    return RULES if form.spec(form.outputs[0]).device == "cpu" else _ON_GPUS

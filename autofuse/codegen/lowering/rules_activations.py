@@ -79,7 +79,7 @@ def _hardswish(b: Builder, to: str, x: Val) -> Val:
     return b.div(b.mul(x, clamp(b, to, b.add(x, 3), 0, 6)), 6)
 
 
-def _log_sigmoid(b: Builder, to: str, x: Val) -> tuple[Val, Val]:
+def log_sigmoid(b: Builder, to: str, x: Val) -> tuple[Val, Val]:
     buffer = b.apply("exp", b.apply("neg", b.apply("abs", x)))
     return b.sub(b.apply("minimum", x, b.const(0, to)), b.apply("log1p", buffer)), buffer
 
@@ -128,11 +128,17 @@ def _sigmoid_backward(b: Builder, to: str, grad: Val, y: Val) -> Val:
 def _elu_backward(
     b: Builder, to: str, grad: Val, alpha: Number, scale: Number, input_scale: Number, is_result: bool, x: Val
 ) -> Val:
-    if is_result:
-        low = b.mul(b.mul(grad, input_scale), b.add(x, alpha * scale))
-    else:
-        low = b.mul(b.mul(grad, input_scale * alpha * scale), b.apply("exp", scaled(b, to, x, input_scale)))
+    low = elu_backward_low(b, to, grad, alpha, scale, input_scale, is_result, x)
     return b.where(b.compare("gt", x, 0), scaled(b, to, grad, scale), low)
+
+
+def elu_backward_low(
+    b: Builder, to: str, grad: Val, alpha: Number, scale: Number, input_scale: Number, is_result: bool, x: Val
+) -> Val:
+    """The gradient where x is negative."""
+    if is_result:
+        return b.mul(b.mul(grad, input_scale), b.add(x, alpha * scale))
+    return b.mul(b.mul(grad, input_scale * alpha * scale), b.apply("exp", scaled(b, to, x, input_scale)))
 
 
 def _softplus_backward(b: Builder, to: str, grad: Val, x: Val, beta: Number, threshold: Number) -> Val:
@@ -153,15 +159,15 @@ def _hardswish_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
     return b.select(b.compare("le", x, -3), 0, b.where(b.compare("ge", x, 3), grad, middle), to)
 
 
-_FLOAT_SIXTH = 0.1666666716337204  # aten's kernel has 1/6 in float32, for float64 too
+FLOAT_SIXTH = 0.1666666716337204  # aten's kernel has 1/6 in float32, for float64 too
 
 
 def _hardsigmoid_backward(b: Builder, to: str, grad: Val, x: Val) -> Val:
     inside = b.apply("and", b.compare("gt", x, -3), b.compare("lt", x, 3))
-    return b.select(inside, b.mul(grad, _FLOAT_SIXTH), 0, to)
+    return b.select(inside, b.mul(grad, FLOAT_SIXTH), 0, to)
 
 
-def _log_sigmoid_backward(b: Builder, to: str, grad: Val, x: Val, buffer: Val) -> Val:
+def log_sigmoid_backward(b: Builder, to: str, grad: Val, x: Val, buffer: Val) -> Val:
     negative = b.compare("lt", x, 0)
     share = b.div(buffer, b.add(buffer, 1))
     inner = b.where(negative, b.sub(b.const(1, to), share), share)
@@ -205,7 +211,7 @@ _FUNCTIONS: dict[str, Scalar] = {
     "gelu.default": _gelu,
     "hardswish.default": _hardswish,
     "hardsigmoid.default": _hardsigmoid,
-    "log_sigmoid_forward.default": _log_sigmoid,
+    "log_sigmoid_forward.default": log_sigmoid,
     "threshold_backward.default": _threshold_backward,
     "hardtanh_backward.default": _hardtanh_backward,
     "leaky_relu_backward.default": _leaky_relu_backward,
@@ -218,7 +224,7 @@ _FUNCTIONS: dict[str, Scalar] = {
     "mish_backward.default": _mish_backward,
     "hardswish_backward.default": _hardswish_backward,
     "hardsigmoid_backward.default": _hardsigmoid_backward,
-    "log_sigmoid_backward.default": _log_sigmoid_backward,
+    "log_sigmoid_backward.default": log_sigmoid_backward,
     "threshold.default": _threshold,
     "celu.default": _celu,
     "_prelu_kernel.default": _prelu,

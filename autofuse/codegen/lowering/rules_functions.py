@@ -36,29 +36,37 @@ def _remainder(op: str) -> Scalar:
     return rule
 
 
-def _divided(b: Builder, to: str, x: Operand, y: Operand, rounding_mode: str | None = None) -> Val:
-    """A quotient, rounded towards zero or minus infinity."""
+def divided(
+    b: Builder, to: str, x: Operand, y: Operand, rounding_mode: str | None = None, inverse: Val | None = None
+) -> Val:
+    """A quotient, rounded towards zero or minus infinity; ``inverse``: 1 / y, by which to multiply instead."""
     if rounding_mode is None:
-        return b.div(b.cast(x, to), y)
+        return _over(b, b.cast(x, to), y, inverse)
     if not is_float(to):
         raise LoweringError("division", f"expected floats for a {rounding_mode} quotient, found {to}")
     left, right = b.cast(x, to), b.cast(y, to)
-    return b.apply("trunc", b.div(left, right)) if rounding_mode == "trunc" else _floored(b, to, left, right)
+    if rounding_mode == "trunc":
+        return b.apply("trunc", _over(b, left, right, inverse))
+    return _floored(b, to, left, right, inverse)
 
 
 def _floor_divide(b: Builder, to: str, x: Operand, y: Operand) -> Val:
-    return _divided(b, to, x, y, "floor")
+    return divided(b, to, x, y, "floor")
 
 
-def _floored(b: Builder, to: str, x: Val, y: Val) -> Val:
+def _over(b: Builder, x: Val, y: Operand, inverse: Val | None) -> Val:
+    return b.div(x, y) if inverse is None else b.mul(x, inverse)
+
+
+def _floored(b: Builder, to: str, x: Val, y: Val, inverse: Val | None) -> Val:
     """c10's generic_math.h: div_floor_floating. From the remainder, since the rounded quotient may be one too large."""
     rest, zero = b.apply("fmod", x, y), b.const(0, to)
-    exact = b.div(b.sub(x, rest), y)
+    exact = _over(b, b.sub(x, rest), y, inverse)
     differs = b.apply("xor", b.compare("lt", y, 0), b.compare("lt", rest, 0))
     below = b.where(b.apply("and", b.compare("ne", rest, 0), differs), b.sub(exact, 1), exact)
     floor = b.apply("floor", below)
     floor = b.where(b.compare("gt", b.sub(below, floor), 0.5), b.add(floor, 1), floor)
-    plain = b.div(x, y)
+    plain = _over(b, x, y, inverse)
     found = b.where(b.compare("ne", below, 0), floor, b.apply("copysign", zero, plain))
     return b.where(b.compare("eq", y, 0), plain, found)
 
@@ -139,7 +147,7 @@ def _nan_to_num(
     return b.select(b.apply("isnan", x), kw.get("nan", nan) or 0, finite, to)
 
 
-def _angle(b: Builder, to: str, x: Val) -> Val:
+def angle(b: Builder, to: str, x: Val) -> Val:
     """Of a real number: 0 or pi; NaN stays NaN."""
     value = b.cast(x, to)
     turned = b.select(b.compare("lt", value, 0), math.pi, 0, to)
@@ -236,8 +244,8 @@ _FUNCTIONS: dict[str, Scalar] = {
     "remainder.Scalar": _remainder("remainder"),
     "remainder.Tensor": _remainder("remainder"),
     "remainder.Scalar_Tensor": _remainder("remainder"),
-    "div.Tensor_mode": _divided,
-    "div.Scalar_mode": _divided,
+    "div.Tensor_mode": divided,
+    "div.Scalar_mode": divided,
     "floor_divide.default": _floor_divide,
     "floor_divide.Scalar": _floor_divide,
     "frac.default": _frac,
@@ -249,7 +257,7 @@ _FUNCTIONS: dict[str, Scalar] = {
     "signbit.default": _signbit,
     "heaviside.default": _heaviside,
     "nan_to_num.default": _nan_to_num,
-    "angle.default": _angle,
+    "angle.default": angle,
     "logaddexp.default": _logaddexp("exp", 1),
     "logaddexp2.default": _logaddexp("exp2", 1 / math.log(2)),
     "deg2rad.default": _scaled_by(math.pi / 180),

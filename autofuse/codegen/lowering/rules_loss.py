@@ -8,7 +8,7 @@ then repeats the call in eager (`runtime/loss_guard.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autofuse.codegen.lowering.builder import Builder, Val
@@ -185,18 +185,27 @@ def _huber_backward(cx: Context, op: Operation, output: int, index: Index) -> Va
     return b.mul(slope, clipped)
 
 
-def _smooth_backward(cx: Context, op: Operation, output: int, index: Index) -> Val:
+def _smooth_slope(b: Builder, off: Val, to: str, beta: float) -> Val:
     """ATen's PointwiseOpsKernel.cpp: smooth_l1_backward_cpu_kernel."""
-    grad, x, target, reduction, beta = op.args[:5]
-    b, to = cx.builder, op.outputs[0].dtype
-    off = b.sub(b.cast(cx.operand(x, index), to), b.cast(cx.operand(target, index), to))
-    slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
     beyond = b.where(b.compare("gt", off, 0), b.const(1, to), b.const(-1, to))
-    inner = b.div(off, b.const(float(beta), to)) if beta else off  # with beta 0, only NaN comes here
-    each = b.where(b.compare("ge", b.apply("abs", off), float(beta)), beyond, inner)
-    if reduction == _MEAN:
-        each = b.mul(b.div(b.const(1, to), b.size(cx.shape(x).numel, to)), each)
-    return b.mul(each, slope)
+    inner = b.div(off, b.const(beta, to)) if beta else off  # with beta 0, only NaN comes here
+    return b.where(b.compare("ge", b.apply("abs", off), beta), beyond, inner)
+
+
+def smooth_l1_backward(slope_of: Callable[[Builder, Val, str, float], Val]) -> Rule:
+    """The rule of the gradient; ``slope_of`` gives the slope of the loss at a difference."""
+
+    def evaluate(cx: Context, op: Operation, output: int, index: Index) -> Val:
+        grad, x, target, reduction, beta = op.args[:5]
+        b, to = cx.builder, op.outputs[0].dtype
+        off = b.sub(b.cast(cx.operand(x, index), to), b.cast(cx.operand(target, index), to))
+        slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
+        each = slope_of(b, off, to, float(beta))
+        if reduction == _MEAN:
+            each = b.mul(b.div(b.const(1, to), b.size(cx.shape(x).numel, to)), each)
+        return b.mul(each, slope)
+
+    return Custom(_infer_elements_backward, evaluate)
 
 
 # ---- binary cross-entropy of logits -------------------------------------------------------------------
@@ -325,7 +334,7 @@ LOSS_RULES: dict[str, Rule] = {
     "aten.mse_loss.default": Custom(_infer_elements, _elements),
     "aten.huber_loss.default": Custom(_infer_elements, _elements),
     "aten.smooth_l1_loss.default": Custom(_infer_elements, _elements),
-    "aten.smooth_l1_loss_backward.default": Custom(_infer_elements_backward, _smooth_backward),
+    "aten.smooth_l1_loss_backward.default": smooth_l1_backward(_smooth_slope),
     "aten.binary_cross_entropy_with_logits.default": Custom(_infer_logits, _logits),
     "aten.binary_cross_entropy.default": Custom(_infer_probabilities, _probabilities),
     "aten.binary_cross_entropy_backward.default": Custom(_infer_elements_backward, _probabilities_backward),
