@@ -20,6 +20,7 @@ to benchmarks/results/gpu.json after each row. Without a GPU: exit code 2.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -64,8 +65,10 @@ def check(run: Benchmark) -> None:
     target = None if run.rig.device.type == "cpu" else target_of(gpu_device(run.rig.device.index).isa)
     wanted = gpu_checks.checks(QUICK_CHECKS if run.is_quick else ())
     rows = run.rows("check")
-    for built in gpu_checks.build_all(wanted, target, run.clock.left):
-        rows.append(gpu_checks.verify(built, run.rig.device))
+    known = gpu_checks.right_rows(json.loads(run.checked.read_text())) if run.checked else {}
+    for built in gpu_checks.build_all(wanted, target, run.clock.left, known):
+        key = built.check.case, built.check.dtype
+        rows.append(known[key] if built.is_known else gpu_checks.verify(built, run.rig.device))
         if len(rows) % 20 == 0:
             run.save()
     took = gpu_checks.seconds_by_phase(rows)
@@ -228,6 +231,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes, few cases; proves nothing about speed")
     parser.add_argument("--modes", default="", help=f"of {', '.join(MODES)}")
+    text = "results of an earlier run on this model of GPU, whose kernels are not checked again where they are the same"
+    parser.add_argument("--checked", type=Path, help=text)
     parser.add_argument("--keep", action="store_true", help="keep the store, for autofuse explain")
     parser.add_argument("--out", type=Path, help="result file; for --device cpu a temporary one unless given")
     return parser.parse_args()
@@ -308,6 +313,7 @@ def main() -> int:
         clock=Clock(options.minutes),
         out=options.out or (RESULTS if options.device == "cuda" else folder) / "gpu.json",
         settings=settings,
+        checked=options.checked,
         session=start_session(settings, "benchmarks/gpu.py"),
     )
     guard = stop_at_the_end(run)

@@ -8,13 +8,15 @@ checked here as they arrive.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
-from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions
+from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
 from autofuse.errors import CompilerError, LoweringError, ShapeError
 from autofuse.ir.operation import NodeForm
 from autofuse.tuner.cases import CheckCase
@@ -54,6 +56,8 @@ class Built:
     problem: str = ""  # why there is none
     is_refused: bool = False  # the node is not for this code generator
     form: str = ""  # the node, as JSON
+    digest: str = ""  # of the kernel's source, whatever its name
+    is_known: bool = False  # an earlier run has found this very source right, so nothing was compiled
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase
 
 
@@ -68,17 +72,20 @@ def sizes_of(name: str, form: NodeForm) -> Sequence[tuple[int, ...]]:
     return CASES[name].sizes or SIZES_BY_SYMBOLS[len(form.symbols)]
 
 
-def build(check: Check, target: str | None) -> Built:
-    """A kernel for all sizes of a case. In a process of its own; ``target`` None: by the C compiler."""
+def build(check: Check, target: str | None, known: str = "") -> Built:
+    """A kernel for all sizes of a case. In a process of its own; ``target`` None: by the C compiler.
+
+    ``known``: the digest of a source that was right; such a source is not compiled again.
+    """
     began = time.perf_counter()
     form = CASES[check.case].form(getattr(torch, check.dtype), "cpu" if target is None else "cuda")
     traced = time.perf_counter()
-    made = _compiled(check, form, target)
+    made = _compiled(check, form, target, known)
     seconds = {"trace": traced - began, "compile": time.perf_counter() - traced}
     return replace(made, form=json.dumps(form.to_json()), seconds=seconds)
 
 
-def _compiled(check: Check, form: NodeForm, target: str | None) -> Built:
+def _compiled(check: Check, form: NodeForm, target: str | None, known: str) -> Built:
     try:
         if target is None:
             kernel = FusionKernelGenerator().generate_generic_kernel(form)
@@ -89,12 +96,19 @@ def _compiled(check: Check, form: NodeForm, target: str | None) -> Built:
         sizes = [dict(zip(form.symbols, values, strict=True)) for values in sizes_of(check.case, form)]
         high = {symbol: max(values[symbol] for values in sizes) for symbol in form.symbols}
         source = print_triton(loops, default_config(triton_knobs(loops, high, high)))
+        if (digest := _digest(source)) == known:
+            return Built(check, b"", source.name, digest=digest, is_known=True)
         artifact = compile_source(source, target, (Assumptions(True, ()), NOTHING_ASSUMED))
-        return Built(check, artifact.pack(), source.name)
+        return Built(check, artifact.pack(), source.name, digest=digest)
     except LoweringError as error:
         return Built(check, b"", "", f"{error.code}: {error}", True)
     except (CompilerError, ShapeError) as error:
         return Built(check, b"", "", str(error))
+
+
+def _digest(source: TritonSource) -> str:
+    text = json.dumps(source.to_json(), sort_keys=True).replace(source.name, "kernel")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _hide_gpus() -> None:
@@ -102,8 +116,20 @@ def _hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def build_all(wanted: Sequence[Check], target: str | None, left: Callable[[], float]) -> Iterator[Built]:
-    """Kernels in the order in which they are ready, until time is up."""
+Rows = Mapping[tuple[str, str], dict[str, Any]]  # by case and dtype
+
+
+def right_rows(document: Mapping[str, Any]) -> Rows:
+    """The rows of an earlier run's results that were right, each with the commit that made it."""
+    rows = document["sections"]["check"]["rows"]
+    right = [row for row in rows if row["outcome"] == "right" and row.get("digest")]
+    return {(row["case"], row["dtype"]): {"commit": document["commit"]} | row for row in right}
+
+
+def build_all(
+    wanted: Sequence[Check], target: str | None, left: Callable[[], float], known: Rows = MappingProxyType({})
+) -> Iterator[Built]:
+    """Kernels in the order in which they are ready, until time is up; ``known``: rows of an earlier run."""
     processes = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(wanted)))
     waiting = list(reversed(wanted))
     running: dict[Future[Built], Check] = {}
@@ -111,7 +137,8 @@ def build_all(wanted: Sequence[Check], target: str | None, left: Callable[[], fl
     try:
         while (waiting or running) and left() > 0:
             while waiting and len(running) < IN_FLIGHT * processes:
-                running[pool.submit(build, waiting[-1], target)] = waiting[-1]
+                digest = known.get((waiting[-1].case, waiting[-1].dtype), {}).get("digest", "")
+                running[pool.submit(build, waiting[-1], target, digest)] = waiting[-1]
                 waiting.pop()
             for future in wait(running, timeout=max(0.0, left()), return_when=FIRST_COMPLETED).done:
                 yield _result(future, running.pop(future))
@@ -144,6 +171,7 @@ def verify(built: Built, device: torch.device) -> dict[str, Any]:
     outcome = _outcome(built, device)
     seconds = built.seconds | {"verify": time.perf_counter() - began}
     row = {"case": built.check.case, "dtype": built.check.dtype} | outcome
+    row |= {"digest": built.digest} if built.digest else {}
     return row | {"seconds": {phase: round(value, 3) for phase, value in seconds.items()}}
 
 

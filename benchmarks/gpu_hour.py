@@ -102,6 +102,7 @@ class Hour:
     device: str
     is_quick: bool
     ends: float  # on the monotonic clock
+    checked: Path | None = None  # the check's results of an earlier run
 
     def left(self) -> float:
         return self.ends - time.monotonic()
@@ -228,6 +229,7 @@ def execute(hour: Hour, part: Part) -> Outcome:
         minutes = min(part.seconds, hour.left()) / 60
         arguments += ["--minutes", f"{minutes - 0.1:.2f}", "--device", hour.device, "--out", str(made)]
         arguments += ["--quick"] * hour.is_quick
+        arguments += ["--checked", str(hour.checked)] if hour.checked and part.name == "check" else []
     ended = run(hour, part.name, arguments, part.seconds + 15.0)
     differs = _end_of(ended, part.name)
     found = json.loads(made.read_text()) if is_benchmark and made.exists() else {}
@@ -295,6 +297,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=55.0, help="the run ends by itself within this time")
     parser.add_argument("--out", type=Path, help="folder for results; default: gpu-hour in the temporary folder")
     parser.add_argument("--again", action="store_true", help="also parts that have been done")
+    parser.add_argument("--checked", type=Path, help="results of gpu.py: kernels that were right are not checked again")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="few steps and small sizes; proves nothing about speed")
     return parser.parse_args()
@@ -334,7 +337,8 @@ def page(outcomes: Sequence[Outcome], open_parts: Sequence[str]) -> str:
 def main() -> int:
     options = parse()
     folder = options.out or Path(tempfile.gettempdir()) / "gpu-hour"
-    hour = Hour(folder.resolve(), options.device, options.quick, time.monotonic() + 60 * options.minutes)
+    ends = time.monotonic() + 60 * options.minutes
+    hour = Hour(folder.resolve(), options.device, options.quick, ends, options.checked)
     (hour.folder / "logs").mkdir(parents=True, exist_ok=True)
     kept = hour.folder / "hour.json"
     before = {} if options.again or not kept.exists() else json.loads(kept.read_text())["parts"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, summary
+from common import commit, machine, summary
 from gpu_cases import Size, SpeedCase, input_sets, training
 from gpu_rig import Call, DeviceRunner, race
 
@@ -76,6 +76,7 @@ class Benchmark:
     out: Path
     settings: Settings
     session: Session
+    checked: Path | None = None  # results of an earlier run
     copy_bytes_per_second: float = 0.0
     sections: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -94,6 +95,7 @@ class Benchmark:
         document = {
             "benchmark": "gpu",
             "command": " ".join(["python", *sys.argv]),
+            "commit": commit(),
             "machine": machine() | self.rig.describe(),
             "seconds": round(time.monotonic() - self.clock.began, 1),
             "copy_bytes_per_second": self.copy_bytes_per_second,
