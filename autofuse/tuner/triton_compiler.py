@@ -162,8 +162,7 @@ class _Folders:
         self.remove()
         parent = _parent(self._in_memory)
         _remove_abandoned(parent)
-        path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # mode 0700
-        self._folder = path, _lock(path)
+        self._folder = path, _ = _make_locked(parent)
         return {**clean_environment(variables), "TMPDIR": path}
 
     def remove(self) -> None:
@@ -171,6 +170,20 @@ class _Folders:
             path, descriptor = self._folder
             self._folder = None
             shutil.rmtree(path, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _make_locked(parent: Path) -> tuple[str, int]:
+    """A new folder of mode 0700, and the descriptor that holds its lock.
+
+    Until it is locked it looks abandoned: whoever else cleans up just then takes it, and another one is made.
+    """
+    while True:
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            descriptor = _lock(path)
+            if os.path.exists(path):
+                return path, descriptor
             os.close(descriptor)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, TritonSource
@@ -59,6 +61,17 @@ def test_threads_compile_side_by_side_and_get_their_own(pool, made, monkeypatch)
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda source: _compile(pool, source), sources)) == [s.name for s in sources]
     assert [compiler.generation for compiler in made] == [1, 1]
+
+
+def test_processes_outlive_the_threads_that_asked_for_them(pool, made, monkeypatch):
+    """The parent of a process is a thread, and with `PR_SET_PDEATHSIG` a process ends with its parent."""
+    monkeypatch.setattr(Slow, "together", threading.Barrier(2))
+    for sources in ([row_softmax(), elementwise()], [two_passes(), elementwise(3.0)], [row_softmax(7), row_softmax(9)]):
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(lambda source: _compile(pool, source), sources)) == [s.name for s in sources]
+        time.sleep(0.2)
+    assert [compiler.generation for compiler in made] == [1, 1]
+    assert all(compiler.pid is not None and psutil.pid_exists(compiler.pid) for compiler in made)
 
 
 def test_a_process_that_failed_is_used_again(pool, made, monkeypatch):

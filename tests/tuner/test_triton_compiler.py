@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from autofuse.codegen.triton.key import clean_environment
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
 from autofuse.db.store import Store
 from autofuse.errors import CompilerError, StoreError
+from autofuse.tuner import triton_compiler
 from autofuse.tuner.ipc import Interrupted
 from autofuse.tuner.triton_compiler import TritonCompiler
 from autofuse.tuner.worker_process import CandidateProblem
@@ -267,3 +269,38 @@ def test_what_the_compiler_made_is_told(compiler: TritonCompiler, level: int, mo
         assert all(f"  {i.function} (aligned: {i.assumptions.is_aligned}, " in made for i in artifact.images)
         assert all(f"{i.resources.registers} registers" in made for i in artifact.images)
         assert failed.startswith(f"Triton, {artifact.source.name} for cuda:90: compile_error: ")
+
+
+# ---- folders ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_cleaned_away_before_it_is_locked_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    real, taken = triton_compiler._lock, []
+
+    def lock(folder: str | Path) -> int:
+        if not taken:  # another process, which cleans up, is first
+            taken.append(folder)
+            os.rmdir(folder)
+        return real(folder)
+
+    monkeypatch.setattr(triton_compiler, "_lock", lock)
+    path, descriptor = triton_compiler._make_locked(tmp_path)
+    assert taken and taken[0] != path and os.listdir(tmp_path) == [os.path.basename(path)]
+    os.close(descriptor)
+
+
+def test_many_compilers_begin_at_once(tmp_path: Path) -> None:
+    """Each cleans up what looks abandoned before it makes a folder of its own."""
+    folders = [triton_compiler._Folders(tmp_path) for _ in range(8)]
+
+    def begin(folder: Any) -> list[str]:
+        return [folder.environment({})["TMPDIR"] for _ in range(40)]
+
+    with ThreadPoolExecutor(8) as threads:
+        made = [path for paths in threads.map(begin, folders) for path in paths]
+    assert len(set(made)) == len(made) == 320
+    held = [folder._folder[0] for folder in folders if folder._folder is not None]
+    assert len(held) == 8 and all(os.path.isdir(path) for path in held)
+    for folder in folders:
+        folder.remove()
+    assert [p for p in made if os.path.exists(p)] == []

@@ -31,6 +31,7 @@ from autofuse.settings.layers import load
 from autofuse.tuner import gpu_rig
 from autofuse.tuner.backends import InterpreterBackend, TritonBackend, isa_of
 from autofuse.tuner.benchmark_provider import Bench, BenchmarkProvider, Built, NodeBenchmarks
+from autofuse.tuner.compiler_pool import CompilerPool
 from autofuse.tuner.gpu_sampler import DeviceCalls, GpuSampler
 from autofuse.tuner.outcome import JobLimits, Outcome
 from autofuse.tuner.timing import RaceResult, RaceRules, race
@@ -165,6 +166,35 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
         assert assumed == (Assumptions(True) if aligned else NOTHING_ASSUMED)
         images = [image for image in artifact.images if image.assumptions == assumed]
         assert len(images) == len(artifact.source.passes) and all(i.image[:4] == b"\x7fELF" for i in images)
+
+
+def test_a_job_whose_waves_are_compiled_side_by_side(tmp_path: Any) -> None:
+    """As while a script waits on a machine with many cores."""
+    with Store.open(tmp_path / "store.sqlite3") as store:
+        made: list[TritonCompiler] = []
+
+        def make() -> TritonCompiler:
+            made.append(TritonCompiler(store.kernels.get_triton_files, store.kernels.put_triton_files))
+            return made[-1]
+
+        pool = CompilerPool(make, 2)
+        worker = WorkerProcess(memory_bytes=2 << 30, timeout_seconds=120.0, main=Main("tests.tuner.artifact_worker"))
+        backend = TritonBackend(H200, pool.compile)
+        provider = BenchmarkProvider(backend, worker, compilers=lambda: pool.count, stored=store.kernels.get)
+        try:
+            form = CASES["add_bias_gelu"].form()
+            # So many calls that further waves pay.
+            asked = replace(asked_for(form, (5, 6), H200), calls=10**10)
+            bench = Timed(provider.bench(asked.key.fusion_id, form, 0, asked.bucket), (9e-6, 3e-6), (5e-6, 2e-6))
+            limits = replace(LIMITS, trials=6, job_seconds=300.0)
+            outcome = Job(asked, bench, limits, ()).run()  # type: ignore[arg-type]
+        finally:
+            worker.kill()
+            pool.close()
+    assert first(outcome).reason == "won", (first(outcome).reason, first(outcome).detail)
+    tried = [m for m in outcome.measurements if m.candidate.variant != "eager"]
+    assert len(tried) >= 6 and {m.status for m in tried} <= {"ok", "pruned"}
+    assert [compiler.generation for compiler in made] == [1, 1], "expected both processes to live through all waves"
 
 
 # ---- what decides -----------------------------------------------------------------------------------------
