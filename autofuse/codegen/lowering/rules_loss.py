@@ -301,7 +301,8 @@ def _probabilities_backward(cx: Context, op: Operation, output: int, index: Inde
     b, to = cx.builder, op.outputs[0].dtype
     x, target = b.cast(cx.operand(x_ref, index), to), b.cast(cx.operand(target_ref, index), to)
     slope = b.cast(cx.operand(grad, index if len(cx.shape(grad)) else ()), to)
-    spread = b.apply("maximum", b.mul(b.sub(b.const(1, to), x), x), b.const(1e-12, to))
+    least = b.round_to(b.const(1e-12, to), to)  # 0 in float16, where aten divides by 0 then
+    spread = b.apply("maximum", b.mul(b.sub(b.const(1, to), x), x), least)
     each = b.div(b.mul(slope, b.sub(x, target)), spread)
     if weight is not None:
         each = b.mul(each, b.cast(cx.operand(weight, broadcast_index(index, cx.shape(weight))), to))

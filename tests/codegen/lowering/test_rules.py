@@ -19,6 +19,7 @@ from tests.cases import CASES
 from tests.codegen.compare import problems
 from tests.codegen.conftest import Verify
 from tests.codegen.nodes import NodeBuilder
+from tests.tracing import trace
 
 
 def test_every_fusible_operator_has_a_rule() -> None:
@@ -104,6 +105,16 @@ def test_rms_norm_backward(generator: Any) -> None:
         return torch.autograd.grad(y, (a, b), g.to(dtype))
 
     assert not problems(found, gradients(torch.float32), gradients(torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_certain_probabilities_divide_by_what_eager_divides_by(dtype: torch.dtype, generator: Any) -> None:
+    """The least divisor of binary cross-entropy's gradient, 1e-12, is 0 in float16."""
+    x, y = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=dtype), torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=dtype)
+    gradient = torch.ops.aten.binary_cross_entropy_backward.default
+    form = trace(lambda g, x, y: gradient(g, x, y, None, 0), [torch.ones_like(x), x, y])
+    (found,) = generator.generate_generic_kernel(form)(torch.ones_like(x), x, y)
+    torch.testing.assert_close(found, gradient(torch.ones_like(x), x, y, None, 0), equal_nan=True)
 
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
