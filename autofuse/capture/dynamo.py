@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import linecache
 import logging
 import sys
 import threading
@@ -121,14 +122,14 @@ def compile_root(
     # Dynamo's first trace wraps Module.__init__; do so before classes are recorded or compared.
     install_generation_tagging_init()
     namespace: dict[str, Any] = {}
-    text = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
-    exec(compile(text, f"{ROOT_FILE} {name}>", "exec"), namespace)
+    exec(compile(_CALL_ROOT, f"{ROOT_FILE} {name}>", "exec"), namespace)
     call_root = namespace["call_root"]
     traces = _traces(key, call_root, keeper, plans) if keeper is not None and plans is not None else None
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        with untouched():  # it imports functorch and networkx: 0.1 s that a run on kept traces never pays
+        # It imports functorch and networkx: 0.1 s that a run on kept traces never pays.
+        with untouched(), _as_from_a_file(call_root):
             made: Callable[..., Any] = torch.compile(call_root, backend=backend)
             return made
 
@@ -140,7 +141,27 @@ def compile_root(
         with torch._dynamo.config.patch(trace_numpy=False):  # results of numpy arrays stay numpy arrays
             return compiled()(*args, **kwargs)
 
-    return CapturedRoot(trace, torch._dynamo.run(call_root), DirectCalls(call_root, find_parted), traces)
+    with _as_from_a_file(call_root):
+        settled = torch._dynamo.run(call_root)
+    return CapturedRoot(trace, settled, DirectCalls(call_root, find_parted), traces)
+
+
+_CALL_ROOT = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
+
+
+@contextlib.contextmanager
+def _as_from_a_file(function: Any) -> Iterator[None]:
+    """Meanwhile `inspect` finds the source of a root's function.
+
+    Torch 2.11 calls a function without a source through one of its own, whose code all of them would share: its limit
+    of recompilations, too (https://github.com/pytorch/pytorch/issues/124269).
+    """
+    name = function.__code__.co_filename
+    linecache.cache[name] = (len(_CALL_ROOT), None, _CALL_ROOT.splitlines(keepends=True), name)
+    try:
+        yield
+    finally:
+        linecache.cache.pop(name, None)
 
 
 def _has_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

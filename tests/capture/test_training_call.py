@@ -54,7 +54,8 @@ def test_nothing_of_aotautograd_runs_but_its_function():
     outcome(call)
     ran = names_run(lambda: outcome(call))
     its = {name for name, file in ran if "runtime_wrappers" in file or "subclass_codegen" in file}
-    assert its == {"forward", "backward"}
+    # Torch 2.11 has the two passes in its function, which ours replace, and two wrappers of the graph itself.
+    assert its == ({"forward", "backward"} if torch.__version__ >= (2, 12) else {"wrapper", "inner_fn"})
     for found, wanted in zip(outcome(call), outcome(function), strict=True):
         assert torch.equal(found, wanted)
 
