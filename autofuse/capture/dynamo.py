@@ -27,9 +27,10 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofuse.capture.conv_guards import without_batch_guards
+from autofuse.capture.cuda_guard import keep_cuda_guard
 from autofuse.capture.graph_break_call import find_parted
 from autofuse.capture.guarded_call import DirectCalls
-from autofuse.capture.traced import ROOT_FILE, Keeper
+from autofuse.capture.traced import ROOT_FILE, Keeper, TracedElsewhere
 from autofuse.preserve_rng import untouched
 from autofuse.startup import gc_pause
 
@@ -121,6 +122,7 @@ def compile_root(
     """
     # Dynamo's first trace wraps Module.__init__; do so before classes are recorded or compared.
     install_generation_tagging_init()
+    keep_cuda_guard()
     namespace: dict[str, Any] = {}
     exec(compile(_CALL_ROOT, f"{ROOT_FILE} {name}>", "exec"), namespace)
     call_root = namespace["call_root"]
@@ -137,13 +139,41 @@ def compile_root(
         if not _has_arrays(
             args, kwargs
         ):  # numpy functions of plain numbers, such as `np.sqrt(width)`, may become torch's
-            return compiled()(*args, **kwargs)
+            return _unless_traced_elsewhere(compiled(), args, kwargs)
         with torch._dynamo.config.patch(trace_numpy=False):  # results of numpy arrays stay numpy arrays
-            return compiled()(*args, **kwargs)
+            return _unless_traced_elsewhere(compiled(), args, kwargs)
 
     with _as_from_a_file(call_root):
-        settled = torch._dynamo.run(call_root)
+        run = torch._dynamo.run(call_root)
+
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return _unless_traced_elsewhere(run, args, kwargs)
+        except TracedElsewhere:
+            return call_root(*args, **kwargs)
+
     return CapturedRoot(trace, settled, DirectCalls(call_root, find_parted), traces)
+
+
+def _unless_traced_elsewhere(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of Dynamo's. Raises TracedElsewhere where it has refused to begin.
+
+    torch.fx marks its traces for the whole process, AOTAutograd's among them, and Dynamo's functions refuse to run
+    then: they cannot tell a trace of this thread, in which no call of ours gets here, from one of another thread.
+    """
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        trace = error.__traceback__
+        own = trace.tb_next if trace is not None else None
+        has_begun = own is None or own.tb_next is not None or own.tb_frame.f_code is not function.__code__
+        if has_begun or _REFUSAL not in str(error):
+            raise
+        del trace, own
+        raise TracedElsewhere(str(error)) from None
+
+
+_REFUSAL = "you are using FX to symbolically trace"
 
 
 _CALL_ROOT = "def call_root(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"

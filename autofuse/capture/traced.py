@@ -29,6 +29,10 @@ ROOT_FILE = "<autofuse root"  # so begins the name of the file that a captured r
 _active = threading.local()
 
 
+class TracedElsewhere(RuntimeError):
+    """Torch runs none of Dynamo's functions while any thread traces with torch.fx; nothing of this call has run."""
+
+
 class Keeper(NamedTuple):
     """The folder in which traces are kept across runs, and the function that is told of refusals."""
 

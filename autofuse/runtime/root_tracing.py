@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from autofuse.capture.traced import ROOT_FILE
+from autofuse.capture.traced import ROOT_FILE, TracedElsewhere
 from autofuse.observer.capture_policy import may_trace_again
 from autofuse.observer.root_tracker import RootTracker, Target, has_plain_call
 from autofuse.observer.signatures import tensors_by_path
@@ -61,7 +61,10 @@ class TracedCalls:
         ):  # the shape was traced often enough: its graph breaks, or every call needs a new trace
             return captured.settled(module, *args, **kwargs)
         self._traces.note_classes(module)  # as they are before the trace: another thread may change them meanwhile
-        result = self.trace(captured, module, args, kwargs, shape)
+        try:
+            result = self.trace(captured, module, args, kwargs, shape)
+        except TracedElsewhere:  # the next call may be traced
+            return self._tracker.call_original(module, args, kwargs)
         if self._life.state == "captured":
             self._traces.learn(captured.direct, shape, module, args, kwargs)
         return result
@@ -121,6 +124,9 @@ class TracedCalls:
         try:
             with capturer.capture_settings(context.settings.capture.recompile_limit):
                 result = self._trace_or_read(capturer, captured, module, args, kwargs)
+        except TracedElsewhere:
+            self._account.note("tracing", self._clock() - began)
+            raise
         except Exception as error:
             from_kept = capturer.graphs_read() != read
             if not isinstance(error, capturer.CAPTURE_ERRORS) and not from_kept:

@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
+from autofuse.capture import dynamo
 from autofuse.capture.guarded_call import has_subclasses
 from autofuse.runtime.graph_trial import MAX_EXACT
 from autofuse.runtime.root_tracing import TracedCalls
@@ -404,3 +405,23 @@ def test_graphs_of_subclasses_keep_the_wrapper_that_takes_them_apart():
     assert not has_subclasses(graph, [plain])
     result.meta["example_value"] = Wrapped(plain)
     assert has_subclasses(graph, [plain])
+
+
+def test_a_call_while_another_thread_traces_is_eagers_and_the_next_one_is_traced(session, monkeypatch):
+    """torch.fx marks its traces for all threads; here from after our own look until Dynamo's function has refused."""
+    model, x, begun = Flexible(), torch.randn(4, 8), []
+    begin = dynamo._unless_traced_elsewhere
+
+    def begin_in_a_trace(function, args, kwargs):
+        begun.append(args)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", len(begun) < 8)
+            return begin(function, args, kwargs)
+
+    monkeypatch.setattr(dynamo, "_unless_traced_elsewhere", begin_in_a_trace)
+    for number in range(1, 12):
+        assert torch.equal(model(x), expected(model, x))
+        assert session.roots.root_of(model).state == "captured"
+        (shape,) = shapes_of(session, model)
+        assert bool(shape.direct) is (number >= 8)
+    assert len(begun) == 8
