@@ -389,12 +389,13 @@ class Doubles(nn.Module):
 
 
 def test_tensors_of_a_subclass_stay_wrapped(session):
+    is_traced = torch.__version__ >= (2, 12)  # AOTAutograd of torch 2.11 prints its metadata, fake tensors too: raises
     model, inner = Doubles(), torch.randn(4, 8)
     with torch.no_grad():
         for _ in range(4):
             found = model(Wrapped(inner))
             assert type(found) is Wrapped and torch.equal(found.inner, torch.relu(inner * 2.0))
-    assert session.roots.root_of(model).state == "captured"
+    assert session.roots.root_of(model).state == ("captured" if is_traced else "eager")
 
 
 def test_graphs_of_subclasses_keep_the_wrapper_that_takes_them_apart():

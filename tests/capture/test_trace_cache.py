@@ -13,9 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from autofuse.capture.graph_cache import IS_SUPPORTED
 from autofuse.private_files import PrivateFolder
 from tests.forked import Server
+
+pytestmark = pytest.mark.skipif(
+    not IS_SUPPORTED, reason=f"traces are kept with torch 2.13, and made anew with {torch.__version__}"
+)
 
 SCRIPT = """
 import json, sys
