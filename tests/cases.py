@@ -217,6 +217,10 @@ _POINTWISE: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...]
     ("causal_bias", lambda x: x + torch.where(torch.arange(x.shape[1]) <= torch.arange(x.shape[0]).unsqueeze(1), 0.0, float("-inf")), (_X,)),
     ("aranges", lambda x: (x + torch.arange(2, 9), x * torch.arange(0.0, 3.5, 0.5)), (_X,)),
     ("creation", lambda x: (x + torch.full([5, 7], 2.5), torch.zeros_like(x) + torch.ones_like(x) * 3, torch.full_like(x, 4), x * torch.ones([7]) + torch.zeros([7]), x + torch.scalar_tensor(2.0)), (_X,)),
+    ("broadcast_columns", lambda x, b: torch.where(torch.isnan(b) | (b < 0), x, x * (b.abs() + 1).log()), (_X, _ROW)),
+    ("broadcast_both_ways", lambda b, c: (b.abs() + 0.5) ** (c - 1), (_ROW, _COL)),
+    ("broadcast_in_steps", lambda x, m, v: x - torch.tanh(m * (v + 1)), (_t(3, 5, 7), _t(5, 1), _ROW)),
+    ("broadcast_permuted", lambda x, m: (x + (m.t() * 2).unsqueeze(0)).permute(2, 0, 1) * 0.5, (_t(3, 5, 7), _t(7, 5))),
     ("squeeze", lambda x, y: x.squeeze(1) + aten.squeeze.dims(y, [0, 2]), (_t(5, 1, 7), _t(1, 5, 1, 7))),
 )  # fmt: skip
 
@@ -261,6 +265,8 @@ _REDUCTIONS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...
     ("layer_norm_backward", lambda g, x, m, r, w, b: tuple(aten.native_layer_norm_backward.default(g, x, [x.shape[-1]], m, r, w, b, [True, True, True])), (_R3, _R3.clone(), _t(3, 5, 1), _t(3, 5, 1), _t(7), _t(7))),
     ("layer_norm_backward_add", lambda g, h, x, m, r, w, b: (aten.native_layer_norm_backward.default(g + h, x, [x.shape[-1]], m, r, w, b, [True, False, False])[0] + h,), (_R3, _R3.clone(), _R3.clone(), _t(3, 5, 1), _t(3, 5, 1), _t(7), _t(7))),
     ("rms_norm_parts", lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, (_R3, _t(7))),
+    ("gradients_of_a_broadcast", lambda g, a, b: ((g * (b - 1)).sum(-1, keepdim=True), (g * torch.where(b == 0, 0.0, a.log())).sum((0, 1))), (_R3, _t(5, 1), _t(7))),
+    ("broadcast_beside_rows", lambda x, b: torch.softmax(x * (b + 1), -1) + torch.sigmoid(b), (_R3, _t(7))),
     ("bias_gradient", lambda g, x: (aten.gelu_backward.default(g, x), aten.gelu_backward.default(g, x).sum((0, 1), keepdim=True).view(x.shape[-1])), (_R3, _R3.clone())),
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from autofuse.errors import ShapeError
 from autofuse.fusion.benefit import FusionBenefit, estimate_benefit
+from autofuse.fusion.broadcasts import broadcast_leaves, is_costly_again
 from autofuse.fusion.cluster import (
     Cluster,
     Growth,
@@ -202,6 +203,10 @@ class FusionCandidateAnalyzer:
             return "loops_differ", "the operations do not share one loop nest"
         if not apart and leader_leaves(graph, first, second):
             return "part_leaves", "a number that the loops read is also needed by itself"
+        if not apart and broadcast_leaves(graph, first, second):
+            return "part_leaves", "a value that is broadcast is also needed by itself, and has fewer loops"
+        if not apart and is_costly_again(graph, first, second):
+            return "broadcast_work", "a costly value that is broadcast would be calculated once for each copy"
         if part_leaves(graph, first, second):
             return "part_leaves", "a part of the result is also needed by itself, and has other loops"
         if reads_incomplete(first, second) and not is_one_row(graph, first, second):

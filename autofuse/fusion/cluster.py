@@ -193,14 +193,15 @@ def part_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
     operations = [*first.operations, *second.operations]
     inside = {op.name for op in operations}
     return any(
-        space.numel in parts
-        and joined is not None
-        and space.numel != joined.numel
-        and (
-            any(r.name not in inside for r in graph.readers[op.name])
-            or any(ValueRef(op.name, n) in graph.leaving for n in range(len(op.outputs)))
-        )
+        space.numel in parts and joined is not None and space.numel != joined.numel and leaves(graph, op, inside)
         for op, space in zip(operations, spaces, strict=True)
+    )
+
+
+def leaves(graph: FusionGraph, op: Operation, inside: Collection[str]) -> bool:
+    """Whether a value of an operation is needed by others than these."""
+    return any(reader.name not in inside for reader in graph.readers[op.name]) or any(
+        ValueRef(op.name, number) in graph.leaving for number in range(len(op.outputs))
     )
 
 
@@ -218,12 +219,7 @@ def leader_leaves(graph: FusionGraph, first: Cluster, second: Cluster) -> bool:
     if not leaders or all(spec.numel == 1 for op in operations for spec in op.outputs):
         return False
     inside = {op.name for op in operations}
-    return any(
-        any(reader.name not in inside for reader in graph.readers[op.name])
-        or any(ValueRef(op.name, number) in graph.leaving for number in range(len(op.outputs)))
-        for op in operations
-        if op.name in leaders
-    )
+    return any(leaves(graph, op, inside) for op in operations if op.name in leaders)
 
 
 def _puts_alike_together(graph: FusionGraph, op: Operation) -> bool:

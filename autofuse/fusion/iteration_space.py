@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
@@ -32,6 +32,7 @@ class IterationSpace:
     parts: tuple[Dim, ...] = ()  # elements of operands that are read at other places: a piece, or a whole that is cut
     along: tuple[Dim, ...] = ()  # those of the parts that run over some of the loops
     spread: tuple[Dim, ...] = ()  # elements of operands that stay the same along all of the last dims: one a row
+    again: tuple[Dim, ...] = ()  # elements of operands that stay the same along other dims: made anew at each step
 
 
 def iteration_space_of(op: Operation, spec: Callable[[ValueRef], TensorSpec]) -> IterationSpace | None:
@@ -85,28 +86,40 @@ def with_parts(
     operations: Mapping[str, Operation],
     spec: Callable[[ValueRef], TensorSpec],
 ) -> IterationSpace | None:
-    """The iteration space with what the operation reads of other operations through slices, or once for each row."""
+    """The iteration space with what the operation reads of other operations through slices, or broadcasts."""
     if space is not None and info(op.target).kind is OpKind.POINTWISE:
-        rows = dict.fromkeys(_spread_rows(op, ref, operations, spec) for ref in op.inputs)
-        space = replace(space, spread=tuple(size for size in rows if size is not None))
-    found: dict[Dim, None] = {}
+        smaller = dict.fromkeys(_broadcast_operand(op, ref, operations, spec) for ref in op.inputs)
+        found = [operand for operand in smaller if operand is not None]
+        space = replace(
+            space,
+            spread=tuple(operand.numel for operand in found if operand.is_row),
+            again=tuple(operand.numel for operand in found if not operand.is_row),
+        )
+    pieces: dict[Dim, None] = {}
     for ref in op.inputs:
         is_cut = False
         while ref.name in operations and info(operations[ref.name].target).kind in VIEWS:
             is_cut |= info(operations[ref.name].target).kind is OpKind.PART
             ref = operations[ref.name].inputs[0]
         if is_cut and ref.name in operations and info(operations[ref.name].target).kind in FUSIBLE:
-            found[spec(ref).numel] = None
-    if space is None or not found:
+            pieces[spec(ref).numel] = None
+    if space is None or not pieces:
         return space
-    along = tuple(part for part in space.along if part not in found)
-    return replace(space, parts=(*space.parts, *found), along=along)
+    along = tuple(part for part in space.along if part not in pieces)
+    return replace(space, parts=(*space.parts, *pieces), along=along)
 
 
-def _spread_rows(
+class _Smaller(NamedTuple):
+    """An operand that is broadcast."""
+
+    numel: Dim
+    is_row: bool  # along all of the last dims, and no others
+
+
+def _broadcast_operand(
     op: Operation, ref: ValueRef, operations: Mapping[str, Operation], spec: Callable[[ValueRef], TensorSpec]
-) -> Dim | None:
-    """Elements of an operand that another operation makes and this one spreads along its last dims; else None."""
+) -> _Smaller | None:
+    """An operand of several elements that another operation makes and this one broadcasts; None for any other."""
     shape = op.outputs[0].shape.dims
     while ref.name in operations:
         own = spec(ref).shape.dims
@@ -122,7 +135,9 @@ def _spread_rows(
     padded = (1,) * (len(shape) - len(own)) + own
     kept = max((n + 1 for n, dim in enumerate(padded) if dim != 1), default=0)
     is_made = ref.name in operations and info(operations[ref.name].target).kind in FUSIBLE
-    return product(own) if is_made and padded[:kept] == shape[:kept] and spec(ref).numel == product(own) else None
+    if not is_made or spec(ref).numel != product(own):
+        return None
+    return _Smaller(product(own), padded[:kept] == shape[:kept])
 
 
 def _normalised_dim(op: Operation, rank: int) -> tuple[int, ...]:
@@ -200,8 +215,9 @@ def _nll_forward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace | No
 
 
 def _nll_backward(op: Operation, inputs: list[TensorSpec]) -> IterationSpace | None:
-    shape = inputs[1].shape.dims
-    return IterationSpace(product(shape), None, ("full",)) if len(shape) == 2 else None
+    shape, rows = inputs[1].shape.dims, inputs[0].numel  # of the classes' scores, and of the losses
+    spread = () if rows == 1 else (rows,)
+    return IterationSpace(product(shape), None, ("full",), spread=spread) if len(shape) == 2 else None
 
 
 def _mse(op: Operation, inputs: list[TensorSpec]) -> IterationSpace:

@@ -400,7 +400,8 @@ def _level_of(node: FusionNode, ref: ValueRef, joined: IterationSpace) -> Level 
 def join_spaces(spaces: Sequence[IterationSpace]) -> IterationSpace | None:
     """The loop nest that all spaces share, None where there is none."""
     parts = {part for space in spaces for part in space.parts}
-    whole = [space for space in spaces if space.numel not in parts]
+    smaller = parts.union(*((*space.spread, *space.again) for space in spaces))  # what is broadcast, too
+    whole = [space for space in spaces if space.numel not in smaller]
     full = _largest(whole) if whole else max((e.numel for e in spaces), key=_guessed, default=1)
     rows: Dim | None = None
     general: tuple[object, ...] = ()
@@ -420,7 +421,7 @@ def join_spaces(spaces: Sequence[IterationSpace]) -> IterationSpace | None:
         once = {space.numel for space in spaces if space.numel in spread and space.rows is None}
         rows = once.pop() if len(once) == 1 else None
     for space in spaces:
-        if space.numel == full or (space.numel in parts and space.rows is None and not space.general):
+        if space.numel == full or (space.numel in smaller and space.rows is None and not space.general):
             continue
         # A smaller operation may live between two passes, once a row.
         if rows is None or space.numel != rows or space.rows is not None:

@@ -63,6 +63,10 @@ class RefusalReason(Reason):
     LOOPS_DIFFER = "loops_differ", "the operations share no loop nest"
     NEEDS_WHOLE_REDUCTION = "needs_whole_reduction", "a value is needed before it is complete"
     PART_LEAVES = "part_leaves", "a part of the result is also needed by itself"
+    BROADCAST_WORK = (
+        "broadcast_work",
+        "costly work on a tensor that is broadcast, which would be done once for each copy",
+    )
     PATTERN_LOOPS_DIFFER = "pattern_loops_differ", "the pattern's operations share no loop nest"
     PATTERN_HAS_NO_KERNEL = "pattern_has_no_kernel", "the pattern has no kernel"
     GROUPS_IN_A_CIRCLE = "groups_in_a_circle", "groups that would wait for each other"

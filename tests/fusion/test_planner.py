@@ -126,6 +126,71 @@ def test_values_of_a_row_join_what_spreads_them():
         assert (len(nodes) == 1) is spread
 
 
+def broadcast_graph(small, x, leaving, target="aten.mul.Tensor"):
+    ops = [
+        op("one", target, ["v"], small, *([] if target.endswith("default") else [2])),
+        op("mul", "aten.mul.Tensor", ["x", "one"], x),
+        op("sin", "aten.sin.default", ["mul"], x),
+    ]
+    return graph(ops, {"x": x, "v": small}, leaving)
+
+
+@pytest.mark.parametrize(
+    ("small", "x"),
+    [
+        (tensor(256), tensor(64, 256)),
+        (tensor(64, 1), tensor(3, 64, 256)),
+        (tensor("s1"), tensor("s0", "s1")),
+        (tensor(1, "s1"), tensor("s0", "s1")),
+        (tensor("s0", 1), tensor("s1", "s0", 256)),
+    ],
+)
+def test_cheap_work_on_what_is_broadcast_is_done_in_the_loops_of_its_reader(small, x):
+    nodes, _ = plan(broadcast_graph(small, x, ["sin"]))
+    assert names(nodes) == ["mul + mul + sin"] and nodes[0].validate_fusion()
+
+
+@pytest.mark.parametrize(("rows", "joins"), [(8, True), (512, False)])
+def test_costly_work_on_what_is_broadcast_is_done_once_unless_there_is_little(rows, joins):
+    nodes, analyzer = plan(broadcast_graph(tensor(128), tensor(rows, 128), ["sin"], "aten.exp.default"))
+    assert names(nodes) == (["exp + mul + sin"] if joins else ["exp", "mul + sin"])
+    assert any(r.code == "broadcast_work" for r in analyzer.refusals) is not joins
+
+
+def test_what_is_broadcast_and_leaves_has_a_kernel_of_its_own():
+    nodes, analyzer = plan(broadcast_graph(tensor(256), tensor(64, 256), ["sin", "one"]))
+    assert names(nodes) == ["mul + sin"]
+    assert any(r.code == "part_leaves" for r in analyzer.refusals)
+
+
+def test_what_is_broadcast_for_two_nodes_has_a_kernel_of_its_own():
+    small, x = tensor(256), tensor(64, 256)
+    ops = [
+        op("exp", "aten.exp.default", ["v"], small),
+        op("mul", "aten.mul.Tensor", ["x", "exp"], x),
+        op("mm", "aten.mm.default", ["mul", "w"], x),
+        op("add", "aten.add.Tensor", ["mm", "exp"], x),
+        op("sin", "aten.sin.default", ["add"], x),
+    ]
+    nodes, _ = plan(graph(ops, {"x": x, "v": small, "w": tensor(256, 256)}, ["sin"]))
+    assert "exp" not in " ".join(name for name in names(nodes) if "sin" in name)
+    assert all(node.validate_fusion() for node in nodes)
+
+
+def test_the_places_of_an_index_may_leave_and_be_broadcast():
+    """Upsampling keeps for the backward graph how far each place is from its neighbour."""
+    places, x = tensor(6, dtype="int64"), tensor(5, 6)
+    ops = [
+        op("at", "aten.mul.Tensor", ["v"], tensor(6), 0.5),
+        op("place", "aten._to_copy.default", ["at"], places, dtype="int64"),
+        op("read", "aten.index_select.default", ["x"], x, 1, ValueRef("place")),
+        op("far", "aten.sub.Tensor", ["at", "place"], tensor(6)),
+        op("out", "aten.mul.Tensor", ["read", "far"], x),
+    ]
+    nodes, _ = plan(graph(ops, {"v": tensor(6), "x": tensor(5, 9)}, ["out", "far", "place"]))
+    assert names(nodes) == ["mul + to_copy + index_select + sub + mul"]
+
+
 def test_row_statistics_join_the_work_around_them():
     ops = [
         op("mul", "aten.mul.Tensor", ["x", "x"], A),
