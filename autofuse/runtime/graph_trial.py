@@ -159,7 +159,7 @@ class GraphTrial:
     def free_calls(self, shape: Shape) -> int:
         """How many calls, including this one, need neither be timed nor held out; 0 for none."""
         shapes = self.shapes
-        if self._resting or self._is_watched or self.on_gpu or not shape.is_short or len(shapes) > MAX_BRIEF:
+        if self._resting or self._is_watched or not shape.is_short or len(shapes) > MAX_BRIEF:
             return 0
         if shape.fused_at != self._context.disturbances:
             return 0

@@ -57,7 +57,6 @@ class CapturedCalls:
             return traced.run_recorded(module, args, kwargs, shape)
         if self._device.found is None:
             self._device.find(module, args, kwargs)
-        stretch = self._device.begin_stretch() if trial.on_gpu else None
         if shape is None:
             is_eager = not is_training and not has_gradients and self._has_fast_path(module)
             is_eager = is_eager or not has_plain_sizes(signature[0])  # Dynamo supports nested tensors only in part
@@ -67,7 +66,7 @@ class CapturedCalls:
         may_run = not is_untraced or traced.may_trace(module, args, kwargs, shape)
         held = trial.choose(shape, number) if may_run else Held.RESTING
         if held is Held.RESTING:
-            trial.begin(shape, held, number, now, stretch)
+            trial.begin(shape, held, number, now)
             account.begin(shape.elements, now, False)
             result = self._tracker.call_original(module, args, kwargs)
             try:
@@ -78,7 +77,7 @@ class CapturedCalls:
         is_settled = not account.ledger.is_open
         if held is Held.NO and is_settled and self._untimed.begin(shape, now, has_gradients):
             return traced.run(module, args, kwargs, shape)
-        trial.begin(shape, held, number, now, stretch)
+        trial.begin(shape, held, number, now, self._device.begin_stretch())
         account.begin(shape.elements, now, True)
         began = clock()
         if held is Held.NO and not shape.is_eager:
