@@ -339,12 +339,11 @@ def test_most_calls_of_a_captured_root_record_no_event(
             recorded.append(args)
             return run_recorded(*args)
 
-        monkeypatch.setattr(root._traced, "run_recorded", note)
-        monkeypatch.setattr("autofuse.gpu.capturing.is_capturing", lambda: True)
-        gpu.capturing = True
-        assert check(3) == 0 and len(recorded) == 3, "calls of a CUDA graph are as before"
-        monkeypatch.undo()
-        gpu.capturing = False
+        with monkeypatch.context() as patched:
+            patched.setattr(root._traced, "run_recorded", note)
+            patched.setattr("autofuse.gpu.capturing.is_capturing", lambda: True)
+            patched.setattr(gpu, "capturing", True)
+            assert check(3) == 0 and len(recorded) == 3, "calls of a CUDA graph are as before"
         check(3)
     assert {StepSample(*fields).held_out for fields in of.context.steps} == {False, True}
 
