@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from autofuse.capture import dynamo
 from autofuse.capture.guarded_call import has_subclasses
+from autofuse.observer.device_timer import EventTimer, LateTimes
 from autofuse.runtime.graph_trial import MAX_EXACT
 from autofuse.runtime.root_tracing import TracedCalls
 from autofuse.sessions import current_session, start_session
 from autofuse.settings.layers import load
+from tests.observer.test_device_timer import FakeGpu
 
 
 @pytest.fixture
@@ -126,6 +128,35 @@ def test_calls_that_are_not_timed_see_what_changes(session, change, has_gradient
         with torch.inference_mode():
             check(2, x(7, 8))
     assert root.all_calls == calls
+
+
+def test_most_calls_on_a_gpu_record_no_event(session, monkeypatch):
+    model, x, gpu = Flexible(), torch.randn(4, 8), FakeGpu()
+    root = session.roots.root_of(model)
+
+    def check(calls):
+        """The number of events that so many calls record on the device."""
+        before = gpu.recorded
+        for _ in range(calls):
+            assert torch.equal(model(x), expected(model, x))
+            gpu.catch_up()
+        return gpu.recorded - before
+
+    with torch.no_grad():
+        check(2)  # captures it
+        timer = EventTimer(gpu.calls())  # from now on it counts as being on a GPU
+        root._device.found, root._device._timer = torch.device("cuda", 0), timer
+        root.trial.on_gpu, root.trial._timer, root.trial.late = True, timer, LateTimes(timer)
+        assert check(6) >= 6, "calls of a shape that is not known yet are timed"
+        assert check(100) < 50
+        assert any(check(1) == 0 and root.untimed.left for _ in range(60))
+        recorded = []
+        with monkeypatch.context() as patched:
+            patched.setattr(TracedCalls, "run_recorded", lambda self, m, *rest: recorded.append(m) or expected(m, x))
+            patched.setattr("autofuse.gpu.capturing.is_capturing", lambda: True)
+            patched.setattr(gpu, "capturing", True)
+            assert check(3) == 0 and len(recorded) == 3, "nothing of ours is done while a CUDA graph is recorded"
+        check(3)
 
 
 def test_what_changes_under_a_call_is_seen(session, monkeypatch):

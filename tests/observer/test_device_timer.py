@@ -20,7 +20,6 @@ from autofuse.observer.mode import ObserverMode, attach, detach
 from autofuse.observer.observer import Observer
 from autofuse.observer.profile import aggregate
 from autofuse.runtime.device_kernels import DeviceKernels
-from autofuse.runtime.graph_trial import Costs
 from autofuse.runtime.root_registry import RootRegistry
 from autofuse.runtime.root_services import RootTools
 from autofuse.sessions import make_session
@@ -290,62 +289,6 @@ def test_steps_of_a_captured_root_are_times_of_its_stream(on_fake_gpu: tuple[Fak
     written = [StepSample(*fields) for fields in steps]
     assert [(s.index, s.step_us) for s in written] == [(1, 1000.0), (2, 1000.0), (3, 0.0), (4, 0.0)]
     assert of.context.untimed_steps == 1 and of.context.step_us_total == 2000.0
-
-
-@pytest.fixture
-def captured_on_fake_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeGpu, RootRegistry]]:
-    """Modules are captured for real; only the device that the root believes to be on is not there."""
-    gpu = FakeGpu()
-    monkeypatch.setattr(DeviceKernels, "tunable", lambda self, device: object())
-    monkeypatch.setattr(DeviceKernels, "use_device", lambda self, device: None)
-    environment = {"AUTOFUSE_STORE": str(tmp_path / "s.sqlite3"), "AUTOFUSE_TUNE": "off", "AUTOFUSE_QUIET": "1"}
-    tools = RootTools(
-        device_of=lambda module, *rest: torch.device("cuda", 0),
-        event_timer=lambda: EventTimer(gpu.calls()),
-    )
-    of = make_session(load(environ=environment), "test", tools=tools).roots
-    yield gpu, of
-    of.uninstall()
-
-
-def test_most_calls_of_a_captured_root_record_no_event(
-    captured_on_fake_gpu: tuple[FakeGpu, RootRegistry], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu, of = captured_on_fake_gpu
-    model, x = MLP().eval(), torch.randn(4, 8)
-    expected = model(x).detach()
-    root = of.root_of(model)
-    root.capture()
-    root.trial._costs = Costs(-500.0, -500.0)  # as if kernels saved half of each call
-
-    def check(calls: int) -> int:
-        """The number of events that so many calls record."""
-        before = gpu.recorded
-        for _ in range(calls):
-            torch.testing.assert_close(root.call(model, (x,), {}), expected)
-            gpu.catch_up()
-        return gpu.recorded - before
-
-    with torch.no_grad():
-        assert check(6) >= 10, "the first calls are timed"
-        check(60)
-        assert (root.state, root.detail) == ("captured", "")
-        assert check(200) < 200
-        assert any(check(1) == 0 and root.untimed.left for _ in range(100))
-        recorded: list[object] = []
-        run_recorded = root._traced.run_recorded
-
-        def note(*args: Any) -> Any:
-            recorded.append(args)
-            return run_recorded(*args)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(root._traced, "run_recorded", note)
-            patched.setattr("autofuse.gpu.capturing.is_capturing", lambda: True)
-            patched.setattr(gpu, "capturing", True)
-            assert check(3) == 0 and len(recorded) == 3, "calls of a CUDA graph are as before"
-        check(3)
-    assert {StepSample(*fields).held_out for fields in of.context.steps} == {False, True}
 
 
 # ---- what decisions know of a device ----------------------------------------------------------------------
