@@ -199,14 +199,19 @@ def prepare(
     return Prepared(whole, call, seconds, _fused(run.session, routers) if mode == "autofuse" else "")
 
 
-def settle(run: Benchmark, call: Call) -> None:
-    """Decisions arrive between two calls, read by a thread of the session; the gain is then confirmed call by call.
-
-    Calls that confirm are timed one by one, with events on the stream: they are not what a long run consists of.
-    """
+def await_decisions(call: Call) -> None:
+    """Decisions arrive between two calls, read by a thread of the session."""
     for _ in range(6):
         time.sleep(0.05)
         call()
+
+
+def settle(run: Benchmark, call: Call) -> None:
+    """Call until decisions have arrived and their gain has been confirmed call by call.
+
+    Calls that confirm are timed one by one, with events on the stream: they are not what a long run consists of.
+    """
+    await_decisions(call)
     ends = time.monotonic() + SETTLE_SECONDS
     for number in range(SETTLE_CALLS):
         call()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from common import summary
-from gpu_measure import RACE_SECONDS, WARM_CALLS, Benchmark, settle
+from gpu_measure import RACE_SECONDS, WARM_CALLS, Benchmark, await_decisions
 from gpu_rig import race
 from torch import nn
 
@@ -77,7 +77,7 @@ def _measure(run: Benchmark, name: str, options: dict[str, Any], elements: tuple
         calls[mode] = call
         for _ in range(WARM_CALLS):
             call()
-        settle(run, call)
+        await_decisions(call)
     replaced = _replaced(run) - before
     differences = {mode: _difference(found, params["eager"]) for mode, found in params.items() if mode != "eager"}
     samples = race(run.rig, calls, run.rounds, RACE_SECONDS)
