@@ -35,6 +35,7 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.iteration_space import is_constant
 from autofuse.fusion.node import FusionNode
+from autofuse.fusion.one_call import Joining, join_calls, operations_of
 from autofuse.fusion.side_by_side import are_independent, is_small_work, relations
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move
@@ -307,6 +308,39 @@ class FusionCandidateAnalyzer:
         """The nodes of operations that may share a kernel each, in program order; what has no kernel is split."""
         nodes = [node for operations in candidates for node in self._finish(graph, operations)]
         return sorted(nodes, key=lambda node: graph.position[node.kernels[0].name])
+
+    def in_calls(
+        self, graph: FusionGraph, nodes: Sequence[FusionNode], apart: Iterable[Collection[str]] = ()
+    ) -> list[FusionNode]:
+        """The nodes with small ones that are related joined (`one_call`); only where kernels can be looked for."""
+        if self.lowerable is None:
+            return list(nodes)
+        alone, whole = functools.partial(self._alone, graph), functools.partial(self._as_stages, graph)
+        return join_calls(graph, nodes, apart, Joining(MIN_SHARED_BYTES, self.config.max_fusion_size, alone, whole))
+
+    def _alone(self, graph: FusionGraph, op: Operation) -> FusionNode | None:
+        """The node of an operation, worth a call or not; None where it has no kernel."""
+        node = build_node(graph, [op]) if self._single(graph, op) is not None else None
+        return node if node is not None and self._problem(node) is None else None
+
+    def _as_stages(self, graph: FusionGraph, parts: Sequence[FusionNode]) -> FusionNode | None:
+        """One node of these; None (and a refusal) where no kernel can be generated."""
+        found = [op for part in parts for op in operations_of(graph, part)]
+        node = build_node(graph, sorted(found, key=lambda op: graph.position[op.name]))
+        stages = [[op.name for op in part.kernels] for part in parts]
+        whole = FusionNode(node.operations, node.inputs, node.outputs, stages)
+        refusal = self._problem(whole)
+        if refusal is not None:
+            self._refuse(refusal[0], whole.kernels, refusal[1])
+            return None
+        for names in (part.operation_names for part in parts):  # it was accepted by itself
+            own = next((r for r in self.refusals if r.accepted and r.operations == names), None)
+            if own is not None:
+                self.refusals.remove(own)
+        estimate = self.analyze_benefit(whole, graph)
+        self._accept(whole, estimate)
+        self._judged.nodes[tuple(op.name for op in whole.kernels)] = whole, estimate
+        return whole
 
     def _finish(self, graph: FusionGraph, candidate: Sequence[Operation]) -> list[FusionNode]:
         operations = candidate

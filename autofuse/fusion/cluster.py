@@ -88,10 +88,14 @@ class Cluster(FusionNode):
 
     def take_in(self, other: Cluster) -> None:
         """All operations of another cluster, whatever its loops; they stay in program order."""
-        self._by_name |= other._by_name
         self._spaces |= other._spaces
-        self.operations = sorted(self._by_name.values(), key=lambda op: self._graph.position[op.name])
         self.pattern = self.pattern or other.pattern
+        self.take_operations(other.operations)
+
+    def take_operations(self, operations: Iterable[Operation]) -> None:
+        """More operations, whatever their loops."""
+        self._by_name |= {op.name: op for op in operations}
+        self.operations = sorted(self._by_name.values(), key=lambda op: self._graph.position[op.name])
         self._forget_form()
 
 

@@ -90,6 +90,7 @@ class FusionDetector:
         self.patterns = patterns
         self._analyzer = FusionCandidateAnalyzer(self.config, lowerable, check=check)
         self._groups_follow = groups_follow
+        self._apart: Sequence[Collection[str]] = ()  # as asked for the last graph
         self._matched: Counter[str] = Counter()  # patterns that loops compute, in the last graph
 
     @property
@@ -104,6 +105,7 @@ class FusionDetector:
         """
         self._analyzer.refusals = []
         self._matched = Counter()
+        self._apart = apart
         if not self.config.enabled:
             return []
         chains = self._chains(graph)
@@ -130,6 +132,7 @@ class FusionDetector:
         if wrong:
             raise FusionError(f"expected operations of the graph, each in one opportunity, found {', '.join(wrong)}")
         nodes = self._analyzer.nodes_of(graph, [[graph.by_name[name] for name in names] for names in candidates])
+        nodes = self._analyzer.in_calls(graph, nodes, self._apart)
         return AppliedFusions(tuple(nodes), self._stats(graph, nodes))
 
     def _chains(self, graph: FusionGraph) -> list[_Chain]:

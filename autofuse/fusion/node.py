@@ -38,12 +38,15 @@ class FusionNode:
         operations: Iterable[Operation] = (),
         inputs: Mapping[str, TensorSpec] | None = None,
         outputs: Iterable[ValueRef] | None = None,
+        stages: Iterable[Sequence[str]] = (),
     ) -> None:
         """``inputs``: specs of the tensors from outside, by name; ``outputs``: the values that leave,
-        every value nothing in the node reads where not given."""
+        every value nothing in the node reads where not given; ``stages``: names of the operations that are a nest of
+        their own, where there are several, in their order."""
         self.operations: list[Operation] = []
         self.inputs: dict[str, TensorSpec] = dict(inputs or {})
         self._outputs = None if outputs is None else tuple(outputs)
+        self.stages = tuple(map(tuple, stages))
         self._by_name: dict[str, Operation] = {}
         self._spaces: dict[str, tuple[Operation, IterationSpace]] = {}  # those that were asked for
         for op in operations:
@@ -228,8 +231,13 @@ class FusionNode:
         spaces = [self._space(op) for op in self.kernels]
         if None in spaces:
             return False
+        if self.stages and sorted(name for stage in self.stages for name in stage) != sorted(
+            op.name for op in self.kernels
+        ):
+            return False
         return (
-            all(is_move(op.target) for op in self.kernels)
+            bool(self.stages)  # of nodes that were asked
+            or all(is_move(op.target) for op in self.kernels)
             or join_spaces(self.loops_with()) is not None
             or self._shares_loops_in_parts()
         )
@@ -266,7 +274,7 @@ class FusionNode:
         change: Callable[[Dim], Dim] = lambda dim: dim if isinstance(dim, int) else as_dim(dim.xreplace(table))  # noqa: E731
         operations = [op.with_dims(change) for op in self.operations]
         inputs = {name: spec.with_dims(change) for name, spec in self.inputs.items()}
-        return FusionNode(operations, inputs, self.outputs)
+        return FusionNode(operations, inputs, self.outputs, self.stages)
 
     # ---- canonical form ----------------------------------------------------------------------------
 
@@ -298,6 +306,7 @@ class FusionNode:
             ),
             outputs=tuple(rename_ref(ref) for ref in self.outputs),
             symbols=tuple(f"s{i}" for i in range(len(self.symbols))),
+            stages=tuple(tuple(names[name] for name in stage) for stage in self.stages),
         )
 
     def get_fused_signature(self) -> str:
@@ -343,7 +352,7 @@ class FusionNode:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FusionNode:
         form = NodeForm.from_json(data)
-        return cls(form.operations, {i.name: i.spec for i in form.inputs}, form.outputs)
+        return cls(form.operations, {i.name: i.spec for i in form.inputs}, form.outputs, form.stages)
 
     def __repr__(self) -> str:
         return f"FusionNode({self.operation_names})"

@@ -240,6 +240,9 @@ class NodeForm:
     operations: tuple[Operation, ...]
     outputs: tuple[ValueRef, ...]  # the values that leave, in order
     symbols: tuple[str, ...] = field(default=())  # free symbols s0.., in the order kernels take them
+    # Operations that are a nest of their own, by their names, in the order of the nests; empty where all are one. Views
+    # and constants are in none: each nest has those that it needs.
+    stages: tuple[tuple[str, ...], ...] = field(default=())
 
     def __eq__(self, other: object) -> bool:
         # By text: 0.0 equals -0.0 and 1 equals True, which are other code. And at once: for every new shape of every
@@ -264,12 +267,13 @@ class NodeForm:
         return NodeForm(inputs, tuple(op.with_dims(change) for op in self.operations), self.outputs)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "inputs": [[i.name, i.spec.to_json()] for i in self.inputs],
             "operations": [op.to_json() for op in self.operations],
             "outputs": [[o.name, o.index] for o in self.outputs],
             "symbols": list(self.symbols),
         }
+        return found | {"stages": [list(names) for names in self.stages]} if self.stages else found
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeForm:
@@ -279,6 +283,7 @@ class NodeForm:
             operations=tuple(Operation.from_json(op) for op in data["operations"]),
             outputs=tuple(ValueRef(stored_name(name), stored_number(index)) for name, index in data["outputs"]),
             symbols=tuple(map(stored_name, data["symbols"])),
+            stages=tuple(tuple(map(stored_name, names)) for names in data.get("stages", ())),
         )
         found._check_refs()
         return found
@@ -296,6 +301,10 @@ class NodeForm:
                     f"expected {absent[0].name}[{absent[0].index}] before it is read, found no such value"
                 )
             counts[name] = count
+        made = {op.name for op in self.operations}
+        unknown = [name for names in self.stages for name in names if name not in made]
+        if unknown:
+            raise FusionError(f"expected stages of operations of the node, found {unknown[0]}")
 
     def text(self) -> str:
         """Canonical JSON text without source lines: equal text means equal code."""

@@ -21,6 +21,7 @@ from autofuse.codegen.lowering.context import Context
 from autofuse.codegen.lowering.index import (
     atoms_of,
 )
+from autofuse.codegen.lowering.joined_stages import join_stages
 from autofuse.codegen.lowering.rules import RULES, rules_of
 from autofuse.codegen.lowering.schedule import schedule, schedule_tile
 from autofuse.codegen.lowering.stages import lower_stages
@@ -50,6 +51,8 @@ def lower(form: NodeForm) -> LoopKernel:
     by side; so do those of an output that has only some of the loops of the others, which would not be written where
     another loop is empty.
     """
+    if form.stages:
+        return _named(form, join_stages(form, lower))
     if any(map(is_write, form.operations)):
         return _staged(form, lower)
     try:
@@ -71,9 +74,13 @@ def lower(form: NodeForm) -> LoopKernel:
 def _staged(form: NodeForm, part: Callable[[NodeForm], LoopKernel]) -> LoopKernel:
     """The node as stages; ``part`` lowers what is one."""
     form = expanded(form)
-    found = lower_stages(form, RULES, part)
+    return _named(form, lower_stages(form, RULES, part))
+
+
+def _named(form: NodeForm, found: LoopKernel) -> LoopKernel:
     comments = tuple(describe(op) for op in form.operations)
-    return dataclasses.replace(found, name=f"af_{found.kind}_{_label(form)}_{_digest(form)}", comments=comments)
+    name = f"af_{found.kind}_{_label(expanded(form))}_{_digest(form)}"
+    return dataclasses.replace(found, name=name, comments=comments)
 
 
 def _has_outputs_apart(form: NodeForm) -> bool:
