@@ -145,6 +145,7 @@ def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor])
             lambda graph, phase, times: route_graph(graph, phase, session, times),
             session.context.settings.capture.min_blocks,
             session.context.keeper,
+            session.context.settings.run.strict,
         )
 
 

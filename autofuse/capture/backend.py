@@ -10,6 +10,7 @@ construction.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,11 +57,13 @@ def compile_with(
     compile_graph: CompileGraph,
     min_blocks: int = 0,
     keeper: Keeper | None = None,
+    is_strict: bool = False,
 ) -> Callable[..., Any]:
     """``compile_graph(aten graph, phase, times)`` gets "forward", "backward" or "inference".
 
     ``times``: calls of the graph in one call of the whole. With at least ``min_blocks`` equal blocks in a row (0:
     never), one block is compiled for all of them. ``keeper``: the cache of graphs of earlier runs; None for no cache.
+    ``is_strict``: nothing is simplified that changes the sign of a zero.
     """
     tell(Level.GRAPHS, lambda: f"Dynamo's graph:\n{readable(module)}")
     pass_idle_dropout(module)
@@ -71,13 +74,16 @@ def compile_with(
                 if (traced := being_traced()) is not None:
                     traced.spoil("equal blocks")
                 return pieces.compile(
-                    lambda piece, inputs, times: plain_call(_compile_whole(piece, inputs, compile_graph, times, keeper))
+                    lambda piece, inputs, times: plain_call(
+                        _compile_whole(piece, inputs, _Phases(piece, inputs, compile_graph, times, is_strict), keeper)
+                    )
                 )
         except RestartAnalysis:  # Dynamo traces once more
             raise
         except Exception as error:
             log.debug("equal blocks are captured one by one: %s", error)
-    return _compile_whole(module, example_inputs, compile_graph, 1, keeper)
+    phases = _Phases(module, example_inputs, compile_graph, 1, is_strict)
+    return _compile_whole(module, example_inputs, phases, keeper)
 
 
 class _Phases:
@@ -87,11 +93,17 @@ class _Phases:
     """
 
     def __init__(
-        self, module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], compile_graph: CompileGraph, times: int
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[torch.Tensor],
+        compile_graph: CompileGraph,
+        times: int,
+        is_strict: bool,
     ) -> None:
         has_gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
         switches = (torch.is_grad_enabled() and has_gradients) or torch._C._is_any_autocast_enabled()
         self.of_subclasses = has_subclasses(module, example_inputs)
+        self.is_strict = is_strict
         self.replay: Replay | None = None
         self._module = module
         self._compile_graph = compile_graph
@@ -114,7 +126,7 @@ class _Phases:
             self._writes.note(graph)
             self._statistics.extend(written_statistics(graph))
         if phase == "inference":  # the other two were simplified as one
-            simplify(graph.graph)
+            simplify(graph.graph, self.is_strict)
             graph.recompile()
         if is_plain is not None:
             note_read(phase)
@@ -146,11 +158,9 @@ class _Phases:
 def _compile_whole(
     module: fx.GraphModule,
     example_inputs: Sequence[torch.Tensor],
-    compile_graph: CompileGraph,
-    times: int,
+    phases: _Phases,
     keeper: Keeper | None,
 ) -> Callable[..., Any]:
-    phases = _Phases(module, example_inputs, compile_graph, times)
     keeping = _keeping(phases.compile, None if phases.of_subclasses else keeper)
 
     def compiler(phase: str) -> Any:
@@ -162,7 +172,7 @@ def _compile_whole(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
-        partition_fn=partition,
+        partition_fn=functools.partial(partition, is_strict=phases.is_strict),
     )
     # A donated buffer would be lost for a second backward pass (retain_graph=True), and none of our kernels takes one.
     with (

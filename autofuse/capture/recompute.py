@@ -23,10 +23,15 @@ from autofuse.capture.joint_graph import note_backward
 from autofuse.capture.simplify import is_view, simplify
 
 
-def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's default partition, with cheap values recomputed; the forward graph knows its backward graph."""
+def partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], *, is_strict: bool = False, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's default partition, with cheap values recomputed; the forward graph knows its backward graph.
+
+    ``is_strict``: as for `simplify`.
+    """
     if not _is_checkpointed(joint.graph):
-        simplify(joint.graph)
+        simplify(joint.graph, is_strict)
         recompute(joint.graph)
     joint.recompile()
     parted: tuple[fx.GraphModule, fx.GraphModule] = default_partition(joint, inputs, **options)

@@ -1,8 +1,8 @@
 """Cleans up the joint FX graph: drops detach aliases, folds views of views, stacks gradients of rows.
 
 In: the joint graph of forward and backward that AOTAutograd has traced, before the partition. Out: the same graph with
-fewer nodes. Guarantee: every remaining value keeps its bits, except that a sum of -0.0 and zeros stays -0.0; the graph
-returns the same outputs.
+fewer nodes. Guarantee: every remaining value keeps its bits, except that a sum of -0.0 and zeros stays -0.0 where
+gradients of rows are stacked; the graph returns the same outputs.
 
 A trace contains what autograd saves: sigmoid's result and a detached alias of it, the transpose of a transpose, a
 tensor of zeros with one row filled for each step of a loop over rows. Each costs a call in both passes, and each alias
@@ -28,13 +28,13 @@ aten = torch.ops.aten
 LEAST_PIECES = 3  # a gradient of at least so many rows is made by concatenation
 
 
-def simplify(graph: fx.Graph) -> int:
-    """Returns the number of removed nodes."""
+def simplify(graph: fx.Graph, is_strict: bool = False) -> int:
+    """Returns the number of removed nodes. ``is_strict``: every value keeps its bits, signs of zeros too."""
     before = len(graph.nodes)
     (output,) = graph.find_nodes(op="output")
     leaving = set(output.all_input_nodes)
     _drop_aliases(graph, leaving)
-    for node in reversed(list(graph.nodes)):
+    for node in () if is_strict else reversed(list(graph.nodes)):
         if node.target is aten.add.Tensor and not _is_inner_sum(node):
             _stack_rows(graph, node)
     return before - len(graph.nodes)

@@ -17,6 +17,7 @@ Examples:
   autofuse run train.py --epochs 3
   autofuse run --tune wait --store ./tuned.sqlite3 train.py
   autofuse run -m package.train --epochs 3
+  autofuse run --strict train.py
 \b
 Each option also has an environment variable, for example AUTOFUSE_TUNE=wait.
 AUTOFUSE_DISABLE=1 switches autofuse off.
@@ -40,6 +41,12 @@ AUTOFUSE_DISABLE=1 switches autofuse off.
 @store_option
 @effort_options
 @click.option("--frozen", is_flag=True, default=None, help="Use what is stored; queue nothing new.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    default=None,
+    help="Only kernels whose results equal eager's bit by bit in every check; the report says what that costs.",
+)
 @click.option("--quiet", "-q", is_flag=True, default=None, help="Print nothing of autofuse's own.")
 @script_arguments(is_required=True)
 def command(
@@ -48,6 +55,7 @@ def command(
     profile: str | None,
     assignments: tuple[str, ...],
     frozen: bool | None,
+    strict: bool | None,
     quiet: bool | None,
     target: Target,
 ) -> RunJob:
@@ -59,7 +67,8 @@ def command(
     check_target(target)
     if disabled_by_environment():
         return RunJob(target, None)
-    settings = load_settings(assignments, tune=tune, store=store, profile=profile, frozen=frozen, quiet=quiet)
+    given = {"tune": tune, "store": store, "profile": profile, "frozen": frozen, "strict": strict, "quiet": quiet}
+    settings = load_settings(assignments, **given)
     if settings.fusion.patterns is not None and not settings.run.disable:
         from autofuse.fusion.pattern_file import read_patterns  # imports sympy, 0.3 s, which is needed only for a file
 

@@ -1,7 +1,7 @@
 """A knob: one thing that may vary in the code of a kernel, with its default.
 
 In: the knobs that a target (`c.knobs`, `triton.knobs`), a template or an optimizer's step lists. Out: `Knob`, and the
-configuration of all defaults.
+configuration of all defaults; `CONTRACT`, a knob of every kernel, whatever prints it, which only strict runs turn.
 """
 
 from __future__ import annotations
@@ -23,6 +23,20 @@ class Knob:
     choices: tuple[Choice, ...]
     default: Choice  # suits the sizes that the knob was made for
     doc: str
+
+
+# A product and a sum of different operators are rounded twice in eager. Usual kernels round once, which is faster.
+CONTRACT = Knob("contract", (False, True), False, "multiply and add in one rounding, where eager has two")
+
+
+def contracts(config: Config) -> bool:
+    """Whether a compiler may make one instruction of a multiplication and an addition."""
+    return dict(config).get(CONTRACT.name, True) is not False
+
+
+def printed(config: Config) -> Config:
+    """The part of a configuration that shapes the text of a kernel."""
+    return tuple(pair for pair in config if pair[0] != CONTRACT.name)
 
 
 def default_config(knobs: Iterable[Knob]) -> Config:

@@ -28,14 +28,14 @@ class Expectations:
 
     def __init__(self, results: TuneResults) -> None:
         self._results = results
-        self._gains: dict[str, list[float]] = {}  # speedups of decisions, 1 for eager, by node, threads and device
+        self._gains: dict[str, list[float]] = {}  # speedups of decisions, 1 for eager, by family of keys
         self._seconds: dict[str, list[float]] = {}  # tuning time of the same decisions
         self._recent_seconds = deque[float](maxlen=RECENT)  # tuning time of the latest decisions of all nodes
 
     def note(self, decisions: Iterable[Decision]) -> None:
         """Add decisions that were just stored."""
         for decision in decisions:
-            if _family(decision.key) in self._gains:
+            if decision.key.family in self._gains:
                 self._add(decision)
 
     def saving_a_second(self, waiting: WaitingRequest) -> float:
@@ -49,21 +49,16 @@ class Expectations:
 
     def _read(self, key: DecisionKey) -> str:
         """The key of a node's past decisions, which are read from the store on first use."""
-        family = _family(key)
+        family = key.family
         if family not in self._gains:
             self._gains[family], self._seconds[family] = [], []
             for stored in self._results.history(key.fusion_id):
-                found = stored.decision.key
-                if (found.device, found.threads) == (key.device, key.threads):
+                if stored.decision.key.family == family:
                     self._add(stored.decision)
         return family
 
     def _add(self, decision: Decision) -> None:
-        family = _family(decision.key)
+        family = decision.key.family
         self._gains[family].append(1.0 if decision.candidate.variant == EAGER else decision.speedup)
         self._seconds[family].append(decision.tuning_seconds)
         self._recent_seconds.append(decision.tuning_seconds)
-
-
-def _family(key: DecisionKey) -> str:
-    return f"{key.fusion_id}/{key.threads}/{key.device}"

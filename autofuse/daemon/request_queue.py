@@ -21,6 +21,7 @@ from autofuse.db.rows import DaemonState, RequestEnd
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY, DaemonLog, Prefer
 from autofuse.ir.records import DecisionKey, TuneRequest
+from autofuse.ir.strict import strictly
 from autofuse.settings.layers import Settings
 
 HEARTBEAT_SECONDS = 5.0
@@ -42,7 +43,7 @@ class RequestQueue:
         self._devices = tuple(devices)
         self._prefer = prefer
         self._files = DaemonFiles(settings)
-        self._versions = versions()
+        self._versions = (versions(), strictly(versions()))
         self._spent: dict[int, float] = {}  # seconds of work, by run
         self._parked: list[TuneRequest] = []  # requests of runs whose budget is spent
         self._parked_at = 0.0

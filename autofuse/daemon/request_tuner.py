@@ -90,7 +90,8 @@ class RequestTuner:
         """Tune a node as one kernel; ``printer``: the name of the kernel's template."""
         provider = self._devices.provider(request.key.device)
         winners = self._results.winners(request.key)
-        bench = provider.bench(request.key.fusion_id, form, request.key.threads, request.bucket, printer)
+        key, bucket = request.key, request.bucket
+        bench = provider.bench(key.fusion_id, form, key.threads, bucket, printer, key.is_strict)
         nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
         seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
         return Job(request, bench, self._limits(request), seeds, self._scheduler.clock).run()
@@ -174,9 +175,9 @@ def _part_request(
 
 
 def _may_cut(decisions: Sequence[Decision]) -> bool:
-    """Whether one kernel gains so little that two might gain more."""
-    known = [d for d in decisions if d.reason in ("won", "no_gain", "below_margin")]
-    return bool(known) and known[0].speedup < CUT_BELOW
+    """Whether one kernel gains so little that two might gain more, or may not be used while one of two might."""
+    known = [d for d in decisions if d.reason in ("won", "no_gain", "below_margin", "not_bit_equal")]
+    return bool(known) and (known[0].reason == "not_bit_equal" or known[0].speedup < CUT_BELOW)
 
 
 def parts_lost(outcome: Outcome) -> bool:

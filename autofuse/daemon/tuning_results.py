@@ -24,7 +24,7 @@ class TuningResults:
         self._kernels = kernels
         self._devices = devices
         self._runs = runs
-        self._winners: dict[str, dict[Bucket, Config]] = {}  # by node, threads and device
+        self._winners: dict[str, dict[Bucket, Config]] = {}  # by family of keys
 
     def write(self, request: TuneRequest, outcome: Outcome) -> None:
         """Store what a job has found. Raises StoreError."""
@@ -35,15 +35,15 @@ class TuningResults:
             self._results.put_decision(decision, request.run_id)
             if decision.reason == "won":
                 self._runs.note(decision)
-            _note_winner(self._winners.setdefault(_family(request.key), {}), decision)
+            _note_winner(self._winners.setdefault(request.key.family, {}), decision)
 
     def winners(self, key: DecisionKey) -> dict[Bucket, Config]:
         """The winner of each bucket of the node so far. The first call also notes kernels that have killed a worker."""
-        family = _family(key)
+        family = key.family
         if family not in self._winners:
             self._winners[family] = {}
             for stored in self._results.history(key.fusion_id):
-                if (stored.decision.key.device, stored.decision.key.threads) == (key.device, key.threads):
+                if stored.decision.key.family == family:
                     _note_winner(self._winners[family], stored.decision)
             for row in self._results.measurements(key.fusion_id):
                 if row.measurement.status in LETHAL and row.measurement.compile_key:
@@ -62,10 +62,6 @@ class TuningResults:
             if stored.decision.key == key and stored.decision.bucket == bucket
         ]
         return found[-1] if found else None
-
-
-def _family(key: DecisionKey) -> str:
-    return f"{key.fusion_id}/{key.threads}/{key.device}"
 
 
 def _note_winner(winners: dict[Bucket, Config], decision: Decision) -> None:

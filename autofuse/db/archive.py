@@ -21,7 +21,7 @@ from autofuse.errors import StoreError
 from autofuse.private_files import Untrusted, check_beside
 
 LOCK_SECONDS = 10.0
-BELONGING = ("-wal", "-shm", "-journal", ".graphs")
+BELONGING = ("-wal", "-shm", "-journal", ".graphs", ".strict.graphs")
 
 
 def set_aside(path: Path) -> Path | None:

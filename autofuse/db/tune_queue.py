@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -86,16 +86,16 @@ class TuneQueue:
     def take(
         self,
         *devices: str,
-        versions: str | None = None,
+        versions: Collection[str] = (),
         pid: int | None = None,
         kind: str = "",
         prefer: Prefer | None = None,
     ) -> TuneRequest | None:
         """Take the queued request with the largest expected saving, or None; ``pid`` (default: ours) works on it now.
 
-        ``devices``: keys of devices, or prefixes of keys that end with a colon (``cuda:``); ``kind``: the daemon's,
-        whose lock tells later whether it still works; ``prefer``: take the request with the largest value of this
-        instead.
+        ``devices``: keys of devices, or prefixes of keys that end with a colon (``cuda:``); ``versions``: of keys, any
+        if empty; ``kind``: the daemon's, whose lock tells later whether it still works; ``prefer``: take the request
+        with the largest value of this instead.
         """
         table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
         waiting = (  # joined with bucket and node: a row without them can never be taken
@@ -107,8 +107,8 @@ class TuneQueue:
             .order_by(table.expected_saving_us.desc(), table.calls.desc(), table.created_at, table.key)
             .limit(1 if prefer is None else _LOOKED_AT)
         )
-        if versions is not None:
-            waiting = waiting.where(key.versions == versions)
+        if versions:
+            waiting = waiting.where(key.versions.in_(versions))
         while True:
             with self._file.read() as connection:  # an idle daemon asks often: it must not take the write lock
                 rows = connection.execute(waiting).all()

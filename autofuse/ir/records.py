@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autofuse.ir.strict import is_strict
+
 # ---- where things run ---------------------------------------------------------------------------
 
 
@@ -84,7 +86,10 @@ class Candidate:
     config: Config = ()
 
 
-Status = Literal["ok", "wrong", "crash", "timeout", "out_of_memory", "compile_error", "pruned", "refused"]
+# "not_bit_equal": right, but a strict run may not use it
+Status = Literal[
+    "ok", "wrong", "crash", "timeout", "out_of_memory", "compile_error", "pruned", "refused", "not_bit_equal"
+]
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,17 @@ class DecisionKey:
     bucket: str  # label of the region of symbol values
     device: str  # DeviceInfo.key
     threads: int  # torch.get_num_threads() of the workload
-    versions: str  # torch major.minor and the code generator's version
+    versions: str  # torch major.minor, the code generator's version, and whether the run is strict (`ir.strict`)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether only kernels whose results are eager's to the bit may win."""
+        return is_strict(self.versions)
+
+    @property
+    def family(self) -> str:
+        """The same for all buckets of a node on one device; strict decisions are a family of their own."""
+        return f"{self.fusion_id}/{self.threads}/{self.device}{'/strict' if self.is_strict else ''}"
 
     @property
     def digest(self) -> str:

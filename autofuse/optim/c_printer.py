@@ -68,7 +68,12 @@ typedef {compute} C;
 {conversions}
 static inline C root(C x) {{ return {"sqrt" if compute == "double" else "sqrtf"}(x); }}
 static inline C divide(C a, C b) {{ return a / b; }}
-static inline C lerp(C a, C b, C w) {{ return w < (C)0.5 ? a + w * (b - a) : b - (b - a) * ((C)1 - w); }}
+#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(__ARM_FEATURE_FMA)
+static inline C fused(C a, C b, C c) {{ return {"fma" if compute == "double" else "fmaf"}(a, b, c); }}
+#else
+static inline C fused(C a, C b, C c) {{ return a * b + c; }}
+#endif
+static inline C lerp(C a, C b, C w) {{ return w < (C)0.5 ? fused(w, b - a, a) : fused(w - (C)1, b - a, b); }}
 static inline C largest(C a, C b) {{ return a != a || a > b ? a : b; }}
 """
 

@@ -1,7 +1,8 @@
 """A step on the worker's bench: checked against float64, then raced against what the script asked torch for.
 
 In: a `StepForm`, kernels as bytes, the worker's rig. Out: what became of each candidate.
-Guarantee: the criterion is that of any other kernel (`tuner.verify`); each callable has tensors of its own.
+Guarantee: the criteria are those of any other kernel (`tuner.verify`, in a strict run `tuner.bit_equal` too); each
+callable has tensors of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.candidate import AS_ASKED, StepCandidate
 from autofuse.optim.form import StepForm
 from autofuse.optim.tensors import copied, make_arguments, torch_function, with_variant, written
+from autofuse.tuner.bit_equal import count_differing
 from autofuse.tuner.node_bench import DeviceRunner, torch_threads
 from autofuse.tuner.timing import RaceResult, RaceRules, race
 from autofuse.tuner.verify import Answer, Wrong, answer, output_error
 
 KINDS = ("normal", "special", "large", "zeros")
+STRICT_STEPS = (1, 2, 7, 50, 333, 12345)
 LEAST_STEPS = (0, 1000)  # steps done before: Adam's corrections are largest in the first step
 
 
@@ -73,6 +76,28 @@ def _check_kind(form: StepForm, candidate: StepCandidate, threads: int, rig: Dev
         if not torch.equal(ours.nan_to_num(), before.nan_to_num()):
             raise Wrong("a gradient was changed")
     return worst
+
+
+def compare_bits(form: StepForm, candidate: StepCandidate, threads: int, rig: DeviceRunner) -> str:
+    """How a candidate's results differ from those of what the script asked for, in bits; "" where they do not.
+
+    Besides the kinds of gradients, after several numbers of steps: corrections depend on them.
+    """
+    draws = [(number, kind, LEAST_STEPS[number % 2]) for number, kind in enumerate(KINDS)]
+    draws += [(len(KINDS) + number, "normal", steps) for number, steps in enumerate(STRICT_STEPS)]
+    function = torch_function(form.algorithm)
+    with torch_threads(threads), torch.no_grad():
+        for seed, kind, steps in draws:
+            start = make_arguments(form, seed, kind, steps, rig.device)
+            eager, found = copied(start), copied(start)
+            function(**_as_asked(form, eager))
+            prepared(form, candidate, found, threads, rig)()
+            for index, (ours, theirs) in enumerate(zip(written(form, found), written(form, eager), strict=True)):
+                differing = count_differing(ours, theirs)
+                if differing:
+                    where = f"{differing} of {theirs.numel()} elements ({kind} gradients, after {steps} steps)"
+                    return f"output {index} has other bits in {where}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,13 @@ _ARGUMENTS = (Argument("table", "param", "*i64", 0), Argument("blocks", "param",
 _TENSORS = Argument("tensors", "symbol", "i32")
 
 _FUNCTIONS = """@triton.jit
+def fused(a, b, c):
+    return tl.fma(a, b, c)
+
+
+@triton.jit
 def lerp(a, b, w):
-    return tl.where(w < 0.5, a + w * (b - a), b - (b - a) * (1 - w))
+    return tl.where(w < 0.5, fused(w, b - a, a), fused(w - 1, b - a, b))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
-from autofuse.codegen.knobs import Knob
+from autofuse.codegen.knobs import CONTRACT, Knob, contracts, printed
 from autofuse.codegen.triton.source import Assumptions
 from autofuse.errors import CompilerError, CompilerNotReady
 from autofuse.ir.records import (
@@ -26,6 +26,7 @@ from autofuse.ir.records import (
     Decision,
     KernelRecord,
     Measurement,
+    Status,
     TuneRequest,
     make_config,
 )
@@ -36,7 +37,7 @@ from autofuse.optim.triton_printer import KNOBS as TRITON_KNOBS
 from autofuse.optim.triton_printer import print_triton_step
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
 from autofuse.tuner.comparison import compare, decide, keeps_device_slower
-from autofuse.tuner.outcome import JobLimits, Outcome
+from autofuse.tuner.outcome import JobLimits, Outcome, given_up_in_words
 from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
 
@@ -54,6 +55,7 @@ class _Entrant:
 
     candidate: Candidate
     kernel: KernelRecord | None = None
+    difference: str = ""  # how its bits differ from eager's, in a strict run, where it may not win for that
 
     @property
     def digest(self) -> str | None:
@@ -99,12 +101,32 @@ class StepTuning:
             return self._stay_eager("out_of_memory", "checking it needs too much memory")
         self._tried = self._form.cut_to(most)
         self._checked = checked_form(self._tried)
-        entrants = [entrant for entrant in self._candidates() if self._is_right(entrant)]
+        entrants = [found for found in map(self._checked_entrant, self._candidates()) if found is not None]
         if not entrants:
             found = next((m for m in self._outcome.measurements), None)
             return self._stay_eager("no_candidates", found.message if found else "")
-        comparisons = self._race(entrants)
-        first, best = max(zip(comparisons, entrants, strict=True), key=lambda item: item[0].speedup)
+        raced = zip(self._race(entrants), entrants, strict=True)
+        return self._choose(sorted(raced, key=lambda item: -item[0].speedup))
+
+    def _choose(self, raced: Sequence[tuple[Comparison, _Entrant]]) -> Outcome:
+        """Decide on entrants, fastest first. Those whose bits differ cannot win; the decision says what they gain."""
+        able = [item for item in raced if not item[1].difference]
+        lost, refused = next((item for item in raced if item[1].difference), (None, None))
+        if lost is None or refused is None or (able and able[0][0].speedup >= lost.speedup):
+            return self._settle(*able[0], len(raced))
+        given_up = given_up_in_words(refused.candidate, lost, refused.difference)
+        is_gain = lost.speedup >= 1.0 + self._limits.margin
+        if able:
+            outcome = self._settle(*able[0], len(raced), given_up)
+            if outcome.decisions[-1].reason == "won" or not is_gain:
+                return outcome
+            outcome.decisions.clear()
+        if is_gain:
+            return self._stay_eager("not_bit_equal", given_up, lost)
+        return self._stay_eager("no_gain" if lost.high < 1.0 else "below_margin", given_up, lost)
+
+    def _settle(self, first: Comparison, best: _Entrant, count: int, given_up: str = "") -> Outcome:
+        """Decide on the best of ``count`` entrants, which was compared with eager once."""
         ruling = decide([first], self._limits.margin, lambda: self._race([best]))
         assert ruling is not None, "a race of steps has a result or raises"
         (seen,) = ruling.comparisons
@@ -112,12 +134,13 @@ class StepTuning:
         if not ruling.is_won:
             words = f"the best is {best.candidate.variant} with {seen.speedup:.2f}x ({seen.low:.2f} to {seen.high:.2f})"
             return self._stay_eager("no_gain" if seen.high < 1.0 else "below_margin", words + busy, seen)
-        words = f"the fastest of {len(entrants)}, {seen.rounds} paired rounds"
+        words = f"the fastest of {count}, {seen.rounds} paired rounds"
         if self._tried != self._form:
             words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"
         if best.kernel is not None:
             self._outcome.kernels.append(best.kernel)
-        return self._decide(seen, best.candidate, "won", words + busy, best.digest)
+        words += busy + (f"; {given_up}" if given_up else "")
+        return self._decide(seen, best.candidate, "won", words, best.digest)
 
     def _candidates(self) -> list[_Entrant]:
         found = [_Entrant(Candidate(name)) for name in self._form.vendors]
@@ -126,6 +149,8 @@ class StepTuning:
             make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
             for choices in itertools.product(*map(_choices, knobs))
         ]
+        if self._request.key.is_strict:
+            configs = [make_config({**dict(c), CONTRACT.name: choice}) for choice in CONTRACT.choices for c in configs]
         for config, made in zip(configs, self._compile_all(configs), strict=True):
             candidate = Candidate(variant, config)
             if isinstance(made, KernelRecord):
@@ -160,9 +185,10 @@ class StepTuning:
     def _compiled(self, config: Config) -> KernelRecord:
         """The kernel of a configuration. Raises CompilerError and CandidateProblem."""
         if isinstance(self._backend, CBackend):
-            return self._backend.recipe_of(print_step(self._form, config), config).make()
+            return self._backend.recipe_of(print_step(self._form, printed(config)), config).make()
         assert isinstance(self._backend, TritonBackend | InterpreterBackend)
-        return self._backend.recipe_of(print_triton_step(self._form, config), _ALIGNED).make()
+        source = replace(print_triton_step(self._form, printed(config)), contracts=contracts(config))
+        return self._backend.recipe_of(source, _ALIGNED).make()
 
     def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
         self._rest()
@@ -170,13 +196,18 @@ class StepTuning:
             self._worker.start()
         return self._worker.ask(do, step=form.to_json(), threads=self._request.key.threads, **arguments)
 
-    def _is_right(self, entrant: _Entrant) -> bool:
+    def _checked_entrant(self, entrant: _Entrant) -> _Entrant | None:
+        """The entrant, with how its bits differ from eager's where the run is strict; None where it is not right."""
+        difference = ""
         try:
             self._ask("check_step", self._checked, candidate=entrant.to_json())
+            if self._request.key.is_strict:
+                reply = self._ask("compare_step_bits", self._checked, candidate=entrant.to_json())
+                difference = str(reply["difference"])
         except CandidateProblem as problem:
             self._outcome.fail(entrant.candidate, problem.status, str(problem))
-            return False
-        return True
+            return None
+        return replace(entrant, difference=difference)
 
     def _race(self, entrants: Sequence[_Entrant]) -> list[Comparison]:
         rounds = max(15, self._limits.rounds)
@@ -191,7 +222,10 @@ class StepTuning:
                 comparisons[n] = on_device  # saving host time at the cost of device time is no gain
         for c, entrant in zip(comparisons, entrants, strict=True):
             times = (c.median_us, c.eager_us, c.speedup, c.low, c.high)
-            row = Measurement(entrant.candidate, "ok", (), *times, compile_key=entrant.digest)
+            status: Status = "not_bit_equal" if entrant.difference else "ok"
+            row = Measurement(
+                entrant.candidate, status, (), *times, compile_key=entrant.digest, message=entrant.difference
+            )
             self._outcome.measurements.append(row)
         return comparisons
 

@@ -3,7 +3,8 @@
 In: a `StepForm`. Out: the constants of a tensor and the statements for one element, as text that reads the same in C,
 in Triton and in Python: infix operators and calls of a few functions, which each printer defines.
 Guarantee: the formulas are those of torch's loop over single tensors (torch/optim, torch 2.13), in the order in which
-it rounds. Constants are float64 until they are used; ``step`` is the new count.
+its kernels round: `add` with a factor, `lerp` and `addcmul` end in one instruction for a product and a sum. Constants
+are float64 until they are used; ``step`` is the new count.
 """
 
 from __future__ import annotations
@@ -36,46 +37,54 @@ _CONSTANTS: Mapping[str, tuple[Statement, ...]] = {
 def statements(form: StepForm) -> tuple[Statement, ...]:
     """The assignments that update one element: parameter ``p``, gradient ``g``, states ``s0``, ``s1``, ``s2``.
 
-    They call ``lerp(a, b, w)``, ``largest(a, b)`` (NaN if either is), and ``root(x)`` and ``divide(a, b)``, which round
-    to nearest.
+    They call ``lerp(a, b, w)``, ``largest(a, b)`` (NaN if either is), ``fused(a, b, c)``, which is ``a * b + c``
+    rounded once where the device can, and ``root(x)`` and ``divide(a, b)``, which round to nearest.
     """
     on = set(form.flags)
     found = [("g", "-g")] if "maximize" in on else []
     if "weight_decay" in on:
-        found.append(("p", "p * shrink") if "decoupled_weight_decay" in on else ("g", "g + decay * p"))
-    return (*found, *_UPDATES[form.algorithm](on))
+        found.append(("p", "p * shrink") if "decoupled_weight_decay" in on else ("g", "fused(decay, p, g)"))
+    return (*found, *_UPDATES[form.algorithm](on, form.device == "cpu"))
 
 
-def _adam(on: set[str]) -> list[Statement]:
-    found = [("s0", "lerp(s0, g, w)"), ("s1", "s1 * keep + add * g * g")]
+def _moved(along: str, over: str, on_cpu: bool) -> Statement:
+    """``p.addcdiv_(along, over, value=down)``, whose kernels differ in what they round first."""
+    if on_cpu:
+        return "p", f"p + divide(down * {along}, {over})"
+    return "p", f"fused(down, divide({along}, {over}), p)"
+
+
+def _adam(on: set[str], on_cpu: bool) -> list[Statement]:
+    found = [("s0", "lerp(s0, g, w)"), ("s1", "fused(add * g, g, s1 * keep)")]
     if "amsgrad" in on:
         found.append(("s2", "largest(s2, s1)"))
     square = "s2" if "amsgrad" in on else "s1"
-    return [*found, ("p", f"p + down * divide(s0, divide(root({square}), corrected) + tiny)")]
+    return [*found, _moved("s0", f"(divide(root({square}), corrected) + tiny)", on_cpu)]
 
 
-def _sgd(on: set[str]) -> list[Statement]:
+def _sgd(on: set[str], on_cpu: bool) -> list[Statement]:
     if "momentum" not in on:
-        return [("p", "p + down * g")]
-    return [("s0", "s0 * keep + add * g"), ("p", "p + down * " + ("(g + keep * s0)" if "nesterov" in on else "s0"))]
+        return [("p", "fused(down, g, p)")]
+    along = "fused(keep, s0, g)" if "nesterov" in on else "s0"
+    return [("s0", "fused(add, g, s0 * keep)"), ("p", f"fused(down, {along}, p)")]
 
 
-def _rmsprop(on: set[str]) -> list[Statement]:
-    found = [("s0", "s0 * keep + add * g * g")]
+def _rmsprop(on: set[str], on_cpu: bool) -> list[Statement]:
+    found = [("s0", "fused(add * g, g, s0 * keep)")]
     if "centered" in on:
         found.append(("s1", "lerp(s1, g, w)"))
-    found.append(("g", f"divide(g, root({'s0 - s1 * s1' if 'centered' in on else 's0'}) + tiny)"))
+    over = f"(root({'fused(-s1, s1, s0)' if 'centered' in on else 's0'}) + tiny)"
     if "momentum" not in on:
-        return [*found, ("p", "p + down * g")]
+        return [*found, _moved("g", over, on_cpu)]
     buffer = "s2" if "centered" in on else "s1"
-    return [*found, (buffer, f"{buffer} * push + g"), ("p", f"p + down * {buffer}")]
+    return [*found, (buffer, f"{buffer} * push + divide(g, {over})"), ("p", f"fused(down, {buffer}, p)")]
 
 
-def _adagrad(on: set[str]) -> list[Statement]:
-    return [("s0", "s0 + g * g"), ("p", "p + down * divide(g, root(s0) + tiny)")]
+def _adagrad(on: set[str], on_cpu: bool) -> list[Statement]:
+    return [("s0", "fused(g, g, s0)"), _moved("g", "(root(s0) + tiny)", on_cpu)]
 
 
-_UPDATES: Mapping[str, Callable[[set[str]], list[Statement]]] = {
+_UPDATES: Mapping[str, Callable[[set[str], bool], list[Statement]]] = {
     "adam": _adam, "sgd": _sgd, "rmsprop": _rmsprop, "adagrad": _adagrad,
 }  # fmt: skip
 

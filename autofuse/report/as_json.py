@@ -36,6 +36,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "refusals": [_refusal(line) for line in report.refusals],
         "events": [_event(row) for row in report.events],
         "queue": asdict(report.queue),
+        "strict": None if report.strict is None else asdict(report.strict),
         "memory": [asdict(line) for line in report.memory],
     }
     finite: dict[str, Any] = _finite(data)

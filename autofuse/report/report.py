@@ -7,7 +7,7 @@ nothing was captured or fused, are reports too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from autofuse.db.rows import EventRow, QueueStatus, RequestRow, RunRow, SettingTrial
@@ -23,9 +23,11 @@ from autofuse.ir.records import (
     Refusal,
     RootRecord,
 )  # fmt: skip
+from autofuse.ir.strict import is_strict
 from autofuse.report.metrics import GraphLine, graph_lines
 from autofuse.report.operators import OperatorLine, operator_lines
 from autofuse.report.statistics import Gain, Speedup, StepRow, measure_gain
+from autofuse.report.strictness import StrictCost, given_up_us, strict_cost
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Report:
     events: tuple[EventRow, ...] = ()
     steps: tuple[StepRow, ...] = ()
     queue: QueueStatus = field(default_factory=QueueStatus)  # the states of this run's requests
+    strict: StrictCost | None = None  # None for a run that is not strict
     memory: tuple[MemoryLine, ...] = ()  # one for each root, of its largest measured input; empty if not requested
 
 
@@ -136,11 +139,12 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
     tuning_seconds = sum(row.decision.tuning_seconds for row in store.results.history(run_id=run.id))
     cost = capture_seconds + tuning_cost(run.mode, tuning_seconds, run.totals.paused_seconds)
     gain = measure_gain(store.steps.of_run(run.id), cost, run.steps_one_in)
+    uses, decided = store.nodes.uses(run.id), _decided(store, run)
     return Report(
         store=str(store.path),
         run=run,
         totals=_totals(run, gain, capture_seconds, tuning_seconds),
-        nodes=tuple(_node_lines(store, run)),
+        nodes=tuple(_node_lines(store, run, uses, decided)),
         operators=tuple(operator_lines(store.profiles.ops(run.id))),
         graphs=tuple(graph_lines(events)),
         roots=tuple(roots),
@@ -149,6 +153,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         events=tuple(row for row in events if row.event.kind not in (GRAPH_METRICS, PEAK_MEMORY)),
         steps=gain.rows,
         queue=store.queue.length(run_id=run.id),
+        strict=_strict_cost(store, run, uses, decided) if is_strict(run.versions) else None,
         memory=tuple(memory_lines(events)),
     )
 
@@ -193,17 +198,39 @@ def _is_of(run: RunRow, device_key: str) -> bool:
     return device_key == run.device.key or not device_key.startswith("cpu:")
 
 
-def _node_lines(store: Store, run: RunRow) -> list[NodeLine]:
+def _decided(store: Store, run: RunRow) -> dict[str, list[Decision]]:
+    """The decisions that a run may use, by node, oldest first."""
     decided: dict[str, list[Decision]] = {}
     for _, decision in store.results.decisions(versions=run.versions):
         if _is_of(run, decision.key.device):
             decided.setdefault(decision.key.fusion_id, []).append(decision)
-    asked = {(r.key.fusion_id, r.key.bucket): r for r in store.queue.requests() if _is_of(run, r.key.device)}
+    return decided
+
+
+def _strict_cost(
+    store: Store, run: RunRow, uses: Iterable[NodeUse], decided: Mapping[str, Sequence[Decision]]
+) -> StrictCost:
+    gains = []
+    for use in uses:
+        decision = decision_for(use.bucket, decided.get(use.fusion_id, ()))
+        if decision is not None:
+            gains.append(given_up_us(use, decision, store.results.measurements(use.fusion_id)))
+    return strict_cost(gains, run.totals.steps)
+
+
+def _node_lines(
+    store: Store, run: RunRow, uses: Iterable[NodeUse], decided: Mapping[str, Sequence[Decision]]
+) -> list[NodeLine]:
+    asked = {
+        (r.key.fusion_id, r.key.bucket): r
+        for r in store.queue.requests()
+        if _is_of(run, r.key.device) and r.key.versions == run.versions
+    }
     return [
         node_line(
             use, decision_for(use.bucket, decided.get(use.fusion_id, ())), asked.get((use.fusion_id, use.bucket.label))
         )
-        for use in store.nodes.uses(run.id)
+        for use in uses
     ]
 
 

@@ -22,6 +22,7 @@ from autofuse.report.metrics import fusion_text, graph_table
 from autofuse.report.operators import operator_table
 from autofuse.report.report import NodeLine, Report, tuning_cost
 from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, StepRow
+from autofuse.report.strictness import StrictCost
 from autofuse.report.table import PlainTable, plain_table, say
 
 MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
@@ -118,6 +119,8 @@ def _totals(report: Report) -> Panel:
     table.add_row("saved", _saved(report))
     overhead = totals.observer_overhead_percent
     table.add_row("observer", "–" if overhead is None else f"{overhead:.2f} % of the run's time")
+    if report.strict is not None:
+        table.add_row("strict", _strict(report.strict))
     table.add_row("memory", _memory(report))
     return Panel(Group(Text(verdict, style), "", table), title="Totals", box=box.ROUNDED, padding=(0, 1))
 
@@ -218,6 +221,14 @@ def _saved(report: Report) -> str:
         else "has not paid for its cost yet"
     )
     return f"{wording.seconds(totals.seconds_saved)}, {when}"
+
+
+def _strict(cost: StrictCost) -> str:
+    if not cost.refused_nodes:
+        return "no faster kernel was refused for its bits"
+    them = wording.plural(cost.refused_nodes, "node")
+    saved = "" if cost.step_us is None else f", {wording.microseconds(cost.step_us)} a step are given up for that"
+    return f"faster kernels of {them} were refused, as they are not eager's to the bit{saved}"
 
 
 def _memory(report: Report) -> str:

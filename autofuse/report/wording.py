@@ -74,6 +74,7 @@ STATUSES = {
     "compile_error": "did not compile",
     "pruned": "given up early",
     "refused": "not applicable",
+    "not_bit_equal": "not eager's to the bit",
 }
 
 

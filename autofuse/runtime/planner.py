@@ -71,9 +71,11 @@ class Planner:
     def plan_joint_attention(self, imported: ImportedGraph, phase: str) -> list[AttentionPass]:
         """Attentions of training in a graph (`find_joint_attention`), found with the forward graph for both.
 
-        None where each call is checked against eager: eager has no counterpart for a half.
+        None where each call is checked against eager: eager has no counterpart for a half. None in a strict run: no
+        half is eager's to the bit, and planned apart from its neighbours it would keep them from being fused.
         """
-        if not self.engine.enabled or not self.engine.config.enable_attention or self._settings.run.check:
+        run = self._settings.run
+        if not self.engine.enabled or not self.engine.config.enable_attention or run.check or run.strict:
             return []
         if phase == "backward":
             return attention_passes_of(imported.module)

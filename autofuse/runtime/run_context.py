@@ -99,11 +99,12 @@ class RunContext:
 
     @property
     def graphs_folder(self) -> Path | None:
-        """The folder of traced graphs; None where none are kept."""
+        """The folder of traced graphs, another one for strict runs, which simplify less; None where none are kept."""
         settings = self.settings
         if not settings.capture.keep_graphs or not self.store_thread.usable:
             return None
-        return settings.run.store.with_name(settings.run.store.name + ".graphs")
+        suffix = ".strict.graphs" if settings.run.strict else ".graphs"
+        return settings.run.store.with_name(settings.run.store.name + suffix)
 
     @property
     def notes_folder(self) -> PrivateFolder | None:

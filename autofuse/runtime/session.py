@@ -28,6 +28,7 @@ from autofuse.errors import AutofuseError
 from autofuse.gpu.node_timer import NodeTimer
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import Bucket, RunStart, RunTotals, StepSample
+from autofuse.ir.strict import strictly
 from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.debug_texts import fusion_text, timings_text
@@ -89,7 +90,8 @@ class Session:
         self._planner: Planner | None = None
         self._draws: RngKernels | None = None
         changed = {name: str(value) for name, value in settings.changed().items()}
-        start = RunStart(command, cpu_device(), versions(), settings.run.tune, self._pid, changed, this_machine())
+        which = strictly(versions()) if settings.run.strict else versions()
+        start = RunStart(command, cpu_device(), which, settings.run.tune, self._pid, changed, this_machine())
         self._written_calls: dict[tuple[str, Bucket], int] = {}
         self._pace = DutyCycle()
         store_thread = StoreThread(

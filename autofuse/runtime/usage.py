@@ -50,7 +50,7 @@ class Usage:
                 calls = plan.calls_of(node)
             total.calls += calls
             total.fused_calls += fused
-            total.shapes[node.values] += calls
+            total.shapes[node.values] += plan.calls_of(node)  # of a group too, though its nodes ran one by one
             live = plan.live_us(index)
             if live:
                 total.total_us += live * calls

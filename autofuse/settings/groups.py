@@ -68,6 +68,10 @@ class RunSettings(Group):
         high=6,
     )  # fmt: skip
     check: bool = declare(False, "Compare every routed call with eager. Slow; for hunting a wrong kernel.")
+    strict: bool = declare(
+        False,
+        "Use only kernels whose results equal eager's bit by bit in every check; the report says what that costs.",
+    )
     graphs_in_c: bool = declare(
         True, "Captured graphs whose kernels are settled are called from C, not from Python; for work on a CPU."
     )

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autofuse.codegen.c.build import Tend, Toolchain
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.generator import FusionKernelGenerator
-from autofuse.codegen.knobs import Knob, Sizes
+from autofuse.codegen.knobs import Knob, Sizes, contracts, printed
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.key import compile_key as triton_key
@@ -82,7 +82,7 @@ class CBackend:
         sizes: Sequence[Sizes],
         is_final: bool,
     ) -> Recipe:
-        return self.recipe_of(self._generator.source(form, config, constants, printer), config)
+        return self.recipe_of(self._generator.source(form, printed(config), constants, printer), config)
 
     def recipe_of(self, source: CSource, config: Config) -> Recipe:
         """The recipe of a source that has been printed."""
@@ -100,6 +100,10 @@ class _TritonText:
 
     def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         return self._generator.knobs(form, values, high, printer)
+
+    def _source(self, form: NodeForm, printer: str, config: Config, constants: Sizes) -> TritonSource:
+        source = self._generator.source(form, printed(config), constants, printer)
+        return replace(source, contracts=contracts(config))
 
 
 class TritonBackend(_TritonText):
@@ -123,7 +127,7 @@ class TritonBackend(_TritonText):
         sizes: Sequence[Sizes],
         is_final: bool,
     ) -> Recipe:
-        source = self._generator.source(form, config, constants, printer)
+        source = self._source(form, printer, config, constants)
         return self.recipe_of(source, _assumptions(source, sizes, is_final))
 
     def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
@@ -162,7 +166,7 @@ class InterpreterBackend(_TritonText):
         sizes: Sequence[Sizes],
         is_final: bool,
     ) -> Recipe:
-        return self.recipe_of(self._generator.source(form, config, constants, printer), ())
+        return self.recipe_of(self._source(form, printer, config, constants), ())
 
     def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
         """The recipe of a source that has been printed; the interpreter needs no assumptions."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from autofuse.codegen.knobs import Knob, Sizes, default_config
+from autofuse.codegen.knobs import CONTRACT, Knob, Sizes, default_config
 from autofuse.codegen.templates import LOOP
 from autofuse.errors import AutofuseError, CompilerError, CompilerNotReady
 from autofuse.ir.operation import NodeForm
@@ -65,6 +65,9 @@ class Bench(Protocol):
     def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         """The largest error over eager's own; the first ``least`` cases run in any case. Raises CandidateProblem."""
 
+    def compare_bits(self, built: Built, cases: Sequence[CheckCase], elements: int, budget_seconds: float) -> str:
+        """How results differ from eager's in bits, in the cases or in so many elements more; "" where they do not."""
+
     def has_passed(self, built: Built) -> bool:
         """Whether the same binary has passed all cases of another bucket."""
 
@@ -103,10 +106,17 @@ class BenchmarkProvider:
         self._generation = 0
 
     def bench(
-        self, fusion_id: str, form: NodeForm, threads: int, bucket: Bucket, printer: str = LOOP
+        self,
+        fusion_id: str,
+        form: NodeForm,
+        threads: int,
+        bucket: Bucket,
+        printer: str = LOOP,
+        is_strict: bool = False,
     ) -> NodeBenchmarks:
-        """The bench of a node; ``printer``: the name of the template of its kernels."""
-        return NodeBenchmarks(self, fusion_id, form, threads, bucket, printer)
+        """The bench of a node; ``printer``: the name of the template of its kernels; ``is_strict``: for a strict job,
+        whose kernels round as often as eager."""
+        return NodeBenchmarks(self, fusion_id, form, threads, bucket, printer, is_strict)
 
     # ---- compilers ------------------------------------------------------------------------------
 
@@ -205,10 +215,12 @@ class NodeBenchmarks:
         threads: int,
         bucket: Bucket,
         printer: str = LOOP,
+        is_strict: bool = False,
     ) -> None:
         self.form = form
         self.threads = threads
         self.key = f"{fusion_id}/{threads}"
+        self._is_strict = is_strict
         self._printer = printer
         self._provider = provider
         self._high = self._named([high for _, high in bucket.ranges])
@@ -221,7 +233,8 @@ class NodeBenchmarks:
         return self._provider.backend.generic, self._provider.backend.specialised
 
     def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
-        return self._provider.backend.knobs(self.form, self._printer, self._named(values), self._high)
+        found = self._provider.backend.knobs(self.form, self._printer, self._named(values), self._high)
+        return (CONTRACT, *found) if self._is_strict else found
 
     def default(self, values: Sequence[int]) -> Config:
         return default_config(self.knobs(values))
@@ -250,12 +263,27 @@ class NodeBenchmarks:
 
     def check(self, built: Built, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         self._refuse_lethal(built)
-        rows = [[list(case.values), case.kind, case.shifted] for case in cases]
+        rows, digest = _rows(cases), built.digest
         with self._blaming([built]):
             reply = self._provider.ask(
-                self, "check", [built], digest=built.digest, cases=rows, budget_seconds=budget_seconds, least=least
+                self, "check", [built], digest=digest, cases=rows, budget_seconds=budget_seconds, least=least
             )
         return float(reply["error_ratio"])
+
+    def compare_bits(self, built: Built, cases: Sequence[CheckCase], elements: int, budget_seconds: float) -> str:
+        self._refuse_lethal(built)
+        rows, digest = _rows(cases), built.digest
+        with self._blaming([built]):
+            reply = self._provider.ask(
+                self,
+                "compare_bits",
+                [built],
+                digest=digest,
+                cases=rows,
+                elements=elements,
+                budget_seconds=budget_seconds,
+            )
+        return str(reply["difference"])
 
     def race(self, built: Sequence[Built], values: Sequence[int], rules: RaceRules) -> RaceResult:
         for item in built:
@@ -292,6 +320,11 @@ class _Blame:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Lost) and len(self._digests) == 1:
             self._provider.lethal.add(self._digests[0])
+
+
+def _rows(cases: Sequence[CheckCase]) -> list[list[Any]]:
+    """Cases as the worker reads them."""
+    return [[list(case.values), case.kind, case.shifted] for case in cases]
 
 
 def is_specialised(candidate: Candidate) -> bool:

@@ -7,6 +7,7 @@ instead. Torch-free: the daemon chooses, the worker runs them.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,6 +19,8 @@ from autofuse.ir.shape import evaluate
 
 CASE_BYTES = 64 << 20  # of a call; its float64 reference takes up to three times as much
 GPU_CASE_BYTES = 1 << 30  # a GPU checks 1 GiB in the time in which a CPU checks 64 MiB
+SIZES_DRAWN = 8
+STRICT_ELEMENTS, STRICT_ELEMENTS_16 = 1 << 19, 1 << 22
 SHAPES_SEEN = 2  # observed shapes that are checked besides the timed one
 
 Kind = Literal["normal", "large", "zeros", "special"]
@@ -78,6 +81,31 @@ def full_cases(
         c if call_bytes(form, c.values) <= most_bytes else replace(c, values=smaller.get(c.values, low)) for c in cases
     ]
     return [case for case in dict.fromkeys(fitting) if case not in done]
+
+
+def strict_cases(
+    form: NodeForm, bucket: Bucket, shapes: Sequence[ObservedShape], timed: Values, most_bytes: int = CASE_BYTES
+) -> list[CheckCase]:
+    """The cases in which a kernel has to be eager's to the bit: all others, and some more sizes of the bucket.
+
+    Eager may add in another order at each size, so sizes that nobody chose are among them.
+    """
+    draw = random.Random(bucket.label)
+    # At one share of all ranges: sizes may depend on each other, as those of an index and of what it is for.
+    shares = [draw.random() for _ in range(SIZES_DRAWN)]
+    sizes = [tuple(low + round(share * (high - low)) for low, high in bucket.ranges) for share in shares]
+    drawn = [CheckCase(values, "normal") for values in sizes if call_bytes(form, values) <= most_bytes]
+    known = full_cases(form, bucket, shapes, timed, most_bytes=most_bytes)
+    return list(dict.fromkeys([*first_cases(form, bucket, timed), *known, *drawn]))
+
+
+def strict_elements(form: NodeForm) -> int:
+    """How many elements more are compared with eager's.
+
+    A result of 16 bits shows a difference in the last place of float32 in one element of 65536.
+    """
+    specs = [item.spec for item in form.inputs] + [form.spec(ref) for ref in form.outputs]
+    return STRICT_ELEMENTS_16 if any(spec.dtype in ("float16", "bfloat16") for spec in specs) else STRICT_ELEMENTS
 
 
 ESSENTIAL = 4  # the first cases of ``full_cases``, which are run however long they take

@@ -1,19 +1,21 @@
 """Deciding on a node: which of the entrants wins, if any.
 
 In: entrants that were screened. Out: the winner and its decision; None and the reason where eager stays.
-Guarantee: a winner has won a race after the screening that made it a finalist, and has passed all cases.
+Guarantee: a winner has won a race after the screening that made it a finalist, and has passed all cases. In a strict
+job it is eager's to the bit in all of them; the decision says what a faster one would have gained that is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from autofuse.ir.records import Comparison, Decision, TuneRequest
 from autofuse.tuner.cases import full_cases
 from autofuse.tuner.comparison import LEAST_PAIRS, decide
 from autofuse.tuner.entrants import Contest, Entrant
-from autofuse.tuner.outcome import Verdicts
+from autofuse.tuner.outcome import Verdicts, given_up_in_words
 from autofuse.tuner.timing import PROBES
 
 THREADS_KNOB = "threads"  # a knob of generated C: the caller's number of threads, or one
@@ -33,8 +35,25 @@ class NodeDecider:
 
     def decide(self, entrants: Sequence[Entrant]) -> tuple[Entrant | None, Decision]:
         """The winner and its decision; None where eager stays."""
+        winner, decision = self._decide([e for e in entrants if not e.difference])
+        refused = [e for e in entrants if e.difference and e.comparison is not None and not e.trades(self._margin)]
+        if not refused:
+            return winner, decision
+        fastest = max(refused, key=lambda e: e.speedup)
+        assert fastest.comparison is not None
+        given_up = given_up_in_words(fastest.built.candidate, fastest.comparison, fastest.difference)
+        if winner is not None:
+            is_faster = winner.comparison is not None and fastest.speedup > winner.speedup
+            return winner, replace(decision, detail=f"{decision.detail}; {given_up}") if is_faster else decision
+        if fastest.speedup >= 1.0 + self._margin:
+            return None, self._verdicts.stay_eager("not_bit_equal", given_up, fastest.comparison)
+        return None, decision if decision.unfused_us else self._stay(fastest.comparison)
+
+    def _decide(self, entrants: Sequence[Entrant]) -> tuple[Entrant | None, Decision]:
+        """Of entrants whose bits are not known to differ. Those that turn out to do so are left out from then on."""
         for _ in range(TAKES):
-            ran = (e for e in entrants if e.comparison is not None and not e.trades(self._margin))
+            able = (e for e in entrants if e.comparison is not None and not e.difference)
+            ran = (e for e in able if not e.trades(self._margin))
             # An entrant that a screening race dropped comes last: it was slower than the leader in nearly every round,
             # whatever its few rounds say against eager.
             ranked = sorted(ran, key=lambda e: (e.dropped, -e.speedup))
@@ -51,7 +70,8 @@ class NodeDecider:
                 return None, self._stay(*ruling.comparisons, *ruling.unconfirmed)
             if self._contest.complete(best, self._values) and self._full_check(best):
                 return best, switch(self._verdicts, best, self._contest.request, self._values)
-            best.comparison = None
+            if not best.difference:
+                best.comparison = None
         return None, self._none_left(entrants)
 
     def _race_again(self, best: Entrant) -> list[Comparison] | None:
@@ -125,7 +145,7 @@ class NodeDecider:
         if not contest.check(entrant, cases, self._values):
             return False
         contest.bench.note_passed(entrant.built)
-        return True
+        return contest.keeps_bits(entrant, contest.request.bucket, contest.request.shapes, self._values)
 
 
 def switch(verdicts: Verdicts, entrant: Entrant, request: TuneRequest, values: tuple[int, ...]) -> Decision:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import Candidate, Comparison, Measurement, TuneRequest
+from autofuse.ir.records import Bucket, Candidate, Comparison, Measurement, ObservedShape, TuneRequest
 from autofuse.tuner.benchmark_provider import Bench, Built
-from autofuse.tuner.cases import ESSENTIAL, CheckCase, first_cases
+from autofuse.tuner.cases import ESSENTIAL, CheckCase, first_cases, strict_cases, strict_elements
 from autofuse.tuner.comparison import LEAST_PAIRS, compare, keeps_device_slower
 from autofuse.tuner.outcome import Clock, JobLimits, Outcome
 from autofuse.tuner.timing import RaceResult, RaceRules
@@ -39,6 +39,7 @@ class Entrant:
     on_device: Comparison | None = None  # on a GPU: the device's time alone
     host_us: tuple[float, float] | None = None  # host time of a call on a GPU, of eager and of this candidate
     seconds: float = 0.0  # of checking and racing
+    difference: str = ""  # how its bits differ from eager's, in a strict job, where it may not win for that
 
     @property
     def speedup(self) -> float:
@@ -67,9 +68,10 @@ class Entrant:
         """The measurement of the last race, at these sizes."""
         assert self.comparison is not None
         c = self.comparison
+        message = self.difference or ("slower than the leader in nearly every round" if self.dropped else "")
         return Measurement(
             candidate=self.built.candidate,
-            status="pruned" if self.dropped else "ok",
+            status="not_bit_equal" if self.difference else "pruned" if self.dropped else "ok",
             symbol_values=values,
             median_us=c.median_us,
             eager_us=c.eager_us,
@@ -82,7 +84,7 @@ class Entrant:
             compile_key=self.built.digest,
             compile_seconds=self.built.seconds,
             measure_seconds=self.seconds,
-            message="slower than the leader in nearly every round" if self.dropped else "",
+            message=message,
         )
 
 
@@ -112,14 +114,20 @@ class Contest:
         return found
 
     def first_check(self, built: Built, values: tuple[int, ...]) -> Entrant | None:
-        """Check the one case that a candidate has to pass before it is timed; None where it fails."""
+        """Check the one case that a candidate has to pass before it is timed; None where it fails.
+
+        In a strict job its bits are compared too, there and at the sizes that are timed.
+        """
         began = self.clock.now()
+        cases, difference = first_cases(self.form, self.request.bucket, values), ""
         try:
-            error = self.bench.check(built, first_cases(self.form, self.request.bucket, values), 0.0, 1)
+            error = self.bench.check(built, cases, 0.0, 1)
+            if self.request.key.is_strict:
+                difference = self.bench.compare_bits(built, [*cases, CheckCase(values, "normal")], 0, 0.0)
         except CandidateProblem as problem:
             self._fail(built, problem, values)
             return None
-        return Entrant(built, error, seconds=self.clock.now() - began)
+        return Entrant(built, error, seconds=self.clock.now() - began, difference=difference)
 
     def check(self, entrant: Entrant, cases: Sequence[CheckCase], values: tuple[int, ...]) -> bool:
         """Whether the entrant passes these cases too."""
@@ -134,6 +142,25 @@ class Contest:
             entrant.seconds += self.clock.now() - began
         entrant.error_ratio = max(entrant.error_ratio, error)
         return True
+
+    def keeps_bits(
+        self, entrant: Entrant, bucket: Bucket, shapes: Sequence[ObservedShape], values: tuple[int, ...]
+    ) -> bool:
+        """Whether the entrant may win in ``bucket``: in a strict job only where all results are eager's to the bit."""
+        if not self.request.key.is_strict:
+            return True
+        began = self.clock.now()
+        cases = strict_cases(self.form, bucket, shapes, values, self.limits.case_bytes)
+        try:
+            budget = max(0.1, self.limits.job_seconds / 8)
+            entrant.difference = self.bench.compare_bits(entrant.built, cases, strict_elements(self.form), budget)
+        except CandidateProblem as problem:
+            entrant.comparison = None
+            self._fail(entrant.built, problem, values)
+            return False
+        finally:
+            entrant.seconds += self.clock.now() - began
+        return not entrant.difference
 
     def complete(self, entrant: Entrant, values: tuple[int, ...]) -> bool:
         """Build a winner's binary for all sizes of its bucket; whether that succeeded."""

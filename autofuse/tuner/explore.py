@@ -63,7 +63,9 @@ class Explorer:
             for config, built in made.items():
                 known = entrants.get(built.digest) if built is not None else None
                 # Relative to eager in the same rounds, so that screenings at different times can be compared.
-                search.tell(config, known.score if known is not None else None)
+                search.tell(config, known.score if known is not None and not known.difference else None)
+            if entrants and all(e.difference for e in entrants.values()):
+                break  # a configuration changes where elements are computed, hardly ever in which order
             if clock.left <= 0 or not self._pays(entrants.values(), clock.now() - wave_began):
                 break
         self.tried = search.tried

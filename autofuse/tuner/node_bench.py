@@ -28,10 +28,11 @@ from autofuse.codegen.inputs import make_inputs
 from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
 from autofuse.ir.shape import evaluate
 from autofuse.strategies.bundle import is_bundle
+from autofuse.tuner.bit_equal import BitCheck
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.machine_load import OTHERS_SHARE, busy_seconds
 from autofuse.tuner.timing import Call, CallSampler, RaceResult, RaceRules, Sampler, race
-from autofuse.tuner.verify import GuardedAllocator, Verifier
+from autofuse.tuner.verify import GuardedAllocator, MakeCall, Verifier
 from autofuse.wrapper.load_strategy import unpack
 from autofuse.wrapper.node_call import make_launcher, make_unfused
 
@@ -161,12 +162,24 @@ class NodeBench:
 
     def check(self, digest: str, cases: Sequence[CheckCase], budget_seconds: float, least: int) -> float:
         """The worst error ratio over the cases. Raises `verify.Wrong`."""
+        with torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself gets all of its threads
+            return self._verifier.check(self._maker(digest), cases, budget_seconds, least)
 
+    def compare_bits(self, digest: str, cases: Sequence[CheckCase], elements: int, budget_seconds: float) -> str:
+        """How the kernel's results differ from eager's in bits, "" where they do not (`BitCheck`).
+
+        Eager has all of its threads, however busy the machine: it may add in another order on fewer.
+        """
+        with torch_threads(self.threads):
+            return BitCheck(self.form, self._rig.device).difference(
+                self._maker(digest), cases, elements, budget_seconds
+            )
+
+    def _maker(self, digest: str) -> MakeCall:
         def make_call(allocator: GuardedAllocator, values: Sequence[int]) -> Callable[..., Any]:
             return self._rig.launcher(self.form, self._loaded[digest], values, self.threads, allocator)
 
-        with torch_threads(self._rig.usable_threads(self.threads)):  # the kernel itself gets all of its threads
-            return self._verifier.check(make_call, cases, budget_seconds, least)
+        return make_call
 
     def race(self, digests: Sequence[str], values: tuple[int, ...], rules: RaceRules) -> RaceResult:
         """Race eager and kernels: seconds a call in each round, eager's first."""

@@ -126,6 +126,11 @@ class Verdicts:
         )
 
 
+def given_up_in_words(candidate: Candidate, comparison: Comparison, difference: str) -> str:
+    """What a strict job gives up with a candidate that is right and fast, but not eager's to the bit."""
+    return f"{candidate.variant} would be {comparison.speedup:.2f}x as fast as eager, but {difference}"
+
+
 _REASONS = {
     "wrong": "all_wrong",
     "crash": "crashed",

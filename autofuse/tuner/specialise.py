@@ -45,7 +45,7 @@ def specialise(contest: Contest, verdicts: Verdicts, generic: Entrant) -> None:
         *first_cases(contest.form, bucket, values),
         *full_cases(contest.form, bucket, (), values, most_bytes=contest.limits.case_bytes),
     ]
-    if not contest.check(entrant, cases, values):
+    if not contest.check(entrant, cases, values) or not contest.keeps_bits(entrant, bucket, (), values):
         return
     is_won = _beats(contest, entrant, rival, values)
     if entrant.comparison is None or rival.comparison is None:

@@ -179,7 +179,7 @@ class Verifier:
         reference = self._reference(case, draw)
         allocator = GuardedAllocator(bool_poison, self._device)
         call = make_call(allocator, case.values)
-        _begin_drawing(self._device)
+        begin_drawing(self._device)
         result = call(*reference.inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         allocator.check()
@@ -209,9 +209,9 @@ class Verifier:
         if found is None:
             inputs = make_inputs(self._form, case.values, draw, case.kind, self._device)
             if case.shifted:
-                inputs = [_shift(t) for t in inputs]
+                inputs = [shifted(t) for t in inputs]
             masks: list[torch.Tensor] = []
-            _begin_drawing(self._device)
+            begin_drawing(self._device)
             eager = run_unfused(self._form, inputs, case.values, masks)
             exact = run_unfused(self._wide, widen(inputs), case.values, masks)
             answers = [answer(e, x) for e, x in zip(eager, exact, strict=True)]
@@ -233,13 +233,13 @@ def _check_strides(index: int, found: torch.Tensor, strides: Sequence[int]) -> N
         raise Wrong(f"output {index} has strides {found.stride()}, eager's {tuple(strides)}")
 
 
-def _begin_drawing(device: torch.device | None) -> None:
+def begin_drawing(device: torch.device | None) -> None:
     """Reset a GPU's generator, so that eager and a candidate that uses random numbers begin with the same state."""
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(_SEED)
 
 
-def _shift(tensor: torch.Tensor) -> torch.Tensor:
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that begins one element behind an aligned address, as slices of larger tensors do."""
     extent = (
         0 if 0 in tensor.shape else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -252,7 +252,7 @@ def _shift(tensor: torch.Tensor) -> torch.Tensor:
 # ---- comparing ------------------------------------------------------------------------------------------
 
 
-_BITS = {
+BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.float16: torch.int16,
@@ -261,7 +261,7 @@ _BITS = {
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    bits = _BITS.get(left.dtype)  # compare bits, by which NaN equals itself
+    bits = BITS.get(left.dtype)  # compare bits, by which NaN equals itself
     return bool(torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits)))
 
 

@@ -154,6 +154,27 @@ def test_special_values_stay_in_their_rows() -> None:
     assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
 
 
+def test_a_strict_run_keeps_the_signs_of_zeros() -> None:
+    def pick(x: T) -> T:
+        return x[0] * 2.0 + x[1] * 3.0 + x[2] * 4.0
+
+    found = {}
+    for is_strict in (False, True):
+        run = torch.compile(
+            pick,
+            backend=lambda m, inputs, is_strict=is_strict: compile_with(
+                m, inputs, lambda graph, phase, times: boxed(graph.forward), is_strict=is_strict
+            ),
+            fullgraph=True,
+        )
+        x = torch.ones(3, 4).requires_grad_()
+        found[is_strict] = torch.autograd.grad(run(x), x, -torch.zeros(4))[0].signbit()
+        torch._dynamo.reset()
+    x = torch.ones(3, 4).requires_grad_()
+    eager = torch.autograd.grad(pick(x), x, -torch.zeros(4))[0].signbit()
+    assert not eager.any() and found[False].all() and torch.equal(found[True], eager)
+
+
 VIEWS: dict[str, Callable[[T], T]] = {
     "t": lambda x: x.t(),
     "slice": lambda x: x[1:],

@@ -56,8 +56,8 @@ def test_requests_of_other_devices_and_versions_wait(store: Store) -> None:
     other = DeviceInfo("cpu", "Other", 8, "avx2")
     store.queue.add([replace(request(), key=key(device=other))])
     assert store.queue.take(DEVICE.key) is None
-    assert store.queue.take(other.key, versions="torch 9") is None
-    assert store.queue.take(other.key, versions=VERSIONS) is not None
+    assert store.queue.take(other.key, versions=["torch 9"]) is None
+    assert store.queue.take(other.key, versions=["torch 9", VERSIONS]) is not None
 
 
 def test_a_run_replaces_its_own_counters_and_runs_add_up(store: Store) -> None:

@@ -105,7 +105,7 @@ def test_blocks_that_may_not_be_read_in_vectors_are_not() -> None:
     """The code for whole aligned blocks is broken here: only what is aligned, and no part of a block, shows it."""
     form = StepForm("sgd", (), "float32", (1500, 1024, 1023))
     source = print_triton_step(form, (("block", 512),))
-    update = "    p = p + down * g\n"
+    update = "    p = fused(down, g, p)\n"
     assert update in source.text
     broken = replace(source, text=source.text.replace(update, f"{update}    if WHOLE:\n        p = p + 1e6\n"))
     arguments = make_arguments(form, 2)

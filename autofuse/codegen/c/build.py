@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autofuse.codegen.c.target import NATIVE, flags, march
+from autofuse.codegen.knobs import contracts
 from autofuse.debug import Level, tell
 from autofuse.errors import CompilerError, CompilerNotReady
 from autofuse.ir.device import cpu_device
@@ -240,6 +241,8 @@ def flags_for(toolchain: Toolchain, config: Config = ()) -> tuple[str, ...]:
     flags = list(toolchain.flags)
     if toolchain.is_x86 and "vector_bits" in knobs:
         flags.append(f"-mprefer-vector-width={knobs['vector_bits']}")
+    if not contracts(config):
+        flags.append("-ffp-contract=off")
     return tuple(flags)
 
 

@@ -34,7 +34,6 @@ Options = dict[str, int | bool | str]
 
 _OPTIONS: Options = {
     "num_ctas": 1,
-    "enable_fp_fusion": True,
     "launch_cooperative_grid": False,
     "default_dot_input_precision": "ieee",
     "debug": False,
@@ -93,7 +92,8 @@ def installed_triton() -> TritonVersion | None:
 
 def options_for(source: TritonSource, target: str) -> Options:
     """All options of a compilation that may change its result."""
-    own = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    own: Options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    own["enable_fp_fusion"] = source.contracts
     return {**own, **_OPTIONS, **_OPTIONS_OF[parse_target(target).backend]}
 
 

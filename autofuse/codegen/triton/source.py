@@ -65,6 +65,7 @@ class TritonSource:
     num_stages: int
     programs: int = 0  # of a launch, about; the argument ``programs`` is how many of them share tiles
     limits: tuple[tuple[Dim, int], ...] = ()  # (size, bound): the kernels are wrong for sizes beyond a bound
+    contracts: bool = True  # the compiler may make one instruction of a multiplication and an addition
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -87,6 +88,7 @@ class TritonSource:
             "num_stages": self.num_stages,
             "programs": self.programs,
             "limits": [[_encode(size), bound] for size, bound in self.limits],
+            **({} if self.contracts else {"contracts": False}),
         }
 
     @classmethod
@@ -111,6 +113,7 @@ class TritonSource:
             num_stages=data["num_stages"],
             programs=data["programs"],
             limits=tuple((_decode(size), bound) for size, bound in data["limits"]),
+            contracts=bool(data.get("contracts", True)),
         )
 
 

@@ -88,6 +88,11 @@ class Benches:
         error = self._bench.check(request["digest"], cases, request["budget_seconds"], request["least"])
         return {"error_ratio": error}
 
+    def do_compare_bits(self, request: dict[str, Any]) -> dict[str, Any]:
+        cases = [CheckCase(tuple(values), kind, shifted) for values, kind, shifted in request["cases"]]
+        budget_seconds, elements = request["budget_seconds"], request["elements"]
+        return {"difference": self._bench.compare_bits(request["digest"], cases, elements, budget_seconds)}
+
     def do_race(self, request: dict[str, Any]) -> dict[str, Any]:
         rules = RaceRules(**request["rules"])
         result = self._bench.race(request["digests"], tuple(request["values"]), rules)
@@ -98,6 +103,10 @@ class Benches:
         form = StepForm.from_json(request["step"])
         candidate = StepCandidate.from_json(request["candidate"])
         return {"error_ratio": optimizer.check(form, candidate, request["threads"], self._rig)}
+
+    def do_compare_step_bits(self, request: dict[str, Any]) -> dict[str, Any]:
+        form, candidate = StepForm.from_json(request["step"]), StepCandidate.from_json(request["candidate"])
+        return {"difference": optimizer.compare_bits(form, candidate, request["threads"], self._rig)}
 
     def do_race_steps(self, request: dict[str, Any]) -> dict[str, Any]:
         form, rules = StepForm.from_json(request["step"]), RaceRules(**request["rules"])
