@@ -92,4 +92,5 @@ def test_the_document_counts_them() -> None:
     text = (Path(__file__).parents[2] / "docs" / "SEMANTICS.md").read_text()
     kept = sum(row.is_kept for row in TABLE.values())
     assert f"{len(TABLE)} programs" in text and f"({kept} of them;" in text
-    assert sum(bool(row.differs or row.rounds) for row in TABLE.values()) >= text.count("\n| ") - 1
+    differs = text.split("\n## Where it differs from eager\n")[1].split("\n## ")[0]
+    assert sum(bool(row.differs or row.rounds) for row in TABLE.values()) >= differs.count("\n| ") - 1 > 5

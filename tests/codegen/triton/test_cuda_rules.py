@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -316,3 +317,10 @@ def test_float32_statistics_and_an_empty_result_beside_16_bits() -> None:
     slopes = run(trace(backward, inputs, dynamic=False, device="cuda"), inputs)
     for slope, right in zip(slopes, torch.autograd.grad(wanted, (exact, scale, shift), g.double()), strict=True):
         torch.testing.assert_close(slope.double(), right, rtol=5e-2, atol=5e-2)
+
+
+def test_the_document_names_them() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "SEMANTICS.md").read_text()
+    section = text.split("\n## What eager gives on a GPU\n")[1].split("\n## ")[0]
+    names = {target.split(".")[1] for target in CUDA_RULES}
+    assert {name for name in names if f"`{name}`" not in section} == set()
