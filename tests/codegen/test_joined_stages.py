@@ -20,6 +20,7 @@ from autofuse.fusion import FusionEngine
 from autofuse.ir.operation import NodeForm
 from tests.codegen.compare import problems
 from tests.codegen.test_in_place import Captured
+from tests.fusion.build import why_not
 from tests.strategies.harness import GENERATOR, plan
 
 T = torch.Tensor
@@ -51,14 +52,6 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[T, ...]]] = {
     "local_response": (lambda x: twice(F.local_response_norm(x, 2)), (torch.randn(2, 6, 3),)),
     "rms_norm": (lambda x, w: twice(F.rms_norm(x, (7,), w)), (torch.randn(1, 7), torch.randn(7))),
 }
-
-
-def why_not(form: NodeForm) -> tuple[str, str] | None:
-    try:
-        lower(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 def backward_form(name: str) -> NodeForm:

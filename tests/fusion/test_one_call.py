@@ -5,23 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from build import graph, op, tensor
+from build import graph, op, tensor, why_not
 
-from autofuse.codegen.lowering.lower import lower
-from autofuse.errors import LoweringError
 from autofuse.fusion import FusionConfig, FusionEngine, FusionGraph
 from autofuse.fusion.one_call import in_order
-from autofuse.ir.operation import NodeForm
 
 INDEX = tensor(4, dtype="int64")
-
-
-def why_not(form: NodeForm) -> tuple[str, str] | None:
-    try:
-        lower(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 def gather_graph(columns=7, device="cpu", behind="aten.relu.default"):

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from build import graph, op, tensor
+from build import graph, op, tensor, why_not
 
 from autofuse.codegen.inputs import make_inputs
-from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.reference import run_unfused, to_float64, widen
-from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine, FusionGraph
 from autofuse.fusion.iteration_space import is_constant
 from autofuse.fusion.node import space_of
@@ -98,14 +96,6 @@ def test_every_fusible_operator_is_one_node_with_its_neighbours() -> None:
         if [node.operations for node in engine.fuse(chain)] != [chain.operations]:
             apart[target] = [(r.code, r.operations, r.detail) for r in engine.refusals if not r.accepted]
     assert apart == {}
-
-
-def why_not(form: NodeForm) -> tuple[str, str] | None:
-    try:
-        lower(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 LOSS = tensor()
