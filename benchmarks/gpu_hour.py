@@ -84,6 +84,7 @@ PARTS: tuple[Part, ...] = (
     _script("streams", 1e-4),
     _script("out_of_memory", 1e-4),
     _script("threads", 1e-4),
+    _script("bad_index", 1e-4),
     _script("compiled", 1e-4),
     Part("check", 160.0, _gpu("check")),
     Part("host", 60.0, _gpu("host"), is_timed=True),
@@ -308,7 +309,7 @@ def wanted(only: str, device: str) -> list[Part]:
     if unknown := [n for n in names if not any(part.name.startswith(n) for part in PARTS)]:
         known = ", ".join(part.name for part in PARTS)
         sys.exit(f"--only: expected beginnings of {known}; found {', '.join(unknown)}")
-    needs_gpu = ("streams", "out_of_memory")  # which make no sense elsewhere
+    needs_gpu = ("streams", "out_of_memory", "bad_index")  # which make no sense elsewhere
     return [
         part
         for part in PARTS

@@ -92,7 +92,10 @@ class LoweringReason(Reason):
     CAUSAL = "causal", "a causal mask with more keys than queries"
     CONSTANT = "constant", "a constant that kernels do not know"
     DILATION = "dilation", "a dilation that is only known when it runs"
-    DEVICE_BOUNDS = "device_bounds", "indices on a GPU, where nothing would raise for one that is out of bounds"
+    DEVICE_BOUNDS = (
+        "device_bounds",
+        "writes by an index, or stages one after another, on a GPU, for which there is no kernel",
+    )
     DIM = "dim", "a size that kernels cannot compute"
     DISJOINT = "disjoint", "parts that share no data"
     DIVISION = "division", "a divisor or rounding mode without a kernel"

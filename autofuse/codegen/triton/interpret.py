@@ -158,6 +158,7 @@ def _mend_interpreter() -> None:
         return product(self, _from_bfloat16(a), _from_bfloat16(b), d, *options)
 
     builder.create_dot = create_dot
+    builder.create_assert = _assert_all
     patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
@@ -167,6 +168,12 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_tensor
     hasten()
     builder._autofuse_mended = True
+
+
+def _assert_all(builder: Any, condition: Any, message: str) -> None:
+    """An assertion of the device about all elements of a tile: the interpreter's own asks for the truth of the tile."""
+    if not condition.data.all():
+        raise AssertionError(message)
 
 
 def _from_bfloat16(handle: Any) -> Any:

@@ -36,7 +36,6 @@ _OPTIONS: Options = {
     "num_ctas": 1,
     "launch_cooperative_grid": False,
     "default_dot_input_precision": "ieee",
-    "debug": False,
     "sanitize_overflow": False,
     "instrumentation_mode": "",
 }
@@ -94,6 +93,7 @@ def options_for(source: TritonSource, target: str) -> Options:
     """All options of a compilation that may change its result."""
     own: Options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     own["enable_fp_fusion"] = source.contracts
+    own["debug"] = "tl.device_assert(" in source.text  # without it, assertions are left out
     return {**own, **_OPTIONS, **_OPTIONS_OF[parse_target(target).backend]}
 
 

@@ -69,8 +69,7 @@ def hasten() -> None:
     _patch_once(interpreter)
     # Each sum of integers would be made again in 64 bits, for an assertion that the interpreter then leaves out.
     builder = interpreter.interpreter_builder
-    assert not builder.options.debug
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)  # with assertions
     _keep_numpy_types(interpreter)
     _keep_block_types()
     _keep_shapes()

@@ -272,6 +272,15 @@ def af_uniform(place, rng_seed, rng_offset, rng_threads, rng_vec, rng_draws):
     return bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
 """
 
+# An index that is data: outside of its bounds the device stops as eager's kernels stop it, and nothing is read there.
+# Beyond the ends of the tile (``mask``) an index is what memory holds beside the tensor, or nothing.
+_CHECKED = """@triton.jit
+def af_checked(index, size, mask):
+    is_inside = (index >= 0) & (index < size)
+    tl.device_assert(is_inside, "index out of bounds", mask)
+    return tl.where(is_inside, index, 0)
+"""
+
 _LOGADDEXP = """@triton.jit
 def af_logaddexp(a, b):
     low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -287,4 +296,5 @@ HELPERS: tuple[tuple[str, str], ...] = (  # (name that must occur in the text, i
     ("af_last_min", "@triton.jit\ndef af_last_min(a, b):\n    return tl.where((b <= a) | (b != b), b, a)\n"),
     ("af_logaddexp", _LOGADDEXP),
     ("af_uniform", _UNIFORM),
+    ("af_checked", _CHECKED),
 )

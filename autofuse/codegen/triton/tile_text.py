@@ -200,7 +200,9 @@ class TileText:
             return f"({self._linear(value.attr)}).to(tl.int64)"  # type: ignore[arg-type]
         if value.op == "checked":
             index = self.text(value.args[0])
-            return f"tl.where(({index} >= 0) & ({index} < {self.size(value.attr)}), {index}, 0)"
+            region = self.regions[number]
+            mask = self.mask(region.rows, region.cols) or "None"
+            return f"af_checked({index}, {self.size(value.attr)}, {mask})"
         if value.op == "uniform":
             place = self.text(value.args[0]) + ("" if self.config.is_wide else ".to(tl.int32)")
             return f"af_uniform({', '.join([place, *(a.name for a in RANDOM_ARGUMENTS)])})"
