@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import default_partition
 
-from autofuse.capture.joint_graph import note_backward
+from autofuse.capture.joint_graph import note_backward, refuse_overlapping_gradients
 from autofuse.capture.simplify import is_view, simplify
 
 
@@ -28,8 +28,9 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's default partition, with cheap values recomputed; the forward graph knows its backward graph.
 
-    ``is_strict``: as for `simplify`.
+    ``is_strict``: as for `simplify`. Raises OverlappingGradients.
     """
+    refuse_overlapping_gradients(joint)
     if not _is_checkpointed(joint.graph):
         simplify(joint.graph, is_strict)
         recompute(joint.graph)

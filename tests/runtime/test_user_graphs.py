@@ -356,6 +356,34 @@ def test_what_cannot_be_captured_stays_eager(session, monkeypatch, capsys):
         assert torch.equal(call(x), torch.relu(x) + 1)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda h: h.unfold(0, 4, 1),
+        lambda h: h.as_strided((2, 1, 1, 2), (1, 7, 7, 1)),
+        lambda h: h.as_strided((3, 4), (2, 1), 1),
+        lambda h: h.expand(3, 16),
+        lambda h: h.view(4, 4).t()[1:],
+        lambda h: h.view(4, 4)[:, ::2],
+    ],
+    ids=["windows", "one_dims", "rows", "expanded", "transposed", "gaps"],
+)
+def test_a_view_of_an_intermediate_has_eagers_gradient(session, view):
+    """Whether its elements lie apart or not: each gradient arrives where eager adds it."""
+
+    def function(x):
+        return view(x * 2.0 + 1.0)
+
+    call = torch.compile(function, backend=pipeline.backend)
+    for _ in range(3):
+        x = torch.randn(16, requires_grad=True)
+        results = []
+        for made in (call(x), function(x)):
+            weights = torch.arange(made.numel()).view(made.shape) + 1.0
+            results += torch.autograd.grad((made * weights).sum(), x)
+        assert torch.equal(*results)
+
+
 def test_a_function_keeps_its_name_and_is_transparent_to_traces(session):
     def named(x):
         """Says what it does."""
