@@ -54,6 +54,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "alembic": ("db/",),
     "optuna": ("tuner/search.py",),
     "rich": ("report/", "cli/", "api.py"),
+    "jinja2": ("report/html/",),
+    "pygments": ("report/html/",),
     "typer": ("cli/",),
     "triton": ("codegen/triton/", "gpu/", "doctor.py", "daemon/workers/"),
 }

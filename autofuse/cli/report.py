@@ -1,4 +1,4 @@
-"""``autofuse report``: loads the report of a run and prints it; everything in it is made in ``autofuse.report``."""
+"""``autofuse report``: loads the report of a run and prints or writes it; all of it is made in ``autofuse.report``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import click
 
 from autofuse.cli.options import load_settings, open_store, store_option
 from autofuse.cli.output import out_console
+from autofuse.errors import UsageError
 
 EPILOG = """\
 \b
 Examples:
   autofuse report                    the newest run
   autofuse report --run 3            an earlier one
+  autofuse report --html run.html    one file for a browser
   autofuse report --json > run.json  for programs
 """
 
@@ -24,22 +26,49 @@ Examples:
     "--run", "run_id", type=click.IntRange(min=1), metavar="N", help="Number of the run. Default: the newest."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write one self-contained page to FILE.",
+)
 @click.option("--verbose", is_flag=True, help="Also show which operators took eager's time.")
 @store_option
-def command(run_id: int | None, as_json: bool, verbose: bool, store: Path | None) -> None:
+def command(run_id: int | None, as_json: bool, page: Path | None, verbose: bool, store: Path | None) -> None:
     """Show what was fused, how much faster it is, and what tuning cost.
 
     The speedup compares steps on fused kernels with steps of the same run that were held out and ran eager. A run that
     gained nothing is said to have gained nothing, and why.
     """
+    if page is not None and as_json:
+        raise click.UsageError("expected one of --json and --html, found both")
     # Imported when the command runs: its help needs no rich, SQLAlchemy or report.
     from autofuse.report.as_json import report_to_json
     from autofuse.report.report import load_report
     from autofuse.report.terminal import render_report
 
     with open_store(load_settings(store=store)) as opened:
+        if page is not None:
+            from autofuse.report.html.page import html_report
+
+            _write(page, html_report(opened, run_id))
+            return
         report = load_report(opened, run_id)
     if as_json:
         click.echo(json.dumps(report_to_json(report), indent=2))
     else:
         render_report(report, out_console(), verbose)
+
+
+def _write(page: Path, text: str) -> None:
+    """A whole file or none; an earlier one is replaced."""
+    try:
+        made = page.with_name(f".{page.name}.new")
+        made.write_text(text, encoding="utf-8")
+        made.replace(page)
+    except OSError as error:
+        raise UsageError(
+            f"expected a file that can be written, found {page}: {error.strerror}; type another: --html FILE"
+        ) from None
+    click.echo(f"written to {page}; open it in a browser")

@@ -26,7 +26,7 @@ from autofuse.ir.records import (
 from autofuse.ir.strict import is_strict
 from autofuse.report.metrics import GraphLine, graph_lines
 from autofuse.report.operators import OperatorLine, operator_lines
-from autofuse.report.statistics import Gain, Speedup, StepRow, measure_gain
+from autofuse.report.statistics import Balance, Gain, Speedup, StepRow, measure_gain
 from autofuse.report.strictness import StrictCost, given_up_us, strict_cost
 
 
@@ -118,6 +118,7 @@ class Report:
     refusals: tuple[RefusalLine, ...] = ()  # most frequent first
     events: tuple[EventRow, ...] = ()
     steps: tuple[StepRow, ...] = ()
+    balance: tuple[Balance, ...] = ()  # seconds saved less the costs, step after step
     queue: QueueStatus = field(default_factory=QueueStatus)  # the states of this run's requests
     strict: StrictCost | None = None  # None for a run that is not strict
     memory: tuple[MemoryLine, ...] = ()  # one for each root, of its largest measured input; empty if not requested
@@ -152,6 +153,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         refusals=tuple(count_refusals(store.notes.refusals(run.id))),
         events=tuple(row for row in events if row.event.kind not in (GRAPH_METRICS, PEAK_MEMORY)),
         steps=gain.rows,
+        balance=gain.balance,
         queue=store.queue.length(run_id=run.id),
         strict=_strict_cost(store, run, uses, decided) if is_strict(run.versions) else None,
         memory=tuple(memory_lines(events)),

@@ -33,6 +33,7 @@ from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, held_out_one_in,
 
 HOT_SHARE = 0.8
 MIN_PAIRS_FOR_INTERVAL = 5  # with fewer pairs there is no 95 % interval, whatever a bootstrap gives
+MOST_BALANCES = 400
 _RESAMPLES = 2000
 _MAX_DRAWS = 400_000  # so that the bootstrap of a long run takes under half a second
 
@@ -66,6 +67,15 @@ class StepRow:
     time_share: float  # of the routed time of the run, 0..1
     hot: bool
     speedup: Speedup
+    ratios: tuple[float, ...] = ()  # of the pairs, in the order in which they ran
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What fusion had saved when a step ended, its costs taken off."""
+
+    step: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,9 @@ class Gain:
     routed_steps: int = 0
     seconds_saved: float | None = None  # None where nothing could be compared
     break_even_step: int | None = None  # index of the first step at which the costs were saved
+    balance: tuple[
+        Balance, ...
+    ] = ()  # step after step, at most `MOST_BALANCES` of them; all costs count from the start
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,9 @@ def measure_gain(samples: Sequence[StepSample], cost_seconds: float, one_in: int
         hot = bool(item.routed) and before_us < HOT_SHARE * total_us
         before_us += item.routed_total_us
         hot_ratios += ratios if hot else []
-        rows.append(_row(item, total_us, hot, summarise(ratios), one_in))
+        rows.append(_row(item, total_us, hot, ratios, one_in))
     known = {(row.root, row.signature): row.speedup.median for row in rows if row.speedup.median is not None}
-    saved, break_even = _savings(samples, series, known, cost_seconds, one_in)
+    saved, break_even, balance = _savings(samples, series, known, cost_seconds, one_in)
     return Gain(
         rows=tuple(rows),
         speedup=summarise(hot_ratios),
@@ -116,6 +129,7 @@ def measure_gain(samples: Sequence[StepSample], cost_seconds: float, one_in: int
         routed_steps=sum(row.routed for row in rows),
         seconds_saved=saved,
         break_even_step=break_even,
+        balance=balance,
     )
 
 
@@ -175,7 +189,7 @@ def _series(samples: Iterable[StepSample]) -> list[_Series]:
     return [item for item in found.values() if item.routed or item.held_out]
 
 
-def _row(item: _Series, total_us: float, hot: bool, speedup: Speedup, one_in: int) -> StepRow:
+def _row(item: _Series, total_us: float, hot: bool, ratios: Sequence[float], one_in: int) -> StepRow:
     return StepRow(
         root=item.root,
         signature=item.signature,
@@ -185,7 +199,8 @@ def _row(item: _Series, total_us: float, hot: bool, speedup: Speedup, one_in: in
         held_out_us=statistics.median(step.step_us for step in item.held_out) if item.held_out else None,
         time_share=item.routed_total_us / total_us if total_us else 0.0,
         hot=hot,
-        speedup=speedup,
+        speedup=summarise(ratios),
+        ratios=tuple(ratios),
     )
 
 
@@ -195,17 +210,25 @@ def _savings(
     known: Mapping[tuple[str, str], float],
     cost_seconds: float,
     one_in: int,
-) -> tuple[float | None, int | None]:
-    """Seconds that the routed steps of compared signatures saved, and the step at which the costs were saved."""
+) -> tuple[float | None, int | None, tuple[Balance, ...]]:
+    """Seconds that the routed steps of compared signatures saved, the step that had saved the costs, the way there."""
     if not known:
-        return None, None
+        return None, None, ()
     counted = {id(step) for item in series for step in item.routed}
     saved_us, break_even = 0.0, None
+    balance = [Balance(0, -cost_seconds)]
     for step in samples:
         ratio = known.get((step.root, step.signature))
         if ratio is None or id(step) not in counted:
             continue
         saved_us += step.step_us * (ratio - 1.0) * one_in
+        balance.append(Balance(step.index, saved_us / 1e6 - cost_seconds))
         if break_even is None and saved_us > 0.0 and saved_us >= cost_seconds * 1e6:
             break_even = step.index
-    return saved_us / 1e6, break_even if saved_us > 0.0 else None
+    return saved_us / 1e6, break_even if saved_us > 0.0 else None, _thinned(balance)
+
+
+def _thinned(balance: Sequence[Balance]) -> tuple[Balance, ...]:
+    """Evenly, with the first and the last."""
+    every = -(-len(balance) // MOST_BALANCES)
+    return (*balance[:-1:every], *balance[-1:])

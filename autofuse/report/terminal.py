@@ -6,7 +6,7 @@ that was not measured, is said in words; every printed number is in the JSON rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,21 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 from autofuse.ir.reasons import decision_words, in_words
-from autofuse.ir.steps import PAIR_WINDOW, held_out_one_in
 from autofuse.report import wording
 from autofuse.report.find import cut
 from autofuse.report.metrics import fusion_text, graph_table
 from autofuse.report.operators import operator_table
-from autofuse.report.report import NodeLine, Report, tuning_cost
-from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL, StepRow
-from autofuse.report.strictness import StrictCost
+from autofuse.report.report import NodeLine, Report
+from autofuse.report.statistics import StepRow
 from autofuse.report.table import PlainTable, plain_table, say
+from autofuse.report.verdict import facts, verdict
 
 MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
 MAX_STEPS = 8
 MAX_EVENTS = 10
 MAX_REFUSALS = 8
-MAX_MEMORY = 4
+_STYLES = {"gain": "bold green", "loss": "bold red", "none": "bold yellow"}  # of a verdict
 
 
 def render_report(report: Report, console: Console, verbose: bool = False) -> None:
@@ -102,146 +101,14 @@ def _header(report: Report) -> Text:
 
 
 def _totals(report: Report) -> Panel:
-    totals = report.totals
-    verdict, style = gain_in_words(report)
+    gain = verdict(report)
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    table.add_row("steps", f"{totals.steps:,} ({_measured(report)})")
-    calls = totals.fused_calls + totals.unfused_calls
-    table.add_row(
-        "node calls",
-        f"{totals.fused_calls:,} of {calls:,} ran fused kernels ({wording.percent(totals.fused_share)})"
-        if calls
-        else "none: no graph was captured",
-    )
-    table.add_row("cost", _cost(report))
-    table.add_row("saved", _saved(report))
-    overhead = totals.observer_overhead_percent
-    table.add_row("observer", "–" if overhead is None else f"{overhead:.2f} % of the run's time")
-    if report.strict is not None:
-        table.add_row("strict", _strict(report.strict))
-    table.add_row("memory", _memory(report))
-    return Panel(Group(Text(verdict, style), "", table), title="Totals", box=box.ROUNDED, padding=(0, 1))
-
-
-def gain_in_words(report: Report) -> tuple[str, str]:
-    """The verdict on a run in a sentence, and its style."""
-    totals, speedup = report.totals, report.totals.speedup
-    if not totals.fused_calls:
-        steps = [line for line in report.nodes if line.fused_calls]  # an optimizer's, which belong to no graph
-        said = _steps_alone(steps) if steps else "Nothing ran fused."
-        return f"{said} {_why_nothing_fused(report)}", "bold yellow"
-    if speedup.median is None:
-        return (
-            f"Gain not measured: no held-out eager step of a hot shape lies within {PAIR_WINDOW} calls of a routed "
-            "one. A longer run measures it.",
-            "bold yellow",
-        )
-    span = wording.interval(speedup.low, speedup.high)
-    said = f" (95 % interval {span}, {wording.plural(speedup.pairs, 'comparison')})" if span else ""
-    if not span:
-        said = f" (only {wording.plural(speedup.pairs, 'comparison')}: {MIN_PAIRS_FOR_INTERVAL} make an interval)"
-    if speedup.is_gain:
-        return f"{wording.times(speedup.median)} faster steps than eager{said}", "bold green"
-    if speedup.high is not None and speedup.high < 1.0:
-        return f"No gain: steps run at {wording.times(speedup.median)} of eager's speed{said}", "bold red"
-    return f"No gain: {wording.times(speedup.median)} is not distinguishable from eager{said}", "bold yellow"
-
-
-def _steps_alone(steps: Sequence[NodeLine]) -> str:
-    """Which optimizers' steps ran fused in a run in which no node of a graph did."""
-    some = ", ".join(f"{line.operations} ({wording.times(line.speedup)} when it was tuned)" for line in steps)
-    return f"Only the optimizer's step ran fused: {some}."
-
-
-def _why_nothing_fused(report: Report) -> str:
-    """Of the nodes of graphs."""
-    run = report.run
-    assert run is not None
-    for row in report.events:
-        if row.event.kind in ("no_compiler", "no_triton", "store_unusable", "daemon_unusable"):
-            return row.event.message
-    if report.queue.open:
-        return (
-            f"{wording.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."
-        )
-    if report.queue.failed:
-        failed = wording.plural(report.queue.failed, "request")
-        return f"{failed} for tuning failed; autofuse explain NODE says why, autofuse tune --again tries anew."
-    if any(not line.fused_calls for line in report.nodes):
-        if run.mode == "off":
-            return "Tuning was off, and the store has no winner for this run's nodes."
-        return "Eager's own kernels won for every node that was tuned."
-    if any(root.state == "captured" for root in report.roots):
-        return "The captured graphs hold no operators that can be fused."
-    if report.roots:
-        root = report.roots[0]
-        return f"No module was captured; {root.name}: {in_words(root.reason, wording.ROOT_REASONS)}."
-    return "No call of an nn.Module was seen."
-
-
-def _measured(report: Report) -> str:
-    totals = report.totals
-    if not totals.routed_steps:
-        return "none timed with fused kernels"
-    one_in = report.run.steps_one_in if report.run is not None else 1
-    routed = f"{_about(one_in)}{totals.routed_steps:,} with fused kernels"
-    return f"timed: {routed}, {_about(held_out_one_in(one_in))}{totals.held_out_steps:,} held out in eager"
-
-
-def _about(one_in: int) -> str:
-    return "about " if one_in > 1 else ""
-
-
-def _cost(report: Report) -> str:
-    run = report.run
-    assert run is not None
-    totals = report.totals
-    how = {"background": " beside the script", "wait": " while the script waited", "after": " after the script"}
-    seconds = tuning_cost(run.mode, totals.tuning_seconds, totals.paused_seconds) or totals.tuning_seconds
-    tuning = f"tuning {wording.seconds(seconds)}" if seconds else "no tuning"
-    causes: dict[str, float] = {}
-    for root in report.roots:
-        for cause, seconds in root.capture_causes:
-            causes[cause] = causes.get(cause, 0.0) + seconds
-    capture = f"capture {wording.seconds(totals.capture_seconds)}{wording.causes(causes.items())}"
-    return f"{capture}, {tuning}" + (how.get(run.mode, "") if seconds else "")
-
-
-def _saved(report: Report) -> str:
-    totals = report.totals
-    if totals.seconds_saved is None:
-        return "not measurable"
-    if totals.seconds_saved <= 0:
-        return f"nothing: {wording.seconds(-totals.seconds_saved)} lost"
-    when = (
-        f"paid for its cost by step {totals.break_even_step:,}"
-        if totals.break_even_step is not None
-        else "has not paid for its cost yet"
-    )
-    return f"{wording.seconds(totals.seconds_saved)}, {when}"
-
-
-def _strict(cost: StrictCost) -> str:
-    if not cost.refused_nodes:
-        return "no faster kernel was refused for its bits"
-    them = wording.plural(cost.refused_nodes, "node")
-    saved = "" if cost.step_us is None else f", {wording.microseconds(cost.step_us)} a step are given up for that"
-    return f"faster kernels of {them} were refused, as they are not eager's to the bit{saved}"
-
-
-def _memory(report: Report) -> str:
-    if not report.memory:
-        if (report.run.settings if report.run else {}).get("observe.memory"):
-            return "no two steps of one shape, in eager and with settled kernels, could be compared"
-        return "not measured; autofuse run --set observe.memory=on measures a step's peak"
-    names = len(report.memory) > 1
-    return "\n".join(
-        f"{line.name + ': ' if names else ''}a step's tensors peak at {wording.nbytes(line.routed_bytes)}, "
-        f"{line.ratio:.2f} of eager's {wording.nbytes(line.eager_bytes)}"
-        for line in report.memory[:MAX_MEMORY]
-    )
+    for name, words in facts(report):
+        table.add_row(name, words)
+    shown = Group(Text(gain.sentence, _STYLES[gain.kind]), "", table)
+    return Panel(shown, title="Totals", box=box.ROUNDED, padding=(0, 1))
 
 
 # ---- tables -------------------------------------------------------------------------------------------
