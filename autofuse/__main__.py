@@ -19,7 +19,10 @@ def main() -> int:
         from autofuse.cli.launch import launch
 
     outcome = parse(sys.argv[1:])
-    return outcome if isinstance(outcome, int) else launch(outcome)
+    if not isinstance(outcome, int):
+        return launch(outcome)
+    gc_pause.freeze()
+    return outcome
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofuse.db.wire import Closed, Wire
 from autofuse.errors import AutofuseError, StoreError
+from autofuse.startup import gc_pause
 
 if TYPE_CHECKING:
     from autofuse.db.store import Store
@@ -27,8 +28,10 @@ def serve(wire: Wire, path: Path, timeout_seconds: float) -> None:
     store: Store | None = None
     trouble: Exception | None = None
     try:
-        from autofuse.db.store import Store
+        with gc_pause.paused():
+            from autofuse.db.store import Store
 
+            gc_pause.freeze()
         store = Store.open(path, timeout_seconds=timeout_seconds)
     except Exception as error:
         trouble = _portable(error)
@@ -66,3 +69,4 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # may be sent to a whole group
         signal.signal(number, signal.SIG_IGN)
     serve(Wire(socket.socket(fileno=int(sys.argv[1]))), Path(sys.argv[2]), float(sys.argv[3]))
+    gc_pause.freeze()

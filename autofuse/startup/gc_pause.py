@@ -24,7 +24,10 @@ def paused() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Exempt existing objects from collections; objects that the script makes are collected as usual.
+    """Exempt existing objects from collections; objects that are made later are collected as usual.
+
+    Our own processes do so when they have imported all they need, and again when they end: the interpreter's last
+    collection takes 0.2 s in the store's process, 0.5 s in the daemon and 0.9 s where torch is loaded.
 
     ``gc.get_objects`` and ``gc.get_referrers`` do not list them from then on; ``gc.unfreeze()`` undoes it.
     """

@@ -27,6 +27,7 @@ from autofuse.optim import step_bench as optimizer
 from autofuse.optim.candidate import StepCandidate
 from autofuse.optim.form import StepForm
 from autofuse.process.apply import apply_malloc
+from autofuse.startup import gc_pause
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.ipc import Pipe, PipeClosed
 from autofuse.tuner.node_bench import CpuRunner, DeviceRunner, NodeBench
@@ -172,7 +173,9 @@ def main(make_rig: Callable[[int], DeviceRunner], memory_bytes: int, parent: int
     except Exception as error:  # such as a missing device: no fault of a kernel
         pipe.send(_problem("refused", error))
         return
+    gc_pause.freeze()
     serve(pipe, rig)
+    gc_pause.freeze()
 
 
 def _cpu_rig(memory_bytes: int) -> DeviceRunner:

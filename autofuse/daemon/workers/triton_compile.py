@@ -22,6 +22,7 @@ from autofuse.codegen.triton import cache
 from autofuse.codegen.triton.compile import compile_source
 from autofuse.codegen.triton.source import Assumptions, TritonSource
 from autofuse.errors import CompilerError
+from autofuse.startup import gc_pause
 from autofuse.tuner.ipc import Pipe, PipeClosed
 
 _PR_SET_PDEATHSIG = 1
@@ -67,6 +68,7 @@ def serve(pipe: Pipe) -> None:
     """Answer requests until the other side closes the pipe."""
     files = StoreFiles(pipe)
     cache.install(files.load, files.save)
+    gc_pause.freeze()
     with contextlib.suppress(PipeClosed):
         pipe.send({"ok": True})
         while True:
@@ -86,6 +88,7 @@ def main(memory_bytes: int, parent: int) -> None:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, resource.RLIM_INFINITY))
     serve(pipe)
+    gc_pause.freeze()
 
 
 if __name__ == "__main__":
