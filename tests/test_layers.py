@@ -71,13 +71,16 @@ class Import(NamedTuple):
     name: str  # of a module, in full
 
 
-def imports(text: str) -> Iterator[Import]:
+@cache
+def imports(text: str) -> tuple[Import, ...]:
     """All of a module's, wherever they stand. ``from a import b`` names ``a.b``, which may be a module or in one."""
+    found: list[Import] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name) for alias in node.names)
+            found += (Import(node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (Import(node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += (Import(node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    return tuple(found)
 
 
 @cache

@@ -6,6 +6,7 @@ The package is read, not run: `uses` yields what is given in each slot, such as 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -138,6 +139,7 @@ def local_values(name: str, tree: ast.Module) -> list[ast.expr]:
     return [value for slot, value in slots_of(tree) if slot == f"{name} =" and ast.unparse(value) != name]
 
 
+@functools.cache
 def uses() -> dict[tuple[type[Reason], ...], list[Use]]:
     found: dict[tuple[type[Reason], ...], list[Use]] = {kinds: [] for kinds in SLOTS}
     filled: set[Slot] = set()
@@ -156,19 +158,16 @@ def uses() -> dict[tuple[type[Reason], ...], list[Use]]:
     return found
 
 
-FOUND = uses()
-
-
 @pytest.mark.parametrize("kinds", SLOTS, ids=lambda kinds: " or ".join(kind.__name__ for kind in kinds))
 def test_every_code_is_a_member(kinds: tuple[type[Reason], ...]) -> None:
     known = words_of(*kinds)
-    assert [use for use in FOUND[kinds] if use.is_literal and use.code not in known] == []
-    assert [use for use in FOUND[kinds] if not use.is_literal and use.code not in HANDED_ON] == []
+    assert [use for use in uses()[kinds] if use.is_literal and use.code not in known] == []
+    assert [use for use in uses()[kinds] if not use.is_literal and use.code not in HANDED_ON] == []
 
 
 @pytest.mark.parametrize("kind", Reason.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_every_member_has_a_producer(kind: type[Reason]) -> None:
-    made = {use.code for kinds, found in FOUND.items() if kind in kinds for use in found if use.is_literal}
+    made = {use.code for kinds, found in uses().items() if kind in kinds for use in found if use.is_literal}
     assert {str(reason) for reason in kind} - made == set()
 
 
