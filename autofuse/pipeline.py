@@ -50,7 +50,9 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
             if draws:
                 session.draws.prepare_generator()
             planned = _plan(module, session, phase)
-            router = GraphRouter(planned.program, session, phase, perf_counter, session.make_timer, times)
+            router = GraphRouter(
+                planned.program, session, phase, perf_counter, session.make_timer, times, session.replay
+            )
             described = session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
             found, sums = tuple(session.context.refusals[refusals:]), session.planner.engine.get_fusion_stats
             tell(Level.PLAN, lambda: plan_text(phase, planned.nodes, found, sums()))

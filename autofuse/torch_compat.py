@@ -201,8 +201,8 @@ PRIVATE: tuple[PrivateNames, ...] = (
     ),
     PrivateNames(
         "GPUs",
-        ("torch._C._dynamo.guards._empty_strided_cuda", "torch.cuda._sleep"),
-        "outputs on GPUs are made more slowly, and kernels of GPUs are not timed",
+        ("torch._C._dynamo.guards._empty_strided_cuda", "torch._foreach_copy_", "torch.cuda._sleep"),
+        "outputs on GPUs are made more slowly, kernels of GPUs are not timed, and no CUDA graph is replayed",
         is_essential=False,
     ),
     PrivateNames(

@@ -79,6 +79,8 @@ class RefusalReason(Reason):
     SINGLE_OP = "single_op", "one cheap operation gains nothing"
     SMALL_TENSORS = "small_tensors", "tensors too small to gain"
     LOW_BENEFIT = "low_benefit", "estimated gain too low"
+    REPLAYED = "replayed", "launched as one CUDA graph, which is faster"
+    NOT_REPLAYED = "not_replayed", "launched kernel by kernel, not as one CUDA graph"
 
 
 class LoweringReason(Reason):
@@ -223,6 +225,7 @@ class NoticeKind(Reason):
     DAEMON_LOST = "daemon_lost", "daemon lost"
     TUNING_STOPPED = "tuning_stopped", "tuning stopped"
     BUDGET_SPENT = "budget_spent", "tuning budget spent"
+    REPLAY_FAILED = "replay_failed", "no CUDA graph"
     FROZEN_MISS = "frozen_miss", "not tuned, frozen"
 
 

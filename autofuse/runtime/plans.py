@@ -64,6 +64,16 @@ class Timer(Protocol):
         """Seconds of the pairs of events that have finished since the last call."""
 
 
+class Replay(Protocol):
+    """The plan's call as a CUDA graph, see `runtime.plan_replay`."""
+
+    def __call__(self, args: list[Any]) -> Any:
+        """The results; None where the call is to be launched one by one."""
+
+    def close(self) -> None:
+        """The plan has other callables, or is gone."""
+
+
 class Untimed:
     """A timer that measures nothing."""
 
@@ -128,6 +138,7 @@ class PlanScope:
     alike: tuple[int, ...]  # for each slot, the first one that runs the same code
     on_gpu: bool
     make_timer: Callable[[torch.device], Timer]
+    replay: Callable[[Plan], Replay] | None = None  # None: nothing is replayed
     # Eager's operations, by such a slot and values.
     unfused: dict[tuple[int, tuple[int, ...]], NodeCall] = field(default_factory=dict)
 
@@ -156,7 +167,9 @@ class Plan:
                 self.nodes[index].skipped_by = number
         # A group without a callable runs its nodes and matmuls one by one. Empty until the first call.
         self.calls: tuple[NodeCall | None, ...] = ()
-        self.native: Callable[[list[Any]], Any] | None = None  # the same in C, see `wrapper.native_call`
+        # The same in C, see `wrapper.native_call`, or as a CUDA graph.
+        self.native: Callable[[list[Any]], Any] | None = None
+        self._replay: Replay | None = None
         self.open: set[int] = set()  # nodes that can run and for which the catalogue knows no decision
         self.is_asked = False  # all of these have been handed to the tuner
         # Of the graph's symbols: until tuning is asked for, calls of all plans in it are added up. Decisions go by the
@@ -171,8 +184,18 @@ class Plan:
     def set_calls(self, calls: tuple[NodeCall | None, ...]) -> None:
         """Change the callables, from the next call on."""
         self.calls = calls
-        program = self._scope.program
+        scope = self._scope
+        if scope.replay is not None:
+            self.close()
+            self.native = self._replay = scope.replay(self)
+            return
+        program = scope.program
         self.native = _Waiting(program, self) if program.native and is_installed() else None
+
+    def close(self) -> None:
+        """Let go of its CUDA graph."""
+        if self._replay is not None:
+            self._replay.close()
 
     @property
     def is_decided(self) -> bool:

@@ -9,6 +9,7 @@ launched, and a new plan runs eager's kernels and is settled later.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from autofuse.runtime.choice import Choice, RouterHost
 from autofuse.runtime.debug_texts import routes_text
 from autofuse.runtime.injector import INJECTOR
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
-from autofuse.runtime.plans import NodeState, Plan, PlanScope, Timer, Untimed, cover
+from autofuse.runtime.plans import NodeState, Plan, PlanScope, Replay, Timer, Untimed, cover
 from autofuse.runtime.usage import Usage
 from autofuse.strategies.joint_attention import forward_call
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
@@ -30,6 +31,9 @@ from autofuse.wrapper.node_call import Composed, NodeCall, is_out_of_bounds, mak
 
 # So many plans check the inputs of a node's first call; one graph gives sizes and strides for all plans.
 TRUSTED_AFTER = 4
+
+
+MakeReplay = Callable[[Program, str, Plan], Replay]
 
 
 class SharedKey(NamedTuple):
@@ -52,9 +56,10 @@ class GraphRouter:
         clock: Callable[[], float],
         make_timer: Callable[[torch.device], Timer] = Untimed,
         times: int = 1,
+        replay: MakeReplay | None = None,
     ) -> None:
         """``make_timer(device)``: timer for a node on a GPU, where the host's clock only measures the launch;
-        ``times``: calls of this graph in one call of the captured root."""
+        ``times``: calls of this graph in one call of the captured root. ``replay``: makes the CUDA graph of a plan."""
         self.program = program
         self.host = host
         self.phase = phase  # "forward", "backward" or "inference"
@@ -75,7 +80,8 @@ class GraphRouter:
             self._places.setdefault(slot.node.fusion_id, []).append(index)
         self._groups = frozenset(slot.node.fusion_id for slot in program.slots if slot.is_group)
         symbols = list(dict.fromkeys(slot.symbols for slot in program.slots))
-        self._scope = PlanScope(program, symbols, _alike(program), self.on_gpu, make_timer)
+        replayed = partial(replay, program, phase) if replay is not None and not program.one_by_one else None
+        self._scope = PlanScope(program, symbols, _alike(program), self.on_gpu, make_timer, replayed)
         # By code and sizes: equal layers share callables, and so do shapes that differ only in sizes that a node does
         # not use.
         self._fused: dict[SharedKey, NodeCall] = {}
@@ -119,6 +125,7 @@ class GraphRouter:
         """Evict plans, but keep their counters."""
         with self._lock:
             for plan in plans:
+                plan.close()
                 self.past.add(plan)
                 self.plans.pop(plan.key, None)
                 self.pending.pop(plan.key, None)
@@ -174,6 +181,8 @@ class GraphRouter:
 
     def run_in_c(self) -> None:
         """From now on, plans whose callables stay run in C, where the graph can."""
+        if not self.program.native:
+            return
         with self._lock:
             for plan in self.all_plans():
                 plan.set_calls(plan.calls)

@@ -80,6 +80,10 @@ class RunContext:
         self.routers.append(router)
         self.disturbances += 1
 
+    def disturb(self) -> None:
+        """Steps that this moment is part of are not compared."""
+        self.disturbances += 1
+
     def graph_calls(self) -> int:
         """Calls of all graphs so far."""
         return sum(router.calls() for router in list(self.routers))

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from autofuse.runtime.planner import Planner
     from autofuse.runtime.plans import NodeState, Plan
     from autofuse.runtime.rng_kernels import RngKernels
+    from autofuse.runtime.router import MakeReplay
     from autofuse.wrapper.node_call import NodeCall
 
 PIECES_AT_END = 2  # rows of old runs' details deleted at once: more than a run adds, and quickly done
@@ -89,6 +90,7 @@ class Session:
         self._loading = make_rlock()
         self._planner: Planner | None = None
         self._draws: RngKernels | None = None
+        self._replay: MakeReplay | None = None
         changed = {name: str(value) for name, value in settings.changed().items()}
         which = strictly(versions()) if settings.run.strict else versions()
         start = RunStart(command, cpu_device(), which, settings.run.tune, self._pid, changed, this_machine())
@@ -159,6 +161,27 @@ class Session:
     def make_timer(self, device: torch.device) -> NodeTimer:
         """The timer for one node of a GPU."""
         return NodeTimer(self.roots.timer, device.index)
+
+    @property
+    def replay(self) -> MakeReplay | None:
+        """Makes the CUDA graph of a plan; None where every plan is launched one by one. Imported on first use."""
+        settings = self.context.settings
+        if not settings.replay.enabled or settings.run.check:
+            return None
+        return self._replay or self._bring_replay()
+
+    def _bring_replay(self) -> MakeReplay:
+        with self._loading, untouched():
+            if self._replay is None:
+                from autofuse.gpu.graphs import graph_calls
+                from autofuse.runtime.plan_replay import PlanReplay
+                from autofuse.runtime.replays import Replays
+
+                context, settings = self.context, self.context.settings
+                note, report = context.refusals.append, context.report_fallback
+                replays = Replays(settings.replay, settings.tuner.margin, graph_calls(), note, report, context.disturb)
+                self._replay = partial(PlanReplay, replays, self.make_timer)
+            return self._replay
 
     # ---- the catalogue, as the router sees it -------------------------------------------------------
 

@@ -219,6 +219,21 @@ class TunerSettings(Group):
     )
 
 
+class ReplaySettings(Group):
+    """On GPUs: the launches of a captured graph as one CUDA graph."""
+
+    enabled: bool = declare(
+        False, "Record graphs that are called often and draw no random numbers; replay those that are faster so."
+    )
+    after: int = declare(
+        16, "Calls of a graph with the same sizes and kernels before it is recorded.", unit="calls", low=4
+    )
+    max_graphs: int = declare(
+        64, "Recordings kept; the one that was replayed longest ago goes first.", unit="graphs", low=1
+    )
+    max_bytes: int = declare(256 << 20, "Memory of a GPU that all recordings may take.", unit="bytes", low=1 << 20)
+
+
 class ProcessSettings(Group):
     """What is set for the whole process; measured and reported apart from fusion."""
 

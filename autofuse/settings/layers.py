@@ -35,6 +35,7 @@ from autofuse.settings.groups import (
     Group,
     ObserveSettings,
     ProcessSettings,
+    ReplaySettings,
     RunSettings,
     TunerSettings,
 )
@@ -81,6 +82,7 @@ class Settings(BaseModel):
     capture: CaptureSettings = Field(default_factory=CaptureSettings)
     fusion: FusionSettings = Field(default_factory=FusionSettings)
     tuner: TunerSettings = Field(default_factory=TunerSettings)
+    replay: ReplaySettings = Field(default_factory=ReplaySettings)
     process: ProcessSettings = Field(default_factory=ProcessSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
 

@@ -56,6 +56,7 @@ class Program:
     constants: Mapping[str, Any] = field(default_factory=dict)  # objects that the source reads by name
     native: str = ""  # text of the function that writes a plan down for the runner in C; "" where none can be
     writer: list[Callable[..., None]] = field(default_factory=list)  # this function, once it was needed
+    one_by_one: str = "is on a CPU"  # why no CUDA graph replays it; "" where one may, see `wrapper.replayable`
 
 
 def link(
@@ -66,10 +67,12 @@ def link(
     reuse: Mapping[int, Pairs],
     constants: Mapping[str, Any],
     native: str = "",
+    one_by_one: str = "is on a CPU",
 ) -> Program:
     """The source as functions. A constant that is a `Pair` stands for its backward half."""
     namespace: dict[str, Any] = {"torch": torch, "clock": perf_counter, **NAMES}
     namespace |= {name: backward_call(c) if isinstance(c, Pair) else c for name, c in constants.items()}
     define(source, "graph", namespace)
     tell(Level.SOURCE, lambda: f"generated call of a graph:\n{source}")
-    return Program(slots, symbols, namespace["call"], namespace["timed_call"], source, skips, reuse, constants, native)
+    call, timed_call = namespace["call"], namespace["timed_call"]
+    return Program(slots, symbols, call, timed_call, source, skips, reuse, constants, native, one_by_one=one_by_one)

@@ -14,6 +14,7 @@ from autofuse.strategies.joint_attention import AttentionPass
 from autofuse.wrapper.graph_call import Program, link
 from autofuse.wrapper.graph_call_plan import Fused, plan_call
 from autofuse.wrapper.graph_call_text import call_text
+from autofuse.wrapper.replayable import why_not_replayed
 
 
 def build_program(
@@ -30,5 +31,6 @@ def build_program(
     ``reuses``: whether kernels may write to inputs that are dead afterwards.
     """
     plan = plan_call(imported, Fused(nodes, groups, halves, is_backward), reuses)
-    source, native, constants = call_text(plan)
-    return link(plan.slots, plan.symbols, source, plan.skips, plan.reuse, constants, native)
+    one_by_one = why_not_replayed(plan)
+    source, native, constants = call_text(plan, not one_by_one)
+    return link(plan.slots, plan.symbols, source, plan.skips, plan.reuse, constants, native, one_by_one)

@@ -2,8 +2,8 @@
 
 In: a `CallPlan`. Out: the text of ``call`` and ``timed_call``, and the constants that it reads by name. A group is a
 branch: its own callable where the call's plan has one, else its nodes and matmuls one by one. Only ``timed_call``
-measures each node. ``call`` runs its plan in C where the plan has a program for that (`native_text`); the Python
-behind it is what that program does.
+measures each node. ``call`` runs its plan in C where the plan has a program for that (`native_text`), or as a CUDA
+graph (`runtime.plan_replay`); the Python behind it is what both do.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class CallText(NamedTuple):
     constants: dict[str, Any]  # by their names in the text
 
 
-def call_text(plan: CallPlan) -> CallText:
-    """Raises ShapeError where a symbol is not among the graph's inputs."""
-    return _Writer(plan).text()
+def call_text(plan: CallPlan, is_replayable: bool = False) -> CallText:
+    """Raises ShapeError where a symbol is not among the graph's inputs. ``is_replayable``: as a CUDA graph."""
+    return _Writer(plan).text(is_replayable)
 
 
 class _Lines(NamedTuple):
@@ -63,20 +63,27 @@ class _Writer:
             if not any(slot.half is half for slot in plan.slots):
                 self.namespace[_half_name(number)] = half.pair
 
-    def text(self) -> CallText:
+    def text(self, is_replayable: bool) -> CallText:
         nodes = self.plan.imported.module.graph.nodes
         output = next(n for n in nodes if n.op == "output")
         inputs = [n.name for n in nodes if n.op == "placeholder"]
         body = self._body()
         native = native_text(self.plan, self._operation, self._argument)
         back = f"    return {self._argument(output.args[0])}"
-        lines = ["def call(plans, miss, args):", *self._head(inputs, bool(native)), *body.plain, back, ""]
+        lines = [
+            "def call(plans, miss, args):",
+            *self._head(inputs, bool(native) or is_replayable),
+            *body.plain,
+            back,
+            "",
+        ]
         lines += ["def timed_call(plans, miss, args, times):", *self._head(inputs, False), *body.timed, back]
         del self.namespace["torch"]
         return CallText("\n".join(lines), native, self.namespace)
 
     def _head(self, inputs: list[str], can_run: bool) -> list[str]:
-        """The lines that bind the symbols, look up the plan, run it in C where it can, else take the inputs."""
+        """The lines that bind the symbols, look up the plan, run it in C or as a CUDA graph where it can, else take
+        the inputs."""
         plan = self.plan
         sources = {name: _in_list(source, inputs) for name, source in plan.sources.items()}
         bindings = symbol_bindings(plan.symbols, plan.sizes, plan.imported.derived, sources)

@@ -41,17 +41,19 @@ from tests.runtime.test_routed_graphs import Undecided
 GPU, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def traced(function, *devices, shape=(8, 16)):
+def traced(function, *devices, shape=(8, 16), shapes=None):
+    """``shapes``: of each input, where they differ."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return make_fx(function)(*(torch.empty(shape, device=device) for device in devices))
+        examples = zip(shapes or [shape] * len(devices), devices, strict=True)
+        return make_fx(function)(*(torch.empty(its, device=device) for its, device in examples))
 
 
 def chain(x, y):
     return (x + y).relu() * 2.0
 
 
-def planned(function, *devices):
-    imported = import_graph(traced(function, *devices))
+def planned(function, *devices, shapes=None):
+    imported = import_graph(traced(function, *devices, shapes=shapes))
     graph = imported.for_fusion()
     return imported, build_program(imported, FusionEngine().fuse(graph))
 
