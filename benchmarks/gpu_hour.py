@@ -52,6 +52,7 @@ class Part:
     tolerance: float = 1e-5  # relative, of a script's lines
     steps: int = 200
     is_timed: bool = False  # nothing may run beside it
+    settings: tuple[str, ...] = ()  # of autofuse, where it compares
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ PARTS: tuple[Part, ...] = (
     _script("dropout", 1e-4),
     _script("amp", 5e-2),
     _script("cuda_graphs", 1e-4),
+    Part("replays", 200.0, ("benchmarks/gpu_scripts/replays.py",), True, 1e-3, settings=("replay.enabled=true",)),
     _script("streams", 1e-4),
     _script("out_of_memory", 1e-4),
     _script("threads", 1e-4),
@@ -168,7 +170,8 @@ def compare(hour: Hour, part: Part) -> Outcome:
     script = [*part.arguments, str(steps), hour.device]
     store = hour.folder / f"{part.name}.sqlite3"
     tune = ("--set", f"tuner.trials={3 if hour.is_quick else 8}", "--set", "tuner.job_seconds=3")
-    autofuse = ("-m", "autofuse", "run", "--store", str(store))
+    settings = [word for setting in part.settings for word in ("--set", setting)]
+    autofuse = ("-m", "autofuse", "run", "--store", str(store), *settings)
     commands = {
         "plain": script,
         "tuned": [*autofuse, "--tune", "wait", *tune, *script],
@@ -188,6 +191,7 @@ def compare(hour: Hour, part: Part) -> Outcome:
         totals, troubles = _report(reported.output)
         found[name] = {"seconds": ended[name].seconds, "plain_seconds": ended["plain"].seconds} | totals
         differs += [f"{name}: {text}" for text in troubles]
+        differs += [f"{name}: {text}" for text in _replays_missed(hour, part, reported.output, found[name])]
         if name == "tuned" and not totals.get("fused_calls"):
             differs.append("tuned: no call was fused")
         differs += _lines_differ(ended["plain"].output, ended[name].output, name, part.tolerance, found[name])
@@ -217,6 +221,21 @@ def _report(output: str) -> tuple[dict[str, Any], list[str]]:
     kept = ("fused_calls", "unfused_calls", "speedup_median", "tuning_seconds", "paused_seconds")
     totals = {name: report["totals"][name] for name in kept}
     return totals, [f"{event['kind']}: {event['message']}"[:400] for event in report["events"]]
+
+
+def _replays_missed(hour: Hour, part: Part, output: str, found: dict[str, Any]) -> list[str]:
+    """Where CUDA graphs are on: what became of them, with an example's times."""
+    if "replay.enabled=true" not in part.settings:
+        return []
+    try:
+        lines = json.loads(output[output.index("{") :])["refusals"]
+    except (ValueError, KeyError):
+        return []
+    found["replays"] = [line for line in lines if line["code"] in ("replayed", "not_replayed")]
+    is_one = any(line["code"] == "replayed" for line in found["replays"])
+    if is_one or hour.device != "cuda" or hour.is_quick:
+        return []
+    return [f"no graph was replayed: {found['replays'][:1] or 'none was recorded'}"]
 
 
 # ---- the other parts --------------------------------------------------------------------------------------

@@ -54,6 +54,23 @@ def test_every_script_of_the_folder_is_a_part_and_there(hour):
     assert named == {path.name for path in (BENCHMARKS / "gpu_scripts").glob("*.py")}
 
 
+def test_a_part_with_cuda_graphs_says_where_none_was_replayed(hour, tmp_path):
+    (part,) = (part for part in hour.PARTS if part.name == "replays")
+    at = hour.Hour(tmp_path, "cuda", False, 0.0)
+    line = {"code": "not_replayed", "accepted": False, "count": 3, "example": {"detail": "the graph is no faster"}}
+
+    def missed(*lines, part=part, at=at):
+        found: dict[str, object] = {}
+        return hour._replays_missed(at, part, "noise\n" + json.dumps({"refusals": lines}), found), found
+
+    assert missed()[0] == ["no graph was replayed: none was recorded"]
+    (said,), found = missed(line, {"code": "cycle"})
+    assert "no faster" in said and found == {"replays": [line]}
+    assert missed(line, line | {"code": "replayed"})[0] == []
+    assert missed(at=hour.Hour(tmp_path, "cpu", False, 0.0))[0] == []
+    assert missed(part=hour.PARTS[0]) == ([], {})
+
+
 def test_it_goes_on_where_it_stopped_and_says_what_differed(hour, monkeypatch, tmp_path, capsys):
     made: list[str] = []
 
