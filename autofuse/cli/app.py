@@ -32,7 +32,10 @@ class _Entry(NamedTuple):
 COMMANDS = {
     "run": _Entry("autofuse.cli.run", "Run a Python script and make it faster."),
     "report": _Entry("autofuse.cli.report", "Show what was fused, how much faster it is, and what tuning cost."),
+    "runs": _Entry("autofuse.cli.runs", "List the runs of a store, compare two, or delete some."),
     "explain": _Entry("autofuse.cli.explain", "Tell why something was fused or left alone."),
+    "show": _Entry("autofuse.cli.show", "Print the source of a node's kernel, C or Triton."),
+    "repro": _Entry("autofuse.cli.repro", "Write one file that runs a node's kernel beside eager."),
     "tune": _Entry("autofuse.cli.tune", "Work off the tuning queue now, in the foreground."),
     "daemon": _Entry("autofuse.cli.daemon", "Start, stop or look at the background tuner."),
     "store": _Entry("autofuse.cli.store", "Put the store aside, or shorten its history."),
@@ -78,8 +81,8 @@ def unknown_command(name: str) -> str:
     """The error text for ``autofuse NAME``; with a script's name, that ``run`` was left out."""
     if name.endswith(".py") or os.path.exists(name):
         return f"There is no command {name!r}. To run a script, type: autofuse run {name}"
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.7)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     return f"There is no command {name!r}.{hint} Commands: {', '.join(COMMANDS)}."
 
 

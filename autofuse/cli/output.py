@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autofuse.errors import UsageError
 from autofuse.stderr import say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-__all__ = ["err_console", "one_line", "out_console", "say"]
+__all__ = ["err_console", "one_line", "out_console", "say", "write_file"]
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """A whole file or none; an earlier one is replaced. Errors: UsageError, which names the ``option`` to type."""
+    try:
+        made = path.with_name(f".{path.name}.new")
+        made.write_text(text, encoding="utf-8")
+        made.replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"expected a file that can be written, found {path}: {error.strerror}; type another: {option}"
+        ) from None
 
 
 def one_line(error: BaseException) -> str:

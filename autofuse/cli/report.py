@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 
 from autofuse.cli.options import load_settings, open_store, store_option
-from autofuse.cli.output import out_console
-from autofuse.errors import UsageError
+from autofuse.cli.output import out_console, write_file
 
 EPILOG = """\
 \b
@@ -52,23 +51,11 @@ def command(run_id: int | None, as_json: bool, page: Path | None, verbose: bool,
         if page is not None:
             from autofuse.report.html.page import html_report
 
-            _write(page, html_report(opened, run_id))
+            write_file(page, html_report(opened, run_id), "--html FILE")
+            click.echo(f"written to {page}; open it in a browser")
             return
         report = load_report(opened, run_id)
     if as_json:
         click.echo(json.dumps(report_to_json(report), indent=2))
     else:
         render_report(report, out_console(), verbose)
-
-
-def _write(page: Path, text: str) -> None:
-    """A whole file or none; an earlier one is replaced."""
-    try:
-        made = page.with_name(f".{page.name}.new")
-        made.write_text(text, encoding="utf-8")
-        made.replace(page)
-    except OSError as error:
-        raise UsageError(
-            f"expected a file that can be written, found {page}: {error.strerror}; type another: --html FILE"
-        ) from None
-    click.echo(f"written to {page}; open it in a browser")

@@ -1,10 +1,11 @@
 """Bounded history: details of old runs are deleted, data that later runs learn from stays.
 
-In: how old, and how many bytes. Out: of how many runs the details were removed.
+In: how old, and how many bytes; or the number of a run. Out: of how many runs the details were removed.
 Guarantee: decisions, kernels, roots' verdicts, requests and each run's totals stay; what goes are single steps,
 operators, shapes, refusals and events, which only reports of that very run show. The newest run with steps keeps them,
-and so does any that may still be running. Details go in pieces, each in a transaction of its own: no script beside
-waits for long, and one that ends may remove some and leave the rest to others.
+and so does any that may still be running. Of a run that a person removes, the totals go as well. Details go in pieces,
+each in a transaction of its own: no script beside waits for long, and one that ends may remove some and leave the rest
+to others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from autofuse.db import kernel_cache, models
 from autofuse.db.base import StoreFile, now
+from autofuse.errors import StoreError
 from autofuse.ir.commands import script_of
 
 LONGEST_RUN_SECONDS = 30 * 86400.0  # an older run without an end was killed
@@ -51,6 +53,30 @@ class StoreHistory:
                 pieces += 1
             count += 1
         return count
+
+    def remove(self, run_id: int) -> None:
+        """Remove a run and its details. What later runs use is kept: decisions, kernels, what is known of modules.
+
+        Errors: StoreError for a run that is not there, or has not ended.
+        """
+        with self._file.read() as connection:
+            over = connection.execute(select(_is_over()).where(models.Run.id == run_id)).scalar_one_or_none()
+        if not over:
+            found = "none" if over is None else "one that has not ended"
+            raise StoreError(f"expected a run of the number {run_id} that is over, found {found}; type: autofuse runs")
+        while self._remove_some(run_id):
+            pass
+        with self._file.write() as connection:
+            _keep_roots(connection, run_id)
+            for table in (models.Request, models.DecisionRow, models.SettingTrialRow):
+                connection.execute(update(table).where(table.run_id == run_id).values(run_id=None))
+            for other in (models.Root, models.RunTotal, models.RequestRun):
+                connection.execute(delete(other).where(other.run_id == run_id))
+            connection.execute(delete(models.Run).where(models.Run.id == run_id))
+
+    def _remove_some(self, run_id: int) -> bool:
+        with self._file.write() as connection:
+            return _remove_piece(connection, run_id)
 
     def _shorten_commands(self, days: float) -> None:
         """Cut old command lines to the script's name, since arguments may be private.
@@ -107,6 +133,15 @@ def _used_bytes(connection: Connection) -> int:
         for name in ("page_count", "freelist_count", "page_size")
     )
     return (pages - free) * size
+
+
+def _keep_roots(connection: Connection, run_id: int) -> None:
+    """Give what only this run knows of a module to the newest other run."""
+    root = models.Root
+    heir = connection.execute(select(func.max(models.Run.id)).where(models.Run.id != run_id)).scalar_one()
+    known = select(root.root).where(root.run_id != run_id)
+    if heir is not None:
+        connection.execute(update(root).where(root.run_id == run_id, root.root.not_in(known)).values(run_id=heir))
 
 
 def _remove_piece(connection: Connection, run_id: int) -> bool:

@@ -47,7 +47,7 @@ def test_summary_is_the_first_line_of_the_command_itself(name: str, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["reprot"], ["reprot", "Did you mean 'report'?"]),
+        (["reprot"], ["reprot", "Did you mean 'repro' or 'report'?"]),
         (["train.py"], ["autofuse run train.py"]),
         (["xyzzy"], ["Commands: run, report"]),
         (["report", "--jsn"], ["--jsn", "--json"]),

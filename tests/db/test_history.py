@@ -13,6 +13,7 @@ from autofuse.cli.app import parse
 from autofuse.db import history, thinning
 from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
+from autofuse.errors import StoreError
 from autofuse.ir.commands import script_of
 from autofuse.ir.records import Event, Refusal, RootRecord, RunTotals, StepSample
 from autofuse.report.statistics import measure_gain
@@ -206,3 +207,32 @@ def test_a_run_that_was_only_captured_loses_its_details_too(store: Store, monkey
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
     assert store.history.prune(90.0, 1 << 30) == 1
     assert not store.notes.refusals(run_id) and store.history.prune(90.0, 1 << 30) == 0
+
+
+def test_a_removed_run_goes_whole_and_what_later_runs_use_stays(store: Store, runs: list[int]) -> None:
+    store.roots.put(runs[0], RootRecord("Other", "Other", "eager", "slower_than_eager"))
+    store.trials.put(SettingTrial("process.malloc", "x", 2.0, 1.0, 2.0, 1.9, 2.1, "on", "won", "m", "run0.py"))
+    before = (len(store.results.decisions()), len(store.nodes.known()), len(store.queue.requests()))
+    store.history.remove(runs[0])
+    assert [run.id for run in store.runs.recent()] == [runs[2], runs[1]]
+    assert details(store, runs[0]) == [0, 0, 0]
+    assert (len(store.results.decisions()), len(store.nodes.known()), len(store.queue.requests())) == before
+    assert set(store.roots.known()) == {"Model", "Other"}
+    assert store.roots.known()["Other"].reason == "slower_than_eager"
+    assert store.kernels.get(kernel().key.digest) is not None
+    assert store.runs.start(start("next.py")) not in (runs[1], runs[2])
+
+
+def test_a_run_that_goes_on_or_is_not_there_is_not_removed(store: Store, runs: list[int]) -> None:
+    for number, found in ((runs[1], "has not ended"), (999, "found none")):
+        with pytest.raises(StoreError, match=found):
+            store.history.remove(number)
+    assert len(store.runs.recent()) == 3
+
+
+def test_the_last_run_can_be_removed(store: Store) -> None:
+    run_id = store.runs.start(start("only.py"))
+    store.roots.put(run_id, RootRecord("Model", "Model", "eager", "too_small"))
+    store.runs.finish(run_id, RunTotals())
+    store.history.remove(run_id)
+    assert store.runs.recent() == [] and store.roots.known() == {}

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from autofuse.db.rows import KernelSource, RunRow, StoredMeasurement
+from autofuse.db.rows import KernelSource, StoredMeasurement
 from autofuse.db.store import Store
 from autofuse.ir.reasons import decision_words, in_words
 from autofuse.ir.records import EAGER
@@ -26,7 +26,7 @@ from autofuse.report.html.charts import balance_chart, node_chart, pairs_chart, 
 from autofuse.report.html.shapes import shape_columns
 from autofuse.report.html.source import coloured, colours
 from autofuse.report.report import NodeLine, Report, load_report
-from autofuse.report.statistics import Gain, measure_gain
+from autofuse.report.runs import run_lines
 from autofuse.report.verdict import facts, verdict
 
 MOST_STORIES = 40  # nodes that are told in full: candidates, measurements, source
@@ -64,21 +64,6 @@ class NotFaster:
     why: str
     share: float | None  # of the step time
     tried: str  # the best that was measured
-
-
-@dataclass(frozen=True)
-class RunLine:
-    """One run beside the others of a store."""
-
-    id: int
-    command: str
-    started: str
-    took: str
-    mode: str
-    steps: str
-    speedup: str
-    saved: str
-    is_shown: bool
 
 
 @dataclass(frozen=True)
@@ -140,7 +125,7 @@ def html_report(store: Store, run_id: int | None = None) -> str:
         not_faster=list(_not_faster(report)),
         refusals=[(line, in_words(line.code, wording.REFUSALS)) for line in report.refusals if not line.accepted],
         parts=[_node_part(story) for story in stories],
-        runs=[_run_line(store, run, report.run) for run in store.runs.recent(MOST_RUNS)],
+        runs=run_lines(store, MOST_RUNS),
         roots=[(root, in_words(root.reason, wording.ROOT_REASONS)) for root in report.roots],
         events=_events(report),
         settings=sorted(report.run.settings.items()) if report.run is not None else [],
@@ -222,22 +207,6 @@ def _as_data(rows: Sequence[Row]) -> Markup:
 
 def _anchor(fusion_id: str) -> str:
     return f"node-{fusion_id[:12]}"
-
-
-def _run_line(store: Store, run: RunRow, shown: RunRow | None) -> RunLine:
-    gain = measure_gain(store.steps.of_run(run.id), 0.0, run.steps_one_in) if run.totals.steps else Gain()
-    took = "" if run.finished_at is None else wording.seconds(run.finished_at - run.started_at)
-    return RunLine(
-        id=run.id,
-        command=run.command,
-        started=wording.moment(run.started_at),
-        took=took or "not ended",
-        mode=run.mode,
-        steps=f"{run.totals.steps:,}",
-        speedup=wording.times(gain.speedup.median),
-        saved=wording.seconds(gain.seconds_saved),
-        is_shown=shown is not None and run.id == shown.id,
-    )
 
 
 def _events(report: Report) -> list[tuple[str, str, int]]:
