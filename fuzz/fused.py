@@ -1,0 +1,95 @@
+"""Functions whose every fusible part runs on a kernel, without a store, a daemon or a race.
+
+In: a function. Out: the function through capture, planner and router, each node on its generic C kernel. Guarantee:
+what fails is noted, not hidden: `Kernels.problems`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from autofuse.capture.backend import compile_with
+from autofuse.capture.graph_import import import_graph
+from autofuse.capture.random_ops import split_dropout
+from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.in_place import in_place
+from autofuse.errors import LoweringError
+from autofuse.fusion.engine import FusionEngine
+from autofuse.fusion.node import FusionNode
+from autofuse.ir.operation import NodeForm
+from autofuse.runtime.choice import Choice
+from autofuse.runtime.plans import NodeState, Plan
+from autofuse.runtime.router import GraphRouter
+from autofuse.wrapper.graph_call_builder import build_program
+from autofuse.wrapper.node_call import Entry, NodeCall
+
+GENERATOR = FusionKernelGenerator()
+
+
+def why_not(form: NodeForm) -> tuple[str, str] | None:
+    """Why a node has no loop form, for the planner, which splits it then."""
+    try:
+        in_place(form)
+    except LoweringError as error:
+        return error.code, str(error)
+    return None
+
+
+@functools.lru_cache(4096)
+def entry_of(form: NodeForm) -> Entry:
+    """The loaded generic kernel of a node."""
+    return GENERATOR.generate_generic_kernel(form).load().entry
+
+
+class Kernels:
+    """In the place of a session: every node is decided for its generic kernel."""
+
+    threads = 1
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, FusionNode] = {}
+        self.problems: list[str] = []
+
+    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
+        try:
+            return Choice(known=True, entry=entry_of(self.nodes[fusion_id].form), tag="generic")
+        except Exception as error:
+            self.problems.append(f"no kernel of {fusion_id}: {type(error).__name__}: {error}")
+            return Choice(known=True)
+
+    def node_failed(self, node: NodeState, problem: str) -> None:
+        self.problems.append(f"{node} failed: {problem}")
+
+    def settle_plan(self, plan: Plan) -> bool:
+        return True
+
+    def new_plan(self, plan: Plan) -> None:
+        pass
+
+    def sample_due(self) -> bool:
+        return False
+
+    def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
+        return fused
+
+
+def fused(function: Callable[..., Any], kernels: Kernels, dynamic: bool | None = None) -> Callable[..., Any]:
+    """``function`` with all its nodes on kernels. Nodes are noted in ``kernels``."""
+
+    def compile_graph(module: fx.GraphModule, phase: str, times: int) -> Callable[[list[Any]], Any]:
+        split_dropout(module)
+        imported = import_graph(module)
+        nodes = FusionEngine(lowerable=why_not, check=True).fuse(imported.for_fusion())
+        kernels.nodes.update({node.fusion_id: node for node in nodes})
+        return GraphRouter(build_program(imported, nodes), kernels, phase, perf_counter)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        return compile_with(module, inputs, compile_graph)
+
+    return torch.compile(function, backend=backend, dynamic=dynamic)
