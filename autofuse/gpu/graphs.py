@@ -11,6 +11,7 @@ record on: its own workspace must not be in a graph, and a graph's must not be l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -100,26 +101,19 @@ def _record(index: int, pool: Any, body: Callable[[], Any]) -> tuple[Graph, Any]
     side = _side_stream(index)
     side.wait_stream(torch.cuda.current_stream(index))
     _drop_workspaces()
-    with gc_pause.paused(), torch.cuda.stream(side):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            result = body()
-        except BaseException:
-            _end_failed(graph)
-            raise
-        graph.capture_end()
-    _drop_workspaces()
-    return graph, result
-
-
-def _end_failed(graph: torch.cuda.CUDAGraph) -> None:
-    """End a recording whose error is already known; the driver may have ended it."""
     try:
-        graph.capture_end()
-    except RuntimeError:
-        pass
+        with gc_pause.paused(), torch.cuda.stream(side):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = body()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the driver may have ended it
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     finally:
         _drop_workspaces()
+    return graph, result
 
 
 def _drop_workspaces() -> None:

@@ -10,6 +10,7 @@ by another thread or by a call around it, is launched one by one. So is everythi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,16 +78,22 @@ class PlanReplay:
         if self._left >= NOTED:
             return None
         if self._left > 0:
-            self._seen.note(args)
+            with contextlib.suppress(Exception):  # the last of these calls says so
+                self._seen.note(args)
             return None
         if self._replays.is_off:
             self.close()
             return None
-        self._seen.note(args)
-        if self._replays.why_not_now():
-            self._left = self._after
+        try:
+            self._seen.note(args)
+            may_record = not self._replays.why_not_now()
+        except Exception as error:
+            self._fail(error)
             return None
-        return self._try(args)
+        if may_record:
+            return self._try(args)
+        self._left = self._after
+        return None
 
     def _try(self, args: list[Any]) -> Any:
         """Run this call one by one, record it, and replay it to compare."""
@@ -239,23 +246,36 @@ class PlanReplay:
         pool = recording.pool
         if not pool.lock.acquire(blocking=False):
             return None
-        moved: set[int] | None = set()
-        if calls.device() == pool.index and calls.stream(pool.index) == pool.stream:
-            self._replays.tidy(pool)
-            if recording is self._recording and calls.numerics() == recording.numerics:
-                moved = recording.inputs.moved(args)
-        if moved is None:
-            self._misses = 0
-            return recording
-        self._seen.moving |= moved
-        self._misses += 1
-        if self._misses >= MISSES and recording is self._recording:
-            if self._recordings < MOST_RECORDINGS:
-                self._begin_anew()
-            else:
-                self._leave("is called with other arguments, or on another stream, too often")
+        try:
+            moved = self._moved(recording, args)
+            if moved is None:
+                self._misses = 0
+                return recording
+            self._miss(recording, moved)
+        except Exception as error:
+            self._fail(error)
         pool.lock.release()
         return None
+
+    def _moved(self, recording: Recording, args: Sequence[Any]) -> set[int] | None:
+        """As `Inputs.moved`, of all that a recording depends on."""
+        calls, pool = self._calls, recording.pool
+        if calls.device() != pool.index or calls.stream(pool.index) != pool.stream:
+            return set()
+        self._replays.tidy(pool)
+        if recording is not self._recording or calls.numerics() != recording.numerics:
+            return set()
+        return recording.inputs.moved(args)
+
+    def _miss(self, recording: Recording, moved: set[int]) -> None:
+        self._seen.moving |= moved
+        self._misses += 1
+        if self._misses < MISSES or recording is not self._recording:
+            return
+        if self._recordings < MOST_RECORDINGS:
+            self._begin_anew()
+        else:
+            self._leave("is called with other arguments, or on another stream, too often")
 
     def _begin_anew(self) -> None:
         moving = self._seen.moving

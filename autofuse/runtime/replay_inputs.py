@@ -86,6 +86,9 @@ class Inputs:
             self.bytes += copy.untyped_storage().nbytes()
             copied.append((_Copied(place, layout, remainder), copy))
             self.given[place] = copy
+        # The sizes of parameters are constants of a trace, and under its guards.
+        self._parameters = [f.place for f in self._fixed if type(args[f.place]) is torch.nn.Parameter]
+        self._unsized = [f for f in self._fixed if f.place not in self._parameters]
         copied.sort(key=lambda item: (str(item[1].dtype), not is_dense(item[0].layout)))  # one call for those alike
         self._copied = [item for item, _ in copied]
         self._copies = CopyLists([copy for _, copy in copied])
@@ -99,7 +102,10 @@ class Inputs:
         found = {place for place, address, _ in self._fixed if args[place].data_ptr() != address}
         if found:
             return found
-        for fixed in self._fixed:
+        for place in self._parameters:
+            if type(args[place]) is not torch.nn.Parameter:
+                return set()
+        for fixed in self._unsized:
             if layout_of(args[fixed.place]) != fixed.layout:
                 return set()
         for place, number in self._numbers:
