@@ -32,6 +32,7 @@ class _Entry(NamedTuple):
 COMMANDS = {
     "run": _Entry("autofuse.cli.run", "Run a Python script and make it faster."),
     "report": _Entry("autofuse.cli.report", "Show what was fused, how much faster it is, and what tuning cost."),
+    "watch": _Entry("autofuse.cli.watch", "Watch the newest run while it goes on."),
     "runs": _Entry("autofuse.cli.runs", "List the runs of a store, compare two, or delete some."),
     "explain": _Entry("autofuse.cli.explain", "Tell why something was fused or left alone."),
     "show": _Entry("autofuse.cli.show", "Print the source of a node's kernel, C or Triton."),

@@ -1,0 +1,105 @@
+"""The live view: what it reads, what it says of a run that goes on, has ended, or has a daemon that is silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from autofuse.cli.app import parse
+from autofuse.db.rows import DaemonState
+from autofuse.db.store import Store
+from autofuse.ir.records import RunStart, RunTotals
+from autofuse.report import watch as watching
+from autofuse.report.console import PlainConsole
+from autofuse.report.watch import draw, is_over, look
+from tests.report.report_records import DEVICE, GELU, VERSIONS, fill, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(tmp_path / "store.sqlite3")
+    yield opened
+    opened.close()
+
+
+def words(renderable: object, width: int = 80) -> str:
+    out = StringIO()
+    PlainConsole(file=out, width=width, highlight=False).print(renderable)
+    assert all(len(line) <= width for line in out.getvalue().splitlines())
+    return " ".join(out.getvalue().split())
+
+
+def test_an_empty_store(store: Store) -> None:
+    moment = look(store, 1.0)
+    assert "No run yet" in words(draw(moment)) and not is_over(moment)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_run_that_has_ended(store: Store, width: int) -> None:
+    fill(store)
+    moment = look(store, time.time())
+    text = words(draw(moment), width)
+    assert "steps: 400" in text and "93.8 %" in text and "daemon: none" in text
+    assert "queue: 0 in work, 1 waiting, 3 done, 0 failed" in text
+    assert not is_over(moment)  # something waits
+
+
+def test_what_waits_and_what_was_decided(store: Store) -> None:
+    fill(store)
+    moment = look(store, time.time())
+    (waiting,) = moment.waiting
+    assert (waiting.name, waiting.status) == (GELU[1], "queued") and waiting.saving_us > 0
+    assert [made.outcome for made in moment.decided] == [
+        "eager: no candidate beat eager by the margin",
+        "fused, 1.52x",
+        "fused, 2.16x",
+    ]
+    assert "would have saved" in words(draw(moment), 120)
+
+
+def test_the_pace_is_that_since_an_earlier_moment(store: Store) -> None:
+    run_id = store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "background", 1))
+    store.runs.update_totals(run_id, RunTotals(steps=100, run_seconds=50.0))
+    first = look(store, time.time())
+    assert "100, 2.0 a second" in words(draw(first))
+    store.runs.update_totals(run_id, RunTotals(steps=180, run_seconds=60.0))
+    second = look(store, time.time())
+    assert "180, 8.0 a second" in words(draw(second, first))
+    assert "180, 3.0 a second" in words(draw(second, second))
+
+
+def test_a_daemon_at_work_and_one_that_is_silent(store: Store) -> None:
+    fill(store)
+    store.daemon.heartbeat(DaemonState(4, "here", time.time(), "tuning", "af_x in s0=8"))
+    moment = look(store, time.time())
+    assert "daemon: tuning: af_x in s0=8" in words(draw(moment))
+    later = replace(moment, at=moment.at + 90)
+    assert "no sign of life for 1 min 30 s" in words(draw(later))
+
+
+def test_the_loop_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "background", 1))
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            store.runs.finish(run_id, RunTotals(steps=5, run_seconds=2.0))
+
+    monkeypatch.setattr(watching.time, "sleep", sleep)
+    console = PlainConsole(file=StringIO(), width=80, force_terminal=True)
+    watching.watch(store, console)
+    assert len(waits) == 3
+
+
+def test_the_command(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    fill(store)
+    assert not parse(["watch", "--once", "--store", str(store.path)])
+    assert "queue: 0 in work, 1 waiting" in capfd.readouterr().out
+    assert parse(["watch", "--store", str(store.path.parent / "none.sqlite3")])
+    assert "there are no results yet" in capfd.readouterr().err
