@@ -6,6 +6,7 @@ Triton comes before torch, which imports it too: kernels for GPUs are checked on
 in processes of their own.
 """
 
+import gc
 import logging
 import os
 import tempfile
@@ -16,6 +17,9 @@ from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
 from tests import compiled_once
 
+# torch, Triton and nine thousand tests are some million objects that live as long as the process. Collections looked
+# through them all again and again: a tenth of the CPU time of tests that trace.
+gc.disable()
 import_interpreted()
 
 import pytest  # noqa: E402
@@ -53,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = generated_for(march)
     chosen.__enter__()
     config.add_cleanup(lambda: chosen.__exit__(None, None, None))
+
+
+def pytest_collection_finish() -> None:
+    """From here on the collector looks at what tests make."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
