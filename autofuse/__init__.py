@@ -37,6 +37,7 @@ _HOME = {
     "FusionOptimizer": "autofuse.fusion",
     "FusionPattern": "autofuse.fusion",
     "register_pattern": "autofuse.fusion",
+    "register_unfused": "autofuse.library_operators",
     "SymbolicShape": "autofuse.fusion",
     "FusionKernelGenerator": "autofuse.codegen.generator",
     "TritonKernelGenerator": "autofuse.codegen.triton.generator",

@@ -94,8 +94,13 @@ def _plan(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
 
 
 def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Planned:
-    imported = import_graph(module)
+    # Races are against what a library says that its operator computes, which need not be the operator to the bit.
+    imported = import_graph(module, with_libraries=not session.context.settings.run.strict)
     session.context.refusals.extend(imported.refusals)
+    for refused in imported.refusals:
+        if refused.code == "unfused_form":
+            what = f"{refused.operations} runs as the library has it, unfused: {refused.detail}"
+            session.context.say_once("unfused_refused", what)
     for device in dict.fromkeys(imported.devices.values()):
         session.kernels.use_device(device)
     graph = imported.for_fusion()

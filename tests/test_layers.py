@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("ir/", "debug.py"),
     ("__init__.py",),
     ("dynamo_skip.py", "preserve_rng.py", "locks.py", "stderr.py", "detached.py", "torch_compat.py"),
+    ("library_operators.py",),
     ("errors.py",),
 )
 

@@ -1,14 +1,16 @@
-"""The decomposition of a composite operator, traced once with the fake tensors of the graph that it is in.
+"""What an operator computes, traced once with the fake tensors of the graph that it is in.
 
-In: the FX node of an operator that `ir.composites` lists. Out: an FX graph of the operators that PyTorch decomposes it
-into, over one placeholder for each tensor that the operator reads, repeats included. Guarantee: None where PyTorch has
-no decomposition, or where tracing one needs to know more of a size than the graph's guards say.
+In: the FX node of an operator, and a function of its arguments: the operator itself, where `ir.composites` lists it and
+PyTorch decomposes it, or what a library has registered for it. Out: an FX graph of torch's operators, over one
+placeholder for each tensor that the operator reads, repeats included. Guarantee: `NotTraced` with the reason where the
+function fails, or where tracing it needs to know more of a size than the graph's guards say.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,30 +26,64 @@ from autofuse.ir.optable import FUSIBLE, OpKind, info
 log = logging.getLogger(__name__)
 
 
-def decomposed(node: fx.Node) -> fx.GraphModule | None:
+class NotTraced(Exception):
+    """An operator whose unfused form cannot be used; the message says why."""
+
+
+def _traced_once(call: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    found: fx.GraphModule = make_fx(call, decomposition_table=decompositions())(*tensors)
+    return found
+
+
+def without_writes(call: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph of a function that may write to tensors of its own. A write to an argument remains, as a copy.
+
+    Twice: what torch's composites write to is known only where these are taken apart.
+    """
+    first = {overload: rule for overload, rule in decompositions().items() if not _writes(overload)}
+    apart = make_fx(call, decomposition_table=first)(*tensors)
+    return _traced_once(torch.func.functionalize(apart), tensors)
+
+
+def _writes(operator: Any) -> bool:
+    return isinstance(operator, torch._ops.OpOverload) and bool(operator._schema.is_mutable)
+
+
+Trace = Callable[[Callable[..., Any], Sequence[torch.Tensor]], fx.GraphModule]
+
+
+def decomposed(node: fx.Node) -> fx.GraphModule:
     """The graph that the operator of an FX node decomposes into; each of its nodes has its fake values."""
+    return traced(node, node.target)
+
+
+def traced(node: fx.Node, function: Callable[..., Any], trace: Trace = _traced_once) -> fx.GraphModule:
+    """The graph of a function on the arguments of an FX node. Raises NotTraced."""
     arguments = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     flat, spec = tree_flatten(arguments)
     places = [n for n, value in enumerate(flat) if isinstance(value, torch.Tensor)]
     mode = next((flat[n].fake_mode for n in places if hasattr(flat[n], "fake_mode")), None)
     if not isinstance(mode, FakeTensorMode):
-        return None
+        raise NotTraced("it reads no tensor")
 
     def call(*tensors: torch.Tensor) -> Any:
         values = list(flat)
         for place, tensor in zip(places, tensors, strict=True):
             values[place] = tensor
         args, kwargs = tree_unflatten(values, spec)
-        return node.target(*args, **kwargs)
+        return function(*args, **kwargs)
 
     guards = _guards(mode)
     try:
         with mode, enable_python_dispatcher():
-            traced = make_fx(call, decomposition_table=decompositions())(*(flat[n] for n in places))
+            found = trace(call, [flat[n].detach() for n in places])  # whose sizes a function may change: x.t_()
     except Exception as error:  # whatever a decomposition may raise on fake tensors, eager has a kernel
         log.debug("%s has no decomposition here: %s", node.target, error)
-        return None
-    return traced if _guards(mode) == guards else None
+        lines = str(error).strip().splitlines() or [""]
+        raise NotTraced(f"the function raised {type(error).__name__}: {lines[0]}") from error
+    if _guards(mode) != guards:
+        raise NotTraced("the function asks for more of a size than the graph knows")
+    return found
 
 
 def _guards(mode: FakeTensorMode) -> int:

@@ -21,7 +21,8 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.decompose import decomposed
+from autofuse.capture.check_unfused import check_unfused
+from autofuse.capture.decompose import NotTraced, decomposed, traced, without_writes
 from autofuse.capture.graph_sizes import GraphSizes
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.fusion.graph import FusionGraph
@@ -30,6 +31,7 @@ from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, Va
 from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import Dim, SymbolicShape
+from autofuse.library_operators import name_of, registered, target_of, with_defaults
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +67,15 @@ class ImportedGraph:
         )
 
 
-def import_graph(module: fx.GraphModule) -> ImportedGraph:
-    """Describe every tensor operation of ``module`` as data."""
-    return _imported(module, GraphSizes(_shape_env(module)))
+def import_graph(module: fx.GraphModule, with_libraries: bool = True) -> ImportedGraph:
+    """Describe every tensor operation of ``module`` as data.
+
+    ``with_libraries``: libraries' operators as what was registered for them, where that is right.
+    """
+    return _imported(module, GraphSizes(_shape_env(module)), with_libraries)
 
 
-def _imported(module: fx.GraphModule, dims_of: GraphSizes) -> ImportedGraph:
+def _imported(module: fx.GraphModule, dims_of: GraphSizes, with_libraries: bool = False) -> ImportedGraph:
     refs: dict[fx.Node, ValueRef] = {}
     dims: dict[fx.Node, Dim] = {}
     inputs: dict[str, TensorSpec] = {}
@@ -97,7 +102,8 @@ def _imported(module: fx.GraphModule, dims_of: GraphSizes) -> ImportedGraph:
         elif node.op == "call_function":
             found = _devices_of(node)
             if len(found) == 1:
-                operations.append(_operation(node, value, refs, dims_of, dims))
+                operation = _operation(node, value, refs, dims_of, dims)
+                operations.append(_of_library(node, operation, dims_of, refusals) if with_libraries else operation)
             else:
                 operations.append(_opaque(node, value, refs, dims_of))
                 refusals += _mixed(node, found)
@@ -233,22 +239,60 @@ def body_of(node: fx.Node, op: Operation, dims_of: GraphSizes) -> NodeForm | Non
 
     Its inputs are the tensors that the operator reads, repeats included.
     """
-    traced = decomposed(node)
-    if traced is None:
+    try:
+        return _body(decomposed(node), op, dims_of)
+    except NotTraced:
         return None
-    found = _imported(traced, dims_of)
-    kinds = {info(part.target).kind for part in found.operations}
-    counts = (len(found.inputs), len(found.outputs))
-    if counts != (len(op.inputs), len(op.outputs)) or not kinds <= FUSIBLE - {OpKind.RANDOM, OpKind.COMPOSITE}:
-        return None
+
+
+def _of_library(node: fx.Node, op: Operation, dims_of: GraphSizes, refusals: list[Refusal]) -> Operation:
+    """An operation of a library's as what it has registered; itself where there is nothing, or where that differs."""
+    target = target_of(node.target)
+    if target is None or op.target.startswith("opaque."):
+        return op
+    unfused = registered(target)
+    assert unfused is not None
+    try:
+        _refuse_placement(node)
+        body = _body(traced(node, with_defaults(unfused), without_writes), op, dims_of)
+        own = replace(op, target=target, body=body)
+        check_unfused(own, unfused, dims_of.hints)
+    except NotTraced as error:
+        name = name_of(unfused.operator)
+        refusals.append(Refusal("unfused_form", False, name, str(error), source=op.source or ""))
+        return op
+    return own
+
+
+def _refuse_placement(node: fx.Node) -> None:
+    """Dtypes and devices among the arguments of an aten operator are known by their names, a library's have others."""
+    for arg in (*node.args, *node.kwargs.values()):
+        if isinstance(arg, torch.dtype | torch.layout | torch.memory_format | torch.device):
+            raise NotTraced(f"it is called with {arg}: an operator that takes that kind of argument is not followed")
+
+
+_IN_BODIES = FUSIBLE - {OpKind.RANDOM, OpKind.COMPOSITE}
+
+
+def _body(graph: fx.GraphModule, op: Operation, dims_of: GraphSizes) -> NodeForm:
+    """A traced function as the body of an operation. Raises NotTraced where no kernel can be made of it."""
+    found = _imported(graph, dims_of)
+    for part in found.operations:
+        if info(part.target).kind not in _IN_BODIES:
+            raise NotTraced(_why_outside(part))
+    if len(found.inputs) != len(op.inputs):
+        raise NotTraced(f"the function has tensors beside its {len(op.inputs)} arguments")
+    if len(found.outputs) != len(op.outputs):
+        raise NotTraced(f"the function returns {len(found.outputs)} tensors, the operator {len(op.outputs)}")
     if not accepts(op, list(found.inputs.values())):
-        return None
+        raise NotTraced("eager refuses these arguments")
     made = {part.name: part for part in found.operations}
     operations, outputs = list(found.operations), list[ValueRef]()
     for ref, wanted in zip(found.outputs, op.outputs, strict=True):
         spec = made[ref.name].outputs[ref.index] if ref.name in made else found.inputs[ref.name]
         if (spec.shape, spec.dtype) != (wanted.shape, wanted.dtype):
-            return None
+            shapes = [f"{s.dtype}{list(map(str, s.shape))}".replace("'", "") for s in (spec, wanted)]
+            raise NotTraced(f"the function returns {shapes[0]}, the operator {shapes[1]}")
         if spec != wanted or ref.name not in made or info(made[ref.name].target).kind in VIEWS:
             copy = Operation(f"{op.name}_copy{len(outputs)}", "aten.clone.default", (ref,), (), (wanted,))
             operations.append(copy)
@@ -259,8 +303,22 @@ def body_of(node: fx.Node, op: Operation, dims_of: GraphSizes) -> NodeForm | Non
     )
 
 
-def _canonical(body: NodeForm, op: Operation) -> NodeForm | None:
-    """The body with the names of a node's form; None where it has a size that the operator's tensors do not tell."""
+def _why_outside(part: Operation) -> str:
+    """Why no body of an operator may have this operation."""
+    name = part.target.removeprefix("opaque.").removeprefix("aten.").removesuffix(".default")
+    schema = getattr(getattr(torch.ops.aten, part.short_name, None), "default", None)
+    if schema is not None and torch.Tag.nondeterministic_seeded in schema.tags:
+        return f"the function draws random numbers ({name})"
+    if part.short_name.endswith("_"):
+        return f"the function writes to a tensor ({name})"
+    return f"the function uses {name}, which no kernel of loops computes"
+
+
+def _canonical(body: NodeForm, op: Operation) -> NodeForm:
+    """The body with the names of a node's form.
+
+    Raises NotTraced where it has a size that the operator's tensors do not tell.
+    """
     names = {item.name: f"i{n}" for n, item in enumerate(body.inputs)}
     names |= {part.name: f"v{n}" for n, part in enumerate(body.operations)}
 
@@ -274,7 +332,9 @@ def _canonical(body: NodeForm, op: Operation) -> NodeForm | None:
     )
     known = {*op.symbols, *(name for item in body.inputs for name in item.spec.symbols)}
     sizes = {name for part in body.operations for name in part.symbols}
-    return found if sizes <= known else None
+    if not sizes <= known:
+        raise NotTraced("it calculates sizes that no argument tells")
+    return found
 
 
 def _target(node: fx.Node) -> str | None:

@@ -98,6 +98,11 @@ def _normal(sizes: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return block.repeat(-(-count // PERIOD))[:count].view(sizes)
 
 
+def names_with_roles(form: NodeForm) -> frozenset[str]:
+    """The inputs that an operator gives a meaning: indices, classes, probabilities."""
+    return frozenset(_roles(form))
+
+
 # ---- roles ------------------------------------------------------------------------------------------
 
 Role = Callable[[NodeForm, TensorSpec, tuple[int, ...], Mapping[str, int], torch.Generator], torch.Tensor]

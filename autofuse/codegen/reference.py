@@ -18,8 +18,9 @@ from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.philox import DROPOUT
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import OpKind, info, is_librarys
 from autofuse.ir.shape import evaluate
+from autofuse.library_operators import called
 
 _MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 
@@ -82,9 +83,13 @@ def _dropout_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.T
 _OURS = {"autofuse.dropout_scale.default": _dropout_scale, DROPOUT: torch.native_dropout}
 
 
-@functools.cache
 def overload(target: str) -> Any:
     """The OpOverload of a name such as ``aten.add.Tensor``."""
+    return called(target) if is_librarys(target) else _torchs(target)
+
+
+@functools.cache
+def _torchs(target: str) -> Any:
     namespace, name, kind = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), kind)
 

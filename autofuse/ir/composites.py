@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.optable import is_librarys
 
 # Operators with a decomposition that is not used, and why. A test holds that each still is as described.
 REFUSED: dict[str, str] = {
@@ -47,15 +48,17 @@ _CONDITIONS: dict[str, Callable[[Operation, Sequence[TensorSpec]], bool]] = {
 }
 
 
-def expanded(form: NodeForm) -> NodeForm:
-    """The form with each composite operator replaced by its decomposition; the form itself where it has none."""
-    if all(op.body is None for op in form.operations):
+def expanded(form: NodeForm, which: Callable[[Operation], bool] = lambda op: True) -> NodeForm:
+    """The form with each composite operator, of those asked for, replaced by its decomposition; the form itself where
+    it has none."""
+    replaced = {op.name for op in form.operations if op.body is not None and which(op)}
+    if not replaced:
         return form
     table: dict[ValueRef, ValueRef] = {}
     operations: list[Operation] = []
     for op in form.operations:
         own = op.reading(functools.partial(_looked_up, table))
-        if own.body is None:
+        if own.body is None or op.name not in replaced:
             operations.append(own)
             continue
         names = {ValueRef(item.name): ref for item, ref in zip(own.body.inputs, own.inputs, strict=True)}
@@ -66,6 +69,16 @@ def expanded(form: NodeForm) -> NodeForm:
         table |= {ValueRef(op.name, n): names[ref] for n, ref in enumerate(own.body.outputs)}
     outputs = tuple(table.get(ref, ref) for ref in form.outputs)
     return NodeForm(form.inputs, tuple(operations), outputs, form.symbols)
+
+
+def without_librarys(form: NodeForm) -> NodeForm:
+    """The form in torch's operators alone: those of libraries replaced by what they compute."""
+    return expanded(form, lambda op: is_librarys(op.target))
+
+
+def has_librarys(form: NodeForm) -> bool:
+    """Whether a library's operator is in it."""
+    return any(is_librarys(op.target) for op in form.operations)
 
 
 def _looked_up(table: Mapping[ValueRef, ValueRef], ref: ValueRef) -> ValueRef:

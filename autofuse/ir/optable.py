@@ -192,11 +192,18 @@ MOVES = frozenset(("_to_copy", "clone", "copy", "lift_fresh_copy", "full_like", 
 VIEWS = frozenset({_V, _W})  # what aten makes for nothing
 
 _OPAQUE = OpInfo(OpKind.OPAQUE)
+# What a library has said the unfused form of (`library_operators`). Its operators bear this name only with a body.
+_LIBRARYS = OpInfo(OpKind.COMPOSITE, 8)
 
 
 def info(target: str) -> OpInfo:
     """The facts about an overload; opaque where it is not listed."""
-    return OPS.get(target, _OPAQUE)
+    return OPS.get(target) or (_LIBRARYS if is_librarys(target) else _OPAQUE)
+
+
+def is_librarys(target: str) -> bool:
+    """Whether an operator is a library's, not torch's or ours."""
+    return target.startswith("library.")
 
 
 def is_move(target: str) -> bool:

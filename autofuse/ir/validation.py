@@ -15,7 +15,7 @@ from autofuse.errors import FusionError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _LONGEST_SIZE, _LONGEST = 64, 128  # characters of a size's name; of others: a kernel's tells its operators
-_OPERATOR = re.compile(r"(aten|vendor|autofuse|optimizer|opaque|prims)\.[A-Za-z_]\w{0,127}\.\w{1,64}", re.ASCII)
+_OPERATOR = re.compile(r"(aten|vendor|autofuse|optimizer|opaque|prims|library)\.[A-Za-z_]\w{0,127}\.\w{1,64}", re.ASCII)
 _WORD = re.compile(r"[\w.:]{0,128}", re.ASCII)  # such as "mean", "float32", "cuda:0", "aten.relu.default"
 
 

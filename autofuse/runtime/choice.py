@@ -32,7 +32,7 @@ UNKNOWN = Choice(known=False)
 
 
 class RouterHost(Protocol):
-    """The queries of the router. All are answered from memory; only `settle_plan` may block."""
+    """The queries of the router. All are answered from memory; only `settle_plan` and `keeps_own` may block."""
 
     @property
     def threads(self) -> int: ...
@@ -47,5 +47,9 @@ class RouterHost(Protocol):
     def new_plan(self, plan: Plan) -> None: ...
 
     def sample_due(self) -> bool: ...
+
+    def keeps_own(self, node: NodeState, fused: NodeCall) -> bool:
+        """Whether a library's operator in the node is faster in the script than the kernel, whose races were against
+        the operator's unfused form."""
 
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall: ...

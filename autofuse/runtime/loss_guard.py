@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autofuse.ir.composites import without_librarys
 from autofuse.ir.operation import NodeForm
 
 _REFUSE = ("aten.nll_loss_forward.default", "aten.binary_cross_entropy.default")
@@ -19,6 +20,7 @@ _REFUSE = ("aten.nll_loss_forward.default", "aten.binary_cross_entropy.default")
 def refuses(form: NodeForm) -> tuple[int, ...]:
     """The numbers of the outputs that contain such a loss."""
     inside: set[str] = set()
+    form = without_librarys(form)
     for op in form.operations:
         if op.target in _REFUSE or any(ref.name in inside for ref in op.inputs):
             inside.add(op.name)

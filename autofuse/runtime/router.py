@@ -17,6 +17,7 @@ import torch
 from autofuse.debug import Level, tell
 from autofuse.errors import DeviceError, ShapeError
 from autofuse.gpu import capturing
+from autofuse.ir.composites import has_librarys
 from autofuse.locks import make_lock
 from autofuse.runtime.choice import Choice, RouterHost
 from autofuse.runtime.debug_texts import routes_text
@@ -293,6 +294,11 @@ class GraphRouter:
             reuse=() if is_odd else self.program.reuse.get(index, ()),  # its inputs may be needed again
             kept=self._kept.setdefault((place, choice.tag), {}),
         )
+        if has_librarys(node.form):
+            apart = make_launcher(node.form, choice.entry, node.values, self.host.threads)  # which keeps its inputs
+            if self.host.keeps_own(node, apart):
+                self._failed.add(key)
+                return None
         if is_odd:
             fused = fall_back_to_eager(node.form, fused, unfused)
         self._fused[key] = fused

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
     from autofuse.db.store import Store
     from autofuse.runtime.choice import Choice
+    from autofuse.runtime.own_kernels import OwnKernels
     from autofuse.runtime.plan_cache import PlanCache
     from autofuse.runtime.planner import Planner
     from autofuse.runtime.plans import NodeState, Plan
@@ -91,6 +92,7 @@ class Session:
         self._planner: Planner | None = None
         self._draws: RngKernels | None = None
         self._replay: MakeReplay | None = None
+        self._own_kernels: OwnKernels | None = None
         changed = {name: str(value) for name, value in settings.changed().items()}
         which = strictly(versions()) if settings.run.strict else versions()
         start = RunStart(command, cpu_device(), which, settings.run.tune, self._pid, changed, this_machine())
@@ -205,6 +207,13 @@ class Session:
     def sample_due(self) -> bool:
         self._graph_calls += 1
         return self._graph_calls % SAMPLE_EVERY == 0 or self._graph_calls <= SAMPLED_FIRST
+
+    def keeps_own(self, node: NodeState, fused: NodeCall) -> bool:
+        if self._own_kernels is None:
+            with untouched():
+                from autofuse.runtime.own_kernels import OwnKernels
+            self._own_kernels = OwnKernels(self.context)
+        return self._own_kernels.stay(node, fused)
 
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
         if not self.context.settings.run.check:

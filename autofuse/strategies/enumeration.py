@@ -16,6 +16,7 @@ from autofuse.codegen.triton.templates.registry import TRITON_TEMPLATES
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
+from autofuse.ir.composites import has_librarys
 from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.records import Bucket
@@ -152,6 +153,8 @@ def _kernels(form: NodeForm) -> tuple[str, ...]:
 
 def cut_strategies(form: NodeForm) -> list[Strategy]:
     """One kernel and the cheapest cuts of it into two; empty where there is nothing to cut."""
+    if has_librarys(form):  # between two kernels a worker would have to call them
+        return []
     graph = graph_of(form)
     kernels = [graph.by_name[name] for name in _kernels(form)]
     cuts = []

@@ -31,6 +31,8 @@ from autofuse.strategies.sdpa_match import find_attention
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 LINEARS = frozenset(["mm", "addmm"])
+# In no group: opaque operations, ours that draw, and libraries', which no worker can call beside a library's matmul.
+_ALONE = ("opaque.", "autofuse.philox", "autofuse.bernoulli", "library.")
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ class _Finder:
         return (
             len({spec.device for spec in specs}) == 1
             and all(self.config.device_enabled(spec.device) and spec.dtype in BYTES_PER_ELEMENT for spec in specs)
-            and not any(op.target.startswith(("opaque.", "autofuse.philox", "autofuse.bernoulli")) for op in operations)
+            and not any(op.target.startswith(_ALONE) for op in operations)
         )
 
     def _is_convex(self, names: Collection[str]) -> bool:

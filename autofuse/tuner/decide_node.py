@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from autofuse.ir.fused_operators import fused_operators
 from autofuse.ir.records import Comparison, Decision, TuneRequest
 from autofuse.tuner.cases import full_cases
 from autofuse.tuner.comparison import LEAST_PAIRS, decide
@@ -80,7 +81,9 @@ class NodeDecider:
 
     def _stay(self, last: Comparison, unconfirmed: Comparison | None = None) -> Decision:
         seen = f"{last.speedup:.2f}x ({last.low:.2f} to {last.high:.2f})"
-        reason, detail = "no_gain", f"the best kernel is {seen}"
+        own = fused_operators(self._contest.form)
+        stays = f"the script's own kernel ({', '.join(own)}) stays: " if own else ""
+        reason, detail = "no_gain", f"{stays}the best kernel is {seen}"
         if last.high >= 1.0:
             reason, detail = "below_margin", f"{detail}, a switch needs {1 + self._margin:.2f}x for certain"
         if unconfirmed is not None:

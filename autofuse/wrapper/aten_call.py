@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
+from autofuse.ir.optable import is_librarys
+from autofuse.library_operators import called
 
 Render = Callable[[Sequence[str], Mapping[str, str]], str | None]
 
@@ -72,6 +74,8 @@ def overload(target: str) -> object:
         return dropout_scale
     if target == "autofuse.philox_dropout.default":
         return philox_dropout
+    if is_librarys(target):
+        return called(target)
     namespace, name, variant = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), variant)
 

@@ -51,6 +51,9 @@ class Undecided:
     def wrap(self, node, fused):
         return fused
 
+    def keeps_own(self, node, fused):
+        return False
+
 
 def routed(target, catalogue, timed=False, lowerable=None):
     """``target`` compiled through capture, planner and router."""

@@ -1,0 +1,91 @@
+"""The script's own kernels against ours: a short race in the script's process.
+
+In: a node with a library's operator, and the callable of the kernel that has won against the operator's unfused form.
+Out: whether the library's operator stays. Guarantee: each pair of node and bucket is raced once, on random numbers of
+the node's own sizes; the script's generators are as before. The worker cannot run this race: it has not imported the
+script's libraries, and does not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autofuse.capture.check_unfused import safe_inputs
+from autofuse.ir.composites import without_librarys
+from autofuse.ir.optable import is_librarys
+from autofuse.ir.records import Event
+from autofuse.library_operators import name_of, registered
+from autofuse.preserve_rng import untouched
+from autofuse.runtime.plans import NodeState
+from autofuse.runtime.run_context import RunContext
+from autofuse.wrapper.node_call import NodeCall
+
+ROUNDS = 11  # of which the first two are not counted
+SECONDS = 0.2  # for all rounds of long calls
+LEAST_ROUNDS = 5
+LEAST_SECONDS = 2e-4  # of one sample: shorter calls are repeated in it
+
+
+class OwnKernels:
+    """The races of one session."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._stay: dict[tuple[str, str, int], bool] = {}
+
+    def stay(self, node: NodeState, fused: NodeCall) -> bool:
+        """Whether the script's own kernel is to run, with its neighbours in eager, in place of ``fused``."""
+        key = (node.fusion_id, node.bucket.label, torch.get_num_threads())
+        if key not in self._stay:
+            with untouched(), _disable_current_modes():
+                times = self._race(node, fused)
+            self._stay[key] = times < 1.0 + self._context.settings.tuner.margin
+            self._note(node, times, self._stay[key])
+        return self._stay[key]
+
+    def _race(self, node: NodeState, fused: NodeCall) -> float:
+        """How many times as fast as the script's own kernels ours is, by the median of rounds."""
+        device = node.slot.device
+        inputs = safe_inputs(without_librarys(node.form), node.values, 1, "normal", device)
+        calls = (node.unfused, fused)
+        began = perf_counter()
+        with torch.no_grad():
+            counts = [_calls_in_a_sample(call, inputs, device) for call in calls]
+            ratios = []
+            for number in range(ROUNDS):
+                order = (0, 1) if number % 2 else (1, 0)
+                found = {which: _seconds(calls[which], inputs, counts[which], device) for which in order}
+                ratios.append(found[0] / found[1])
+                if len(ratios) >= LEAST_ROUNDS and perf_counter() - began > SECONDS:
+                    break
+        return statistics.median(ratios[2:])
+
+    def _note(self, node: NodeState, times: float, stays: bool) -> None:
+        found = [registered(op.target) for op in node.form.operations if is_librarys(op.target)]
+        names = ", ".join(dict.fromkeys(name_of(item.operator) for item in found if item is not None))
+        what = "the script's own kernel stays" if stays else "ours takes the place of the script's own kernel"
+        message = f"{names} in {node.slot.node.label}: {what}: {times:.2f}x"
+        self._context.store_thread.post_event(Event("own_kernel", message, {"speedup": times, "stays": stays}))
+
+
+def _calls_in_a_sample(call: Callable[..., Any], inputs: list[torch.Tensor], device: torch.device) -> int:
+    call(*inputs)
+    return max(1, min(100, int(LEAST_SECONDS / max(_seconds(call, inputs, 1, device), 1e-7))))
+
+
+def _seconds(call: Callable[..., Any], inputs: list[torch.Tensor], count: int, device: torch.device) -> float:
+    """Of one call, of so many in a row."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = perf_counter()
+    for _ in range(count):
+        call(*inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (perf_counter() - began) / count

@@ -1,0 +1,473 @@
+"""Libraries' operators as what was registered for them: fused with their neighbours, or as the script calls them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofuse import library_operators, register_unfused
+from autofuse.capture.graph_import import import_graph
+from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.reference import run_unfused, to_float64
+from autofuse.errors import FusionError
+from autofuse.ir.composites import has_librarys, without_librarys
+from autofuse.ir.operation import NodeForm
+from autofuse.ir.optable import OpKind, info
+from autofuse.ir.records import Event, Refusal
+from autofuse.runtime import own_kernels
+from autofuse.runtime import router as router_module
+from autofuse.runtime.choice import Choice
+from autofuse.strategies.enumeration import cut_strategies
+from autofuse.wrapper.aten_call import overload
+from autofuse.wrapper.node_call import NodeCall, make_unfused
+from tests.runtime.test_routed_graphs import Undecided, routed
+
+CALLS: list[str] = []
+_ops = torch.library.Library("autofuse_lib", "FRAGMENT")
+
+
+def _scaled(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+
+
+def _scaled_back(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    r, h = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), g * w
+    return r * h - x * r.pow(3) * (h * x).mean(-1, keepdim=True), (g * x * r).sum(tuple(range(x.dim() - 1)))
+
+
+@torch.library.custom_op("autofuse_lib::scaled", mutates_args=())
+def scaled(x: torch.Tensor, w: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    CALLS.append("scaled")
+    return _scaled(x, w, eps)
+
+
+@torch.library.custom_op("autofuse_lib::scaled_back", mutates_args=())
+def scaled_back(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    CALLS.append("scaled_back")
+    return _scaled_back(g, x, w, eps)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.eps = inputs[2]
+
+
+def _gradients(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    return (*scaled_back(g, *ctx.saved_tensors, ctx.eps), None)
+
+
+scaled.register_fake(lambda x, w, eps=1e-6: torch.empty_like(x))
+scaled_back.register_fake(lambda g, x, w, eps: (torch.empty_like(x), torch.empty_like(w)))
+scaled.register_autograd(_gradients, setup_context=_keep)
+scaled.register_vmap(lambda info, dims, x, w, eps=1e-6: (scaled(x, w, eps), 0))
+
+
+def an_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any] = torch.empty_like) -> Any:
+    """One of ``x`` alone; repeated definitions are one."""
+    if not hasattr(torch.ops.autofuse_lib, name):
+        _ops.define(f"{name}(Tensor x) -> Tensor")
+        _ops.impl(name, function, "CPU")
+        torch.library.register_fake(f"autofuse_lib::{name}", fake, lib=_ops)
+    return getattr(torch.ops.autofuse_lib, name).default
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(library_operators, "_by_name", {})
+    monkeypatch.setattr(library_operators, "_by_operator", {})
+    torch._dynamo.reset()
+    CALLS.clear()
+    yield
+
+
+class Fused(Undecided):
+    """Every node has a kernel in C; operators of a library are kept where ``keeps`` says so."""
+
+    keeps = False
+
+    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
+        forms = {s.node.fusion_id: s.node.form for r in self.routers for s in r.program.slots}
+        return Choice(known=True, entry=forms.get(fusion_id), tag="c")
+
+    def keeps_own(self, node: Any, fused: NodeCall) -> bool:
+        return self.keeps
+
+    @property
+    def forms(self) -> list[NodeForm]:
+        return [slot.node.form for router in self.routers for slot in router.program.slots]
+
+
+@pytest.fixture
+def catalogue(generator: FusionKernelGenerator, monkeypatch: pytest.MonkeyPatch) -> Fused:
+    def launcher(form: NodeForm, entry: Any, values: Sequence[int], threads: int, **options: Any) -> NodeCall:
+        kernel = generator.generate_generic_kernel(form)
+
+        def call(*inputs: torch.Tensor) -> Any:
+            outputs = kernel(*inputs)
+            return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+        return call
+
+    monkeypatch.setattr(router_module, "make_launcher", launcher)
+    return Fused()
+
+
+@pytest.fixture(scope="module")
+def generator() -> FusionKernelGenerator:
+    return FusionKernelGenerator()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.w = nn.Linear(24, 40), nn.Parameter(torch.rand(40) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(scaled(self.up(x), self.w)) * 2 + 1
+
+
+def compare(model: nn.Module, fast: Callable[..., Any], x: torch.Tensor) -> None:
+    """One training step and one call without gradients of both."""
+    results = []
+    for call in (model, fast):
+        model.zero_grad()
+        loss = call(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            results.append([loss.detach(), *(p.grad.clone() for p in model.parameters()), call(x)])  # type: ignore[union-attr]
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_training_and_inference_in_kernels(catalogue: Fused) -> None:
+    register_unfused(scaled, _scaled)
+    register_unfused("autofuse_lib::scaled_back", _scaled_back)
+    model = Net()
+    fast = routed(model, catalogue)
+    fast(torch.randn(6, 24)).sum().backward()
+    made = {op.short_name for form in catalogue.forms for op in form.operations}
+    assert {"autofuse_lib__scaled", "autofuse_lib__scaled_back", "relu", "threshold_backward"} <= made
+    compare(model, fast, torch.randn(7, 24))
+    CALLS.clear()
+    for rows in (1, 5, 7, 9):
+        fast(torch.randn(rows, 24)).sum().backward()
+    assert "scaled" not in CALLS[4:] and not catalogue.failed  # four: the check of a graph for all sizes
+
+
+def test_a_script_keeps_its_own_kernel_where_that_is_faster(catalogue: Fused) -> None:
+    register_unfused(scaled, _scaled)
+    catalogue.keeps = True
+    model, x = Net(), torch.randn(6, 24)
+    fast = routed(model, catalogue)
+    with torch.no_grad():
+        expected = model(x)
+        CALLS.clear()
+        found = fast(x)
+        assert CALLS.count("scaled") == 4, "three in the check, one in the call"
+        assert torch.equal(found, expected) and any(map(has_librarys, catalogue.forms))
+
+
+def test_without_a_registration_nothing_changes() -> None:
+    model, x, catalogue = Net(), torch.randn(6, 24), Undecided()
+    assert torch.equal(routed(model, catalogue)(x), model(x))
+    assert not any(has_librarys(s.node.form) for r in catalogue.routers for s in r.program.slots)
+
+
+def test_the_backward_alone_stays_the_operators(catalogue: Fused) -> None:
+    register_unfused(scaled, _scaled)
+    model = Net()
+    compare(model, routed(model, catalogue), torch.randn(6, 24))
+    assert "scaled_back" in CALLS
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusals(operator: Any, x: torch.Tensor) -> list[Refusal]:
+    """Those of a graph with one operator, whose results stay eager's to the bit."""
+    found: list[Refusal] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        def compiled(graph: Any, examples: Any) -> Any:
+            imported = import_graph(graph)
+            found.extend(imported.refusals)
+            assert not any(op.target.startswith("library.") for op in imported.operations)
+            return graph
+
+        return torch._dynamo.backends.common.aot_autograd(fw_compiler=compiled)(module, inputs)
+
+    state, expected = torch.get_rng_state(), operator(x)
+    torch.set_rng_state(state)
+    result = torch.compile(lambda x: operator(x), backend=backend)(x)
+    assert torch.equal(result, expected) and result.stride() == expected.stride()
+    return found
+
+
+def _raises(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such luck")
+
+
+TWOS = torch.ones(5) * 2
+WRONG = {
+    "differs": (lambda x: x * 2.0001, "operator is .* away from the function"),
+    "nan": (lambda x: torch.where(x.isnan(), 0.0, x * 2), "NaN or Inf in .* other places"),
+    "raises": (_raises, "the function raised ValueError: no such luck"),
+    "draws": (lambda x: x * 2 + 0 * torch.rand_like(x), r"draws random numbers \(rand_like\)"),
+    "writes": (lambda x: x.mul_(2), r"writes to a tensor \(copy_\)"),
+    "shape": (lambda x: (x * 2)[:3], r"returns float32\[3, 5\], the operator float32\[6, 5\]"),
+    "dtype": (lambda x: (x * 2).double(), r"returns float64\[6, 5\], the operator float32\[6, 5\]"),
+    "two": (lambda x: (x * 2, x), "returns 2 tensors, the operator 1"),
+    "product": (lambda x: (x.t().contiguous() @ x)[:1] * 0 + x * 2, "uses mm, which no kernel of loops"),
+    "tensor": (lambda x: x * TWOS, "tensors beside its 1 arguments|raised"),
+    "sizes": (lambda x: x * 2 if x.sum() > 0 else x + x, "the function raised"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_function_is_refused_with_its_evidence(name: str) -> None:
+    function, words = WRONG[name]
+    operator = an_operator("twice", lambda x: x * 2)
+    register_unfused(operator, function)
+    (refusal,) = refusals(operator, torch.randn(6, 5))
+    assert (refusal.code, refusal.operations, refusal.accepted) == ("unfused_form", "autofuse_lib::twice", False)
+    assert re.search(words, refusal.detail), refusal.detail
+
+
+def _with_temporaries(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.clamp_(min=0)
+    return y.add_(1)
+
+
+def _in_32_bits(x: torch.Tensor) -> torch.Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+RIGHT = {
+    "writes_to_its_own": (lambda x: (x * 2).clamp(min=0) + 1, _with_temporaries),
+    "composite": (_in_32_bits, lambda x: torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=1e-6)),
+    "in_32_bits": (_in_32_bits, _in_32_bits),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_function_is_taken(name: str, dtype: torch.dtype) -> None:
+    function, unfused = RIGHT[name]
+    operator = an_operator(f"right_{name}", function)
+    register_unfused(operator, unfused)
+    for shape, mode in (((6, 5), "symbolic"), ((0, 5), "fake"), ((6, 5, 1), "fake")):
+        x = torch.randn(shape, dtype=dtype)
+        imported = import_graph(torch.fx.experimental.proxy_tensor.make_fx(operator, tracing_mode=mode)(x))
+        assert [op.target for op in imported.operations] == [f"library.autofuse_lib__right_{name}.default"]
+
+
+def test_an_operator_that_takes_a_dtype_stays() -> None:
+    _ops.define("cast(Tensor x, ScalarType dtype) -> Tensor")
+    _ops.impl("cast", lambda x, dtype: (x * 2).to(dtype), "CPU")
+    torch.library.register_fake("autofuse_lib::cast", lambda x, dtype: torch.empty_like(x, dtype=dtype), lib=_ops)
+    operator = torch.ops.autofuse_lib.cast.default
+    register_unfused(operator, lambda x, dtype: (x * 2).to(dtype))
+    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda x: operator(x, torch.bfloat16), tracing_mode="fake")
+    (refusal,) = import_graph(traced(torch.randn(6, 5))).refusals
+    assert "called with torch.bfloat16" in refusal.detail
+
+
+def _writes(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+ODD_OPERATORS = {
+    "draws": (lambda x: x * 2 + 0 * torch.rand_like(x), torch.empty_like, "the operator draws random numbers"),
+    "keeps": (lambda x: x.view(x.shape), torch.empty_like, "returns a part of an argument"),
+    "raises_on_zero": (
+        lambda x: x * 2 if bool(x.isfinite().all()) else _raises(x),
+        torch.empty_like,
+        "operator raised ValueError on random numbers: no such luck",
+    ),
+    "lies": (
+        lambda x: (x * 2).t().contiguous().t(),
+        torch.empty_like,
+        r"gives strides \[1, 6\], its fake implementation \[5, 1\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_OPERATORS)
+def test_an_odd_operator_stays(name: str) -> None:
+    function, fake, words = ODD_OPERATORS[name]
+    operator = an_operator(name, function, fake)
+    register_unfused(operator, (lambda x: x + 0) if name == "keeps" else (lambda x: x * 2))
+    graph = torch.fx.experimental.proxy_tensor.make_fx(operator, tracing_mode="fake")(torch.randn(6, 5))
+    before = torch.get_rng_state()
+    (refusal,) = import_graph(graph).refusals
+    assert re.search(words, refusal.detail), refusal.detail
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_operator_that_writes_to_its_argument_unsaid_stays() -> None:
+    operator = an_operator("writes", _writes)
+    register_unfused(operator, lambda x: (x + 1) * 2)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(operator, tracing_mode="fake")(torch.randn(6, 5))
+    (refusal,) = import_graph(graph).refusals
+    assert refusal.detail == "the operator writes to its arguments"
+
+
+def test_integers_that_index_nothing_are_not_made_up() -> None:
+    _ops.define("picked(Tensor table, Tensor at) -> Tensor")
+    _ops.impl("picked", lambda table, at: table[at], "CPU")
+    torch.library.register_fake("autofuse_lib::picked", lambda table, at: table[at], lib=_ops)
+    operator, inputs = torch.ops.autofuse_lib.picked.default, (torch.randn(9, 5), torch.tensor([3, 8, 0]))
+    graph = torch.fx.experimental.proxy_tensor.make_fx(operator, tracing_mode="fake")(*inputs)
+    register_unfused(operator, lambda table, at: torch.nn.functional.embedding(at, table))
+    imported = import_graph(graph)
+    assert [op.target for op in imported.operations] == ["library.autofuse_lib__picked.default"]
+    assert not imported.refusals
+    library_operators._by_name.clear()
+    register_unfused(operator, lambda table, at: (at[:, None] == torch.arange(9)).float()[..., None].mul(table).sum(1))
+    (refusal,) = import_graph(graph).refusals
+    assert "random integers might be out of bounds" in refusal.detail
+
+
+def test_what_the_schema_refuses() -> None:
+    for name, schema, words in (
+        ("w1", "w1(Tensor(a!) x) -> Tensor", "writes to its arguments"),
+        ("w2", "w2(Tensor(a) x) -> Tensor(a)", "returns a part of an argument"),
+        ("w3", "w3(Tensor x) -> Tensor[]", "something other than tensors"),
+    ):
+        _ops.define(schema)
+        with pytest.raises(FusionError, match=words):
+            register_unfused(f"autofuse_lib::{name}", lambda x: x)
+    _ops.define("w4(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    with pytest.raises(FusionError, match="draws random numbers"):
+        register_unfused("autofuse_lib::w4", lambda x: x)
+    with pytest.raises(FusionError, match="not a library's"):
+        register_unfused(torch.ops.aten.relu.default, lambda x: x)
+    with pytest.raises(TypeError, match="import its library first"):
+        register_unfused("autofuse_lib::absent", lambda x: x)
+    with pytest.raises(TypeError, match="expected a function"):
+        register_unfused(scaled, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected an operator made"):
+        register_unfused(torch.relu, lambda x: x)
+    with pytest.raises(TypeError, match="expected one overload"):
+        register_unfused(torch.ops.aten.add, lambda x: x)
+
+
+def test_an_operator_that_is_registered_twice() -> None:
+    register_unfused(scaled, _scaled)
+    register_unfused("autofuse_lib::scaled", _scaled)  # a module that is loaded again
+    with pytest.raises(FusionError, match=r"one function for autofuse_lib::scaled, found a second: .*_scaled_back"):
+        register_unfused(torch.ops.autofuse_lib.scaled, _scaled_back)
+
+
+# ---- how an operator may be called ----------------------------------------------------------------------------------
+
+
+def test_under_autocast_and_with_sizes_that_change(catalogue: Fused) -> None:
+    register_unfused(scaled, _scaled)
+    w = torch.rand(40) + 0.5
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(scaled(x, w)) * 2
+
+    fast = routed(call, catalogue)
+    for rows in (6, 7, 33):
+        x = torch.randn(rows, 40)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            torch.testing.assert_close(fast(x), call(x))
+    assert len(catalogue.routers) == 1 and any(map(has_librarys, catalogue.forms))
+
+
+def test_under_vmap(catalogue: Fused) -> None:
+    register_unfused(scaled, _scaled)
+    x, w = torch.randn(3, 6, 40), torch.rand(40) + 0.5
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: scaled(row, w))(x) * 2 + 1
+
+    torch.testing.assert_close(routed(call, catalogue)(x), call(x))
+
+
+def test_arguments_by_name_and_by_default(catalogue: Fused) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def function(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+        seen.append((type(eps), eps))
+        return _scaled(x, w, eps)
+
+    register_unfused(scaled, function)
+    x, w = torch.randn(6, 40), torch.rand(40)
+    for call in (lambda x: scaled(x, w) + 1, lambda x: scaled(w=w, x=x, eps=0.5) + 1):
+        torch.testing.assert_close(routed(call, catalogue)(x), call(x))
+    assert seen[0] == (float, 1e-6) and (float, 0.5) in seen
+
+
+# ---- where the operator does not exist ------------------------------------------------------------------------------
+
+
+def node(catalogue: Fused) -> NodeForm:
+    register_unfused(scaled, _scaled)
+    w = torch.rand(40)
+    routed(lambda x: torch.relu(scaled(x, w)) * 2, catalogue)(torch.randn(6, 40))
+    return next(form for form in catalogue.forms if has_librarys(form))
+
+
+def test_a_worker_runs_what_the_operator_computes(catalogue: Fused) -> None:
+    form = node(catalogue)
+    stored = NodeForm.from_json(form.to_json())
+    assert stored == form
+    library_operators._by_name.clear()
+    library_operators._by_operator.clear()
+    plain = without_librarys(stored)
+    inputs = [torch.randn(item.spec.shape.bind({})) for item in plain.inputs]
+    (found,), (exact,) = (
+        run_unfused(plain, inputs, {}),
+        run_unfused(to_float64(plain), [t.double() for t in inputs], {}),
+    )
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    with pytest.raises(FusionError, match="to be registered in this process"):
+        overload("library.autofuse_lib__scaled.default")
+    assert cut_strategies(stored) == []
+
+
+def test_no_operator_of_a_library_without_what_it_computes(catalogue: Fused) -> None:
+    data = node(catalogue).to_json()
+    assert info("library.a__b.default").kind is OpKind.COMPOSITE
+    for op in data["operations"]:
+        op.pop("body", None)
+    from autofuse.fusion.node import space_of
+
+    op = next(op for op in NodeForm.from_json(data).operations if op.target.startswith("library."))
+    assert space_of(op, NodeForm.from_json(data).spec) is None
+
+
+# ---- the race in the script -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "stays"), [(0.5, False), (0.99, True), (1.2, True)])
+def test_the_faster_of_the_two_runs(
+    catalogue: Fused, monkeypatch: pytest.MonkeyPatch, ours: float, stays: bool
+) -> None:
+    form = node(catalogue)
+    state = next(n for r in catalogue.routers for plan in r.all_plans() for n in plan.nodes if n.form == form)
+    fused = make_unfused(without_librarys(form), ())
+    monkeypatch.setattr(own_kernels, "_seconds", lambda call, *rest: ours if call is fused else 1.0)
+    events: list[Event] = []
+    context: Any = SimpleNamespace(
+        settings=SimpleNamespace(tuner=SimpleNamespace(margin=0.03)),
+        store_thread=SimpleNamespace(post_event=events.append),
+    )
+    before, races = torch.get_rng_state(), own_kernels.OwnKernels(context)
+    assert races.stay(state, fused) is stays and races.stay(state, fused) is stays
+    assert torch.equal(before, torch.get_rng_state()) and len(events) == 1
+    assert ("the script's own kernel stays" in events[0].message) is stays
+    assert "autofuse_lib::scaled" in events[0].message and events[0].kind == "own_kernel"
