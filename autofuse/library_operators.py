@@ -44,8 +44,8 @@ def register_unfused(op: Any, function: Callable[..., Any]) -> None:
     traced for the sizes and dtypes at hand and compared with the operator on random numbers. Where they differ, one
     line says how, and the script goes on with the operator. The kernel that results is raced against the operator, and
     the faster one runs. Gradients stay the operator's own (``torch.library.register_autograd``); an operator that these
-    are made of may be registered, too. The operator must be pure: where a kernel runs, it is not called; and it must
-    take any floats, NaN and Inf too, for the check calls it with such.
+    are made of may be registered, too. The operator must be pure: where a kernel runs, it is not called, and races call
+    it on a thread of autofuse's. It must take any floats, NaN and Inf too, for the check calls it with such.
 
     Called again with a function of the same name (a module that is loaded again), the new one counts. Raises TypeError
     for what is no operator or no function, and FusionError for an operator of torch's own, one that writes to an

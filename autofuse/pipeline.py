@@ -25,6 +25,7 @@ from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.gpu.devices import CPU
+from autofuse.ir.optable import is_librarys
 from autofuse.ir.records import Refusal
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.debug_texts import plan_text
@@ -97,6 +98,8 @@ def _plan_as_it_is(module: fx.GraphModule, session: Session, phase: str) -> _Pla
     # Races are against what a library says that its operator computes, which need not be the operator to the bit.
     imported = import_graph(module, with_libraries=not session.context.settings.run.strict)
     session.context.refusals.extend(imported.refusals)
+    if any(is_librarys(op.target) for op in imported.operations):
+        session.prepare_own_kernels()
     for refused in imported.refusals:
         if refused.code == "unfused_form":
             what = f"{refused.operations} runs as the library has it, unfused: {refused.detail}"

@@ -155,6 +155,15 @@ class Session:
                 self._draws = RngKernels(self.context, self.kernels)
             return self._draws
 
+    def prepare_own_kernels(self) -> None:
+        """Before a graph with a library's operator is routed: the background thread, which may race it, imports
+        nothing."""
+        with self._loading, untouched():
+            if self._own_kernels is None:
+                from autofuse.runtime.own_kernels import OwnKernels
+
+                self._own_kernels = OwnKernels(self.context)
+
     def _plan_cache(self) -> PlanCache:
         with untouched():
             from autofuse.runtime.plan_cache import PlanCache
@@ -209,11 +218,7 @@ class Session:
         return self._graph_calls % SAMPLE_EVERY == 0 or self._graph_calls <= SAMPLED_FIRST
 
     def keeps_own(self, node: NodeState, fused: NodeCall) -> bool:
-        if self._own_kernels is None:
-            with untouched():
-                from autofuse.runtime.own_kernels import OwnKernels
-            self._own_kernels = OwnKernels(self.context)
-        return self._own_kernels.stay(node, fused)
+        return self._own_kernels is not None and self._own_kernels.stay(node, fused)
 
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
         if not self.context.settings.run.check:
