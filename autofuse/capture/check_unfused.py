@@ -85,7 +85,8 @@ def safe_inputs(
     plain: NodeForm, sizes: Mapping[str, int] | Sequence[int], seed: int, kind: Kind, device: torch.device | None = None
 ) -> list[torch.Tensor]:
     """Inputs that an operator may be called on which checks no index: none is negative, but for ignored classes."""
-    found = make_inputs(plain, sizes, seed, kind, device)
+    with torch.device("cpu"):  # a script may have another default
+        found = make_inputs(plain, sizes, seed, kind, device)
     for tensor in found:
         if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
             tensor.masked_fill_((tensor < 0) & (tensor != IGNORED), 0)
