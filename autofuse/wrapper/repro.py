@@ -17,6 +17,7 @@ from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.reference import to_float64
 from autofuse.db.rows import KernelSource
 from autofuse.errors import UsageError
+from autofuse.ir.composites import without_librarys
 from autofuse.ir.operation import NodeForm
 from autofuse.wrapper.operation_text import dims_text, operation_text, value_name
 
@@ -162,6 +163,7 @@ def repro(form: NodeForm, kernel: KernelSource, values: Mapping[str, int], threa
         raise UsageError(
             "expected a node without random numbers, found one with dropout; its source: autofuse show NODE"
         )
+    form = without_librarys(form)  # the file has no library but torch
     head = _HEAD.format(
         name=kernel.name,
         compiler=kernel.key.compiler,

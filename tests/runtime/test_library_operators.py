@@ -15,6 +15,7 @@ from autofuse import library_operators, register_unfused
 from autofuse.capture.graph_import import import_graph
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.reference import run_unfused, to_float64
+from autofuse.db.rows import KernelSource
 from autofuse.errors import FusionError
 from autofuse.ir.composites import has_librarys, without_librarys
 from autofuse.ir.operation import NodeForm
@@ -26,6 +27,7 @@ from autofuse.runtime.choice import Choice
 from autofuse.strategies.enumeration import cut_strategies
 from autofuse.wrapper.aten_call import overload
 from autofuse.wrapper.node_call import NodeCall, make_unfused
+from autofuse.wrapper.repro import repro
 from tests.runtime.test_routed_graphs import Undecided, routed
 
 CALLS: list[str] = []
@@ -437,6 +439,13 @@ def test_a_worker_runs_what_the_operator_computes(catalogue: Fused) -> None:
     with pytest.raises(FusionError, match="to be registered in this process"):
         overload("library.autofuse_lib__scaled.default")
     assert cut_strategies(stored) == []
+
+
+def test_the_file_of_a_node_has_what_the_operator_computes(catalogue: Fused, generator: FusionKernelGenerator) -> None:
+    form = node(catalogue)
+    made = generator.generate_generic_kernel(form)
+    text = repro(form, KernelSource(made.key, made.name, made.source, 0, {}), {}, 1, "repro.py")
+    assert "rsqrt" in text and "autofuse_lib" not in text.replace(made.source, "")
 
 
 def test_no_operator_of_a_library_without_what_it_computes(catalogue: Fused) -> None:
