@@ -15,6 +15,7 @@ EPILOG = """\
 Examples:
   autofuse report                    the newest run
   autofuse report --run 3            an earlier one
+  autofuse report --verbose          all tables
   autofuse report --html run.html    one file for a browser
   autofuse report --json > run.json  for programs
 """
@@ -32,7 +33,7 @@ Examples:
     metavar="FILE",
     help="Write one self-contained page to FILE.",
 )
-@click.option("--verbose", is_flag=True, help="Also show which operators took eager's time.")
+@click.option("--verbose", is_flag=True, help="Show all: shapes, modules, refusals, notes, where eager's time goes.")
 @store_option
 def command(run_id: int | None, as_json: bool, page: Path | None, verbose: bool, store: Path | None) -> None:
     """Show what was fused, how much faster it is, and what tuning cost.
@@ -44,6 +45,7 @@ def command(run_id: int | None, as_json: bool, page: Path | None, verbose: bool,
         raise click.UsageError("expected one of --json and --html, found both")
     # Imported when the command runs: its help needs no rich, SQLAlchemy or report.
     from autofuse.report.as_json import report_to_json
+    from autofuse.report.brief import render_brief
     from autofuse.report.report import load_report
     from autofuse.report.terminal import render_report
 
@@ -58,4 +60,4 @@ def command(run_id: int | None, as_json: bool, page: Path | None, verbose: bool,
     if as_json:
         click.echo(json.dumps(report_to_json(report), indent=2))
     else:
-        render_report(report, out_console(), verbose)
+        (render_report if verbose else render_brief)(report, out_console())

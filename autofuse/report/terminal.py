@@ -1,4 +1,4 @@
-"""A report for people: totals in sentences, tables of nodes, steps, modules and settings, notes, the next command.
+"""The whole report for people: totals in sentences, tables of nodes, steps, modules and settings, notes, what to type.
 
 In: a ``Report`` and a rich console. Out: text on it. Guarantee: readable from 80 columns on; a missing gain, or one
 that was not measured, is said in words; every printed number is in the JSON report too.
@@ -28,19 +28,19 @@ MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
 MAX_STEPS = 8
 MAX_EVENTS = 10
 MAX_REFUSALS = 8
-_STYLES = {"gain": "bold green", "loss": "bold red", "none": "bold yellow"}  # of a verdict
+STYLES = {"gain": "bold green", "loss": "bold red", "none": "bold yellow"}  # of a verdict
 
 
-def render_report(report: Report, console: Console, verbose: bool = False) -> None:
-    """Print a report; a store without runs prints what to do about it. ``verbose``: eager's operators too."""
+def render_report(report: Report, console: Console) -> None:
+    """Print all of a report; a store without runs prints what to do about it."""
     if report.run is None:
         say(console, f"The store {report.store} holds no runs yet.")
-        console.print(_command("Fill it", "autofuse run SCRIPT.py"))
+        console.print(command_line("Fill it", "autofuse run SCRIPT.py"))
         return
-    for part in _parts(report, verbose):
+    for part in _parts(report):
         console.print(part, highlight=False)
         console.print()
-    console.print(_command("Next", next_command(report)), highlight=False)
+    console.print(command_line("Next", next_command(report)), highlight=False)
 
 
 def next_command(report: Report) -> str:
@@ -57,12 +57,12 @@ def next_command(report: Report) -> str:
     return "autofuse doctor"
 
 
-def _parts(report: Report, verbose: bool) -> Iterator[RenderableType]:
+def _parts(report: Report) -> Iterator[RenderableType]:
     yield _header(report)
     yield _totals(report)
     if report.nodes:
         yield _nodes(report)
-    if verbose and report.operators:
+    if report.operators:
         yield operator_table(report.operators)
     if any(row.routed for row in report.steps):
         yield _steps(report)
@@ -107,7 +107,7 @@ def _totals(report: Report) -> Panel:
     table.add_column()
     for name, words in facts(report):
         table.add_row(name, words)
-    shown = Group(Text(gain.sentence, _STYLES[gain.kind]), "", table)
+    shown = Group(Text(gain.sentence, STYLES[gain.kind]), "", table)
     return Panel(shown, title="Totals", box=box.ROUNDED, padding=(0, 1))
 
 
@@ -266,7 +266,8 @@ def _events(report: Report) -> Group:
     return Group(*lines)
 
 
-def _command(lead: str, command: str) -> Text:
+def command_line(lead: str, command: str) -> Text:
+    """A command for the reader to type."""
     text = Text(f"{lead}: ", "dim")
     text.append(command, "bold")
     return text

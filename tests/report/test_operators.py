@@ -12,6 +12,7 @@ from rich.console import Console
 from autofuse.db.store import Store
 from autofuse.ir.records import OpProfile
 from autofuse.report.as_json import report_to_json
+from autofuse.report.brief import render_brief
 from autofuse.report.operators import MAX_OPERATORS, OperatorLine, operator_lines
 from autofuse.report.report import Report, load_report
 from autofuse.report.terminal import render_report
@@ -38,8 +39,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def text_of(report: Report, verbose: bool, width: int = 80) -> str:
+    render = render_report if verbose else render_brief
     console = Console(width=width, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115
-    render_report(report, console, verbose)
+    render(report, console)
     text = console.export_text()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     return text
