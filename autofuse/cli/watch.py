@@ -23,7 +23,8 @@ Examples:
 def command(once: bool, store: Path | None) -> None:
     """Watch the newest run while it goes on.
 
-    Shows its steps, what the tuner does, what waits, and what was decided last. Reads the store only. Ends with the run, once nothing is queued; Ctrl-C ends it sooner.
+    Shows its steps, what the tuner does, what waits, and what was decided last. Reads the store only. Ends with the
+    run, once nothing is queued; Ctrl-C ends it sooner.
     """
     from autofuse.report.watch import watch  # imports rich and SQLAlchemy, which the help does not need
 
