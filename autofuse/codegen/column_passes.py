@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from autofuse.codegen.dtypes import DTYPES
 from autofuse.codegen.loops import COST, SINKS, Access, LoopKernel, Region, Store, live_values, regions
 
-_WORTH_KEEPING = 8  # cost in arithmetic operations from which a row buffer is cheaper than calculating again
+ROW_RESULTS = ("row_reduce", "row_merge")
+WORTH_KEEPING = 8  # cost in arithmetic operations from which a row buffer is cheaper than calculating again
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class _Planner:
         self.live = live_values(kernel)
         self.places = [(s, store_region(kernel, s, self.found)) for s in kernel.stores]
         self.full_stores = [(s, r) for s, r in self.places if r.name == "full"]
-        self.row_reduces = [n for n in self.live if kernel.values[n].op == "row_reduce"]
+        self.row_reduces = [n for n in self.live if kernel.values[n].op in ROW_RESULTS]
         self.loop_sinks = [n for n in self.live if kernel.values[n].op in ("col_reduce", "full_reduce")]
         self.widen = widen and bool(self.row_reduces)
         self.cost = cone_cost(kernel, self.found)
@@ -137,7 +138,7 @@ class _Planner:
 
     def _row_values(self) -> list[int]:
         """Values that vary along rows but not along columns, without the row reductions."""
-        return [n for n in self.live if self.found[n].name == "row" and self.kernel.values[n].op != "row_reduce"]
+        return [n for n in self.live if self.found[n].name == "row" and self.kernel.values[n].op not in ROW_RESULTS]
 
     def _passes(self) -> list[ColumnPass]:
         passes: list[ColumnPass] = []
@@ -173,7 +174,7 @@ class _Planner:
         if not self.keep or not self.roots[stage]:
             return []
         later = set().union(*(self.wanted[s] for s in self.wanted if s > stage))
-        costly = [n for n in computed if n in later and self.cost[n] >= _WORTH_KEEPING]
+        costly = [n for n in computed if n in later and self.cost[n] >= WORTH_KEEPING]
         return _frontier(self.kernel, [n for n in costly if self.kernel.values[n].dtype != "bool"], self.wanted, stage)
 
 

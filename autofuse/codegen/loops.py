@@ -164,6 +164,8 @@ def live_values(kernel: LoopKernel) -> list[int]:
 
 SINKS = ("col_reduce", "full_reduce", "rows_reduce")
 REDUCTIONS = ("row_reduce", *SINKS)
+# Sums over a row of exp(x - top), with top the row's maximum, or 0 in place of an infinite one; of (x - mean)^2.
+MERGES = ("exp", "exp_finite", "squares")
 REDUCE_KINDS = ("sum", "max", "min", "peak", "prod", "any", "all")  # peak: a maximum that may ignore NaN
 
 SCAN_KINDS = ("sum", "prod", "max", "min", "logsum")  # logsum: logarithms of the sums of exponentials
@@ -184,7 +186,7 @@ BINARY = (
 PUTS = ("put_set", "put_add", "put_mul", "put_max", "put_min")  # (value, place, truth value)
 ARITY: dict[str, int] = {
     "load": 0, "const": 0, "size": 0, "index": 0, "cast": 1, "round_to": 1, "gather": 1, "uniform": 1, "where": 3,
-    "load_if": 1, "gather_if": 2, "checked": 1, "scan": 1, **dict.fromkeys(PUTS, 3),
+    "load_if": 1, "gather_if": 2, "checked": 1, "scan": 1, "row_merge": 2, **dict.fromkeys(PUTS, 3),
     **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1),
 }  # fmt: skip
 GUARDED = ("load_if", "gather_if")
@@ -235,6 +237,8 @@ def regions(kernel: LoopKernel) -> list[Region]:
         )
         if value.op == "row_reduce":
             region = Region(rows=True, cols=False, post=region.post, stage=region.stage + 1)
+        elif value.op == "row_merge":  # complete where the reduction is that it is made beside
+            region = Region(rows=True, cols=False, post=region.post, stage=found[value.args[1]].stage)
         elif value.op == "scan":  # what has been reached is the row's own
             region = Region(rows=True, cols=True, post=region.post, stage=region.stage)
         elif value.op == "col_reduce":
@@ -311,6 +315,10 @@ def _reductions(kernel: LoopKernel) -> Iterator[str]:
             yield f"value {i} reduces by {value.attr}"
         if value.op in REDUCTIONS and any(found[a].post for a in value.args):
             yield f"value {i} reduces what is known only after the nest"
+        if value.op == "row_merge":
+            beside = kernel.values[value.args[1]]
+            if value.attr not in MERGES or beside.op != "row_reduce" or beside.args != value.args[:1]:
+                yield f"value {i} merges {value.attr} beside {beside.op}"
         if value.op == "scan" and (not isinstance(value.attr, Scan) or value.attr.kind not in SCAN_KINDS):
             yield f"value {i} scans by {value.attr}"
         if value.op == "scan" and found[i].post:

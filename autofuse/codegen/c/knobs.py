@@ -8,7 +8,7 @@ not listed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autofuse.codegen.c.math import INLINE_CALLS
 from autofuse.codegen.c.target import march, vector_bits
@@ -16,13 +16,21 @@ from autofuse.codegen.column_passes import ColumnPass, plan, scans_of
 from autofuse.codegen.dtypes import DTYPES, is_float
 from autofuse.codegen.knobs import Knob
 from autofuse.codegen.loops import COST, Access, LoopKernel, regions
+from autofuse.codegen.one_pass import can_merge_passes
 from autofuse.ir.shape import Dim, evaluate
 
 STREAM_FROM_BYTES = 8 << 20  # lines written past the caches are not read before: a copy has a third less traffic
 SERIAL_BELOW = 16384  # elements below which one thread is done before others have begun
 LANES = 1024  # neighbouring rows of a block: wide blocks read memory in its order, narrow ones stay in a cache
 # What to change first, ordered by wins against the default over 35 buckets of 13 nodes.
-_LIKELIEST = ("blocks", "sum_block", "nontemporal", "lane_block", "vector_bits", "math", "threads", "staging")
+_LIKELIEST = (
+    "blocks", "row_chunks", "passes", "sum_block", "nontemporal", "lane_block", "vector_bits", "math", "threads",
+    "staging",
+)  # fmt: skip
+LONG_ROW = 32768  # columns from which a row may be too long for the caches
+FAR_TOO_LONG = 1 << 18  # columns from which it usually is
+FEWEST_ROWS = 4  # below which some threads usually do
+FEW_ROWS = 32  # rows below which threads may want parts of rows
 _FEWEST = 4  # rows, where their number is known, below which vectors along rows stay mostly empty
 
 
@@ -67,6 +75,8 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
         )
     if any(v.op == "row_reduce" and v.attr == "sum" and is_float(v.dtype) for v in kernel.values):
         knobs.append(Knob("sum_block", (256, 1024), 256, "columns added in the compute dtype before double takes over"))
+    if symbol_values is not None and not has_lanes:
+        knobs += _knobs_of_long_rows(kernel, symbol_values)
     is_small = symbol_values is not None and _written_bytes(kernel, symbol_values) < STREAM_FROM_BYTES
     if not has_lanes and can_stream(kernel) and not is_small:
         # Off where arithmetic bounds the kernel, because values on their way to memory go through a tile first.
@@ -84,6 +94,33 @@ def _knobs_of_stages(kernel: LoopKernel, symbol_values: Mapping[str, int] | None
             if knob.name in ("vector_bits", "threads", "math") and is_more:
                 found[knob.name] = knob
     return tuple(sorted(found.values(), key=lambda knob: _LIKELIEST.index(knob.name)))
+
+
+def _knobs_of_long_rows(kernel: LoopKernel, symbol_values: Mapping[str, int]) -> list[Knob]:
+    """The knobs that can pay only for rows that are longer than caches, or for few rows."""
+    rows, columns = (_points(kernel, dims, symbol_values) for dims in (kernel.rows, kernel.cols))
+    found = []
+    if rows < FEW_ROWS and columns >= LONG_ROW and can_chunk(kernel):
+        # All rows are read once before any is read again: whole rows stay in a cache that chunks of many have left.
+        found.append(
+            Knob("row_chunks", (True, False), rows < FEWEST_ROWS, "share parts of rows among threads, or rows")
+        )
+    if columns >= LONG_ROW and can_merge(kernel):
+        one = Knob(
+            "passes", ("one", "several"), "one", "maximum or mean and what is relative to it in one pass, or not"
+        )
+        found.append(one)
+    return found
+
+
+def can_merge(kernel: LoopKernel) -> bool:
+    """Whether a pass over the columns can make what is relative to the row's maximum or mean, too."""
+    return kernel.kind == "row" and not kernel.has_scan and not uses_lanes(kernel) and can_merge_passes(kernel)
+
+
+def can_chunk(kernel: LoopKernel) -> bool:
+    """Whether chunks of a row can be worked on apart: all that is made of a row is reductions that can be joined."""
+    return kernel.has_row_reduce and not kernel.has_scan and kernel.kind == "row" and not uses_lanes(kernel)
 
 
 def can_stream(kernel: LoopKernel) -> bool:
@@ -148,7 +185,12 @@ def _written_bytes(kernel: LoopKernel, symbol_values: Mapping[str, int]) -> int:
 
 def elements(kernel: LoopKernel, symbol_values: Mapping[str, int]) -> int:
     """Points of the loop nest."""
+    return _points(kernel, range(len(kernel.dims)), symbol_values)
+
+
+def _points(kernel: LoopKernel, dims: Iterable[int], symbol_values: Mapping[str, int]) -> int:
+    """Points of some of the loops."""
     total = 1
-    for dim in kernel.dims:
-        total *= evaluate(dim, symbol_values)
+    for dim in dims:
+        total *= evaluate(kernel.dims[dim], symbol_values)
     return total

@@ -16,14 +16,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.c.body import SHARES, Body
-from autofuse.codegen.c.knobs import can_transpose, uses_lanes
+from autofuse.codegen.c.knobs import can_chunk, can_merge, can_transpose, uses_lanes
 from autofuse.codegen.c.lanes import LaneBody
+from autofuse.codegen.c.merge import MERGE_HELPERS
+from autofuse.codegen.c.row_chunks import ChunkBody
 from autofuse.codegen.c.scalar import HELPERS, vector_prototypes
 from autofuse.codegen.c.staged import driver_of_stages, stage_name, symbol_lines
+from autofuse.codegen.c.tiled_sums import TiledBody
 from autofuse.codegen.c.transposed_blocks import TransposedBody
 from autofuse.codegen.c.write_body import WriteBody
 from autofuse.codegen.column_passes import plan
 from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.one_pass import merge_passes
 from autofuse.errors import OUT_OF_BOUNDS, LoweringError
 from autofuse.ir.records import Config
 from autofuse.ir.size_text import dim_text
@@ -46,7 +50,7 @@ def print_c(kernel: LoopKernel, config: Config, constants: Mapping[str, int] | N
             _header(kernel, config, constants),
             INCLUDES,
             vector_prototypes(work + driver),
-            *(helper for token, helper in HELPERS if token in work or token in driver),
+            *(helper for token, helper in (*HELPERS, *MERGE_HELPERS) if token in work or token in driver),
             work,
             driver,
             ENTRY.replace("@NAME@", kernel.name)
@@ -77,6 +81,12 @@ def _body(kernel: LoopKernel, knobs: Mapping[str, object]) -> Body:
         return WriteBody(kernel, plan(kernel, keep=False), knobs)
     if uses_lanes(kernel):
         return LaneBody(kernel, plan(kernel, keep=False, widen=False), knobs)
+    is_merged = knobs.get("passes") == "one" and can_merge(kernel)
+    kernel = merge_passes(kernel) if is_merged else kernel
+    if knobs.get("row_chunks") and can_chunk(kernel):
+        return ChunkBody(kernel, plan(kernel, keep=False), knobs)
+    if is_merged:
+        return TiledBody(kernel, plan(kernel, keep=False), knobs)
     made = plan(kernel, keep=knobs.get("staging", "buffer") == "buffer")
     return (
         TransposedBody(kernel, made, knobs)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from autofuse.codegen.c.reduce import REDUCERS, Reducer
 from autofuse.codegen.c.scalar import CScalars, literal, load_text, memory_type, store_text
 from autofuse.codegen.c.scan import step_text
-from autofuse.codegen.column_passes import Plan
+from autofuse.codegen.column_passes import ROW_RESULTS, Plan
 from autofuse.codegen.dtypes import VALUE_TYPE
 from autofuse.codegen.in_place import overlaps
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Store, regions
@@ -55,7 +55,7 @@ class ValuePrinter:
 
     def _reducer(self, number: int) -> Reducer:
         value = self.kernel.values[number]
-        reducer = REDUCERS[str(value.attr)](value.dtype)
+        reducer = REDUCERS["sum" if value.op == "row_merge" else str(value.attr)](value.dtype)
         if value.op == "full_reduce" and reducer.widens:
             # A loss adds up a whole tensor and may cancel to almost nothing: it is in double from the first addition
             # on.
@@ -181,7 +181,7 @@ class ValuePrinter:
         return [
             f"{indent}{self.declare(n)}"
             for n in numbers
-            if self.kernel.values[n].op not in ("const", "row_reduce", *SINKS) and not self._is_inlined(n)
+            if self.kernel.values[n].op not in ("const", *ROW_RESULTS, *SINKS) and not self._is_inlined(n)
         ]
 
     def store(self, store: Store, c: str = "c") -> str:
