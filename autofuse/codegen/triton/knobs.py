@@ -11,6 +11,7 @@ from __future__ import annotations
 from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.knobs import Knob, Sizes
 from autofuse.codegen.loops import COST, Access, LoopKernel
+from autofuse.codegen.one_pass import can_merge_passes
 from autofuse.codegen.triton.index_width import INDEX_BOUND, extents
 from autofuse.codegen.triton.scalar import FAST
 from autofuse.ir.shape import Dim, evaluate, product
@@ -19,6 +20,7 @@ MAX_ROW = 65536  # columns of a row that may live in registers: 64 floats a thre
 USUAL_ROW = 16384  # up to here a row is tried in registers first
 MAX_ROW_BESIDE_SUMS = 16384  # of kernels that hold column sums in registers too
 MOST_PARTIALS = 1 << 26  # of a column sum that grows in scratch memory, all programs together: 256 MiB of float32
+LONG_ROW = 16384  # columns from which loops over them may have merged passes
 MAX_TILE = 32768  # elements of a tile
 WARPS = (1, 2, 4, 8, 16)
 HEAVY = (
@@ -122,6 +124,11 @@ class _Space:
         knobs += [_warps(min(8, self.most_cols // 256), 32 if self.most_cols > 8192 else 8), _stages()]
         first = persistent[0] and not self.is_crossed and self.most_cols <= USUAL_ROW
         knobs.append(Knob("persistent", persistent, first, "a whole row in registers, or loops over columns"))
+        if self.most_cols >= LONG_ROW and not self.kernel.has_scan and can_merge_passes(self.kernel):
+            usual = "several" if persistent[0] else "one"
+            knobs.append(
+                Knob("passes", ("one", "several"), usual, "a maximum or mean, and what is relative to it, at once")
+            )
         if self.col_reduce:
             knobs.append(_programs(self.rows, MOST_PARTIALS // self.most_cols))
         elif self.single:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from autofuse.codegen.column_passes import ColumnPass, Plan, scans_of, split_by_columns
 from autofuse.codegen.loops import Scan
+from autofuse.codegen.triton import merge
 from autofuse.codegen.triton.program import NestProgram
 from autofuse.codegen.triton.tile_text import TileText, broadcast, indented
 
@@ -63,7 +64,10 @@ def passes_over_columns(tile: TileText, passes: Plan, growing: GrowingSums, hois
 
 def _pass_over_columns(tile: TileText, found: ColumnPass, growing: GrowingSums) -> list[str]:
     scans = scans_of(tile.kernel, found)
-    lines = [tile.accumulator(n) for n in found.reductions] + [tile.carried(n) for n in scans]
+    merges = [n for n in found.reductions if merge.is_merge(tile.kernel, n)]
+    plain = [n for n in found.reductions if n not in merges]
+    lines = [tile.accumulator(n) for n in plain] + [tile.carried(n) for n in scans]
+    lines += [line for n in merges for line in merge.start(tile, n)]
     is_reversed = any(v.attr.is_reversed for v in tile.kernel.values if isinstance(v.attr, Scan)) and bool(scans)
     counter = "behind" if is_reversed else "start"
     lines.append(f"for {counter} in tl.range(0, ncols, BLOCK_COLS, num_stages={tile.config.stages}):")
@@ -72,15 +76,17 @@ def _pass_over_columns(tile: TileText, found: ColumnPass, growing: GrowingSums) 
     inner += tile.col_positions("start")
     for n in found.values:
         inner += tile.scan(n, carries=True) if n in scans else tile.values([n])
-    inner += [tile.accumulate(n) for n in (*found.reductions, *found.sinks) if n not in grown]
+    inner += [line for n in merges for line in merge.before(tile, n)]
+    inner += [tile.accumulate(n) for n in (*plain, *found.sinks) if n not in grown]
+    inner += [line for n in merges for line in merge.take(tile, n)]
     inner += [line for n in grown for line in growing.add(n)]
     inner += [tile.store(s) for s in found.stores]
     lines += indented(inner)
     lines += ["tl.debug_barrier()"] * bool(grown)  # other threads read the sums for the next rows
-    for n in found.reductions:
+    for n in plain:
         reducer = tile.reducer(n)
         lines.append(f"x{n} = {reducer.finished(reducer.reduced(f'a{n}', 1))}")
-    return lines
+    return lines + [line for n in merges for line in merge.finish(tile, n)]
 
 
 class LoopedColumns(NestProgram):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofuse.codegen.loops import LoopKernel
+from autofuse.codegen.one_pass import merge_passes
 from autofuse.codegen.triton.horizontal import NestsProgram
 from autofuse.codegen.triton.looped_columns import LoopedColumns
 from autofuse.codegen.triton.one_tile import OneTile
@@ -56,6 +57,8 @@ def program_of(kernel: LoopKernel, config: Config, constants: Mapping[str, int])
     if kernel.rest:
         return NestsProgram(kernel, config, constants)
     spread = Spread.of(kernel, config)
+    if spread.is_looped and dict(config).get("passes") == "one":
+        kernel = merge_passes(kernel)
     if spread.sinks:
         return (SharedRows if spread.is_looped else SharedTiles)(kernel, config, constants)
     return (LoopedColumns if spread.is_looped else OneTile)(kernel, config, constants)

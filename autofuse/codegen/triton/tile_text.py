@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autofuse.codegen.column_passes import store_region
+from autofuse.codegen.column_passes import ROW_RESULTS, store_region
 from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Scan, Store, live_values, regions
 from autofuse.codegen.triton.scalar import (
     TAKES_LITERALS,
@@ -187,7 +187,7 @@ class TileText:
 
     def values(self, numbers: Iterable[int]) -> list[str]:
         """The lines that calculate values; constants and reductions have none."""
-        skipped = ("const", "row_reduce", "scan", *SINKS)
+        skipped = ("const", *ROW_RESULTS, "scan", *SINKS)
         return [f"x{n} = {self._compute(n)}" for n in numbers if self.kernel.values[n].op not in skipped]
 
     def _compute(self, number: int) -> str:

@@ -23,6 +23,7 @@ MERGED = {
     "softmax": "exp", "logsumexp": "exp_finite", "safe_softmax": "exp", "attention_scores": "exp",
     "layer_norm": "squares", "variance": "squares", "var_all": "squares", "followed_rows_then_all": "exp",
     "cross_entropy": "exp", "embedding_softmax": "exp",
+    "broadcast_beside_rows": "exp",
 }  # fmt: skip
 CHUNKED = ("amax_amin", "amax_int", "prod", "any_all", "norms", "argmax_ties", "argmax_all", "normalise", "sum_int")
 LENGTHS = (0, 1, 8191, 8192, 8193, 20011)  # of a row: chunks are of 4096 columns at least

@@ -168,6 +168,16 @@ def test_column_sums_of_long_rows_compile(compiler: TritonCompiler, stages: int)
 # ---- keys -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "layer_norm"])
+def test_merged_passes_compile(compiler: TritonCompiler, name: str) -> None:
+    kernel = lower(CASES[name].form())
+    sizes = dict(zip(kernel.symbols, (1, 64, 1 << 18), strict=True))
+    config = default_config(triton_knobs(kernel, sizes, sizes))
+    assert dict(config)["passes"] == "one"
+    artifact = compiler.compile(print_triton(kernel, config), "cuda:90", [NOTHING_ASSUMED])
+    assert prune_reason(artifact, limits_of("cuda:90")) is None
+
+
 def test_whatever_determines_a_binary_is_in_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     source = elementwise()
     others = [
