@@ -15,7 +15,7 @@ from pathlib import Path
 
 from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
-from tests import compiled_once
+from tests import compiled_once, forked
 
 # torch, Triton and nine thousand tests are some million objects that live as long as the process. Collections looked
 # through them all again and again: a tenth of the CPU time of tests that trace.
@@ -64,6 +64,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    forked.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.forked import Server
+from tests import forked
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -100,17 +99,11 @@ def test_a_run_that_ended_early_is_no_comparison(foreign: Any) -> None:
         foreign.compare(plain, short, plain)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("name", [path.stem for path in sorted((BENCHMARKS / "foreign_scripts").glob("*.py"))])
-def test_each_script_prints_a_line_a_step(foreign: Any, server: Server, name: str) -> None:
+def test_each_script_prints_a_line_a_step(foreign: Any, name: str) -> None:
     script = next(s for s in foreign.TABLE if s.name == name)
     if script.needs and importlib.util.find_spec(script.needs) is None:
         pytest.skip(f"needs {script.needs}")
-    done = server.run(*script.command(2))
+    done = forked.run(*script.command(2))
     assert done.returncode == 0, done.stderr
     assert [int(m[1]) for line in done.stdout.splitlines() if (m := foreign.LINE.match(line))] == [1, 2]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: object, timeout: int = 240) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/patterns.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=timeout)
+    return forked.run(ROOT / "benchmarks" / "patterns.py", *arguments, folder=ROOT, timeout=timeout)
 
 
 def test_names_that_nobody_knows() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/gpu.py", *map(str, arguments)]
     env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    return forked.run(ROOT / "benchmarks" / "gpu.py", *arguments, folder=ROOT, environment=env, timeout=600)
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -21,6 +21,7 @@ from autofuse.private_files import PrivateFolder
 from autofuse.runtime.plan_cache import PlanCache
 from autofuse.sessions import make_session, start_session
 from autofuse.settings.layers import load
+from tests import forked
 
 pytestmark = pytest.mark.skipif(
     not graph_cache.IS_SUPPORTED, reason=f"graphs are kept with torch 2.13, and traced anew with {torch.__version__}"
@@ -360,18 +361,19 @@ def test_the_next_run_of_a_script_finds_them(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
 
-    def run(*options):
-        command = [sys.executable, "-m", "autofuse", "run", "--tune", "off", "--store", str(tmp_path / "s.sqlite3")]
-        result = subprocess.run(
-            [*command, "--set", "capture.at_once=true", *options, str(script)], capture_output=True, text=True
-        )
+    def run(start, *options):
+        command = ["-m", "autofuse", "run", "--tune", "off", "--store", str(tmp_path / "s.sqlite3")]
+        result = start(*command, "--set", "capture.at_once=true", *options, str(script))
         assert result.returncode == 0, result.stderr
         return result.stdout.split()
 
-    first, second = run(), run()
+    def new(*command):
+        return subprocess.run([sys.executable, *command], capture_output=True, text=True)
+
+    first, second = run(new), run(forked.run)
     assert (tmp_path / "s.sqlite3.graphs").is_dir()
     assert first[:-1] == second[:-1] and int(first[-1]) > 0 and second[-1] == "0"
-    off = run("--set", "capture.keep_graphs=false")
+    off = run(forked.run, "--set", "capture.keep_graphs=false")
     assert off[:-1] == first[:-1] and off[-1] == "0"  # nothing was looked for
 
 

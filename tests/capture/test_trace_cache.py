@@ -1,8 +1,8 @@
 """Dynamo's traces kept from one run to the next: the same results as plain Python's, and refused whenever they must be.
 
 Each run is a process of its own, and a script of its own file: what a trace knows of another process is what is tested.
-The traces of `warm` were made by a process that has nothing in common with those that read them. These are forked from
-one that has imported torch, which takes 3 s; where a test makes its traces itself, all its processes are new ones.
+Traces are made by processes that have nothing in common with those that read them. These are forked from one that has
+imported torch, which takes 3 s.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 
 from autofuse.capture.graph_cache import IS_SUPPORTED
 from autofuse.private_files import PrivateFolder
-from tests.forked import Server
+from tests import forked
 
 pytestmark = pytest.mark.skipif(
     not IS_SUPPORTED, reason=f"traces are kept with torch 2.13, and made anew with {torch.__version__}"
@@ -90,9 +90,9 @@ print(json.dumps({"seen": seen, "traced": frames}))
 class Scripts:
     """A script beside a store; ``run`` gives what it has seen, how often Dynamo traced, and stderr."""
 
-    def __init__(self, folder, server=None):
+    def __init__(self, folder, is_forked=False):
         self.folder = folder
-        self.server = server  # whose children the runs are
+        self.is_forked = is_forked  # whether the runs are children of a process that has torch
         self.write()
 
     def write(self, factor="", folder="one"):
@@ -107,8 +107,8 @@ class Scripts:
             command += ["-m", "autofuse", "run", "--tune", "off", "--store", str(store)]
             command += ["--set", "capture.at_once=true", "--set", "capture.held_out_share=0", *settings]
         command += [str(self.path), json.dumps(options)]
-        if self.server is not None:
-            result = self.server.run(*command)
+        if self.is_forked:
+            result = forked.run(*command)
         else:
             result = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
@@ -133,25 +133,19 @@ def agree(ours, theirs):
 
 
 @pytest.fixture(scope="module")
-def server():
-    with Server() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory, server):
+def warm(tmp_path_factory):
     """A script that has run once."""
     scripts = Scripts(tmp_path_factory.mktemp("warm"))
     seen, traced, stderr = scripts.run()
     assert traced >= 1 and "made anew" not in stderr
     assert scripts.traces()
-    return scripts, seen, server
+    return scripts, seen
 
 
 def copied(warm, tmp_path):
     """The store of the first run in a place of this test's own, and the script as it was."""
-    scripts, seen, server = warm
-    fresh = Scripts(tmp_path, server)
+    scripts, seen = warm
+    fresh = Scripts(tmp_path, is_forked=True)
     fresh.path = scripts.path
     for path in scripts.graphs.iterdir():
         PrivateFolder(fresh.graphs).write(path.name, PrivateFolder(scripts.graphs).read(path.name))
@@ -314,7 +308,7 @@ def test_a_trace_of_another_autofuse_costs_no_import(warm, tmp_path):
     for path in scripts.traces():
         root, _, rest = path.name.split(".", 2)
         path.rename(path.with_name(f"{root}.{'0' * 16}.{rest}"))
-    scripts.server = None
+    scripts.is_forked = False
     at = {"13": "assert 'autofuse.capture.trace_cache' not in sys.modules"}
     seen, traced, stderr = scripts.run("--set", "capture.at_once=false", at=at)
     assert traced <= 0 and "made anew" not in stderr, "nothing is made"
@@ -327,7 +321,7 @@ TRACING = ("networkx", "torch._functorch.partitioners", "torch._dynamo.testing")
 
 def test_a_run_on_kept_traces_imports_nothing_that_traces_or_plans(warm, tmp_path):
     scripts, first = copied(warm, tmp_path)
-    scripts.server = None
+    scripts.is_forked = False
     check = f"found = {{*{PLANNING + TRACING}}} & {{*sys.modules}}; assert not found, found"
     seen, traced, _ = scripts.run(at={"13": check})
     assert traced == 0 and seen == first
@@ -336,6 +330,7 @@ def test_a_run_on_kept_traces_imports_nothing_that_traces_or_plans(warm, tmp_pat
 def test_traces_of_training_and_of_evaluation_are_both_used(scripts):
     at = {"4": "model.eval(); torch.set_grad_enabled(False)", "8": "model.train(); torch.set_grad_enabled(True)"}
     seen, traced, _ = scripts.run(at=at)
+    scripts.is_forked = True
     again, traced_again, stderr = scripts.run(at=at)
     assert traced >= 2 and traced_again == 0 and "made anew" not in stderr
     assert again == seen
@@ -359,6 +354,7 @@ def test_without_graphs_beside_it_a_trace_is_made_anew(warm, tmp_path):
 
 
 def test_nothing_is_kept_where_that_is_switched_off(scripts):
+    scripts.is_forked = True
     scripts.run("--set", "capture.keep_graphs=false")
     assert not scripts.graphs.exists()
 
@@ -375,5 +371,6 @@ def test_what_dynamo_itself_has_put_somewhere_is_found_again(scripts, factor):
     scripts.write(factor)
     seen, traced, _ = scripts.run(steps=6)
     assert traced >= 1 and scripts.traces()
+    scripts.is_forked = True
     again, traced, stderr = scripts.run(steps=6)
     assert traced <= 0 and again == seen and "made anew" not in stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.e2e.commands import report, stop_daemon
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -38,7 +39,9 @@ def run(*command: object) -> str:
 def test_the_same_numbers_with_and_without(name: str, tmp_path: Path) -> None:
     store = tmp_path / "store.sqlite3"
     script = (EXAMPLES / name, *TINY[name].split())
-    plain = run(*script)
+    done = forked.run(*script)
+    assert done.returncode == 0, done.stderr
+    plain = done.stdout
     try:
         routed = run("-m", "autofuse", "run", "--tune", "wait", "--store", store, *QUICK, *script)
     finally:

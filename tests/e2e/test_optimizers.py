@@ -1,7 +1,6 @@
 """Optimizers under `autofuse run`: the results, the states and the saved files are those of plain python."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ NAMES = ("AdamW", "SGD", "RMSprop", "Adagrad")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizers")
     store = folder / "store.sqlite3"
-    plain = run([sys.executable, str(SCRIPT), str(folder / "plain.pt"), *NAMES])
+    plain = run(SCRIPT, folder / "plain.pt", *NAMES)
     assert plain.returncode == 0, plain.stderr
     steps_only = (*QUICK, "--set", "capture.min_root_us=1e9")
     result = autofuse("run", "--tune", "wait", "--store", store, *steps_only, SCRIPT, folder / "ours.pt", *NAMES)

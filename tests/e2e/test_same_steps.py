@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from tests.e2e.commands import report, stop_daemon
 from tests.e2e.watched_steps import HYPER
 
@@ -37,19 +38,24 @@ Record = dict[str, Any]
 
 
 class Runs:
-    """Runs of the script with one kind of model, in a folder of their own."""
+    """Runs of the script with one kind of model, in a folder of their own.
+
+    The first with autofuse and the one without are new processes, the others children of one that has torch.
+    """
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
         self.folder = folder
+        self.runs = 0
         self.plain = self._records([str(SCRIPT)], None)
 
     def _records(self, command: list[str], plain: Path | None, **environment: str) -> list[Record]:
         out = self.folder / "records.pt"
         out.unlink(missing_ok=True)
-        command = [sys.executable, *command, self.kind, str(STEPS), str(out), *([str(plain)] if plain else [])]
+        command = [*command, self.kind, str(STEPS), str(out), *([str(plain)] if plain else [])]
         env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | environment
-        self.said, code = _run_with_terminal(command, env)
+        self.runs += 1
+        self.said, code = _run_with_terminal(command, env, is_new=self.runs <= 2)
         assert code == 0, self.said
         if plain is None:
             out = out.rename(self.folder / "plain.pt")
@@ -61,7 +67,7 @@ class Runs:
         return self._records(run, self.folder / "plain.pt")
 
 
-def _run_with_terminal(command: list[str], environment: dict[str, str]) -> tuple[str, int]:
+def _run_with_terminal(command: list[str], environment: dict[str, str], is_new: bool) -> tuple[str, int]:
     """What a run has written to its stderr, a terminal, as progress bars want; and its exit code."""
     ours, theirs = pty.openpty()
     read: list[bytes] = []
@@ -74,12 +80,17 @@ def _run_with_terminal(command: list[str], environment: dict[str, str]) -> tuple
             return
 
     listener = threading.Thread(target=listen)
-    process = subprocess.Popen(command, stderr=theirs, stdin=subprocess.DEVNULL, env=environment)
-    os.close(theirs)
     listener.start()
-    code = process.wait(timeout=300)
+    try:
+        if is_new:
+            python = [sys.executable, *command]
+            done = subprocess.run(python, stderr=theirs, stdin=subprocess.DEVNULL, env=environment, timeout=300)
+        else:
+            done = forked.run(*command, environment=environment, terminal=os.ttyname(theirs))
+    finally:
+        os.close(theirs)
     listener.join(timeout=5)  # a daemon may keep the terminal
-    return b"".join(read).decode(errors="replace"), code
+    return b"".join(read).decode(errors="replace"), done.returncode
 
 
 @pytest.fixture(scope="module", params=["transformer", "images"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from autofuse.db.store import Store
 from autofuse.ir.strict import is_strict
+from tests import forked
 from tests.e2e.commands import report, stop_daemon
 
 SCRIPT = Path(__file__).with_name("strict_net.py")
@@ -19,20 +18,20 @@ STEPS = "50"
 QUICK = ("--set", "tuner.trials=2", "--set", "tuner.rounds=5", "--set", "tuner.idle_exit_seconds=20")
 
 
-def losses(*command: str, **environment: str) -> list[str]:
-    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=400)
+def losses(*command: object, **environment: str) -> list[str]:
+    found = forked.run(*command, environment={**os.environ, **environment}, timeout=400)
     assert found.returncode == 0, found.stderr
     return found.stdout.split()
 
 
 def autofuse(store: Path, *options: str, **environment: str) -> list[str]:
-    start = (sys.executable, "-m", "autofuse", "run", "--store", str(store), "--tune", "wait")
-    return losses(*start, *QUICK, *options, str(SCRIPT), STEPS, **environment)
+    start = ("-m", "autofuse", "run", "--store", store, "--tune", "wait")
+    return losses(*start, *QUICK, *options, SCRIPT, STEPS, **environment)
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    return losses(sys.executable, str(SCRIPT), STEPS)
+    return losses(SCRIPT, STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 
 from autofuse.db.store import Store
 from autofuse.ir.records import EAGER
+from tests import forked
 from tests.e2e.commands import report, stop_daemon
 
 SCRIPT = Path(__file__).with_name("small_lm.py")
@@ -25,18 +26,22 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def expected():
-    return [float(line) for line in run([sys.executable, str(SCRIPT)]).stdout.split()]
+    return [float(line) for line in new(SCRIPT).stdout.split()]
 
 
-def run(command, **environment):
-    env = {**os.environ, **{k: v for k, v in environment.items() if v is not None}}
-    for name in [k for k, v in environment.items() if v is None]:
-        env.pop(name, None)
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+def run(*command, **environment):
+    """A child of a process that has torch."""
+    return forked.run(*command, environment={**os.environ, **environment})
 
 
 def autofuse(*arguments, **environment):
-    return run([sys.executable, "-m", "autofuse", *map(str, arguments)], **environment)
+    return run("-m", "autofuse", *arguments, **environment)
+
+
+def new(*command, **environment):
+    """As a person starts it."""
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env, timeout=300)
 
 
 QUICK = ("--set", "tuner.trials=2", "--set", "tuner.rounds=5", "--set", "tuner.idle_exit_seconds=20")
@@ -54,7 +59,7 @@ def check_losses(result, expected, tolerance=TOLERANCE):
 def tuned(tmp_path_factory, expected):
     """A store that one waiting run has filled, and that run's result."""
     store = tmp_path_factory.mktemp("store") / "store.sqlite3"
-    result = autofuse("run", "--tune", "wait", "--store", store, *QUICK, SCRIPT)
+    result = new("-m", "autofuse", "run", "--tune", "wait", "--store", store, *QUICK, SCRIPT)
     yield store, result
     stop_daemon(store)
 
@@ -77,7 +82,7 @@ def test_a_waiting_run_tunes_and_fuses(tuned, expected):
 def test_the_second_run_fuses_from_its_first_call_and_tunes_nothing(tuned, expected):
     store, _ = tuned
     first = report(store)
-    result = autofuse("run", "--tune", "wait", "--store", store, *QUICK, SCRIPT)
+    result = new("-m", "autofuse", "run", "--tune", "wait", "--store", store, *QUICK, SCRIPT)
     check_losses(result, expected)
     second = report(store)
     assert second["run"]["id"] != first["run"]["id"]
@@ -108,10 +113,10 @@ def test_the_other_two_ways_in(tuned, tmp_path, expected):
     ):
         script = tmp_path / f"{name}.py"
         script.write_text(text.replace("model = Model()", line))
-        result = run([sys.executable, str(script)], AUTOFUSE_STORE=str(store), AUTOFUSE_TUNE="off")
+        result = new(script, AUTOFUSE_STORE=str(store), AUTOFUSE_TUNE="off")
         check_losses(result, expected)
         assert report(store)["totals"]["fused_calls"] > 0, name
-        disabled = run([sys.executable, str(script)], AUTOFUSE_STORE=str(store), AUTOFUSE_DISABLE="1")
+        disabled = new(script, AUTOFUSE_STORE=str(store), AUTOFUSE_DISABLE="1")
         assert [float(x) for x in disabled.stdout.split()] == expected
 
 
@@ -119,7 +124,7 @@ def test_background_and_after_mode_leave_work_to_the_daemon(tmp_path):
     store = tmp_path / "s.sqlite3"
     # Whether a capture pays, and which steps are the faster ones, is up to the machine: neither is asked here.
     options = ("--set", "capture.at_once=true", "--set", "capture.held_out_share=0", *QUICK)
-    long = [float(line) for line in run([sys.executable, str(SCRIPT), "60"]).stdout.split()]
+    long = [float(line) for line in run(SCRIPT, 60).stdout.split()]
     try:
         result = autofuse("run", "--tune", "after", "--store", store, *options, SCRIPT, 60)
         check_losses(result, long, tolerance=1e-3)  # rounding grows over the steps
@@ -186,8 +191,8 @@ def test_a_full_disk(tmp_path, expected):
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "sys.argv = sys.argv[1:]; runpy.run_module('autofuse', run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, "autofuse", "run", "--tune", "wait", "--store", str(tmp_path / "s")]
-    result = run([*command, *QUICK, str(SCRIPT)])
+    command = ("-c", code, "autofuse", "run", "--tune", "wait", "--store", tmp_path / "s")
+    result = new(*command, *QUICK, SCRIPT)
     check_losses(result, expected)
     assert [line for line in result.stderr.splitlines() if line.startswith("autofuse:")]
     stop_daemon(tmp_path / "s")
@@ -227,7 +232,7 @@ def test_a_script_that_compiles_itself_stays_compiled(tmp_path):
         "for _ in range(6):\n    y = other(model(torch.ones(4, 8)))\n"
         "print(len(graphs), counters['stats']['unique_graphs'])\n"
     )
-    plain = run([sys.executable, str(script)])
+    plain = run(script)
     routed = autofuse("run", "--tune", "off", "--store", tmp_path / "s", script)
     assert plain.stdout == routed.stdout and plain.stdout.split()[0] == "1", routed.stderr
 
@@ -249,7 +254,7 @@ def test_a_module_that_cannot_be_captured_stays_eager_with_the_reason(tmp_path):
         "for i in range(6):\n    m(torch.ones(3 + i, 8)).sum().backward()\n"
         "print(float(m.a.weight.grad.sum()))\n"
     )
-    plain = run([sys.executable, str(script)])
+    plain = run(script)
     routed = autofuse("run", "--tune", "wait", "--store", tmp_path / "s", *QUICK, script)
     assert routed.returncode == 0, routed.stderr
     assert routed.stdout.split()[:-1] == plain.stdout.split()[:-1]
