@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 _HOME = {
     "optimize": "autofuse.api",
     "observe": "autofuse.api",
+    "session": "autofuse.api",
     "explain": "autofuse.api",
     "FusionBenefit": "autofuse.fusion",
     "FusionCandidateAnalyzer": "autofuse.fusion",
@@ -47,7 +48,12 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]
 
 
+_HOOKS = {"load_ipython_extension": "autofuse.integrations.ipython"}  # names that others look for, not for people
+
+
 def __getattr__(name: str) -> Any:
+    if name in _HOOKS:
+        return getattr(import_module(_HOOKS[name]), name)
     if name not in _HOME:
         raise AttributeError(f"module 'autofuse' has no attribute {name!r}; it has {', '.join(__all__)}")
     with _untouched():

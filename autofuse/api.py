@@ -1,4 +1,4 @@
-"""The Python API: `optimize`, `observe`, `explain`.
+"""The Python API: `optimize`, `session`, `observe`, `explain`.
 
 In: a model or function of the user's. Out: the same, routed; or its observations; or the reasons of a decision. The
 planner's classes (`FusionEngine`, `FusionPattern`, `FusionConfig`) and `register_pattern` are in `autofuse.fusion`.
@@ -18,6 +18,7 @@ import torch
 
 from autofuse.db.store import Store
 from autofuse.gpu.devices import event_timer
+from autofuse.integrations.watched import Watched, watched
 from autofuse.ir.records import DimHistogram, OpProfile
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.observer import Observer
@@ -55,6 +56,22 @@ def optimize(target: Target) -> Target:
     functools.update_wrapper(call, target)
     twin: Target = call
     return twin
+
+
+def session(store: str | Path | None = None, tune: str | None = None, **assignments: Any) -> Watched:
+    """A block of a program under autofuse, as ``autofuse run`` has a whole script under it.
+
+        with autofuse.session(store="tuned.sqlite3", tune="wait") as part:
+            train()
+        print(part.report())
+
+    ``store``: the file that keeps results, by default the user's. ``tune``: "off", "background", "wait" or "after".
+    Further settings by name, with two underscores for the dot: ``tuner__trials=40``. Modules are found and captured as
+    they are called; behind the block they run in eager again. Where the process has a session already, it is used and
+    goes on.
+    Errors: SettingsError for a setting that does not exist or a value out of its range.
+    """
+    return watched(store, tune, **assignments)
 
 
 @dataclass

@@ -20,6 +20,7 @@ PACKAGE = Path(autofuse.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__.py",),
     ("api.py", "cli/"),
+    ("integrations/",),
     ("doctor.py", "sessions.py"),
     ("pipeline.py",),
     ("runtime/",),
@@ -54,7 +55,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "sqlalchemy": ("db/",),
     "alembic": ("db/",),
     "optuna": ("tuner/search.py",),
-    "rich": ("report/", "cli/", "api.py"),
+    "rich": ("report/", "cli/", "api.py", "integrations/"),
     "jinja2": ("report/html/",),
     "pygments": ("report/html/",),
     "typer": ("cli/",),

@@ -371,6 +371,11 @@ def start_session(make: Callable[[], Session]) -> Session:
     return session
 
 
+def running_session() -> Session | None:
+    """The session of this process, if one goes on."""
+    return _current
+
+
 def current_session(root_backend: RootBackend) -> Session | None:
     """The session of this process; made from the environment where `autofuse run` did not, None if disabled."""
     if _current is not None:

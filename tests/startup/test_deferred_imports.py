@@ -52,7 +52,7 @@ def test_a_folder_with_such_names(tmp_path: Path) -> None:
     )
     assert done.stdout == "done\n" and "not this one" not in done.stderr and done.returncode == 0, done.stderr
     told = subprocess.run(
-        [sys.executable, "-m", "autofuse", "report", "--store", str(tmp_path / "s.sqlite3")],
+        [sys.executable, "-m", "autofuse", "report", "--verbose", "--store", str(tmp_path / "s.sqlite3")],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "capture" in told.stdout and "6" in told.stdout

@@ -1,0 +1,1 @@
+"""Doors into what people train with: notebooks, trainers, trackers. None is imported before it is asked for."""
