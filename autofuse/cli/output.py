@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +18,35 @@ __all__ = ["err_console", "one_line", "out_console", "say", "write_file"]
 
 
 def write_file(path: Path, text: str, option: str) -> None:
-    """A whole file or none; an earlier one is replaced. Errors: UsageError, which names the ``option`` to type."""
+    """A whole file or none; an earlier one is replaced. Errors: UsageError, which names the ``option`` to type.
+
+    A link stays one, and what is no file (``/dev/stdout``, a pipe) is written to.
+    """
     try:
-        made = path.with_name(f".{path.name}.new")
-        made.write_text(text, encoding="utf-8")
-        made.replace(path)
+        place = path.resolve()
+        if place.exists() and not place.is_file():
+            place.write_text(text, encoding="utf-8")
+            return
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=place.parent, delete=False) as file:
+            made = Path(file.name)
+            try:
+                file.write(text)
+                file.flush()
+                made.chmod(place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask())
+                made.replace(place)
+            except BaseException:
+                made.unlink()
+                raise
     except OSError as error:
         raise UsageError(
             f"expected a file that can be written, found {path}: {error.strerror}; type another: {option}"
         ) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def one_line(error: BaseException) -> str:

@@ -26,7 +26,8 @@ def command(once: bool, store: Path | None) -> None:
     Shows its steps, what the tuner does, what waits, and what was decided last. Reads the store only. Ends with the
     run, once nothing is queued; Ctrl-C ends it sooner.
     """
+    from autofuse.daemon.open_runs import may_go_on
     from autofuse.report.watch import watch  # imports rich and SQLAlchemy, which the help does not need
 
     with open_store(load_settings(store=store)) as opened:
-        watch(opened, out_console(), once=once)
+        watch(opened, out_console(), may_go_on, once=once)

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 
 from autofuse.daemon.peers import Peers, Script
-from autofuse.daemon.process_id import this_machine
+from autofuse.daemon.process_id import start_ticks, this_machine
+from autofuse.db.history import LONGEST_RUN_SECONDS
 from autofuse.db.node_log import NodeLog
 from autofuse.db.rows import RunRow
 from autofuse.db.run_log import RunLog
@@ -54,3 +55,12 @@ class OpenRuns:
         """Recent runs of this machine that have not ended: process numbers of other machines mean nothing here."""
         here = this_machine()
         return [run for run in self._runs.recent(RECENT_RUNS) if run.finished_at is None and run.machine == here]
+
+
+def may_go_on(run: RunRow) -> bool:
+    """Whether a run's process may still write to the store; of another machine's, whether it is young enough."""
+    if run.finished_at is not None:
+        return False
+    if run.machine == this_machine():
+        return start_ticks(run.pid) >= 0
+    return time.time() - run.started_at < LONGEST_RUN_SECONDS

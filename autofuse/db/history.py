@@ -3,19 +3,21 @@
 In: how old, and how many bytes; or the number of a run. Out: of how many runs the details were removed.
 Guarantee: decisions, kernels, roots' verdicts, requests and each run's totals stay; what goes are single steps,
 operators, shapes, refusals and events, which only reports of that very run show. The newest run with steps keeps them,
-and so does any that may still be running. Of a run that a person removes, the totals go as well. Details go in pieces,
-each in a transaction of its own: no script beside waits for long, and one that ends may remove some and leave the rest
-to others.
+and so does any that may still be running. Of a run that a person removes, totals and command line go as well. Details
+go in pieces, each in a transaction of its own: no script beside waits for long, and one that ends may remove some and
+leave the rest to others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute
 
 from autofuse.db import kernel_cache, models
 from autofuse.db.base import StoreFile, now
-from autofuse.errors import StoreError
+from autofuse.db.run_log import REMOVED
 from autofuse.ir.commands import script_of
 
 LONGEST_RUN_SECONDS = 30 * 86400.0  # an older run without an end was killed
@@ -54,25 +56,20 @@ class StoreHistory:
             count += 1
         return count
 
-    def remove(self, run_id: int) -> None:
-        """Remove a run and its details. What later runs use is kept: decisions, kernels, what is known of modules.
+    def remove(self, run_ids: Iterable[int]) -> None:
+        """Remove runs, which must be over, from all lists, with their details, totals, settings and command lines.
 
-        Errors: StoreError for a run that is not there, or has not ended.
+        Their rows stay, empty: what later runs know of modules, and what was asked to be tuned, hangs on them.
         """
-        with self._file.read() as connection:
-            over = connection.execute(select(_is_over()).where(models.Run.id == run_id)).scalar_one_or_none()
-        if not over:
-            found = "none" if over is None else "one that has not ended"
-            raise StoreError(f"expected a run of the number {run_id} that is over, found {found}; type: autofuse runs")
-        while self._remove_some(run_id):
-            pass
+        run, total = models.Run, models.RunTotal
+        numbers = list(run_ids)
         with self._file.write() as connection:
-            _keep_roots(connection, run_id)
-            for table in (models.Request, models.DecisionRow, models.SettingTrialRow):
-                connection.execute(update(table).where(table.run_id == run_id).values(run_id=None))
-            for other in (models.Root, models.RunTotal, models.RequestRun):
-                connection.execute(delete(other).where(other.run_id == run_id))
-            connection.execute(delete(models.Run).where(models.Run.id == run_id))
+            connection.execute(delete(total).where(total.run_id.in_(numbers)))
+            gone = {run.command: REMOVED, run.settings: {}, run.finished_at: func.coalesce(run.finished_at, now())}
+            connection.execute(update(run).where(run.id.in_(numbers)).values(gone))
+        for run_id in numbers:
+            while self._remove_some(run_id):
+                pass
 
     def _remove_some(self, run_id: int) -> bool:
         with self._file.write() as connection:
@@ -133,15 +130,6 @@ def _used_bytes(connection: Connection) -> int:
         for name in ("page_count", "freelist_count", "page_size")
     )
     return (pages - free) * size
-
-
-def _keep_roots(connection: Connection, run_id: int) -> None:
-    """Give what only this run knows of a module to the newest other run."""
-    root = models.Root
-    heir = connection.execute(select(func.max(models.Run.id)).where(models.Run.id != run_id)).scalar_one()
-    known = select(root.root).where(root.run_id != run_id)
-    if heir is not None:
-        connection.execute(update(root).where(root.run_id == run_id, root.root.not_in(known)).values(run_id=heir))
 
 
 def _remove_piece(connection: Connection, run_id: int) -> bool:

@@ -134,13 +134,18 @@ class TuneResults:
         with self._file.read() as connection:
             return [(row.id, _decision_of(row)) for row in connection.execute(query)]
 
-    def history(self, fusion_id: str | None = None, run_id: int | None = None) -> list[StoredDecision]:
-        """Decisions ever made, oldest first: of a node, or those that answered a run's requests."""
+    def history(
+        self, fusion_id: str | None = None, run_id: int | None = None, newest: int | None = None
+    ) -> list[StoredDecision]:
+        """Decisions ever made, oldest first: of a node, of a run's requests, the ``newest`` so many."""
         query = _decisions()
         if fusion_id is not None:
             query = query.where(models.DecisionKeyRow.fusion_id == fusion_id)
         if run_id is not None:
             query = query.where(models.DecisionRow.run_id == run_id)
+        if newest is not None:
+            last = select(models.DecisionRow.id).order_by(models.DecisionRow.id.desc()).limit(newest)
+            query = query.where(models.DecisionRow.id.in_(last))
         with self._file.read() as connection:
             rows = connection.execute(query)
             return [StoredDecision(row.id, _decision_of(row), row.run_id, row.at) for row in rows]

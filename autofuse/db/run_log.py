@@ -20,6 +20,8 @@ from autofuse.db.thinning import Thinning
 from autofuse.errors import StoreError
 from autofuse.ir.records import DeviceInfo, RunStart, RunTotals, StepSample
 
+REMOVED = ""  # the command of a run that a person has removed; every other run has one
+
 
 class RunLog:
     """Runs, with their totals."""
@@ -68,9 +70,7 @@ class RunLog:
         if row is None:
             newest = self.latest()
             known = "found an empty one" if newest is None else f"found ids up to {newest.id}"
-            raise StoreError(
-                f"expected run {run_id} in the store {self._file.path}, {known}; leave --run out for the newest"
-            )
+            raise StoreError(f"expected run {run_id} in the store {self._file.path}, {known}; type: autofuse runs")
         return _run_of(row)
 
     def recent(self, limit: int | None = None) -> list[RunRow]:
@@ -194,6 +194,7 @@ def _runs() -> Any:  # a Select, whose number of type arguments differs between 
         )
         .join(device, run.device_id == device.id)
         .outerjoin(total, total.run_id == run.id)
+        .where(run.command != REMOVED)
         .order_by(run.id.desc())
     )  # fmt: skip
 

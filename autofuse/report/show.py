@@ -55,7 +55,8 @@ def render_kernel(story: NodeStory, shown: Shown, console: Console) -> None:
     """Print it; nothing but the text where the output is no terminal."""
     head = list(head_lines(story, shown))
     if not console.is_terminal:
-        console.file.write("\n".join((*(f"// {line}" for line in head), shown.kernel.source, "")))
+        mark = "#" if is_triton(shown.kernel) else "//"
+        console.file.write("\n".join((*(f"{mark} {line}" for line in head), shown.kernel.source, "")))
         return
     for line in head:
         console.print(Text(line, "dim"), highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,15 +16,19 @@ from rich.text import Text
 
 from autofuse.db.rows import DaemonState, QueueStatus, RequestRow, RunRow, StoredDecision
 from autofuse.db.store import Store
+from autofuse.errors import StoreError
 from autofuse.ir.reasons import decision_words
 from autofuse.ir.records import EAGER
 from autofuse.report import wording
 from autofuse.report.find import cut, name_of
-from autofuse.report.table import plain_table
+from autofuse.report.table import plain_table, say
 
 SILENT_SECONDS = 30.0  # a daemon whose last sign of life is older may have gone
 EVERY_SECONDS = 0.5
 MAX_WAITING, MAX_DECIDED = 5, 5
+
+
+GoesOn = Callable[[RunRow], bool]
 
 
 @dataclass(frozen=True)
@@ -53,26 +57,29 @@ class Moment:
 
     at: float
     run: RunRow | None
-    queue: QueueStatus
+    goes_on: bool  # whether the run's process may still write
+    queue: QueueStatus  # of the run's requests
     daemon: DaemonState | None
     waiting: tuple[Waiting, ...]
     decided: tuple[Decided, ...]
 
 
-def look(store: Store, at: float) -> Moment:
-    """The newest run, and what belongs to its requests."""
+def look(store: Store, at: float, goes_on: GoesOn = lambda run: run.finished_at is None) -> Moment:
+    """The newest run, its requests, and the decisions made last."""
     run = store.runs.latest()
-    names = {node.fusion_id: cut(name_of(node)) for node in store.nodes.known()}
     open_requests = [row for row in store.queue.requests() if row.status in ("running", "queued")]
     open_requests.sort(key=lambda row: (row.status != "running", -row.expected_saving_us))
-    history = store.results.history()
+    waiting, decided = open_requests[:MAX_WAITING], store.results.history(newest=MAX_DECIDED)[::-1]
+    shown = {row.key.fusion_id for row in waiting} | {row.decision.key.fusion_id for row in decided}
+    names = {node.fusion_id: cut(name_of(node)) for fusion_id in shown for node in store.nodes.known(fusion_id)}
     return Moment(
         at=at,
         run=run,
-        queue=store.queue.length(),
+        goes_on=run is not None and goes_on(run),
+        queue=store.queue.length(run_id=run.id if run is not None else None),
         daemon=store.daemon.state(),
-        waiting=tuple(_waiting(row, names) for row in open_requests[:MAX_WAITING]),
-        decided=tuple(_decided(row, names) for row in history[: -MAX_DECIDED - 1 : -1]),
+        waiting=tuple(_waiting(row, names) for row in waiting),
+        decided=tuple(_decided(row, names) for row in decided),
     )
 
 
@@ -128,8 +135,10 @@ def _run_lines(run: RunRow, moment: Moment, before: Moment | None) -> Sequence[s
     totals = run.totals
     if run.finished_at is not None:
         state = f"ended {_age(moment.at - run.finished_at)} ago"
-    else:
+    elif moment.goes_on:
         state = f"running for {_age(moment.at - run.started_at)}"
+    else:
+        state = "was ended from outside"
     calls = totals.fused_calls + totals.unfused_calls
     share = wording.percent(totals.fused_calls / calls) if calls else "none"
     pace = _pace(run, moment, before)
@@ -147,7 +156,7 @@ def _pace(run: RunRow, moment: Moment, before: Moment | None) -> float | None:
         passed = seconds - before.run.totals.run_seconds
         if passed > 0:
             return (steps - before.run.totals.steps) / passed
-    return steps / seconds if seconds > 0 and run.finished_at is None else None
+    return steps / seconds if seconds > 0 and moment.goes_on else None
 
 
 def _daemon_line(moment: Moment) -> str:
@@ -168,22 +177,39 @@ def _age(seconds: float) -> str:
 # ---- the loop --------------------------------------------------------------------------------------------
 
 
-def watch(store: Store, console: Console, *, once: bool = False, clock: Callable[[], float] = time.time) -> None:
-    """Draw until the newest run has ended and nothing is queued, or until interrupted; ``once``: one moment."""
-    moment = look(store, clock())
+def watch(
+    store: Store,
+    console: Console,
+    goes_on: GoesOn,
+    *,
+    once: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Draw until the newest run has ended and nothing of it is queued, or until interrupted; ``once``: one moment.
+
+    A store that another process writes to is looked at again only once it has changed.
+    """
+    moment = look(store, clock(), goes_on)
     if once or not console.is_terminal:
         console.print(draw(moment), highlight=False)
         return
-    earlier = moment
+    earlier, version = moment, store.data_version()
     with Live(draw(moment), console=console, auto_refresh=False) as live:
         while not is_over(moment):
             time.sleep(EVERY_SECONDS)
-            moment = look(store, clock())
+            if store.was_moved:
+                say(console, "The store was put aside. To watch the new one: autofuse watch")
+                return
+            try:
+                is_new, version = store.data_version() != version, store.data_version()
+                is_left = not is_new and moment.goes_on and not goes_on(moment.run)  # type: ignore[arg-type]
+                moment = look(store, clock(), goes_on) if is_new or is_left else replace(moment, at=clock())
+            except StoreError:  # locked for long; the next look may find it free
+                continue
             live.update(draw(moment, earlier), refresh=True)
             if moment.run and earlier.run and moment.run.totals.run_seconds - earlier.run.totals.run_seconds > 10:
                 earlier = moment
 
 
 def is_over(moment: Moment) -> bool:
-    run = moment.run
-    return run is not None and run.finished_at is not None and not moment.queue.open
+    return moment.run is not None and not moment.goes_on and not moment.queue.open

@@ -8,7 +8,7 @@ such file can hold, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,9 @@ from autofuse.ir.composites import without_librarys
 from autofuse.ir.operation import NodeForm
 from autofuse.wrapper.operation_text import dims_text, operation_text, value_name
 
-_HEAD = '''"""{name}, as {compiler} compiled it for {target}.
+_HEAD = '''"""A node's kernel beside eager, written by autofuse repro. Needs torch and a C compiler ($CC, else cc)."""
 
-{operations}
-Written by autofuse repro. Needs torch and a C compiler ($CC, else cc); type: python {file}
-"""
+{comments}
 
 import ctypes
 import os
@@ -45,17 +43,19 @@ SOURCE = r"""
 """
 
 
-def tensor(shape, strides, dtype, low, high, seed):
-    """Values of a range, in memory with these strides; dims of stride 0 share theirs."""
+def tensor(shape, strides, dtype, kind, low, high, seed):
+    """Values of a kind and range, in memory with these strides; dims of stride 0 share theirs."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         values = torch.rand(shape, generator=generator) > 0.4
-    elif not dtype.is_floating_point:
-        values = torch.randint(low, high + 1, shape, generator=generator)
-    elif low >= 0:
+    elif kind == "mask":  # what is added to scores: 0 up to the diagonal, and -inf beyond it
+        values = torch.full(shape, float("-inf")).triu(1)
+    elif kind == "normal":
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    elif dtype.is_floating_point:
         values = low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
     else:
-        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        values = torch.randint(low, high + 1, shape, generator=generator)
     made = torch.empty_strided(shape, strides, dtype=dtype)
     place = made
     for dim, stride in enumerate(strides):
@@ -117,7 +117,7 @@ def check(found, theirs, reference):
             good &= same
             continue
         finite = a.isfinite() & b.isfinite() & x.isfinite()
-        same = torch.equal(a.isfinite(), b.isfinite())
+        same = torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf() * a.sign(), b.isinf() * b.sign())
         a, b, x = (t.double()[finite] for t in (a, b, x))
         if not x.numel():
             ours = theirs_error = bound = 0.0
@@ -165,11 +165,7 @@ def repro(form: NodeForm, kernel: KernelSource, values: Mapping[str, int], threa
         )
     form = without_librarys(form)  # the file has no library but torch
     head = _HEAD.format(
-        name=kernel.name,
-        compiler=kernel.key.compiler,
-        target=kernel.key.target,
-        operations="".join(f"  {line}\n" for line in _operation_lines(form)),
-        file=file,
+        comments="\n".join(f"# {line}" for line in _comments(form, kernel, file)),
         threads=threads,
         sizes=_sizes(form, values),
         flags=kernel.key.flags,
@@ -183,8 +179,14 @@ def repro(form: NodeForm, kernel: KernelSource, values: Mapping[str, int], threa
     return head + _TAIL
 
 
-def _operation_lines(form: NodeForm) -> list[str]:
-    return [f"{op.name} = {op.target}{f'  # {op.source}' if op.source else ''}" for op in form.operations]
+def _comments(form: NodeForm, kernel: KernelSource, file: str) -> Iterator[str]:
+    """What the file is; lines of the script among it, whatever stands in them."""
+    for line in (
+        f"{kernel.name}, as {kernel.key.compiler} compiled it for {kernel.key.target}",
+        *(f"  {op.name} = {op.target}{f'  # {op.source}' if op.source else ''}" for op in form.operations),
+        f"Type: python {file}",
+    ):
+        yield " ".join(line.splitlines()) if line.strip() else ""
 
 
 def _sizes(form: NodeForm, values: Mapping[str, int]) -> str:
@@ -197,24 +199,27 @@ def _layout(spec: Any) -> str:
 
 
 def _inputs(form: NodeForm, values: Mapping[str, int]) -> list[str]:
-    """A call of ``tensor`` for each input, with the range that the node's check draws from."""
+    """A call of ``tensor`` for each input, with the kind and range that the node's check draws."""
     lines = []
     for number, (item, made) in enumerate(zip(form.inputs, make_inputs(form, values), strict=True)):
-        low, high = _range(made)
+        kind, low, high = _range(made)
         layout = _layout(item.spec).replace("dtype=", "")
-        lines.append(f"        tensor({layout}, {low}, {high}, seed={number}),  # {item.name}")
+        lines.append(f"        tensor({layout}, {kind!r}, {low}, {high}, seed={number}),  # {item.name}")
     return lines
 
 
-def _range(made: torch.Tensor) -> tuple[float, float]:
+def _range(made: torch.Tensor) -> tuple[str, float, float]:
     if not made.numel() or made.dtype is torch.bool:
-        return 0, 1
+        return "range", 0, 1
     low, high = made.min().item(), made.max().item()
     if made.is_floating_point():
-        return round(low, 3), round(high, 3)
+        if made.isinf().any():
+            return "mask", 0, 0
+        is_normal = low < 0 < high
+        return ("normal", 0, 1) if is_normal else ("range", round(low, 3), round(high, 3))
     if high >= 0 and (negative := made[made < 0]).numel() and negative.unique().numel() == 1:
         low = made[made >= 0].min().item()  # the only negative number is that of rows which a loss ignores
-    return low, high
+    return "range", low, high
 
 
 def _body(form: NodeForm) -> str:

@@ -211,28 +211,23 @@ def test_a_run_that_was_only_captured_loses_its_details_too(store: Store, monkey
 
 def test_a_removed_run_goes_whole_and_what_later_runs_use_stays(store: Store, runs: list[int]) -> None:
     store.roots.put(runs[0], RootRecord("Other", "Other", "eager", "slower_than_eager"))
-    store.trials.put(SettingTrial("process.malloc", "x", 2.0, 1.0, 2.0, 1.9, 2.1, "on", "won", "m", "run0.py"))
-    before = (len(store.results.decisions()), len(store.nodes.known()), len(store.queue.requests()))
-    store.history.remove(runs[0])
+    store.roots.put(runs[2], RootRecord("Other", "Other", "observing", "not_yet"))
+    asked = store.queue.requests()
+    before = (store.results.decisions(), store.nodes.known(), asked, store.roots.known())
+    store.history.remove([runs[0]])
     assert [run.id for run in store.runs.recent()] == [runs[2], runs[1]]
+    assert store.runs.latest(command="run0.py") is None and store.runs.last_seconds("run0.py") == 0.0
+    with pytest.raises(StoreError, match="type: autofuse runs"):
+        store.runs.get(runs[0])
     assert details(store, runs[0]) == [0, 0, 0]
-    assert (len(store.results.decisions()), len(store.nodes.known()), len(store.queue.requests())) == before
-    assert set(store.roots.known()) == {"Model", "Other"}
+    assert (store.results.decisions(), store.nodes.known(), store.queue.requests(), store.roots.known()) == before
     assert store.roots.known()["Other"].reason == "slower_than_eager"
     assert store.kernels.get(kernel().key.digest) is not None
-    assert store.runs.start(start("next.py")) not in (runs[1], runs[2])
+    taken = store.queue.take()
+    assert taken is not None and taken.shapes == request(run_id=runs[0]).shapes
 
 
-def test_a_run_that_goes_on_or_is_not_there_is_not_removed(store: Store, runs: list[int]) -> None:
-    for number, found in ((runs[1], "has not ended"), (999, "found none")):
-        with pytest.raises(StoreError, match=found):
-            store.history.remove(number)
-    assert len(store.runs.recent()) == 3
-
-
-def test_the_last_run_can_be_removed(store: Store) -> None:
-    run_id = store.runs.start(start("only.py"))
-    store.roots.put(run_id, RootRecord("Model", "Model", "eager", "too_small"))
-    store.runs.finish(run_id, RunTotals())
-    store.history.remove(run_id)
-    assert store.runs.recent() == [] and store.roots.known() == {}
+def test_the_number_of_a_removed_run_is_not_given_again(store: Store, runs: list[int]) -> None:
+    store.history.remove(runs)
+    assert store.runs.recent() == [] and store.runs.latest() is None
+    assert store.runs.start(start("next.py")) > max(runs)

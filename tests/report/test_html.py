@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autofuse.cli.app import parse
+from autofuse.cli.output import write_file
 from autofuse.db.store import Store
 from autofuse.ir.records import Bucket, CompileKey, Event, KernelRecord, RunStart
 from autofuse.report.html.charts import balance_chart, node_chart, pairs_chart, shapes_chart
@@ -157,6 +159,20 @@ def test_the_command_writes_one_file(store: Store, tmp_path: Path, capsys: pytes
     assert not parse(["report", "--store", str(store.path), "--html", str(page)])
     assert capsys.readouterr().out == f"written to {page}; open it in a browser\n"
     assert "<!doctype html>" in page.read_text() and not list(tmp_path.glob(".run*"))
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target.txt", tmp_path / "link.txt", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_file(link, "new", "--x")
+    assert link.is_symlink() and target.read_text() == "new" and target.stat().st_mode & 0o777 == 0o644
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(pipe, "told", "--x")
+    assert os.read(reader, 100) == b"told" and pipe.is_fifo()
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.txt", "pipe", "target.txt"]
 
 
 def test_a_place_that_cannot_be_written(store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

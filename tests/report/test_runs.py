@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from autofuse.cli.app import parse
+from autofuse.daemon.process_id import this_machine
 from autofuse.db.store import Store
+from autofuse.ir.records import RunStart
 from autofuse.report.console import PlainConsole
 from autofuse.report.runs import render_comparison, render_runs, run_lines
-from tests.report.report_records import HOT, LOSS, fill, open_store, use
+from tests.report.report_records import DEVICE, HOT, LOSS, VERSIONS, fill, open_store, use
 
 
 @pytest.fixture
@@ -63,10 +66,27 @@ def test_the_commands(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
     assert not parse(["runs", "--store", path])
     assert not parse(["runs", "compare", "--store", path, str(first), str(second)])
     assert f"Runs {first} and {second}" in capfd.readouterr().out
-    assert not parse(["runs", "delete", "--store", path, str(first)])
+    assert not parse(["runs", "delete", "--store", path, str(first), str(first)])
     assert "Removed 1 run. Decisions and kernels are kept." in capfd.readouterr().out
     assert [run.id for run in store.runs.recent()] == [second]
-    assert parse(["runs", "delete", "--store", path, str(second), "99"])
-    assert "99" in capfd.readouterr().err and len(store.runs.recent()) == 1
-    assert parse(["runs", "compare", "--store", path, "1", "99"])
+    assert parse(["runs", "compare", "--store", path, str(second), "99"])
     assert parse(["runs", "delete", "--store", path]) == 2
+
+
+def test_all_of_the_runs_are_deleted_or_none(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    first, path = fill(store), str(store.path)
+    going = store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "wait", os.getpid(), machine=this_machine()))
+    killed = store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "wait", 2**22 + 1, machine=this_machine()))
+    for other, words in ((going, "may still go on"), (99, "expected run 99")):
+        assert parse(["runs", "delete", "--store", path, str(first), str(other)])
+        assert words in capfd.readouterr().err and len(store.runs.recent()) == 3
+    assert not parse(["runs", "delete", "--store", path, str(first), str(killed)])
+    assert [run.id for run in store.runs.recent()] == [going]
+
+
+@pytest.mark.parametrize("rest", [["compare", "1", "1"], ["delete", "1"], ["prune"]])
+def test_options_belong_behind_a_subcommand(store: Store, capfd: pytest.CaptureFixture[str], rest: list[str]) -> None:
+    fill(store)
+    assert parse(["runs", "--store", str(store.path), *rest]) == 2
+    assert f"expected options behind {rest[0]}, found --store before it" in capfd.readouterr().err
+    assert len(store.runs.recent()) == 1

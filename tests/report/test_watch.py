@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from autofuse.cli.app import parse
+from autofuse.daemon.open_runs import may_go_on
+from autofuse.daemon.process_id import this_machine
 from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.ir.records import RunStart, RunTotals
@@ -45,7 +48,7 @@ def test_a_run_that_has_ended(store: Store, width: int) -> None:
     moment = look(store, time.time())
     text = words(draw(moment), width)
     assert "steps: 400" in text and "93.8 %" in text and "daemon: none" in text
-    assert "queue: 0 in work, 1 waiting, 3 done, 0 failed" in text
+    assert "queue: 0 in work, 1 waiting, 3 done, 0 failed" in text and "ended" in text
     assert not is_over(moment)  # something waits
 
 
@@ -83,7 +86,7 @@ def test_a_daemon_at_work_and_one_that_is_silent(store: Store) -> None:
 
 
 def test_the_loop_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_id = store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "background", 1))
+    run_id = store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "background", os.getpid(), machine=this_machine()))
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -92,9 +95,43 @@ def test_the_loop_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatc
             store.runs.finish(run_id, RunTotals(steps=5, run_seconds=2.0))
 
     monkeypatch.setattr(watching.time, "sleep", sleep)
-    console = PlainConsole(file=StringIO(), width=80, force_terminal=True)
-    watching.watch(store, console)
+    with Store.open(store.path, readonly=True) as other:  # as the command opens it; one's own writes change no version
+        watching.watch(other, terminal(), may_go_on)
     assert len(waits) == 3
+
+
+def terminal() -> PlainConsole:
+    return PlainConsole(file=StringIO(), width=80, force_terminal=True)
+
+
+def test_a_killed_run_and_a_store_that_was_put_aside_end_the_loop(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "background", 2**22 + 1, machine=this_machine()))
+    assert "was ended from outside" in words(draw(look(store, time.time(), may_go_on)))
+    watching.watch(store, terminal(), may_go_on)
+    store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "background", os.getpid(), machine=this_machine()))
+    monkeypatch.setattr(watching.time, "sleep", lambda seconds: store.path.rename(store.path.with_name("aside")))
+    console = terminal()
+    watching.watch(store, console, may_go_on)
+    assert "The store was put aside" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_store_that_does_not_change_is_not_read_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = store.runs.start(RunStart("train.py", DEVICE, VERSIONS, "background", 1))
+    looks: list[float] = []
+    waits = iter(range(20))
+
+    def sleep(seconds: float) -> None:
+        if next(waits) == 10:
+            store.runs.finish(run_id, RunTotals())
+
+    real = watching.look
+    monkeypatch.setattr(watching.time, "sleep", sleep)
+    monkeypatch.setattr(watching, "look", lambda *args: looks.append(1.0) or real(*args))
+    with Store.open(store.path, readonly=True) as other:
+        watching.watch(other, terminal(), lambda run: run.finished_at is None)
+    assert len(looks) == 2
 
 
 def test_the_command(store: Store, capfd: pytest.CaptureFixture[str]) -> None:

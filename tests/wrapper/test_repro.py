@@ -15,6 +15,7 @@ import torch
 
 from autofuse.cli.app import parse
 from autofuse.codegen.generator import FusionKernelGenerator
+from autofuse.codegen.inputs import make_inputs
 from autofuse.db.rows import KernelSource
 from autofuse.db.store import Store
 from autofuse.errors import UsageError
@@ -23,6 +24,7 @@ from autofuse.ir.records import KernelRecord, Measurement
 from autofuse.wrapper.repro import repro, sizes_for
 from tests.cases import CASES
 from tests.report.report_records import GELU, HOT, decision, fill, key, open_store, use
+from tests.tracing import trace
 
 CASES_OF_ALL_KINDS = ("add_bias_gelu", "layer_norm_backward", "cross_entropy", "gather_sum", "embedding_backward")
 
@@ -58,6 +60,21 @@ def test_a_right_kernel_is_found_right(name: str, tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "right" in said or "equal" in said
     assert "WRONG" not in said and "eager / kernel" in said
+
+
+def test_lines_of_a_script_are_comments_whatever_they_hold(tmp_path: Path) -> None:
+    form = CASES["add_bias_gelu"].form()
+    nasty = 'x.py:3 y = x  # \\xi \\upsilon """Twice.""" \u2028 \n import nothing'
+    marked = replace(form, operations=tuple(replace(op, source=nasty) for op in form.operations))
+    text = repro(marked, kernel_of(form), dict.fromkeys(form.symbols, 9), 1, "C:\\Users\\x.py")
+    assert run(text, tmp_path) == 0
+
+
+def test_a_mask_of_scores_is_a_mask(tmp_path: Path) -> None:
+    form = trace(lambda x, m: torch.softmax(x + m, -1), (torch.randn(3, 8, 8), torch.zeros(8, 8)), dynamic=False)
+    text = repro(form, kernel_of(form), {}, 1, "x.py")
+    assert run(text, tmp_path) == 0
+    assert ("'mask'" in text) == bool(make_inputs(form, {})[1].isinf().any())
 
 
 def test_a_wrong_kernel_is_found_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,7 @@ def balance_chart(balance: Sequence[Balance], break_even: int | None) -> Markup:
     for tick in ticks(low, high, 4):
         parts += [line(left, y(tick), right, y(tick), class_="grid"),
                   _label(left - 6, y(tick) + 4, f"{tick:g} s", text_anchor="end")]  # fmt: skip
-    for tick in ticks(0.0, last, 5):
+    for tick in sorted({round(tick) for tick in ticks(0.0, last, 5)}):
         parts.append(_label(x(tick), bottom + 16, f"{tick:,.0f}"))
     parts.append(line(left, y(0.0), right, y(0.0), class_="even"))
     points = [f"{x(b.step):.1f},{y(b.seconds):.1f}" for b in balance]
@@ -209,7 +209,7 @@ def node_chart(form: Mapping[str, Any], before_us: float | None, after_us: float
 
 def _edges(op: Mapping[str, Any], number: int, places: Mapping[Any, int], top: float, row: float) -> Iterator[Markup]:
     """A line from each operation that made an argument: straight from the one before, in an arc from earlier ones."""
-    for maker in {item["ref"] for item in op.get("args", []) if isinstance(item, dict) and "ref" in item}:
+    for maker in set(_makers(op.get("args", []))):
         source = places.get(maker)
         if source is None or source >= number:
             continue
@@ -220,6 +220,15 @@ def _edges(op: Mapping[str, Any], number: int, places: Mapping[Any, int], top: f
             bend = 230.0 + min(50.0, 9.0 * (number - source))
             path = f"M230 {start - 11:.1f} C{bend:.1f} {start - 11:.1f} {bend:.1f} {end + 11:.1f} 230 {end + 11:.1f}"
             yield element("path", d=path, class_="edge")
+
+
+def _makers(argument: Any) -> Iterator[str]:
+    """The names of the operations that an argument reads, also in lists of arguments."""
+    if isinstance(argument, list):
+        for item in argument:
+            yield from _makers(item)
+    elif isinstance(argument, dict) and "ref" in argument:
+        yield str(argument["ref"])
 
 
 def _label(x: float, y: float, words: str, **attributes: Any) -> Markup:

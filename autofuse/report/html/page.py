@@ -7,6 +7,7 @@ escaped by the template; the page refers to nothing outside of itself. Errors: S
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -201,7 +202,8 @@ def _as_data(rows: Sequence[Row]) -> Markup:
          row.speedup, row.interval, row.decision, row.why, row.source]
         for row in rows
     ]  # fmt: skip
-    text = json.dumps(told, separators=(",", ":"))
+    finite = [[None if isinstance(x, float) and not math.isfinite(x) else x for x in row] for row in told]
+    text = json.dumps(finite, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
