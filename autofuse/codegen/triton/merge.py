@@ -58,7 +58,8 @@ def finish(tile: TileText, number: int) -> list[str]:
     beside = value.args[1]
     if value.attr == "squares":
         mean = f"off{number} = mid{number} - x{beside} / ncols"
-        apart = f"a{number} = a{number} + seen{number} * off{number} * off{number}"
+        moved = f"a{number} + seen{number} * off{number} * off{number}"
+        apart = f"a{number} = tl.where(seen{number} > 0, {moved}, a{number})"  # a row without columns has no mean
         return [mean, apart, f"x{number} = tl.sum(a{number}, axis=1, keep_dims=True)"]
     lines = [
         f"a{number} = {_rescaled(tile, number, f'a{beside}', f'x{beside}')}",

@@ -15,6 +15,7 @@ from autofuse.codegen.triton.printer import print_triton
 from autofuse.ir.records import make_config
 from tests.cases import CASES
 from tests.codegen.triton.test_cases import run
+from tests.tracing import trace
 
 NAMES = ("softmax", "logsumexp", "safe_softmax", "layer_norm", "var_mean", "cross_entropy", "followed_rows_then_all")
 CONFIG = make_config({"BLOCK_COLS": 8, "BLOCK_ROWS": 2, "PROGRAMS": 3, "persistent": False, "passes": "one"})
@@ -45,6 +46,14 @@ def test_rows_of_infinities(name: str) -> None:
     found = torch.full_like(wanted, 5.0)
     kernel(dict(zip(form.symbols, x.shape, strict=True)), [x, found])
     torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_squares_over_no_columns_are_0() -> None:
+    form = trace(lambda x: (x - x.mean(-1, keepdim=True)).square().sum(-1) + 1.0, (torch.randn(4, 19),))
+    kernel = load_interpreted(print_triton(lower(form), CONFIG))
+    found = torch.full((4,), 5.0)
+    kernel({form.symbols[0]: 4, form.symbols[1]: 0}, [torch.empty(4, 0), found])
+    assert found.tolist() == [1.0] * 4
 
 
 def test_only_long_rows_are_tried_so() -> None:
