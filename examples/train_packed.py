@@ -84,7 +84,7 @@ def main():
         spent += time.perf_counter() - began
         if step % options.log_every == 0:
             print(f"step {step} loss {loss.item()!r}", flush=True)
-    print(f"{spent / options.steps * 1e3:.1f} ms a step")
+    print(f"milliseconds a step {spent / options.steps * 1e3:.1f}")
 
 
 if __name__ == "__main__":
