@@ -25,7 +25,6 @@ QUICK = (
 )
 TINY = {
     "train_cnn.py": "--steps 16 --batch-size 4 --width 4 --blocks 1 --smallest 16 --largest 24 --log-every 1",
-    "train_packed.py": "--steps 12 --width 16 --blocks 1 --sentences 6 --log-every 1",
     "infer.py": "--requests 16 --batch-size 3 --layers 1 --width 32 --heads 2 --context 24 --log-every 1",
 }
 
