@@ -9,6 +9,7 @@ one spelling, so that loops over them can be shared.
 
 from __future__ import annotations
 
+import json
 import logging
 import operator
 from collections.abc import Sequence
@@ -21,10 +22,11 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.check_unfused import check_unfused
+from autofuse.capture.check_unfused import check_unfused, form_of_one
 from autofuse.capture.decompose import NotTraced, decomposed, traced, without_writes
 from autofuse.capture.graph_sizes import GraphSizes
 from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
+from autofuse.errors import AutofuseError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.composites import accepts
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
@@ -227,7 +229,8 @@ def _operation(
         if None in outputs or None in [_spec(t, dims_of) for t in values]:
             raise _NotData("a size that is no polynomial of the symbols")
         args = tuple(_arg(a, refs, dims_of, dims) for a in node.args)
-        kwargs = tuple((k, _arg(v, refs, dims_of, dims)) for k, v in node.kwargs.items() if k not in _PLACEMENT)
+        dropped = () if target_of(node.target) else _PLACEMENT  # a library's may mean anything by such a name
+        kwargs = tuple((k, _arg(v, refs, dims_of, dims)) for k, v in node.kwargs.items() if k not in dropped)
     except _NotData:
         return _opaque(node, value, refs, dims_of)
     op = Operation(node.name, target, args, kwargs, tuple(o or _NOTHING for o in outputs), _source(node))
@@ -256,6 +259,7 @@ def _of_library(node: fx.Node, op: Operation, dims_of: GraphSizes, refusals: lis
         _refuse_placement(node)
         body = _body(traced(node, with_defaults(unfused), without_writes), op, dims_of)
         own = replace(op, target=target, body=body)
+        _refuse_unstorable(own)
         check_unfused(own, unfused, dims_of.hints)
     except NotTraced as error:
         name = name_of(unfused.operator)
@@ -269,6 +273,17 @@ def _refuse_placement(node: fx.Node) -> None:
     for arg in (*node.args, *node.kwargs.values()):
         if isinstance(arg, torch.dtype | torch.layout | torch.memory_format | torch.device):
             raise NotTraced(f"it is called with {arg}: an operator that takes that kind of argument is not followed")
+
+
+def _refuse_unstorable(op: Operation) -> None:
+    """A node that no store reads back would never get a kernel. Such are texts of more than words."""
+    form = form_of_one(op)
+    try:
+        is_same = NodeForm.from_json(json.loads(json.dumps(form.to_json()))) == form
+    except (AutofuseError, TypeError, ValueError) as error:
+        raise NotTraced(f"the call cannot be stored: {error}") from None
+    if not is_same:
+        raise NotTraced("the call cannot be stored: it reads back as another")
 
 
 _IN_BODIES = FUSIBLE - {OpKind.RANDOM, OpKind.COMPOSITE}

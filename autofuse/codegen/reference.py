@@ -66,7 +66,7 @@ def run_operation(
 
     def concrete(arg: Any) -> Any:
         mapped = map_arg(arg, lambda ref: values[ref], lambda dim: evaluate(dim, symbols))
-        return _restore(mapped)
+        return _restore(mapped, has_dtypes=not is_librarys(op.target))
 
     args = [concrete(a) for a in op.args]
     kwargs = {name: concrete(a) for name, a in op.kwargs}
@@ -94,14 +94,17 @@ def _torchs(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), kind)
 
 
-def _restore(arg: Any) -> Any:
-    """Turn strings back into dtypes and memory formats, and tuples into lists, which aten takes."""
-    if isinstance(arg, str):
+def _restore(arg: Any, has_dtypes: bool) -> Any:
+    """Turn strings back into dtypes and memory formats, and tuples into lists, which aten takes.
+
+    ``has_dtypes``: a library's operators are called with none, their strings are strings.
+    """
+    if isinstance(arg, str) and has_dtypes:
         if arg in DTYPES:
             return torch_dtype(arg)
         return getattr(torch, arg) if arg in _MEMORY_FORMATS else arg
     if isinstance(arg, tuple):
-        return [_restore(a) for a in arg]
+        return [_restore(a, has_dtypes) for a in arg]
     return arg
 
 

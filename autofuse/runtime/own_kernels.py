@@ -2,7 +2,7 @@
 
 In: a node with a library's operator, and the callable of the kernel that has won against the operator's unfused form.
 Out: whether the library's operator stays. Guarantee: each pair of node and bucket is raced once, on random numbers of
-the node's own sizes; the script's generators are as before. The worker cannot run this race: it has not imported the
+the node's own sizes; the script's generators are as before; where no race can be run the operator stays. The worker cannot run this race: it has not imported the
 script's libraries, and does not.
 """
 
@@ -18,8 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autofuse.capture.check_unfused import safe_inputs
 from autofuse.ir.composites import without_librarys
+from autofuse.ir.operation import BYTES_PER_ELEMENT
 from autofuse.ir.optable import is_librarys
 from autofuse.ir.records import Event
+from autofuse.ir.shape import evaluate
+from autofuse.ir.validation import one_line
 from autofuse.library_operators import name_of, registered
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.plans import NodeState
@@ -29,6 +32,7 @@ from autofuse.wrapper.node_call import NodeCall
 ROUNDS = 11  # of which the first two are not counted
 SECONDS = 0.2  # for all rounds of long calls
 LEAST_ROUNDS = 5
+MOST_BYTES = 512 << 20  # of a node's inputs and outputs, which the race copies
 LEAST_SECONDS = 2e-4  # of one sample: shorter calls are repeated in it
 
 
@@ -37,16 +41,22 @@ class OwnKernels:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._stay: dict[tuple[str, str, int], bool] = {}
+        self._stay: dict[tuple[Any, ...], bool] = {}
 
     def stay(self, node: NodeState, fused: NodeCall) -> bool:
         """Whether the script's own kernel is to run, with its neighbours in eager, in place of ``fused``."""
-        key = (node.fusion_id, node.bucket.label, torch.get_num_threads())
+        found = tuple(registered(op.target) for op in node.form.operations if is_librarys(op.target))
+        key = (node.fusion_id, node.bucket.label, torch.get_num_threads(), found)
         if key not in self._stay:
-            with untouched(), _disable_current_modes():
-                times = self._race(node, fused)
-            self._stay[key] = times < 1.0 + self._context.settings.tuner.margin
-            self._note(node, times, self._stay[key])
+            try:
+                with untouched(), _disable_current_modes():
+                    problem, times = _why_not_raced(node), 0.0
+                    if not problem:
+                        times = self._race(node, fused)
+            except Exception as error:  # such as too little memory: the operator is there
+                problem, times = f"the race of the two raised {type(error).__name__}: {error}", 0.0
+            self._stay[key] = bool(problem) or times < 1.0 + self._context.settings.tuner.margin
+            self._note(node, times, problem, self._stay[key])
         return self._stay[key]
 
     def _race(self, node: NodeState, fused: NodeCall) -> float:
@@ -66,12 +76,20 @@ class OwnKernels:
                     break
         return statistics.median(ratios[2:])
 
-    def _note(self, node: NodeState, times: float, stays: bool) -> None:
+    def _note(self, node: NodeState, times: float, problem: str, stays: bool) -> None:
         found = [registered(op.target) for op in node.form.operations if is_librarys(op.target)]
         names = ", ".join(dict.fromkeys(name_of(item.operator) for item in found if item is not None))
         what = "the script's own kernel stays" if stays else "ours takes the place of the script's own kernel"
-        message = f"{names} in {node.slot.node.label}: {what}: {times:.2f}x"
+        message = one_line(f"{names} in {node.slot.node.label}: {what}: {problem or f'{times:.2f}x'}")
         self._context.store_thread.post_event(Event("own_kernel", message, {"speedup": times, "stays": stays}))
+
+
+def _why_not_raced(node: NodeState) -> str:
+    """Why a node is not to be raced; "" where it is."""
+    symbols = dict(zip(node.form.symbols, node.values, strict=True))
+    specs = [*(item.spec for item in node.form.inputs), *(node.form.spec(ref) for ref in node.form.outputs)]
+    nbytes = sum(evaluate(spec.numel, symbols) * BYTES_PER_ELEMENT[spec.dtype] for spec in specs)
+    return f"tensors of {nbytes >> 20} MiB are too large to be raced" if nbytes > MOST_BYTES else ""
 
 
 def _calls_in_a_sample(call: Callable[..., Any], inputs: list[torch.Tensor], device: torch.device) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autofuse.debug import Level, tell
-from autofuse.errors import DeviceError, ShapeError
+from autofuse.errors import AutofuseError
 from autofuse.gpu import capturing
 from autofuse.ir.composites import has_librarys
 from autofuse.locks import make_lock
@@ -222,9 +222,9 @@ class GraphRouter:
                     calls[index] = self._callable(plan, index, node, choice)
                     if node.broken:  # its kernel has failed in another plan
                         node.in_one, tag = False, ""
-                except (ShapeError, DeviceError) as error:
+                except Exception as error:  # whatever it is, eager is there; a plan has to be whole
                     node.broken, node.in_one = True, False
-                    self.host.node_failed(node, str(error))
+                    self.host.node_failed(node, _problem_of(error))
                     calls[index], tag = _plain(node), ""
                 _account(plan, node, tag)
                 changed = True
@@ -355,6 +355,10 @@ def _put(plan: Plan, calls: Sequence[NodeCall | None]) -> None:
 def _is_out_of_memory(error: Exception) -> bool:
     # Out of memory on a CPU is a plain RuntimeError (torch 2.13).
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _problem_of(error: Exception) -> str:
+    return str(error) if isinstance(error, AutofuseError) else _text_of(error)
 
 
 def _text_of(error: Exception) -> str:

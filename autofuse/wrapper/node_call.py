@@ -28,7 +28,9 @@ from autofuse.gpu.modules import LoadedArtifact
 from autofuse.gpu.philox import draw_of, drawing_launch
 from autofuse.gpu.torch_calls import TorchCalls, torch_calls
 from autofuse.ir.operation import NodeForm
+from autofuse.ir.optable import is_librarys
 from autofuse.ir.shape import evaluate
+from autofuse.library_operators import Unfused, registered
 from autofuse.wrapper.liveness import deaths, deleted
 from autofuse.wrapper.operation_text import dims_text, operation_text, value_name
 
@@ -108,7 +110,8 @@ def make_unfused(form: NodeForm, symbol_values: Sequence[int], device: torch.dev
 
     ``device``: where operations without inputs create their results, the current one of the node's type if None.
     """
-    return _unfused_factory(form)(*symbol_values, device or torch.device(device_type(form)))
+    found = tuple(registered(op.target) for op in form.operations if is_librarys(op.target))
+    return _unfused_factory(form, found)(*symbol_values, device or torch.device(device_type(form)))
 
 
 def make_launcher(
@@ -251,7 +254,8 @@ def expected_outputs(
 
 
 @functools.lru_cache(maxsize=4096)
-def _unfused_factory(form: NodeForm) -> Callable[..., NodeCall]:
+def _unfused_factory(form: NodeForm, found: tuple[Unfused | None, ...] = ()) -> Callable[..., NodeCall]:
+    """``found``: what is registered for libraries' operators; one that is defined anew is another."""
     namespace: dict[str, Any] = {"torch": torch}
     lines = [
         f"def make({', '.join([*form.symbols, 'device'])}):",

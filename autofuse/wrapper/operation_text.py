@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 
 from autofuse.ir.operation import NodeForm, Operation, ValueRef
-from autofuse.ir.optable import OpKind, info
+from autofuse.ir.optable import OpKind, info, is_librarys
 from autofuse.ir.size_text import PYTHON, dim_text
 from autofuse.wrapper.aten_call import render_call
 
@@ -78,6 +78,8 @@ _DTYPE_POSITION = {"_softmax_backward_data": 3, "_log_softmax_backward_data": 3}
 def operation_text(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
     """The call of one operation of a form; ``device`` must be known where it runs, and ``namespace`` be its globals."""
     args = [form_argument(a, form) for a in op.args]
+    if is_librarys(op.target):  # its texts are texts
+        return render_call(op.target, args, {k: form_argument(v, form) for k, v in op.kwargs}, namespace)
     position = _DTYPE_POSITION.get(op.short_name)
     if position is not None and position < len(args):
         args[position] = f"torch.{op.args[position]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,10 @@ def test_the_backward_alone_stays_the_operators(catalogue: Fused) -> None:
     model = Net()
     compare(model, routed(model, catalogue), torch.randn(6, 24))
     assert "scaled_back" in CALLS
+
+
+def traced(call: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    return torch.fx.experimental.proxy_tensor.make_fx(call, tracing_mode="fake")(*inputs)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -413,6 +418,76 @@ def test_arguments_by_name_and_by_default(catalogue: Fused) -> None:
     assert seen[0] == (float, 1e-6) and (float, 0.5) in seen
 
 
+def with_a_word(name: str, argument: str, function: Callable[..., Any]) -> Any:
+    """An operator of ``x`` and one more argument, which does as ``function`` says."""
+    if not hasattr(torch.ops.autofuse_lib, name):
+        _ops.define(f"{name}(Tensor x, {argument}) -> Tensor")
+        _ops.impl(name, function, "CPU")
+        torch.library.register_fake(f"autofuse_lib::{name}", lambda x, *a, **k: torch.empty_like(x), lib=_ops)
+    return getattr(torch.ops.autofuse_lib, name).default
+
+
+@pytest.mark.parametrize("name", ["layout", "device", "pin_memory"])
+def test_arguments_by_the_names_of_places_count(catalogue: Fused, name: str) -> None:
+    operator = with_a_word(f"of_{name}", f"*, int {name}=0", lambda x, **k: x * 2 + k.get(name, 0))
+    register_unfused(operator, lambda x, **k: x * 2 + k[name])
+    x = torch.randn(6, 5)
+    for given in (0, 1):
+        call = partial(lambda x, given: torch.relu(operator(x, **{name: given})) * 2, given=given)
+        assert torch.equal(routed(call, catalogue)(x), call(x))
+        assert sum(map(has_librarys, catalogue.forms)) == given + 1
+    graph = traced(lambda x: operator(x, **{name: 1}), x)
+    library_operators._by_name.clear()
+    register_unfused(operator, lambda x, **k: x * 2)
+    assert import_graph(graph).refusals, "the function forgets it"
+
+
+def test_words_among_the_arguments_stay_words(catalogue: Fused) -> None:
+    def in_words(x: torch.Tensor, names: str, *, dtype: str = "sum") -> torch.Tensor:
+        return {"float32 int4": x * 2, "float16 sum": x * 3}[f"{names} {dtype}"]
+
+    operator = with_a_word("in_words", "str names, *, str dtype='sum'", in_words)
+    register_unfused(operator, in_words)
+    x = torch.randn(6, 5)
+    for call in (
+        lambda x: torch.relu(operator(x, "float32", dtype="int4")) * 2,
+        lambda x: torch.relu(operator(x, "float16")) * 2,
+    ):
+        assert torch.equal(routed(call, catalogue)(x), call(x))
+        catalogue.keeps = not catalogue.keeps
+    assert sum(map(has_librarys, catalogue.forms)) == 2
+
+
+def test_words_that_no_store_reads_back_are_refused() -> None:
+    operator = with_a_word("padded", "str mode", lambda x, mode: x * 2)
+    register_unfused(operator, lambda x, mode: x * 2)
+    (refusal,) = import_graph(traced(lambda x: operator(x, "zero-pad"), torch.randn(6, 5))).refusals
+    assert "the call cannot be stored" in refusal.detail and "zero-pad" in refusal.detail
+    assert not import_graph(traced(lambda x: operator(x, "zeros"), torch.randn(6, 5))).refusals
+
+
+def test_an_operator_that_is_defined_anew(catalogue: Fused) -> None:
+    catalogue.keeps = True
+    for number in (1, 2):
+
+        @torch.library.custom_op("autofuse_lib::anew", mutates_args=())
+        def anew(x: torch.Tensor, number: int = number) -> torch.Tensor:
+            CALLS.append(f"anew {number}")
+            return x * 2
+
+        anew.register_fake(lambda x, number=0: torch.empty_like(x))
+        register_unfused(anew, _twice)
+        torch._dynamo.reset()
+        CALLS.clear()
+        x = torch.randn(6, 5)
+        assert torch.equal(routed(lambda x, op=anew: torch.relu(op(x)) * 3, catalogue)(x), torch.relu(x * 2) * 3)
+        assert set(CALLS) == {f"anew {number}"}
+
+
+def _twice(x: torch.Tensor, number: int) -> torch.Tensor:
+    return x * 2
+
+
 # ---- where the operator does not exist ------------------------------------------------------------------------------
 
 
@@ -462,20 +537,59 @@ def test_no_operator_of_a_library_without_what_it_computes(catalogue: Fused) -> 
 # ---- the race in the script -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ours", "stays"), [(0.5, False), (0.99, True), (1.2, True)])
-def test_the_faster_of_the_two_runs(
-    catalogue: Fused, monkeypatch: pytest.MonkeyPatch, ours: float, stays: bool
-) -> None:
-    form = node(catalogue)
-    state = next(n for r in catalogue.routers for plan in r.all_plans() for n in plan.nodes if n.form == form)
-    fused = make_unfused(without_librarys(form), ())
-    monkeypatch.setattr(own_kernels, "_seconds", lambda call, *rest: ours if call is fused else 1.0)
+def races_of(catalogue: Fused) -> tuple[own_kernels.OwnKernels, list[Event]]:
     events: list[Event] = []
     context: Any = SimpleNamespace(
         settings=SimpleNamespace(tuner=SimpleNamespace(margin=0.03)),
         store_thread=SimpleNamespace(post_event=events.append),
     )
-    before, races = torch.get_rng_state(), own_kernels.OwnKernels(context)
+    return own_kernels.OwnKernels(context), events
+
+
+def state_of(catalogue: Fused, form: NodeForm) -> Any:
+    return next(n for r in catalogue.routers for plan in r.all_plans() for n in plan.nodes if n.form == form)
+
+
+def test_a_race_that_raises_leaves_the_operator(catalogue: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = node(catalogue)
+    races, events = races_of(catalogue)
+    state, calls = state_of(catalogue, form), []
+
+    def raises(*inputs: torch.Tensor) -> Any:
+        calls.append(inputs)
+        raise RuntimeError("no memory")
+
+    assert races.stay(state, raises) and races.stay(state, raises)
+    assert len(calls) == 1 and "RuntimeError: no memory" in events[0].message
+    monkeypatch.setattr(own_kernels, "MOST_BYTES", 100)
+    races, events = races_of(catalogue)
+    assert races.stay(state, raises) and len(calls) == 1 and "too large to be raced" in events[0].message
+
+
+def test_whatever_is_raised_for_a_kernel_its_node_runs(catalogue: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_unfused(scaled, _scaled)
+
+    def raises(*args: Any) -> bool:
+        raise ZeroDivisionError("of a host")
+
+    monkeypatch.setattr(catalogue, "keeps_own", raises)
+    w, x = torch.rand(40), torch.randn(6, 40)
+    fast = routed(lambda x: torch.relu(scaled(x, w)) * 2, catalogue)
+    for _ in range(2):
+        assert torch.equal(fast(x), torch.relu(scaled(x, w)) * 2)
+    assert catalogue.failed
+
+
+@pytest.mark.parametrize(("ours", "stays"), [(0.5, False), (0.99, True), (1.2, True)])
+def test_the_faster_of_the_two_runs(
+    catalogue: Fused, monkeypatch: pytest.MonkeyPatch, ours: float, stays: bool
+) -> None:
+    form = node(catalogue)
+    state = state_of(catalogue, form)
+    fused = make_unfused(without_librarys(form), ())
+    monkeypatch.setattr(own_kernels, "_seconds", lambda call, *rest: ours if call is fused else 1.0)
+    races, events = races_of(catalogue)
+    before = torch.get_rng_state()
     assert races.stay(state, fused) is stays and races.stay(state, fused) is stays
     assert torch.equal(before, torch.get_rng_state()) and len(events) == 1
     assert ("the script's own kernel stays" in events[0].message) is stays
