@@ -8,9 +8,10 @@ function fails, or where tracing it needs to know more of a size than the graph'
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,16 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from autofuse.ir.optable import FUSIBLE, OpKind, info
 
 log = logging.getLogger(__name__)
+_torchs_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+
+
+_ASKS = "the function asks for more of a size than the graph knows"
 
 
 class NotTraced(Exception):
@@ -74,16 +80,49 @@ def traced(node: fx.Node, function: Callable[..., Any], trace: Trace = _traced_o
         return function(*args, **kwargs)
 
     guards = _guards(mode)
+    kept = _keeping_guards(mode, flat) if trace is not _traced_once else contextlib.nullcontext()
     try:
-        with mode, enable_python_dispatcher():
+        with kept, mode, enable_python_dispatcher():
             found = trace(call, [flat[n].detach() for n in places])  # whose sizes a function may change: x.t_()
     except Exception as error:  # whatever a decomposition may raise on fake tensors, eager has a kernel
         log.debug("%s has no decomposition here: %s", node.target, error)
+        if type(error).__name__ == "_ShapeEnvGuardError":
+            raise NotTraced(_ASKS) from error
         lines = str(error).strip().splitlines() or [""]
         raise NotTraced(f"the function raised {type(error).__name__}: {lines[0]}") from error
     if _guards(mode) != guards:
-        raise NotTraced("the function asks for more of a size than the graph knows")
+        raise NotTraced(_ASKS)
     return found
+
+
+def _keeping_guards(mode: FakeTensorMode, values: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Where a function that asks for more of a size raises, and leaves the script's guards as they are.
+
+    A backward's sizes take no guards any more, but would answer.
+    """
+    if mode.shape_env is None:
+        return contextlib.nullcontext()
+    if hasattr(mode.shape_env, "error_on_new_guards"):
+        return _raising(mode.shape_env)
+    tensors = [t for t in values if isinstance(t, torch.Tensor)]  # torch 2.11
+    sizes = [*values, *(size for t in tensors for size in (*t.shape, *t.stride(), t.storage_offset()))]
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        raise NotTraced("its sizes vary, and this release of torch would record what the function asks of them")
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _raising(environment: ShapeEnv) -> Iterator[None]:
+    with environment.error_on_new_guards():  # whose error torch tells with a warning, too
+        _torchs_log.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            _torchs_log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _guards(mode: FakeTensorMode) -> int:

@@ -256,6 +256,8 @@ def _of_library(node: fx.Node, op: Operation, dims_of: GraphSizes, refusals: lis
     unfused = registered(target)
     assert unfused is not None
     try:
+        if op.outputs[0].device != "cpu":
+            raise NotTraced("on a GPU libraries' operators stay as they are: no race is run there")
         _refuse_placement(node)
         body = _body(traced(node, with_defaults(unfused), without_writes), op, dims_of)
         own = replace(op, target=target, body=body)

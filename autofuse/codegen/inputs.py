@@ -103,6 +103,17 @@ def names_with_roles(form: NodeForm) -> frozenset[str]:
     return frozenset(_roles(form))
 
 
+def ignored_classes(form: NodeForm) -> dict[str, int]:
+    """The inputs that hold classes, each with the class that counts for nothing, which need not exist."""
+    found, sources, indices = dict[str, int](), _view_sources(form), dict(_index_roles(expanded(form)))
+    for op in form.operations:
+        for _, target, ignore in _classes(op):
+            name = sources.get(target.name, target.name)
+            if name not in indices:
+                found.setdefault(name, ignore)
+    return found
+
+
 # ---- roles ------------------------------------------------------------------------------------------
 
 Role = Callable[[NodeForm, TensorSpec, tuple[int, ...], Mapping[str, int], torch.Generator], torch.Tensor]
@@ -194,11 +205,9 @@ def _roles(form: NodeForm) -> dict[str, Role]:
     for op in form.operations:
         for position in _POSITIVE_ARGUMENTS.get(op.short_name, ()):
             note(op.arg(position), _positive)
-        if op.short_name in ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward"):
-            first = op.short_name.endswith("_forward")
-            scores, target = op.args[0 if first else 1], op.args[1 if first else 2]
-            note(target, _targets(scores, int(op.args[4 if first else 5])))
-            if not first:
+        for scores, target, ignore in _classes(op):
+            note(target, _targets(scores, ignore))
+            if op.short_name == "nll_loss_backward":
                 note(op.args[6], _total)
         if op.short_name in ("_softmax_backward_data", "_log_softmax_backward_data"):
             note(op.args[1], _probabilities(int(op.args[2]), op.short_name.startswith("_log")))
@@ -211,6 +220,14 @@ def _roles(form: NodeForm) -> dict[str, Role]:
         if op.short_name == "log_sigmoid_backward":
             note(op.args[2], _unit)
     return roles
+
+
+def _classes(op: Operation) -> Iterator[tuple[ValueRef, ValueRef, int]]:
+    """The scores, the classes and the ignored class of a loss."""
+    if op.short_name in ("nll_loss_forward", "nll_loss2d_forward"):
+        yield op.args[0], op.args[1], int(op.args[4])
+    if op.short_name == "nll_loss_backward":
+        yield op.args[1], op.args[2], int(op.args[5])
 
 
 _ANY_INDEX = ("bucketize", "searchsorted", "_unsafe_masked_index")  # look values up, or clamp their places
