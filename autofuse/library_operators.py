@@ -7,6 +7,8 @@ one, or draws random numbers is refused here; everything else is found out where
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +49,8 @@ def register_unfused(op: Any, function: Callable[..., Any]) -> None:
     are made of may be registered, too. The operator must be pure: where a kernel runs, it is not called, and races call
     it on a thread of autofuse's. It must take any floats, NaN and Inf too, for the check calls it with such.
 
-    Called again with a function of the same name (a module that is loaded again), the new one counts. Raises TypeError
+    Called again with a function of the same name (a module that is loaded again), the new one counts; one of a name
+    that several may have (a lambda) has to have the same code. Raises TypeError
     for what is no operator or no function, and FusionError for an operator of torch's own, one that writes to an
     argument, returns a part of one, draws random numbers or returns anything but tensors, and for a second function.
     """
@@ -60,7 +63,12 @@ def register_unfused(op: Any, function: Callable[..., Any]) -> None:
     name = f"{PREFIX}{operator.namespace}__{_short(operator)}.{operator._overloadname}"
     known = _by_name.get(name)
     if known is not None:
-        if _identity(known.function) != _identity(function):
+        if name_of(known.operator) != name_of(operator):
+            raise FusionError(
+                f"expected operators whose names in nodes differ, found {name_of(operator)} after "
+                f"{name_of(known.operator)}: both are {name}"
+            )
+        if not _is_same(known.function, function):
             raise FusionError(
                 f"expected one function for {name_of(operator)}, found a second: {_identity(function)} after "
                 f"{_identity(known.function)}; register one of them"
@@ -113,8 +121,49 @@ def _short(operator: Any) -> str:
 
 def _identity(function: Callable[..., Any]) -> str:
     """A function's name, which stays when its module is loaded again."""
+    if isinstance(function, functools.partial):
+        return _identity(function.func)
     name = getattr(function, "__qualname__", repr(function))
     return f"{getattr(function, '__module__', '')}.{name}"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two functions are one, perhaps of a module that was loaded again: of one name, and, where a name may be
+    that of several (one in a function, a lambda), of the same code, defaults and closure."""
+    if a is b:
+        return True
+    if isinstance(a, functools.partial) and isinstance(b, functools.partial):
+        return _is_same(a.func, b.func) and _are_equal((a.args, a.keywords), (b.args, b.keywords))
+    name = _identity(a)
+    if isinstance(a, functools.partial) or isinstance(b, functools.partial) or name != _identity(b):
+        return False
+    if "<" not in name:
+        return True
+    return all(hasattr(f, "__code__") for f in (a, b)) and _are_equal(_parts(a), _parts(b))
+
+
+def _parts(function: Any) -> tuple[Any, ...]:
+    code = function.__code__
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    # without its lines, which change above an edited cell of a notebook
+    return code.co_code, code.co_consts, code.co_names, function.__defaults__, function.__kwdefaults__, cells
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Of plain data; other things are equal where they are one, and functions as in `_is_same`."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, types.CodeType):
+        return _are_equal((a.co_code, a.co_consts, a.co_names), (b.co_code, b.co_consts, b.co_names))
+    if isinstance(a, types.FunctionType):
+        return _is_same(a, b)
+    return isinstance(a, bool | int | float | str | bytes) and repr(a) == repr(b)  # -0.0 is another number
 
 
 def _overload_of(op: Any) -> Any:

@@ -48,7 +48,7 @@ class RouterHost(Protocol):
 
     def sample_due(self) -> bool: ...
 
-    def keeps_own(self, node: NodeState, fused: NodeCall) -> bool:
+    def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
         """Whether a library's operator in the node is faster in the script than the kernel, whose races were against
         the operator's unfused form."""
 

@@ -73,4 +73,6 @@ def _route(index: int, node: NodeState, plan: Plan) -> str:
         return "eager, its kernel failed"
     if node.tag:
         return f"kernel {node.tag[:12]}"
+    if node.lost:
+        return "eager, with the script's own kernel, which no kernel has beaten"
     return "eager, not decided yet" if index in plan.open else "eager"

@@ -1,8 +1,8 @@
 """The script's own kernels against ours: a short race in the script's process.
 
 In: a node with a library's operator, and the callable of the kernel that has won against the operator's unfused form.
-Out: whether the library's operator stays. Guarantee: each pair of node and bucket is raced once, on random numbers of
-the node's own sizes; the script's generators are as before; where no race can be run the operator stays. The worker
+Out: whether the library's operator stays. Guarantee: each kernel of a node and bucket is raced once, on random numbers
+of the node's own sizes; the script's generators are as before; where no race can be run the operator stays. The worker
 cannot run this race: it has not imported the script's libraries, and does not.
 """
 
@@ -45,10 +45,11 @@ class OwnKernels:
         self._context = context
         self._stay: dict[tuple[Any, ...], bool] = {}
 
-    def stay(self, node: NodeState, fused: NodeCall) -> bool:
-        """Whether the script's own kernel is to run, with its neighbours in eager, in place of ``fused``."""
+    def stay(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
+        """Whether the script's own kernel is to run, with its neighbours in eager, in place of ``fused``; ``tag``: of
+        that kernel."""
         found = tuple(registered(op.target) for op in node.form.operations if is_librarys(op.target))
-        key = (node.fusion_id, node.bucket.label, torch.get_num_threads(), found)
+        key = (node.fusion_id, node.bucket.label, torch.get_num_threads(), tag, found)
         if key not in self._stay:
             try:
                 with untouched(), _disable_current_modes():
@@ -68,14 +69,14 @@ class OwnKernels:
         calls = (node.unfused, fused)
         began = perf_counter()
         with torch.no_grad():
-            once = [_seconds_of_one(call, inputs, device) for call in calls]
+            once = [_seconds_of_one(call, inputs) for call in calls]
             if max(once) > SECONDS:  # the script waits for this
                 return once[0] / once[1]
             counts = [max(1, min(100, int(LEAST_SECONDS / seconds))) for seconds in once]
             ratios = []
             for number in range(ROUNDS):
                 order = (0, 1) if number % 2 else (1, 0)
-                found = {which: _seconds(calls[which], inputs, counts[which], device) for which in order}
+                found = {which: _seconds(calls[which], inputs, counts[which]) for which in order}
                 ratios.append(found[0] / found[1])
                 if len(ratios) >= LEAST_ROUNDS and perf_counter() - began > SECONDS:
                     break
@@ -118,12 +119,12 @@ def _reads_computed_indices(form: NodeForm) -> bool:
     return False
 
 
-def _seconds_of_one(call: Callable[..., Any], inputs: list[torch.Tensor], device: torch.device) -> float:
+def _seconds_of_one(call: Callable[..., Any], inputs: list[torch.Tensor]) -> float:
     call(*inputs)
-    return max(_seconds(call, inputs, 1, device), 1e-7)
+    return max(_seconds(call, inputs, 1), 1e-7)
 
 
-def _seconds(call: Callable[..., Any], inputs: list[torch.Tensor], count: int, device: torch.device) -> float:
+def _seconds(call: Callable[..., Any], inputs: list[torch.Tensor], count: int) -> float:
     """Of one call, of so many in a row."""
     began = perf_counter()
     for _ in range(count):

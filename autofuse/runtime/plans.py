@@ -104,6 +104,7 @@ class NodeState:
     tag: str = ""  # kernel in use, "" for eager
     in_one: bool = False  # a group that runs eager's operations, without its members' kernels
     broken: bool = False  # failed once in this plan: eager for good
+    lost: str = ""  # the kernel that was slower than the script's own; another one may still run
     fused_before: int = 0  # calls on a fused kernel under earlier choices
     since: int = 0  # the plan's count when the present choice began
     covered: bool = False  # part of a group that runs as a whole: not called at all

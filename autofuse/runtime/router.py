@@ -87,6 +87,7 @@ class GraphRouter:
         # not use.
         self._fused: dict[SharedKey, NodeCall] = {}
         self._failed: set[SharedKey] = set()
+        self._lost: set[SharedKey] = set()  # kernels that are slower than the script's own
         self._kept: dict[
             tuple[int, str], dict[str, Any]
         ] = {}  # data that entries keep for a place of use, by place and tag
@@ -215,12 +216,14 @@ class GraphRouter:
                 if not choice.known:
                     plan.open.add(index)
                 tag = choice.tag if choice.entry is not None else ""
+                if tag and tag == node.lost:
+                    tag, choice = "", Choice(known=True)
                 if not choice.known or (tag == node.tag and choice.in_one == node.in_one):
                     continue
                 node.in_one = choice.in_one
                 try:
                     calls[index] = self._callable(plan, index, node, choice)
-                    if node.broken:  # its kernel has failed in another plan
+                    if node.broken or (tag and tag == node.lost):  # its kernel has failed in another plan, or has lost
                         node.in_one, tag = False, ""
                 except Exception as error:  # whatever it is, eager is there; a plan has to be whole
                     node.broken, node.in_one = True, False
@@ -257,7 +260,7 @@ class GraphRouter:
             return forward_call(node.slot.half.pair, sizes, lambda error: settle(_text_of(error)))
         shared = self._shared(index, node, choice)
         if shared is None:
-            node.broken = True
+            node.broken = node.lost != choice.tag
             return _plain(node)
         node.fused = fused = shared
         if self._checked.get(index, 0) >= TRUSTED_AFTER:
@@ -267,12 +270,14 @@ class GraphRouter:
     def _shared(self, index: int, node: NodeState, choice: Choice) -> NodeCall | None:
         """The callable of a kernel, shared by nodes with the same code and sizes unless it keeps data for a place.
 
-        None for a failed kernel.
+        None for a failed kernel, and for one that is slower than the script's own.
         """
         assert choice.entry is not None
         place = index if isinstance(choice.entry, Composed) and choice.entry.keeps else node.alike
         key = SharedKey(place, node.values, choice.tag, self.host.threads)
-        if key in self._failed:
+        if key in self._lost:
+            node.lost = choice.tag
+        if key in self._failed or key in self._lost:
             return None
         if key in self._fused:
             return self._fused[key]
@@ -296,8 +301,9 @@ class GraphRouter:
         )
         if has_librarys(node.form):
             apart = make_launcher(node.form, choice.entry, node.values, self.host.threads)  # which keeps its inputs
-            if self.host.keeps_own(node, apart):
-                self._failed.add(key)
+            if self.host.keeps_own(node, apart, choice.tag):
+                self._lost.add(key)
+                node.lost = choice.tag
                 return None
         if is_odd:
             fused = fall_back_to_eager(node.form, fused, unfused)

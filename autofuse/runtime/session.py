@@ -217,8 +217,8 @@ class Session:
         self._graph_calls += 1
         return self._graph_calls % SAMPLE_EVERY == 0 or self._graph_calls <= SAMPLED_FIRST
 
-    def keeps_own(self, node: NodeState, fused: NodeCall) -> bool:
-        return self._own_kernels is not None and self._own_kernels.stay(node, fused)
+    def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
+        return self._own_kernels is not None and self._own_kernels.stay(node, fused, tag)
 
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
         if not self.context.settings.run.check:

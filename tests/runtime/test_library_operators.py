@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from autofuse import library_operators, register_unfused
+from autofuse.capture import check_unfused
 from autofuse.capture.graph_import import import_graph
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.reference import run_unfused, to_float64
@@ -25,6 +27,7 @@ from autofuse.ir.records import Event, Refusal
 from autofuse.runtime import own_kernels
 from autofuse.runtime import router as router_module
 from autofuse.runtime.choice import Choice
+from autofuse.runtime.debug_texts import routes_text
 from autofuse.strategies.enumeration import cut_strategies
 from autofuse.wrapper.aten_call import overload
 from autofuse.wrapper.node_call import NodeCall, make_unfused
@@ -92,13 +95,13 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Fused(Undecided):
     """Every node has a kernel in C; operators of a library are kept where ``keeps`` says so."""
 
-    keeps = False
+    keeps, tag = False, "c"
 
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
         forms = {s.node.fusion_id: s.node.form for r in self.routers for s in r.program.slots}
-        return Choice(known=True, entry=forms.get(fusion_id), tag="c")
+        return Choice(known=True, entry=forms.get(fusion_id), tag=self.tag)
 
-    def keeps_own(self, node: Any, fused: NodeCall) -> bool:
+    def keeps_own(self, node: Any, fused: NodeCall, tag: str) -> bool:
         return self.keeps
 
     @property
@@ -160,7 +163,7 @@ def test_training_and_inference_in_kernels(catalogue: Fused) -> None:
     CALLS.clear()
     for rows in (1, 5, 7, 9):
         fast(torch.randn(rows, 24)).sum().backward()
-    assert "scaled" not in CALLS[4:] and not catalogue.failed  # four: the check of a graph for all sizes
+    assert "scaled" not in CALLS[6:] and not catalogue.failed  # six: the check of a graph for all sizes
 
 
 def test_a_script_keeps_its_own_kernel_where_that_is_faster(catalogue: Fused) -> None:
@@ -172,7 +175,7 @@ def test_a_script_keeps_its_own_kernel_where_that_is_faster(catalogue: Fused) ->
         expected = model(x)
         CALLS.clear()
         found = fast(x)
-        assert CALLS.count("scaled") == 4, "three in the check, one in the call"
+        assert CALLS.count("scaled") == 6, "five in the check, one in the call"
         assert torch.equal(found, expected) and any(map(has_librarys, catalogue.forms))
 
 
@@ -344,6 +347,142 @@ def test_integers_that_index_nothing_are_not_made_up() -> None:
     assert "random integers might be out of bounds" in refusal.detail
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_wrong_numbers_are_found_in_every_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 64, dtype=dtype)
+    wide = torch.float32 if dtype is not torch.float32 else torch.float64
+
+    def norm(x: torch.Tensor, eps: float = 1e-6, scale: float = 1.0) -> torch.Tensor:
+        y = x.to(wide)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+
+    cases = {
+        "times": (lambda x: x * 2, lambda x: x * 2.04),
+        "norm": (norm, lambda x: norm(x, scale=1.03)),
+        "eps": (norm, lambda x: norm(x, eps=1e-5)),
+        "no_eps": (norm, lambda x: norm(x, eps=0.0)),
+        "of_another_scale": (
+            lambda x: torch.cat([x[:1] * 1e3, x[1:]]),
+            lambda x: torch.cat([x[:1] * 1e3, x[1:] * 0.9]),
+        ),
+        "never_finite": (lambda x: (x - 6e4).sqrt(), lambda x: (x - 6e4).log()),
+        "zero": (lambda x: (x - 6e4).relu(), lambda x: (x - 6e4).relu() * 7),
+    }
+    for name, (function, unfused) in cases.items():
+        operator = an_operator(f"{name}_{str(dtype)[6:]}", function)
+        register_unfused(operator, unfused)
+        (refusal,) = import_graph(traced(operator, x)).refusals
+        assert re.search("away from|NaN or Inf|shows nothing", refusal.detail), (name, refusal.detail)
+        library_operators._by_name.clear()
+        register_unfused(operator, function)
+        assert bool(import_graph(traced(operator, x)).refusals) is (name in ("never_finite", "zero")), name
+
+
+def test_no_operator_gets_an_index_out_of_bounds(catalogue: Fused) -> None:
+    seen: list[int] = []
+
+    def pick(table: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        seen.extend((int(at.min()), int(at.max())))
+        return table[at.clamp(-9, 8)]
+
+    _ops.define("pick(Tensor table, Tensor at) -> Tensor")
+    _ops.impl("pick", pick, "CPU")
+    torch.library.register_fake("autofuse_lib::pick", lambda table, at: table[at], lib=_ops)
+    operator = torch.ops.autofuse_lib.pick.default
+    register_unfused(operator, lambda table, at: table[at])
+    table, at = torch.randn(9, 4), torch.zeros(8192, dtype=torch.long)
+    assert not import_graph(traced(operator, table, at)).refusals
+    assert min(seen) >= 0 and max(seen) < 9
+
+    seen.clear()
+    x = torch.rand(64)
+    for call in (
+        lambda x: torch.relu(operator(table, (x * 9).long())) * 2,  # an index that the node computes
+        lambda x: torch.relu(operator(table, x.view(8, 8))) * x.sum(),
+    ):
+        routed(call, catalogue)(x)
+        form = next(form for form in catalogue.forms if has_librarys(form))
+        races, events = races_of(catalogue)
+        races.stay(state_of(catalogue, form), make_unfused(without_librarys(form), ()), "c")
+        assert ("random indices might be out of bounds" in events[0].message) is x.is_floating_point()
+        assert min(seen) >= 0 and max(seen) < 9
+        x, catalogue.routers = torch.randint(0, 9, (64,)), []
+
+
+def test_a_refused_function_leaves_no_guards() -> None:
+    back = with_a_word("guarded_back", "Tensor g", lambda x, g: g * 2)
+    forward = with_a_word("guarded", "int n=0", lambda x, n=0: x * 2)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return back(ctx.saved_tensors[0], g)
+
+    register_unfused(forward, lambda x, n: x * 2 if x.shape[0] == 6 else x + x)
+    register_unfused(back, lambda x, g: g * 2 if x.shape[0] == 6 else g + g)
+    catalogue = Undecided()
+    fast = routed(lambda x: (torch.relu(Function.apply(x.sin() * 1.5)).cos() * 2).sum(), catalogue)
+    for rows in (6, 10, 7):
+        x = torch.randn(rows, 8, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)  # which raises where the size is found to be one
+        fast(x).backward()
+        y = x.detach().clone().requires_grad_()
+        (torch.relu(y.sin() * 3).cos() * 2).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    assert len(catalogue.routers) == 2 and all(r.program.symbols for r in catalogue.routers)
+    assert not any(has_librarys(s.node.form) for r in catalogue.routers for s in r.program.slots)
+
+
+def test_what_an_operator_draws_is_put_back_beside_other_threads() -> None:
+    calls: list[int] = []
+
+    def draws(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * 2 + 0 * torch.rand_like(x)
+
+    operator = an_operator("draws_beside", draws)
+    register_unfused(operator, lambda x: x * 2)
+    done = threading.Event()
+    other = threading.Thread(target=done.wait, name="of the script")
+    other.start()
+    try:
+        for shape in ((6, 5), (7, 5)):
+            before = torch.get_rng_state()
+            (refusal,) = import_graph(traced(operator, torch.zeros(shape))).refusals
+            assert torch.equal(before, torch.get_rng_state()) and refusal.detail == "the operator draws random numbers"
+    finally:
+        done.set()
+        other.join()
+    assert len(calls) == 2
+
+
+def test_a_check_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return x * 2
+
+    operator = an_operator("seen", seen)
+    register_unfused(operator, lambda x: x * 2)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        graph = torch.fx.experimental.proxy_tensor.make_fx(operator)(torch.empty(2048, 4096))
+    (refusal,) = import_graph(graph).refusals
+    assert "64 MiB are too large to be checked" in refusal.detail and not shapes
+    make_fx = torch.fx.experimental.proxy_tensor.make_fx
+    assert not import_graph(make_fx(operator, tracing_mode="symbolic")(torch.empty(4096, 512))).refusals
+    rows, columns = shapes[-1]
+    assert len(shapes) == 5 and 8 <= rows * columns <= 1 << 19
+    monkeypatch.setattr(check_unfused, "SECONDS", -1.0)
+    (refusal,) = import_graph(traced(operator, torch.empty(3, 3))).refusals
+    assert "takes longer" in refusal.detail
+
+
 def test_what_the_schema_refuses() -> None:
     for name, schema, words in (
         ("w1", "w1(Tensor(a!) x) -> Tensor", "writes to its arguments"),
@@ -373,6 +512,40 @@ def test_an_operator_that_is_registered_twice() -> None:
     register_unfused("autofuse_lib::scaled", _scaled)  # a module that is loaded again
     with pytest.raises(FusionError, match=r"one function for autofuse_lib::scaled, found a second: .*_scaled_back"):
         register_unfused(torch.ops.autofuse_lib.scaled, _scaled_back)
+
+
+def test_functions_of_one_name_are_compared() -> None:
+    operator = an_operator("named", lambda x: x * 2)
+    for function in (lambda x: x * 2, lambda x: x * 2, torch.add, torch.add):
+        library_operators._by_name.clear()
+        register_unfused(operator, function)
+        register_unfused(operator, function)
+    library_operators._by_name.clear()
+    register_unfused(operator, lambda x: x * 2)
+    register_unfused(operator, lambda x: x * 2)  # the same, on another line
+    with pytest.raises(FusionError, match=r"found a second: .*lambda"):
+        register_unfused(operator, lambda x: x * 3)
+
+    def times(by: float) -> Callable[..., Any]:
+        return lambda x: x * by
+
+    for make in (times, lambda by: partial(torch.mul, other=by)):
+        library_operators._by_name.clear()
+        register_unfused(operator, make(2.0))
+        register_unfused(operator, make(2.0))
+        with pytest.raises(FusionError, match="found a second"):
+            register_unfused(operator, make(3.0))
+
+
+def test_operators_whose_names_in_nodes_are_one() -> None:
+    found = []
+    for namespace, name in (("autofuse_a__b", "c"), ("autofuse_a", "b__c")):
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(f"{name}(Tensor x) -> Tensor")
+        found.append((library, f"{namespace}::{name}"))
+    register_unfused(found[0][1], _scaled)
+    with pytest.raises(FusionError, match="names in nodes differ, found autofuse_a::b__c after autofuse_a__b::c"):
+        register_unfused(found[1][1], _scaled)
 
 
 # ---- how an operator may be called ----------------------------------------------------------------------------------
@@ -468,23 +641,28 @@ def test_words_that_no_store_reads_back_are_refused() -> None:
 
 def test_an_operator_that_is_defined_anew(catalogue: Fused) -> None:
     catalogue.keeps = True
+    x = torch.randn(6, 5)
     for number in (1, 2):
-
-        @torch.library.custom_op("autofuse_lib::anew", mutates_args=())
-        def anew(x: torch.Tensor, number: int = number) -> torch.Tensor:
-            CALLS.append(f"anew {number}")
-            return x * 2
-
-        anew.register_fake(lambda x, number=0: torch.empty_like(x))
+        anew = _defined(f"anew {number}")
         register_unfused(anew, _twice)
         torch._dynamo.reset()
+        fast = routed(lambda x, op=anew: torch.relu(op(x)) * 3, catalogue)
         CALLS.clear()
-        x = torch.randn(6, 5)
-        assert torch.equal(routed(lambda x, op=anew: torch.relu(op(x)) * 3, catalogue)(x), torch.relu(x * 2) * 3)
-        assert set(CALLS) == {f"anew {number}"}
+        assert torch.equal(fast(x), torch.relu(x * 2) * 3)
+        assert CALLS == [f"anew {number}"] * 6, "five in the check, one in the call"
 
 
-def _twice(x: torch.Tensor, number: int) -> torch.Tensor:
+def _defined(name: str) -> Any:
+    @torch.library.custom_op("autofuse_lib::anew", mutates_args=())
+    def anew(x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(name)
+        return x * 2
+
+    anew.register_fake(torch.empty_like)
+    return anew
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
@@ -559,11 +737,41 @@ def test_a_race_that_raises_leaves_the_operator(catalogue: Fused, monkeypatch: p
         calls.append(inputs)
         raise RuntimeError("no memory")
 
-    assert races.stay(state, raises) and races.stay(state, raises)
+    assert races.stay(state, raises, "c") and races.stay(state, raises, "c")
     assert len(calls) == 1 and "RuntimeError: no memory" in events[0].message
     monkeypatch.setattr(own_kernels, "MOST_BYTES", 100)
     races, events = races_of(catalogue)
-    assert races.stay(state, raises) and len(calls) == 1 and "too large to be raced" in events[0].message
+    assert races.stay(state, raises, "c") and len(calls) == 1 and "too large to be raced" in events[0].message
+
+
+def test_a_long_call_is_raced_once(catalogue: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = node(catalogue)
+    races, events = races_of(catalogue)
+    state = state_of(catalogue, form)
+    monkeypatch.setattr(own_kernels, "SECONDS", 0.0)
+    CALLS.clear()
+    races.stay(state, make_unfused(without_librarys(form), ()), "c")
+    assert len(CALLS) == 2 and len(events) == 1
+
+
+def test_a_better_kernel_may_still_run(catalogue: Fused) -> None:
+    register_unfused(scaled, _scaled)
+    catalogue.keeps = True
+    w, x = torch.rand(40), torch.randn(6, 40)
+    fast = routed(lambda x: torch.relu(scaled(x, w)) * 2, catalogue)
+    fast(x)
+    (router,) = catalogue.routers
+    (plan,) = router.all_plans()
+    assert "with the script's own kernel" in routes_text("forward", (), plan) and not router.refresh(plan)
+    catalogue.keeps = False
+    assert not router.refresh(plan), "the same kernel is not raced again"
+    catalogue.tag = "another"
+    assert router.refresh(plan) and "kernel another" in routes_text("forward", (), plan)
+    CALLS.clear()
+    torch.testing.assert_close(fast(x), torch.relu(_scaled(x, w, 1e-6)) * 2)
+    catalogue.tag = "c"
+    assert router.refresh(plan) and "with the script's own kernel" in routes_text("forward", (), plan)
+    assert torch.equal(fast(x), torch.relu(scaled(x, w)) * 2) and not catalogue.failed
 
 
 def test_whatever_is_raised_for_a_kernel_its_node_runs(catalogue: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +798,7 @@ def test_the_faster_of_the_two_runs(
     monkeypatch.setattr(own_kernels, "_seconds", lambda call, *rest: ours if call is fused else 1.0)
     races, events = races_of(catalogue)
     before = torch.get_rng_state()
-    assert races.stay(state, fused) is stays and races.stay(state, fused) is stays
+    assert races.stay(state, fused, "c") is stays and races.stay(state, fused, "c") is stays
     assert torch.equal(before, torch.get_rng_state()) and len(events) == 1
     assert ("the script's own kernel stays" in events[0].message) is stays
     assert "autofuse_lib::scaled" in events[0].message and events[0].kind == "own_kernel"

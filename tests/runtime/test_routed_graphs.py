@@ -51,7 +51,7 @@ class Undecided:
     def wrap(self, node, fused):
         return fused
 
-    def keeps_own(self, node, fused):
+    def keeps_own(self, node, fused, tag):
         return False
 
 
