@@ -80,13 +80,13 @@ def traced(node: fx.Node, function: Callable[..., Any], trace: Trace = _traced_o
         return function(*args, **kwargs)
 
     guards = _guards(mode)
-    kept = _keeping_guards(mode, flat) if trace is not _traced_once else contextlib.nullcontext()
+    kept = _keeping_guards(mode) if trace is not _traced_once else contextlib.nullcontext()
     try:
         with kept, mode, enable_python_dispatcher():
             found = trace(call, [flat[n].detach() for n in places])  # whose sizes a function may change: x.t_()
     except Exception as error:  # whatever a decomposition may raise on fake tensors, eager has a kernel
         log.debug("%s has no decomposition here: %s", node.target, error)
-        if type(error).__name__ == "_ShapeEnvGuardError":
+        if isinstance(error, _Asked):
             raise NotTraced(_ASKS) from error
         lines = str(error).strip().splitlines() or [""]
         raise NotTraced(f"the function raised {type(error).__name__}: {lines[0]}") from error
@@ -95,30 +95,36 @@ def traced(node: fx.Node, function: Callable[..., Any], trace: Trace = _traced_o
     return found
 
 
-def _keeping_guards(mode: FakeTensorMode, values: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def _keeping_guards(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
     """Where a function that asks for more of a size raises, and leaves the script's guards as they are.
 
     A backward's sizes take no guards any more, but would answer.
     """
-    if mode.shape_env is None:
-        return contextlib.nullcontext()
-    if hasattr(mode.shape_env, "error_on_new_guards"):
-        return _raising(mode.shape_env)
-    tensors = [t for t in values if isinstance(t, torch.Tensor)]  # torch 2.11
-    sizes = [*values, *(size for t in tensors for size in (*t.shape, *t.stride(), t.storage_offset()))]
-    if any(isinstance(size, torch.SymInt) for size in sizes):
-        raise NotTraced("its sizes vary, and this release of torch would record what the function asks of them")
-    return contextlib.nullcontext()
+    return contextlib.nullcontext() if mode.shape_env is None else _raising(mode.shape_env)
+
+
+class _Asked(Exception):
+    pass
 
 
 @contextlib.contextmanager
 def _raising(environment: ShapeEnv) -> Iterator[None]:
-    with environment.error_on_new_guards():  # whose error torch tells with a warning, too
-        _torchs_log.addFilter(_nothing)
-        try:
-            yield
-        finally:
-            _torchs_log.removeFilter(_nothing)
+    asked = []
+
+    def raises(*expression: object) -> None:
+        asked.append(expression)
+        raise _Asked
+
+    own = vars(environment)  # `error_on_new_guards` does the same in torch 2.13, where this is called first, too
+    own["_check_frozen"] = raises
+    _torchs_log.addFilter(_nothing)  # it warns of the error
+    try:
+        yield
+        if asked:  # torch has caught the error
+            raise _Asked
+    finally:
+        _torchs_log.removeFilter(_nothing)
+        del own["_check_frozen"]
 
 
 def _nothing(record: logging.LogRecord) -> bool:
