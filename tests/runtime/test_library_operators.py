@@ -650,7 +650,7 @@ def test_an_operator_that_is_defined_anew(catalogue: Fused) -> None:
         for _ in range(2):
             CALLS.clear()
             assert torch.equal(fast(x), torch.relu(x * 2) * 3)
-        assert CALLS == [f"anew {number}"]
+        assert [f"anew {number}"] == CALLS
         call: Any = make_unfused(next(form for form in catalogue.forms if has_librarys(form)), ())
         assert call.__globals__["op_library_autofuse_lib__anew_default"] is anew._opoverload
 
