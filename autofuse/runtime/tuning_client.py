@@ -86,7 +86,7 @@ class TuningClient:
             return True
         if plan.is_decided or not self._open_nodes(plan):
             return True
-        if plan.count < CALLS_BEFORE_TUNING["wait"]:
+        if self._calls_in_bucket(plan) < CALLS_BEFORE_TUNING["wait"]:
             return False
         left = self._context.settings.tuner.budget_seconds - self._context.paused_seconds
         if left > 0:
@@ -277,6 +277,18 @@ class TuningClient:
                 calls[plan.bucket] += plan.count
             found += [plan for plan in undecided if calls[plan.bucket] >= CALLS_BEFORE_TUNING[mode]]
         return found
+
+    def _calls_in_bucket(self, plan: Plan) -> int:
+        """Calls of a plan and of those in its bucket: where every step has another shape, no plan is called twice."""
+        if plan.count >= CALLS_BEFORE_TUNING["wait"]:
+            return plan.count
+        for router in list(self._context.routers):
+            plans = list(router.all_plans())
+            if plan in plans:
+                return router.past.calls_by_bucket.get(plan.bucket, 0) + sum(
+                    other.count for other in plans if other.bucket == plan.bucket
+                )
+        return plan.count
 
     def _ensure_daemon(self, start: Callable[[Settings], object] | None = None) -> None:
         try:
