@@ -52,12 +52,11 @@ _HOOKS = {"load_ipython_extension": "autofuse.integrations.ipython"}  # names th
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOOKS:
-        return getattr(import_module(_HOOKS[name]), name)
-    if name not in _HOME:
+    home = _HOME.get(name) or _HOOKS.get(name)
+    if home is None:
         raise AttributeError(f"module 'autofuse' has no attribute {name!r}; it has {', '.join(__all__)}")
     with _untouched():
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autofuse.integrations.watched import Watched, watched
+from autofuse.preserve_rng import untouched
 from autofuse.stderr import say
 
 Log = Callable[[Mapping[str, float]], None]
@@ -52,7 +53,8 @@ def transformers_callback(store: str | Path | None = None, tune: str | None = No
 
     Errors: ImportError without transformers.
     """
-    from transformers import TrainerCallback
+    with untouched():
+        from transformers import TrainerCallback
 
     part = _Part(store, tune)
 
@@ -68,10 +70,11 @@ def transformers_callback(store: str | Path | None = None, tune: str | None = No
 
 def lightning_callback(store: str | Path | None = None, tune: str | None = None) -> Any:
     """A Lightning callback: ``Trainer(callbacks=[lightning_callback()])``. Errors: ImportError without Lightning."""
-    try:
-        from lightning.pytorch import Callback
-    except ImportError:
-        from pytorch_lightning import Callback
+    with untouched():
+        try:
+            from lightning.pytorch import Callback
+        except ImportError:
+            from pytorch_lightning import Callback
 
     part = _Part(store, tune)
 

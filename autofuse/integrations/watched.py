@@ -69,15 +69,16 @@ class Watched:
 
     def report(self) -> str:
         """What was gained, as ``autofuse report`` prints it. Inside of the block: what has been written so far."""
-        from rich.console import Console
+        with untouched():  # rich draws where it is imported, and for some of its styles
+            from rich.console import Console
 
-        from autofuse.report.brief import render_brief
+            from autofuse.report.brief import render_brief
 
-        found = self._load()
-        if found is None:
-            return "Nothing was watched: autofuse is switched off, or its store could not be used.\n"
-        out = StringIO()
-        render_brief(found, Console(file=out, width=WIDTH, highlight=False))
+            found = self._load()
+            if found is None:
+                return "Nothing was watched: autofuse is switched off, or its store could not be used.\n"
+            out = StringIO()
+            render_brief(found, Console(file=out, width=WIDTH, highlight=False))
         return out.getvalue()
 
     def metrics(self) -> dict[str, float]:

@@ -85,6 +85,29 @@ def test_the_other_two_ways_in_draw_nothing(door: str, tmp_path: Path) -> None:
     assert found == []
 
 
+def test_a_block_and_its_report_move_no_generator(tmp_path: Path) -> None:
+    """The report brings rich, which draws where it is imported."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import random, sys, torch, numpy as np, autofuse\n"
+        "random.seed(1), np.random.seed(1), torch.manual_seed(1)\n"
+        "if sys.argv[1:]:\n"
+        "    with autofuse.session(store=sys.argv[1], tune='off') as part:\n"
+        "        assert 'rich.console' not in sys.modules\n"
+        "        part.report()\n"
+        "    part.report()\n"
+        "    assert 'rich.console' in sys.modules\n"
+        "print(random.random(), np.random.rand(), torch.rand(()).item())\n"
+    )
+    command = [sys.executable, str(path)]
+    plain, ours = (
+        subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+        for arguments in ([], [str(tmp_path / "s.sqlite3")])
+    )
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout == plain.stdout and plain.stdout
+
+
 def test_a_store_of_an_older_version_is_brought_up_without_a_draw(tmp_path: Path) -> None:
     """Alembic and what it brings are imported on the background thread, which could undo nothing."""
     store = tmp_path / "s.sqlite3"
