@@ -1,9 +1,6 @@
 """Work of ours on a script's thread leaves the random generators as they were."""
 
-import contextlib
-import os
 import random
-import sys
 import threading
 
 import numpy as np
@@ -12,7 +9,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from autofuse.preserve_rng import keep_generators, untouched
-from autofuse.report import progress
 
 DRAWS = {
     "python": random.random,
@@ -97,34 +93,3 @@ def test_a_generator_of_another_kind_behind_numpys_functions():
         assert np.random.rand() == first
     finally:
         np.random.set_bit_generator(before)
-
-
-def test_the_bar_tells_what_is_done_and_how_long_it_may_take():
-    assert progress.line(0, 40, 1.0) == f"autofuse: tuning {'─' * 30}  0/40 nodes  0:00:01"
-    assert progress.line(10, 40, 61.0) == (
-        f"autofuse: tuning {'━' * 7}{'─' * 23}  10/40 nodes  0:01:01, about 0:03:03 left"
-    )
-    assert progress.line(41, 40, 3600.0).startswith(f"autofuse: tuning {'━' * 30}  40/40 nodes  1:00:00")
-    assert progress.line(0, 0, 0.0).endswith("0/0 nodes  0:00:00")
-
-
-def test_the_bar_is_drawn_now_and_then_and_wiped_at_the_end(monkeypatch):
-    now, written, (ours, theirs) = [0.0], b"", os.openpty()
-    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
-        patch.setattr(sys, "__stderr__", terminal)
-        with progress.TuningProgress(4, clock=lambda: now[0]) as bar:
-            for done, at in ((1, 0.1), (2, 0.3), (3, 0.35), (4, 0.6)):
-                now[0] = at
-                bar.update(done)
-    with os.fdopen(ours, "rb", 0) as seen, contextlib.suppress(OSError):  # how a terminal's other side ends
-        while piece := seen.read(4096):
-            written += piece
-    before, *bars, last = written.decode().split("\r\x1b[2K")
-    assert [bar.split("nodes")[0].split()[-1] for bar in bars] == ["0/4", "2/4", "4/4"]
-    assert before == last == "", "it is wiped"
-
-
-def test_there_is_no_bar_without_a_terminal(capfd):
-    with progress.TuningProgress(4) as bar:
-        bar.update(2)
-    assert capfd.readouterr() == ("", "")

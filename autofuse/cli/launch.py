@@ -7,6 +7,7 @@ command's. A child that the script forked passes through here too, and leaves wi
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
     from autofuse.runtime.session import Session
 
+FAREWELL = "autofuse.report.farewell:farewell"  # called where the store is kept
 TRIALS_SECONDS = 2.0  # for the store to answer which trials of process settings stand
 
 
@@ -42,9 +44,7 @@ def launch(job: RunJob) -> int:
         _finish(session, ending)
         return ending.exit_code
     if session is not None and job.settings is not None and not ending.in_forked_child:
-        _finish(session, ending)
-        if not job.settings.run.quiet and session.is_stored:
-            _say_goodbye(job.settings)
+        _finish(session, ending, job.settings)
     ending.leave()
 
 
@@ -82,17 +82,21 @@ def _store(settings: Settings) -> StoreClient | None:
     return None
 
 
-def _finish(session: Session | None, ending: Ending) -> None:
+def _finish(session: Session | None, ending: Ending, settings: Settings | None = None) -> None:
+    """End the session; with ``settings`` one line says what the run brought, unless these are for a quiet one."""
     if session is None:
         return
+    is_told = settings is not None and not settings.run.quiet
+    options = _store_option(settings) if settings is not None else ""
     try:
-        session.finish(ending.exit_code)
+        session.finish(ending.exit_code, (FAREWELL, options) if is_told else None)
     except (Exception, KeyboardInterrupt) as error:
         say(f"the results of this run are incomplete: {one_line(error)}")
+    if is_told and session.is_stored:
+        say(session.last_answer or f"Next: autofuse report{options}")
 
 
-def _say_goodbye(settings: Settings) -> None:
-    # The store is named only where the next command would not find it by itself.
-    option = f" --store {settings.run.store}" if settings.origin("run.store") == "command line" else ""
-    say(f"results are in {settings.run.store}")
-    say(f"to see them, type: autofuse report{option}")
+def _store_option(settings: Settings) -> str:
+    """The option with which a later command finds the store; empty where it does by itself."""
+    given = settings.origin("run.store") == "command line"
+    return f" --store {shlex.quote(str(settings.run.store))}" if given else ""

@@ -18,8 +18,9 @@ What it promises:
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from autofuse.db.base import StoreFile
 from autofuse.db.connection import BUSY_TIMEOUT_SECONDS
@@ -30,6 +31,7 @@ from autofuse.db.results import TuneResults
 from autofuse.db.run_log import RunLog, StepLog
 from autofuse.db.run_notes import RootLog, RunNotes, TrialLog
 from autofuse.db.tune_queue import DaemonLog, TuneQueue
+from autofuse.preserve_rng import untouched
 
 
 class Store:
@@ -70,6 +72,13 @@ class Store:
     def data_version(self) -> int:
         """A number that changes when another process or store has written (about 0.1 ms)."""
         return self.file.data_version()
+
+    def apply(self, function: str, *args: Any) -> Any:
+        """Call a function, given as ``module:name``, with this store and ``args``, in the process that keeps it."""
+        with untouched():
+            module, _, name = function.partition(":")
+            called = getattr(importlib.import_module(module), name)
+        return called(self, *args)
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from autofuse.ir.reasons import in_words
 from autofuse.report import wording
-from autofuse.report.report import NodeLine, Report, tuning_cost
+from autofuse.report.report import NodeLine, Report
 from autofuse.report.table import plain_table, say
 from autofuse.report.terminal import STYLES, command_line, next_command
-from autofuse.report.verdict import verdict
+from autofuse.report.verdict import balance, verdict
 
 MAX_NODES = 10
 WIDE = 64  # columns from which times and sizes have room
@@ -51,16 +51,10 @@ def render_brief(report: Report, console: Console) -> None:
 
 def _sums(report: Report) -> str:
     """Steps, the share of fused calls, cost and saving, in a sentence."""
-    totals, run = report.totals, report.run
-    assert run is not None
-    cost = totals.capture_seconds + tuning_cost(run.mode, totals.tuning_seconds, totals.paused_seconds)
-    saved = (
-        "saving not measurable" if totals.seconds_saved is None else f"saved {wording.seconds(totals.seconds_saved)}"
-    )
-    if totals.break_even_step is not None:
-        saved += f", paid back at step {totals.break_even_step:,}"
+    totals = report.totals
+    paid = f", paid back at step {totals.break_even_step:,}" if totals.break_even_step is not None else ""
     fused = f"{wording.percent(totals.fused_share)} of node calls fused" if totals.fused_calls else "no node call fused"
-    return f"{wording.plural(totals.steps, 'step')}, {fused}; cost {wording.seconds(cost)}, {saved}"
+    return f"{wording.plural(totals.steps, 'step')}, {fused}; {balance(report)}{paid}"
 
 
 def _nodes(report: Report, width: int) -> Table:

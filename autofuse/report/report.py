@@ -124,15 +124,19 @@ class Report:
     memory: tuple[MemoryLine, ...] = ()  # one for each root, of its largest measured input; empty if not requested
 
 
+def run_of(store: Store, run_id: int | None) -> RunRow | None:
+    """The run that a report is about; None for a store without runs. Errors: as `load_report`."""
+    if run_id is not None:
+        return store.runs.get(run_id)
+    return store.runs.latest(with_steps=True) or store.runs.latest()
+
+
 def load_report(store: Store, run_id: int | None = None) -> Report:
     """The report of run ``run_id``; by default of the newest run with steps, else of the newest run.
 
     Errors: StoreError for an id that the store does not hold.
     """
-    if run_id is not None:
-        run: RunRow | None = store.runs.get(run_id)
-    else:
-        run = store.runs.latest(with_steps=True) or store.runs.latest()
+    run = run_of(store, run_id)
     if run is None:
         return Report(str(store.path))
     roots, events = store.roots.of_run(run.id), store.notes.events(run.id)

@@ -18,6 +18,12 @@ from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL
 from autofuse.report.strictness import StrictCost
 
 MAX_MEMORY = 4
+MISSING_PARTS = (
+    "no_compiler",
+    "no_triton",
+    "store_unusable",
+    "daemon_unusable",
+)  # kinds of notices: nothing can be fused
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,12 @@ class Verdict:
     """Whether a run gained, in a sentence."""
 
     kind: Literal["gain", "loss", "none"]  # "none": no gain, or none that was measured
-    sentence: str
+    claim: str
+    evidence: str = ""  # the rest of the sentence: against what, how sure
+
+    @property
+    def sentence(self) -> str:
+        return self.claim + self.evidence
 
 
 def verdict(report: Report) -> Verdict:
@@ -46,10 +57,21 @@ def verdict(report: Report) -> Verdict:
     if not span:
         said = f" (only {wording.plural(speedup.pairs, 'comparison')}: {MIN_PAIRS_FOR_INTERVAL} make an interval)"
     if speedup.is_gain:
-        return Verdict("gain", f"{wording.times(speedup.median)} faster steps than eager{said}")
+        return Verdict("gain", f"{wording.times(speedup.median)} faster steps", f" than eager{said}")
     if speedup.high is not None and speedup.high < 1.0:
-        return Verdict("loss", f"No gain: steps run at {wording.times(speedup.median)} of eager's speed{said}")
-    return Verdict("none", f"No gain: {wording.times(speedup.median)} is not distinguishable from eager{said}")
+        return Verdict("loss", f"No gain: steps run at {wording.times(speedup.median)} of eager's speed", said)
+    return Verdict("none", f"No gain: {wording.times(speedup.median)} is not distinguishable from eager", said)
+
+
+def balance(report: Report) -> str:
+    """``cost 26.9 s, saved 7.9 s``: what capture and tuning took so far, and what the steps since have brought."""
+    totals, run = report.totals, report.run
+    assert run is not None
+    cost = totals.capture_seconds + tuning_cost(run.mode, totals.tuning_seconds, totals.paused_seconds)
+    saved = totals.seconds_saved
+    if saved is None:
+        return f"cost {wording.seconds(cost)}, saving not measurable"
+    return f"cost {wording.seconds(cost)}, {'saved' if saved >= 0 else 'lost'} {wording.seconds(abs(saved))}"
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -79,8 +101,8 @@ def _why_nothing_fused(report: Report) -> str:
     run = report.run
     assert run is not None
     for row in report.events:
-        if row.event.kind in ("no_compiler", "no_triton", "store_unusable", "daemon_unusable"):
-            return row.event.message
+        if row.event.kind in MISSING_PARTS:
+            return wording.sentence(row.event.message.rstrip("."))
     if report.queue.open:
         return (
             f"{wording.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."

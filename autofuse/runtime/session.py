@@ -87,6 +87,8 @@ class Session:
         self._finished = False
         self._pid = os.getpid()
         self._exit_code: int | None = None
+        self._last_question: tuple[str, ...] | None = None
+        self.last_answer: str | None = None  # to the question of `finish`; None where the store gave none
         self._knows_roots = False
         self._loading = make_rlock()
         self._planner: Planner | None = None
@@ -281,6 +283,9 @@ class Session:
             store.profiles.put_ops(run_id, self.roots.observer.profiles())
             store.profiles.put_dims(run_id, self.roots.observer.histograms())
             store.runs.finish(run_id, self.totals(usage))
+            if self._last_question is not None:
+                with contextlib.suppress(Exception):  # the run's results are written by now
+                    self.last_answer = store.apply(self._last_question[0], run_id, *self._last_question[1:])
             self._forget_old_runs(store)
 
     def _forget_old_runs(self, store: Store) -> None:
@@ -325,9 +330,11 @@ class Session:
 
     # ---- the end ---------------------------------------------------------------------------------------
 
-    def finish(self, exit_code: int | None) -> None:
+    def finish(self, exit_code: int | None, question: tuple[str, ...] | None = None) -> None:
         """Stop observing, write everything, hand over the remaining tuning work.
 
+        ``question``: a function for `Store.apply` and what follows the run's number in its arguments; `last_answer` is
+        what it returns once everything is written.
         Does nothing in a forked child, which may call this when it ends: the session is its parent's.
         """
         global _current
@@ -335,6 +342,7 @@ class Session:
             return
         self._finished = True
         self._exit_code = exit_code if exit_code is not None else 0
+        self._last_question = question
         with untouched():
             self.roots.uninstall()
             self.optimizers.uninstall()

@@ -106,17 +106,18 @@ class TuningClient:
         context.disturbances += 1
         try:
             with untouched():
-                requests = [*requests, *self.requests_for(self._hot_plans("wait"))]
+                plans = self._hot_plans("wait")
+                requests = [*requests, *self.requests_for(plans)]
                 if requests:
                     ticket = context.store_thread.post_requests(requests)
                     context.store_thread.wait_written(ticket, 10.0)
-                    self._wait_for_daemon(len(requests), began + budget_seconds)
+                    self._wait_for_daemon(len(requests), began + budget_seconds, plans)
         except (AutofuseError, OSError) as error:
             context.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
         finally:
             self._context.paused_seconds += time.perf_counter() - began
 
-    def _wait_for_daemon(self, total: int, deadline: float) -> None:
+    def _wait_for_daemon(self, total: int, deadline: float, plans: Sequence[Plan]) -> None:
         context = self._context
         restarts, began = 0, time.perf_counter()
         self._touch()
@@ -125,7 +126,7 @@ class TuningClient:
         with TuningProgress(total, quiet=context.settings.run.quiet) as progress:
             while context.store_thread.usable:
                 left = context.store_thread.open_work()
-                progress.update(total - left if left is not None else 0)
+                progress.update(total - left if left is not None else 0, lambda: self._saving_us(plans))
                 self._touch()
                 if left == 0:
                     return
@@ -147,6 +148,11 @@ class TuningClient:
                         context.say_once("daemon_restarted", "the tuning daemon ended unexpectedly and was restarted")
                         self._ensure_daemon()
                 time.sleep(POLL_SECONDS)
+
+    def _saving_us(self, plans: Iterable[Plan]) -> float:
+        """What the kernels decided on so far save in a call of each plan, by their races."""
+        chosen = [node for plan in plans for node in plan.nodes if node.tag and not node.covered]
+        return sum(self._kernels.saving_us(node.fusion_id, node.values, node.slot.device) for node in chosen)
 
     def _touch(self) -> None:
         """Tell the daemon that a script waits, so that it need not yield."""

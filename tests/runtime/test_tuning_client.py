@@ -1,6 +1,7 @@
 """What a session asks to be tuned, and when: shapes that come but once add up within their bucket."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from autofuse.capture.backend import compile_with
 from autofuse.daemon import throttle
 from autofuse.daemon.peers import Peers
+from autofuse.ir.records import EAGER, Bucket, Candidate, Decision, DecisionKey
 from autofuse.pipeline import route_graph
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
@@ -133,3 +135,26 @@ def test_a_bucket_that_is_seldom_called_is_not(asked):
     assert asked("background", [40, 50]) == []
     assert asked("background", [20, 40, 80, 160]) == [], "each in a bucket of its own"
     assert len(asked("after", [40, 50])) == 1 and asked("after", [40]) == []
+
+
+def test_the_bar_tells_what_the_winners_so_far_save(tmp_path):
+    values = {"run.store": tmp_path / "s.sqlite3", "run.tune": "wait", "run.quiet": True}
+    session = make_session(load(cli=values, environ={}, cwd=tmp_path), "test")
+    cpu = torch.device("cpu")
+    place = session.kernels.catalogue.backends.place(cpu)
+
+    def decide(fusion_id, variant, unfused_us, fused_us):
+        key = DecisionKey(fusion_id, Bucket(()).label, place.key, place.threads, session.context.versions)
+        found = Decision(key, Bucket(()), Candidate(variant), None, unfused_us, fused_us, 2.0, 1.9, 2.1, "won")
+        session.kernels.catalogue.table.update([found])
+
+    def node(fusion_id, tag, covered=False):
+        return SimpleNamespace(
+            fusion_id=fusion_id, values=(), tag=tag, covered=covered, slot=SimpleNamespace(device=cpu)
+        )
+
+    decide("won", "c_generic", 30.0, 10.0)
+    decide("group", "way", 100.0, 60.0)
+    decide("lost", EAGER, 30.0, 40.0)
+    nodes = [node("won", "k"), node("won", "k"), node("group", "g"), node("won", "k", covered=True), node("lost", "")]
+    assert session.tuning._saving_us([SimpleNamespace(nodes=nodes)]) == 20.0 + 20.0 + 40.0, "not that of covered nodes"
