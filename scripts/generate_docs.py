@@ -1,4 +1,4 @@
-"""Writes the documents that are made from code: the settings, their annotated file, and the reason codes.
+"""Writes the documents that are made from code: the settings, their annotated file, the reason codes, a schema.
 
 In: `autofuse.settings` and the tables of words in `autofuse.report`. Out: `PAGES`, a text for each file of the
 repository; run as a script it writes them. Guarantee: the texts do not depend on this machine or user, and nothing here
@@ -7,6 +7,7 @@ imports torch. `tests/docs/test_generated.py` compares the files with these text
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -17,7 +18,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pydantic import TypeAdapter
+
 from autofuse.report import wording
+from autofuse.report.json_types import SCHEMA_VERSION, JsonReport
 from autofuse.settings.layers import GROUPS, OWN_CHOICE, SPECS, SettingSpec, as_text, group_help, profile_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,10 +152,37 @@ def reasons_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+# ---- the report for programs ----------------------------------------------------------------------
+
+
+def report_schema() -> str:
+    """autofuse/report/report.schema.json, in draft 2020-12 of JSON Schema."""
+    schema = _closed(TypeAdapter(JsonReport).json_schema(mode="serialization"))
+    schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1) + "\n"
+
+
+def _closed(schema: Any) -> Any:
+    """Of each object all keys are required, and there are no others; names alone are no titles."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _closed(item) for name, item in schema.items() if name != "default" and not _is_title(name, item)}
+    if isinstance(schema.get("properties"), dict):
+        found |= {"required": list(schema["properties"]), "additionalProperties": False}
+    return found
+
+
+def _is_title(name: str, item: Any) -> bool:
+    return name == "title" and isinstance(item, str)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/settings.md": settings_page,
     "docs/reference/reasons.md": reasons_page,
     "configs/autofuse.toml": annotated_toml,
+    "autofuse/report/report.schema.json": report_schema,
 }
 
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "watch": _Entry("autofuse.cli.watch", "Watch the newest run while it goes on."),
     "runs": _Entry("autofuse.cli.runs", "List the runs of a store, compare two, or delete some."),
     "explain": _Entry("autofuse.cli.explain", "Tell why something was fused or left alone."),
+    "trace": _Entry("autofuse.cli.trace", "Write a step of a run, node by node, as a Chrome trace."),
     "show": _Entry("autofuse.cli.show", "Print the source of a node's kernel, C or Triton."),
     "repro": _Entry("autofuse.cli.repro", "Write one file that runs a node's kernel beside eager."),
     "tune": _Entry("autofuse.cli.tune", "Work off the tuning queue now, in the foreground."),

@@ -26,6 +26,7 @@ Examples:
     "--run", "run_id", type=click.IntRange(min=1), metavar="N", help="Number of the run. Default: the newest."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--json-schema", "is_schema", is_flag=True, help="Print the JSON Schema of what --json prints.")
 @click.option(
     "--html",
     "page",
@@ -35,7 +36,9 @@ Examples:
 )
 @click.option("--verbose", is_flag=True, help="Show all: shapes, modules, refusals, notes, where eager's time goes.")
 @store_option
-def command(run_id: int | None, as_json: bool, page: Path | None, verbose: bool, store: Path | None) -> None:
+def command(
+    run_id: int | None, as_json: bool, is_schema: bool, page: Path | None, verbose: bool, store: Path | None
+) -> None:
     """Show what was fused, how much faster it is, and what tuning cost.
 
     The speedup compares steps on fused kernels with steps of the same run that were held out and ran eager. A run that
@@ -44,11 +47,14 @@ def command(run_id: int | None, as_json: bool, page: Path | None, verbose: bool,
     if page is not None and as_json:
         raise click.UsageError("expected one of --json and --html, found both")
     # Imported when the command runs: its help needs no rich, SQLAlchemy or report.
-    from autofuse.report.as_json import report_to_json
+    from autofuse.report.as_json import SCHEMA, report_to_json
     from autofuse.report.brief import render_brief
     from autofuse.report.report import load_report
     from autofuse.report.terminal import render_report
 
+    if is_schema:
+        click.echo(SCHEMA.read_text(encoding="utf-8"), nl=False)
+        return
     with open_store(load_settings(store=store)) as opened:
         if page is not None:
             from autofuse.report.html.page import html_report

@@ -126,29 +126,7 @@ def _add(sizes: Sequence[Size], weights: Sequence[float], times: Sequence[float]
     )
 
 
-# ---- for programs and for people ------------------------------------------------------------------------
-
-
-def graphs_to_json(lines: Sequence[GraphLine]) -> dict[str, Any]:
-    """``{"graphs": [...], "graph_sum": {...} or None, "fusion": {...}}``."""
-    total = sum_graphs(lines)
-    return {
-        "graphs": [
-            {
-                "phase": line.phase,
-                "source": line.source,
-                "captures": line.captures,
-                "calls": line.calls,
-                "times": line.times,
-                "before": line.before.to_json(),
-                "after": line.after.to_json(),
-                "fusion": line.fusion.summary(),
-            }
-            for line in lines
-        ],
-        "graph_sum": total and {"steps": total.steps, "before": total.before.to_json(), "after": total.after.to_json()},
-        "fusion": sum_fusion(lines).summary(),
-    }
+# ---- for people ----------------------------------------------------------------------------------------
 
 
 def graph_table(lines: Sequence[GraphLine]) -> Table:

@@ -14,8 +14,8 @@ from autofuse.db.rows import EventRow, QueueStatus, RequestRow, RunRow, SettingT
 from autofuse.db.store import Store
 from autofuse.ir.commands import script_of
 from autofuse.ir.records import (
+    DETAILS,
     EAGER,
-    GRAPH_METRICS,
     PEAK_MEMORY,
     Bucket,
     Decision,
@@ -155,7 +155,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         roots=tuple(roots),
         settings=tuple(trials_of(store.trials.standing(), run)),
         refusals=tuple(count_refusals(store.notes.refusals(run.id))),
-        events=tuple(row for row in events if row.event.kind not in (GRAPH_METRICS, PEAK_MEMORY)),
+        events=tuple(row for row in events if row.event.kind not in DETAILS),
         steps=gain.rows,
         balance=gain.balance,
         queue=store.queue.length(run_id=run.id),

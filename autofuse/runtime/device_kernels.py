@@ -16,6 +16,7 @@ from autofuse.preserve_rng import untouched
 from autofuse.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
+    from autofuse.ir.records import Decision
     from autofuse.runtime.catalogue import Catalogue
     from autofuse.runtime.choice import Choice
     from autofuse.runtime.device_backends import Place
@@ -65,11 +66,10 @@ class DeviceKernels:
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
         return self.catalogue.choose(fusion_id, values, device)
 
-    def saving_us(self, fusion_id: str, values: Sequence[int], device: torch.device) -> float:
-        """What a call of the node's winner saves, by its race; 0.0 where none is known."""
+    def decision(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Decision | None:
+        """The decision that stands for a node; None where none is known."""
         place = self.catalogue.backends.place(device)
-        decision = self.catalogue.table.find(fusion_id, values, place) if place is not None else None
-        return max(0.0, decision.unfused_us - decision.fused_us) if decision is not None else 0.0
+        return self.catalogue.table.find(fusion_id, values, place) if place is not None else None
 
     def use_device(self, device: torch.device) -> None:
         """Called when the script has tensors on a device: read the decisions for its model."""

@@ -49,6 +49,10 @@ class GraphMetricsLog:
         if described.metrics is not None:
             self._graphs.append((router, described.metrics | {"fusion": described.fusion.to_json()}))
 
+    def source_of(self, fusion_id: str) -> str:
+        """The first source line of a node; empty where it is not known."""
+        return self.sources.get(fusion_id, "")
+
     def post(self, post_event: Callable[[Event], None]) -> None:
         """Post one event per graph, with its calls so far."""
         for router, data in self._graphs:

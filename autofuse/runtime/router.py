@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from autofuse.errors import AutofuseError
 from autofuse.gpu import capturing
 from autofuse.ir.composites import has_librarys
 from autofuse.locks import make_lock
+from autofuse.runtime.call_records import CallRecords, Stopwatch
 from autofuse.runtime.choice import Choice, RouterHost
 from autofuse.runtime.debug_texts import routes_text
 from autofuse.runtime.injector import INJECTOR
@@ -69,6 +71,7 @@ class GraphRouter:
         self.plans: dict[tuple[int, ...], Plan] = {}  # settled plans: found without a query
         self.pending: dict[tuple[int, ...], Plan] = {}
         self.past = Usage()  # counters of evicted plans
+        self.records = CallRecords()
         self.lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # the dict in which calls find their plan
         self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each caller of `note_plans`
         self._clock = clock
@@ -99,11 +102,12 @@ class GraphRouter:
         return self.program.call(self.lookup, self.plan_for, args)
 
     def _timed(self, args: list[Any]) -> Any:
-        times = [0.0] * len(self.program.slots)
-        used: list[Plan] = []
+        watch, used = Stopwatch(), list[Plan]()
         start = self._clock()
-        result = self.program.timed_call(_Recorder(self, used), self.plan_for, args, times)
-        used[-1].add_sample(self._clock() - start, times)
+        result = self.program.timed_call(_Recorder(self, used, watch), self.plan_for, args, watch)
+        ended = perf_counter()
+        used[-1].add_sample(self._clock() - start, watch.times(len(self.program.slots)))
+        self.records.add(used[-1], watch, ended)
         return result
 
     def all_plans(self) -> Iterator[Plan]:
@@ -393,14 +397,16 @@ def _filled(plan: Plan, calls: Sequence[NodeCall | None]) -> tuple[NodeCall | No
 class _Recorder:
     """Replaces the dict of plans in a timed call, to record which plan ran."""
 
-    def __init__(self, router: GraphRouter, used: list[Plan]) -> None:
+    def __init__(self, router: GraphRouter, used: list[Plan], watch: Stopwatch) -> None:
         self._router = router
         self._used = used
+        self._watch = watch
 
     def get(self, key: tuple[int, ...]) -> Plan:
         plan = self._router.lookup.get(key) or self._router.plan_for(key)
         plan.start_sample()
         self._used.append(plan)
+        self._watch.begin()
         return plan
 
 

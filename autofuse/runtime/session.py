@@ -31,6 +31,7 @@ from autofuse.ir.records import Bucket, RunStart, RunTotals, StepSample
 from autofuse.ir.strict import strictly
 from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
+from autofuse.runtime.call_records import post_records
 from autofuse.runtime.debug_texts import fusion_text, timings_text
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.graph_runner import GraphRunner
@@ -230,6 +231,11 @@ class Session:
 
         return check_against(node, fused, node.unfused, self.context.say_once)
 
+    def _speedup_of(self, node: NodeState) -> float:
+        """Of the node's winner, in its race."""
+        decision = self.kernels.decision(node.fusion_id, node.values, node.slot.device)
+        return decision.speedup if decision is not None else 1.0
+
     # ---- the background thread ------------------------------------------------------------------------
 
     def _lose_store(self, kind: str, message: str) -> None:
@@ -351,7 +357,10 @@ class Session:
             if self._planner is not None:
                 sums = self._planner.engine.optimizer.get_stats
                 tell(Level.PLAN, lambda: fusion_text("in this process", sums()))
-            self.context.notes.post(self.context.store_thread.post_event)
+            notes, post = self.context.notes, self.context.store_thread.post_event
+            notes.post(post)
+            with contextlib.suppress(Exception):  # they are worth no more than a line of `autofuse trace`
+                post_records(self.context.routers, self._speedup_of, notes.source_of, post)
             self.tuning.hand_over()
             self.context.store_thread.stop()
             self.tuning.withdraw()

@@ -152,7 +152,8 @@ class TuningClient:
     def _saving_us(self, plans: Iterable[Plan]) -> float:
         """What the kernels decided on so far save in a call of each plan, by their races."""
         chosen = [node for plan in plans for node in plan.nodes if node.tag and not node.covered]
-        return sum(self._kernels.saving_us(node.fusion_id, node.values, node.slot.device) for node in chosen)
+        found = [self._kernels.decision(node.fusion_id, node.values, node.slot.device) for node in chosen]
+        return sum(max(0.0, won.unfused_us - won.fused_us) for won in found if won is not None)
 
     def _touch(self) -> None:
         """Tell the daemon that a script waits, so that it need not yield."""

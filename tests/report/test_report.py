@@ -34,7 +34,8 @@ from autofuse.db.store import Store
 from autofuse.errors import StoreError
 from autofuse.ir.records import EAGER, Bucket, Event, RootRecord, RunStart, RunTotals, TuneRequest
 from autofuse.report import wording
-from autofuse.report.as_json import SCHEMA_VERSION, report_to_json
+from autofuse.report.as_json import report_to_json
+from autofuse.report.json_types import SCHEMA_VERSION
 from autofuse.report.report import Report, decision_for, load_report, node_line, tuning_cost
 from autofuse.report.terminal import MAX_NODES, render_report
 
