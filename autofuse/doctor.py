@@ -10,9 +10,12 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +25,27 @@ from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.triton.targets import LIMITS, target_of
 from autofuse.db.file_systems import network_type
-from autofuse.db.rows import DaemonState
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
 from autofuse.private_files import check_above, check_beside
 from autofuse.settings.layers import Settings
 
 TORCH_RANGE: Final = ((2, 11), (2, 14))  # as in pyproject.toml: from, up to but not including
+
+LEAST_BYTES, SOME_BYTES = 2**26, 2**30  # of a disk: less is an error, or worth a note
+CLOCK_FILES: Final = "/sys/devices/system/clocksource/clocksource0"
+FAST_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter")  # read without a call of the kernel
+SLOW_CLOCK_US, CLOCK_CALLS = 0.5, 20_000  # tsc takes 0.03 to 0.1 us, hpet and acpi_pm over 1 us
+SILENT_SECONDS = 600.0  # without a heartbeat of a daemon, which makes one at each job
+MANAGERS: Final = (
+    ("apt-get", "apt-get install"),
+    ("dnf", "dnf install"),
+    ("zypper", "zypper install"),
+    ("pacman", "pacman -S"),
+    ("apk", "apk add"),
+)
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+) *(?P<bounds>[<>=\d.,]*)")
+_BOUND = re.compile(r"(>=|<)([\d.]+)")
 
 # Compiled and run as kernels are: OpenMP, vector math, a shared object loaded into this process.
 _TEST_SOURCE = """\
@@ -102,6 +119,7 @@ def examine(settings: Settings, only: Collection[str] = ()) -> Iterator[Finding]
     checks: list[tuple[str, Callable[[Settings], Finding]]] = [
         ("Python", _check_python),
         ("torch", _check_torch),
+        ("packages", _check_packages),
         ("torch's private names", _check_private_names),
         ("C compiler", _check_compiler),
         ("graphs in C", _check_graphs_in_c),
@@ -112,7 +130,9 @@ def examine(settings: Settings, only: Collection[str] = ()) -> Iterator[Finding]
         ("GPU driver", _check_gpu_driver),
         ("Triton", _check_triton),
         ("GPU launcher", _check_gpu_launcher),
+        ("clock", _check_clock),
         ("store", _check_store),
+        ("disk", _check_disk),
         ("daemon", _check_daemon),
     ]
     for name, check in checks:
@@ -126,8 +146,9 @@ def examine(settings: Settings, only: Collection[str] = ()) -> Iterator[Finding]
 
 def _check_python(settings: Settings) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    ok = sys.version_info >= (3, 11)
-    return Finding("Python", ok, f"{version} at {sys.executable}", "install Python 3.11, 3.12 or 3.13")
+    ok = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    remedy = f"{install_command('python3')}, for 3.11, 3.12 or 3.13"
+    return Finding("Python", ok, f"{version} at {sys.executable}", remedy)
 
 
 def _check_torch(settings: Settings) -> Finding:
@@ -140,6 +161,33 @@ def _check_torch(settings: Settings) -> Finding:
     parts = text.split("+")[0].split(".")
     inside = TORCH_RANGE[0] <= (int(parts[0]), int(parts[1])) < TORCH_RANGE[1]
     return Finding("torch", inside, text if inside else f"{text}, outside of {low} up to {high}", remedy)
+
+
+def _check_packages(settings: Settings) -> Finding:
+    """All others that autofuse needs, in the versions that it is made for."""
+    wrong, count = [], 0
+    for line in importlib.metadata.requires("autofuse") or ():
+        found = _REQUIREMENT.fullmatch(line)
+        if found is None or found["name"] == "torch":  # of an extra; or has a check of its own
+            continue
+        count += 1
+        try:
+            version = importlib.metadata.version(found["name"])
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        if not version or not all(_is_within(version, *bound) for bound in _BOUND.findall(found["bounds"])):
+            wrong.append((f"{found['name']} {version or 'not installed'}", f"'{found['name']}{found['bounds']}'"))
+    if not wrong:
+        return Finding("packages", True, f"all {count} are there")
+    asked = " ".join(requirement for _, requirement in wrong)
+    return Finding("packages", False, "; ".join(found for found, _ in wrong), f"pip install {asked}")
+
+
+def _is_within(version: str, operator: str, bound: str) -> bool:
+    """Whether a version keeps to a bound such as ``>= 2.0``; numbers alone are compared."""
+    ours, theirs = ([int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]] for text in (version, bound))
+    ours, theirs = ([*numbers, 0, 0][:3] for numbers in (ours, theirs))
+    return ours >= theirs if operator == ">=" else ours < theirs
 
 
 def _check_private_names(settings: Settings) -> Finding:
@@ -177,7 +225,7 @@ def names_finding(count: int, lacks: Sequence[Lack]) -> Finding:
 
 
 def _check_compiler(settings: Settings) -> Finding:
-    remedy = "sudo apt install gcc, or name one: export AUTOFUSE_CC=/path/to/gcc"
+    remedy = f"{install_command('gcc')}, or name one: export AUTOFUSE_CC=/path/to/gcc"
     try:
         toolchain = find_toolchain(settings.run.cc or None)
         library = compile_source(_TEST_SOURCE, toolchain, toolchain.flags, timeout=60.0)
@@ -337,14 +385,55 @@ def _check_store(settings: Settings) -> Finding:
     return Finding("store", True, found if path.exists() else f"{found}, to be made by the first run")
 
 
+def _check_disk(settings: Settings) -> Finding:
+    """Room for the store, and for the files of a compilation."""
+    folder = next(parent for parent in settings.run.store.parents if parent.exists())
+    free = {str(place): shutil.disk_usage(place).free for place in (folder, Path(tempfile.gettempdir()))}
+    place, least = min(free.items(), key=lambda item: item[1])
+    found = f"{least / 2**30:.1f} GiB free at {place}"
+    if place == str(folder):
+        remedy = f"autofuse store prune --store {settings.run.store}, or export AUTOFUSE_STORE=PATH on a larger disk"
+    else:
+        remedy = f"make room: du -sh {place}/* | sort -h | tail, or export TMPDIR=PATH on a larger disk"
+    return Finding("disk", least >= SOME_BYTES, found, remedy, least < LEAST_BYTES)
+
+
+def _check_clock(settings: Settings) -> Finding:
+    """Races measure some us: a clock that is asked through the kernel adds its own time, and noise."""
+    began = time.perf_counter()
+    for _ in range(CLOCK_CALLS):
+        time.perf_counter()
+    cost_us = (time.perf_counter() - began) / CLOCK_CALLS * 1e6
+    try:
+        source, others = (
+            Path(CLOCK_FILES, name).read_text().strip() for name in ("current_clocksource", "available_clocksource")
+        )
+    except OSError:
+        source, others = "unknown", ""
+    found = f"source {source}, {1000 * cost_us:.0f} ns a call"
+    better = next((name for name in FAST_CLOCKS if name in others.split()), "")
+    remedy = "nothing to do: races take more rounds here"
+    if better and better != source:
+        remedy = f"echo {better} | sudo tee {CLOCK_FILES}/current_clocksource"
+    return Finding("clock", cost_us < SLOW_CLOCK_US, found, remedy, False)
+
+
 def _check_daemon(settings: Settings) -> Finding:
     from autofuse.daemon import control  # here, so that a broken tuner is a finding and not the end of the examination
 
     state = control.status(settings)
-    return Finding("daemon", True, _daemon_line(state), "", False)
-
-
-def _daemon_line(state: DaemonState | None) -> str:
     if state is None:
-        return "not running; 'autofuse run' starts it when there is work"
-    return f"process {state.pid}, {state.state}, {state.queued} queued"
+        return Finding("daemon", True, "not running; 'autofuse run' starts it when there is work")
+    found = f"process {state.pid}, {state.state}, {state.queued} queued"
+    silent = time.time() - state.heartbeat_at if state.heartbeat_at else 0.0
+    if silent < SILENT_SECONDS:
+        return Finding("daemon", True, found)
+    option = f" --store {settings.run.store}" if settings.origin("run.store") == "command line" else ""
+    remedy = f"autofuse daemon stop{option}; autofuse daemon logs{option} says what it did last"
+    return Finding("daemon", False, f"{found}, no sign of life for {silent:.0f} s", remedy)
+
+
+def install_command(package: str) -> str:
+    """The command that installs a package with this system's package manager."""
+    command = next((command for name, command in MANAGERS if shutil.which(name)), "apt-get install")
+    return f"{'' if os.geteuid() == 0 else 'sudo '}{command} {package}"

@@ -10,6 +10,8 @@ from autofuse.cli.options import load_settings, store_option
 from autofuse.cli.output import out_console
 from autofuse.doctor import examine
 
+WIDE = 64  # columns from which names stand beside what was found
+
 EPILOG = """\
 \b
 Example:
@@ -34,14 +36,18 @@ def command(store: Path | None) -> int:
         findings = list(examine(load_settings(store=store)))
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    if console.width >= WIDE:
+        table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
         mark = ("ok", "green") if finding.ok else ("missing", "bold red") if finding.essential else ("note", "yellow")
         text = Text(finding.found)
         if not finding.ok and finding.remedy:
             text.append(f"\n-> {finding.remedy}", "bold")
-        table.add_row(Text(*mark), finding.name, text)
+        if console.width >= WIDE:
+            table.add_row(Text(*mark), finding.name, text)
+        else:
+            table.add_row(Text(*mark), Text(finding.name, "bold").append("\n").append_text(text))
         failed += not finding.ok and finding.essential
     console.print(table)
     if failed:
