@@ -42,6 +42,7 @@ COMMANDS = {
     "daemon": _Entry("autofuse.cli.daemon", "Start, stop or look at the background tuner."),
     "store": _Entry("autofuse.cli.store", "Put the store aside, or shorten its history."),
     "config": _Entry("autofuse.cli.config", "List all settings with their values and where those come from."),
+    "completion": _Entry("autofuse.cli.completion", "Print what lets a shell complete commands, options and names."),
     "doctor": _Entry("autofuse.cli.doctor", "Check that this machine has what autofuse needs."),
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autofuse.cli.complete import nodes
 from autofuse.cli.options import load_settings, open_store, store_option
 from autofuse.cli.output import out_console
 from autofuse.errors import UsageError
@@ -34,7 +35,7 @@ class _Explain(click.Command):
 
 
 @click.command("explain", cls=_Explain, epilog=EPILOG)
-@click.argument("node", required=False, metavar="[NODE|SCRIPT.py]")
+@click.argument("node", required=False, metavar="[NODE|SCRIPT.py]", shell_complete=nodes)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 @store_option
 def command(node: str | None, arguments: tuple[str, ...], store: Path | None) -> int:

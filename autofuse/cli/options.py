@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.shell_completion import CompletionItem
 
 from autofuse.cli.output import say
 from autofuse.errors import StoreError
@@ -52,11 +53,15 @@ def script_arguments(is_required: bool) -> Callable[[Function], Function]:
             return function(target=None if script is None else Target(script, arguments, is_module), **options)
 
         made = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(with_target)
-        made = click.argument("script", required=is_required)(made)
+        made = click.argument("script", required=is_required, shell_complete=_files)(made)
         made = click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")(made)
         return cast(Function, made)
 
     return decorate
+
+
+def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]  # the shell's own completion
 
 
 def open_store(settings: Settings) -> Store:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autofuse.cli.complete import nodes
 from autofuse.cli.options import load_settings, open_store, store_option
 from autofuse.cli.output import write_file
 from autofuse.cli.show import bucket_option, find_node
@@ -20,7 +21,7 @@ Examples:
 
 
 @click.command("repro", epilog=EPILOG)
-@click.argument("node")
+@click.argument("node", shell_complete=nodes)
 @bucket_option
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write it to FILE.")
 @store_option

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autofuse.cli.complete import nodes
 from autofuse.cli.options import load_settings, open_store, store_option
 from autofuse.cli.output import out_console
 from autofuse.errors import UsageError
@@ -39,7 +40,7 @@ def find_node(store: Store, name: str) -> NodeStory:
 
 
 @click.command("show", epilog=EPILOG)
-@click.argument("node")
+@click.argument("node", shell_complete=nodes)
 @bucket_option
 @store_option
 def command(node: str, bucket: str | None, store: Path | None) -> None:
