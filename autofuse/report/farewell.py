@@ -23,4 +23,5 @@ def farewell(store: Store, run_id: int, options: str = "") -> str:
     else:  # which shows the newest run with steps where it is not told which one
         which = "" if newest is not None and newest.id == run_id else f" --run {run_id}"
         command = f"autofuse report{which}"
-    return f"{verdict(report).claim.rstrip('.')}.{cost} Next: {command}{options}"
+    claim = " ".join(verdict(report).claim.split()).rstrip(".")  # messages and names may have lines
+    return f"{claim}.{cost} Next: {command}{options}"

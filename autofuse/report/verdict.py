@@ -113,6 +113,8 @@ def _why_nothing_fused(report: Report) -> str:
     if any(not line.fused_calls for line in report.nodes):
         if run.mode == "off":
             return "Tuning was off, and the store has no winner for this run's nodes."
+        if not any(line.variant for line in report.nodes):
+            return "None of its nodes has been tuned yet."
         return "Eager's own kernels won for every node that was tuned."
     if any(root.state == "captured" for root in report.roots):
         return "The captured graphs hold no operators that can be fused."

@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from autofuse.cli.launch import FAREWELL
 from autofuse.db.client import StoreClient
 from autofuse.db.store import Store
 from autofuse.ir.records import Event, RootRecord, RunStart, RunTotals, StepSample
-from tests.report.report_records import DEVICE, ROOT, VERSIONS, fill, open_store
+from tests.report.report_records import DEVICE, HOT, NORM, ROOT, VERSIONS, fill, open_store, use
 
 
 @pytest.fixture
@@ -54,8 +55,20 @@ def test_no_gain_says_why(store: Store) -> None:
 
 def test_what_is_missing_leads_to_doctor(store: Store) -> None:
     run = start(store)
-    store.notes.add_event(run, Event("no_compiler", "expected a C compiler, found none"))
+    store.notes.add_event(run, Event("no_compiler", "expected a C compiler,\nfound none"))
     assert store.apply(FAREWELL, run) == ("Nothing ran fused. Expected a C compiler, found none. Next: autofuse doctor")
+
+
+def test_ten_thousand_nodes_are_one_line_too(store: Store) -> None:
+    run = start(store)
+    many = [
+        replace(use(NORM, HOT, 1, 0, 0.0), fusion_id=f"{n:064d}", label=f"[bold]{n}\x1b[2J", operations="a\nb")
+        for n in range(10_000)
+    ]
+    store.nodes.put_uses(run, many)
+    assert store.apply(FAREWELL, run) == (
+        "Nothing ran fused. None of its nodes has been tuned yet. Next: autofuse report"
+    )
 
 
 def test_the_command_names_the_run_that_it_would_not_show(store: Store) -> None:

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autofuse.cli.app import parse
@@ -235,6 +235,7 @@ def test_a_node_of_one_operation_and_of_many() -> None:
     assert "and 28 more" in str(node_chart(many_of_them, 1.0, 2.0))
 
 
+@example(0.0, 5e-324)
 @given(
     st.floats(-1e6, 1e6, allow_nan=False),
     st.floats(0, 1e6, allow_nan=False),

@@ -49,10 +49,13 @@ def title(words: str) -> Markup:
     return element("title", words)
 
 
+SMALLEST = 1e-300  # a span whose logarithm, and fifth, are no trouble
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from ``low`` to ``high``, some ``about`` of them."""
     span = high - low
-    if not span > 0 or not math.isfinite(span):
+    if not span > SMALLEST or not math.isfinite(span):
         return [low]
     rough = span / about
     power = 10.0 ** math.floor(math.log10(rough))
