@@ -7,6 +7,7 @@ in the process that keeps the store, so that the script's imports nothing for it
 from __future__ import annotations
 
 from autofuse.db.store import Store
+from autofuse.ir.reasons import in_words
 from autofuse.report import wording
 from autofuse.report.report import load_report, run_of
 from autofuse.report.verdict import MISSING_PARTS, balance, verdict
@@ -18,10 +19,10 @@ def farewell(store: Store, run_id: int, options: str = "") -> str:
     report = load_report(store, run_id)
     totals = report.totals
     cost = f" {wording.sentence(balance(report))}" if totals.fused_calls or totals.capture_seconds >= 0.05 else ""
-    if not totals.fused_calls and any(row.event.kind in MISSING_PARTS for row in report.events):
-        command = "autofuse doctor"
-    else:  # which shows the newest run with steps where it is not told which one
-        which = "" if newest is not None and newest.id == run_id else f" --run {run_id}"
-        command = f"autofuse report{which}"
-    claim = " ".join(verdict(report).claim.split()).rstrip(".")  # messages and names may have lines
-    return f"{claim}.{cost} Next: {command}{options}"
+    missing = [row.event.kind for row in report.events if row.event.kind in MISSING_PARTS]
+    if missing and not totals.fused_calls:  # the run has said more about it
+        return f"Nothing ran fused: {in_words(missing[0], wording.NOTICES)}.{cost} Next: autofuse doctor{options}"
+    claim = " ".join(verdict(report).claim.split()).rstrip(".")  # names may have lines
+    # A report is of the newest run with steps where it is not told which one.
+    which = "" if newest is not None and newest.id == run_id else f" --run {run_id}"
+    return f"{claim}.{cost} Next: autofuse report{which}{options}"

@@ -55,8 +55,8 @@ def test_no_gain_says_why(store: Store) -> None:
 
 def test_what_is_missing_leads_to_doctor(store: Store) -> None:
     run = start(store)
-    store.notes.add_event(run, Event("no_compiler", "expected a C compiler,\nfound none"))
-    assert store.apply(FAREWELL, run) == ("Nothing ran fused. Expected a C compiler, found none. Next: autofuse doctor")
+    store.notes.add_event(run, Event("no_compiler", "expected a C compiler, found none"))
+    assert store.apply(FAREWELL, run) == "Nothing ran fused: no C compiler. Next: autofuse doctor"
 
 
 def test_ten_thousand_nodes_are_one_line_too(store: Store) -> None:
