@@ -1,7 +1,8 @@
-"""``scripts/fuzz``: runs a fuzzer for some minutes, each operator's part in a process that may crash.
+"""``scripts/fuzz``: runs a fuzzer for some minutes, part by part, each part in a process that may crash.
 
-    scripts/fuzz samples --minutes 60            # PyTorch's samples of its operators
-    scripts/fuzz samples --only cumsum --seed 7  # one operator, and what repeats a failure
+    scripts/fuzz graphs --minutes 60 --corpus ~/fuzz   # random graphs; what failed is kept there, and tried first
+    scripts/fuzz samples --minutes 60                  # PyTorch's samples of its operators
+    scripts/fuzz samples --only cumsum --seed 7        # one operator, and what repeats a failure
 
 Exit status 1 where something differed or a process died.
 """
@@ -9,98 +10,115 @@ Exit status 1 where something differed or a process died.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
-import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
-import torch
+from autofuse.codegen.triton.interpret import import_interpreted
 
-from fuzz.samples import Outcome, name_of, samples, try_sample
-
-DTYPES = "float32,int64,bfloat16,float64,bool,float16"
-LEFT_OUT = ("fft.", "sparse.", "_refs", "torch.ops")
-TOGETHER = 12  # operators of one process
-END = "fuzz: "
-
-
-def operators(only: str) -> list[Any]:
-    try:
-        from torch.testing._internal.common_methods_invocations import op_db
-    except ModuleNotFoundError as error:
-        sys.exit(f"expected {error.name}, which torch's table of operators imports: pip install {error.name}")
-    wanted = tuple(name for name in only.split(",") if name)
-    found = [op for op in op_db if not name_of(op).startswith(LEFT_OUT)]
-    return [op for op in found if not wanted or name_of(op).startswith(wanted)]
-
-
-def work(options: argparse.Namespace, numbers: Sequence[int]) -> None:
-    """In a process of its own: some operators; the last line counts."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    found, outcome = operators(options.only), Outcome()
-    for number in numbers:
-        op = found[number]
-        for name in options.dtypes.split(","):
-            dtype = getattr(torch, name)
-            if dtype not in op.supported_dtypes("cpu"):
-                continue
-            print(f"at {name_of(op)} {name}", file=sys.stderr, flush=True)
-            before = len(outcome.wrong)
-            try:
-                for sample in samples(op, dtype, random.Random(options.seed), options.samples):
-                    try_sample(sample, outcome, options.seed)
-            except Exception as error:  # of torch's own samples
-                outcome.skip(f"no samples: {type(error).__name__}")
-            for line in outcome.wrong[before:]:
-                print(line, flush=True)
-    print(f"{END}{outcome.ran} {outcome.nodes} {sum(outcome.skipped.values())} {len(outcome.wrong)}", flush=True)
+DTYPES = "float32,int64,bfloat16,float64,bool,float16,int32,uint8"
+OPERATORS, GRAPHS = 12, 100  # of one process
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("samples",))
-    parser.add_argument("--minutes", type=float, default=60.0, help="the run ends by itself after this time")
-    parser.add_argument("--seed", type=int, default=0, help="draws other samples; repeats a failure")
-    parser.add_argument("--only", default="", help="beginnings of names of operators, separated by commas")
-    parser.add_argument("--dtypes", default=DTYPES, help=f"default: {DTYPES}")
-    parser.add_argument("--samples", type=int, default=4, help="samples of an operator in a dtype, at most")
-    parser.add_argument("--numbers", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.numbers is not None:
-        work(options, [int(number) for number in options.numbers.split(",")])
+    options = _parser().parse_args()
+    if options.part:
+        _work(options)
         return 0
     return run_all(options)
 
 
-def run_all(options: argparse.Namespace) -> int:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("graphs", "samples"))
+    parser.add_argument("--minutes", type=float, default=60.0, help="the run ends by itself after this time")
+    parser.add_argument("--seed", type=int, default=0, help="draws others; repeats a failure")
+    parser.add_argument("--json", type=Path, help="a file for the counts, which keeps those of the other fuzzer")
+    parser.add_argument("--corpus", type=Path, help="graphs: a folder for what fails, which is tried first")
+    parser.add_argument("--graphs", type=int, default=GRAPHS, help="graphs: so many in a process")
+    parser.add_argument("--only", default="", help="samples: beginnings of names of operators, separated by commas")
+    parser.add_argument("--dtypes", default=DTYPES, help=f"samples: default {DTYPES}")
+    parser.add_argument("--samples", type=int, default=4, help="samples: of an operator in a dtype, at most")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--note", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _work(options: argparse.Namespace) -> None:
+    """In a process of its own: a part. Each line is a finding, but for the last, which counts."""
+    import_interpreted()  # before torch
+    if options.what == "graphs":
+        from fuzz.search import search
+
+        counts = search(int(options.part), options.graphs, options.corpus, options.note, _tell)
+    else:
+        from fuzz.samples import try_operators
+
+        counts = try_operators(options, [int(number) for number in options.part.split(",")], _tell)
+    print(json.dumps(counts), flush=True)
+
+
+def _tell(finding: str) -> None:
+    print(json.dumps(finding), flush=True)
+
+
+def parts(options: argparse.Namespace) -> Iterator[str]:
+    """What one process after the other is to do: a seed, or numbers of operators."""
+    if options.what == "graphs":
+        yield from map(str, range(options.seed, options.seed + 1_000_000))
+        return
+    from fuzz.samples import operators
+
     order = list(range(len(operators(options.only))))
     random.Random(options.seed).shuffle(order)
-    ends, totals, tried, crashes = time.monotonic() + 60.0 * options.minutes, [0, 0, 0, 0], 0, 0
-    for start in range(0, len(order), TOGETHER):
-        if time.monotonic() > ends:
-            break
-        part = order[start : start + TOGETHER]
-        command = [sys.executable, "-m", "fuzz", *sys.argv[1:], "--numbers", ",".join(map(str, part))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        lines = done.stdout.splitlines()
-        for line in lines:
-            if line.startswith(END):
-                totals = [a + int(b) for a, b in zip(totals, line.removeprefix(END).split(), strict=True)]
-            else:
-                print(f"WRONG {line}  (--seed {options.seed})", flush=True)
-        if done.returncode:
-            crashes += 1
-            last = [line for line in done.stderr.splitlines() if line.startswith("at ")][-1:]
-            print(f"CRASH with status {done.returncode} {''.join(last)}  (--seed {options.seed})", flush=True)
-        tried += len(part)
-    ran, nodes, skipped, wrong = totals
-    print(f"{tried} operators, {ran} samples, {nodes} nodes on kernels, {skipped} not compared")
-    print(f"{wrong} wrong, {crashes} crashes")
-    return int(bool(wrong or crashes))
+    for start in range(0, len(order), OPERATORS):
+        yield ",".join(map(str, order[start : start + OPERATORS]))
+
+
+def run_all(options: argparse.Namespace) -> int:
+    began = time.monotonic()
+    totals: Counter[str] = Counter(wrong=0, crashes=0)
+    if options.corpus is not None:
+        options.corpus.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="autofuse-fuzz-") as folder:
+        note = Path(folder) / "last"
+        for part in parts(options):
+            if time.monotonic() - began > 60.0 * options.minutes:
+                break
+            note.write_text("")
+            command = [sys.executable, "-m", "fuzz", *sys.argv[1:], "--part", part, "--note", str(note)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            for line in map(json.loads, done.stdout.splitlines()):
+                if isinstance(line, dict):
+                    totals.update(line)
+                    continue
+                totals["wrong"] += 1
+                print(f"WRONG {line}  (--seed {part if options.what == 'graphs' else options.seed})", flush=True)
+            if done.returncode:
+                totals["crashes"] += 1
+                print(f"CRASH with status {done.returncode} in part {part}\n{note.read_text()}", flush=True)
+                print(done.stderr[-2000:], file=sys.stderr, flush=True)
+    totals["seconds"] = round(time.monotonic() - began)
+    print(", ".join(f"{count} {what}" for what, count in sorted(totals.items())))
+    if options.json is not None:
+        _save(options, totals)
+    return int(bool(totals["wrong"] or totals["crashes"]))
+
+
+def _save(options: argparse.Namespace, totals: Counter[str]) -> None:
+    from benchmarks.common import commit, machine, save
+
+    before = json.loads(options.json.read_text()) if options.json.exists() else {}
+    command = " ".join(["scripts/fuzz", *sys.argv[1:]])
+    row = {"command": command, "commit": commit(), "machine": machine(), "counts": dict(sorted(totals.items()))}
+    kept = {name: before[name] for name in ("graphs", "samples") if name in before}
+    save(options.json, "fuzz", command="scripts/fuzz", **kept | {options.what: row})
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@ what fails is noted, not hidden: `Kernels.problems`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.backend import compile_with
 from autofuse.capture.graph_import import import_graph
@@ -26,6 +29,7 @@ from autofuse.ir.operation import NodeForm
 from autofuse.runtime.choice import Choice
 from autofuse.runtime.plans import NodeState, Plan
 from autofuse.runtime.router import GraphRouter
+from autofuse.wrapper.graph_call import Program
 from autofuse.wrapper.graph_call_builder import build_program
 from autofuse.wrapper.node_call import Entry, NodeCall
 
@@ -78,18 +82,35 @@ class Kernels:
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:
         return fused
 
+    def compile_graph(self, module: fx.GraphModule, phase: str, times: int) -> Callable[[list[Any]], Any]:
+        """A captured graph with its nodes on kernels, as `compile_with` wants it."""
+        split_dropout(module)
+        imported = import_graph(module)
+        nodes = FusionEngine(lowerable=why_not, check=True).fuse(imported.for_fusion())
+        self.nodes.update({node.fusion_id: node for node in nodes})
+        program = build_program(imported, nodes)
+        self.prepare(program, imported.hints)
+        return GraphRouter(program, self, phase, perf_counter)
+
+    def prepare(self, program: Program, hints: Mapping[str, int]) -> None:
+        """Called before a graph runs; ``hints``: likely values of its symbols."""
+
 
 def fused(function: Callable[..., Any], kernels: Kernels, dynamic: bool | None = None) -> Callable[..., Any]:
     """``function`` with all its nodes on kernels. Nodes are noted in ``kernels``."""
 
-    def compile_graph(module: fx.GraphModule, phase: str, times: int) -> Callable[[list[Any]], Any]:
-        split_dropout(module)
-        imported = import_graph(module)
-        nodes = FusionEngine(lowerable=why_not, check=True).fuse(imported.for_fusion())
-        kernels.nodes.update({node.fusion_id: node for node in nodes})
-        return GraphRouter(build_program(imported, nodes), kernels, phase, perf_counter)
-
     def backend(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        return compile_with(module, inputs, compile_graph)
+        return compile_with(module, inputs, kernels.compile_graph)
 
     return torch.compile(function, backend=backend, dynamic=dynamic)
+
+
+def fused_below_dynamo(
+    function: Callable[..., Any], kernels: Kernels, inputs: Sequence[torch.Tensor], dynamic: bool
+) -> tuple[Callable[..., Any], ShapeEnv]:
+    """The same of a function of tensors without branches, in a third of the time; its guards are left to the caller."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    assert mode.shape_env is not None
+    fakes = [mode.from_tensor(t, static_shapes=not dynamic) for t in inputs]
+    with tracing(TracingContext(mode)):
+        return compile_with(fx.symbolic_trace(function), fakes, kernels.compile_graph), mode.shape_env

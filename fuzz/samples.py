@@ -7,12 +7,14 @@ sample that is not compared is counted with the reason.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import random
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ from fuzz.fused import Kernels, fused
 from tests.codegen.compare import problems
 
 T = torch.Tensor
+LEFT_OUT = ("fft.", "sparse.", "_refs", "torch.ops", "empty", "new_empty")  # the last ones have no values of their own
 MOST_ELEMENTS = 200_000
 
 
@@ -48,6 +51,40 @@ class Outcome:
 
     def skip(self, reason: str) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+def operators(only: str = "") -> list[Any]:
+    """Of torch's table, those whose names begin with one of these words, separated by commas."""
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ModuleNotFoundError as error:
+        sys.exit(f"expected {error.name}, which torch's table of operators imports: pip install {error.name}")
+    wanted = tuple(name for name in only.split(",") if name)
+    found = [op for op in op_db if not name_of(op).startswith(LEFT_OUT)]
+    return [op for op in found if not wanted or name_of(op).startswith(wanted)]
+
+
+def try_operators(options: argparse.Namespace, numbers: Sequence[int], tell: Callable[[str], None]) -> dict[str, int]:
+    """Some operators in each dtype; the counts. A file tells the last one, in case the process dies of it."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found, outcome = operators(options.only), Outcome()
+    for number in numbers:
+        op = found[number]
+        for name in options.dtypes.split(","):
+            dtype = getattr(torch, name)
+            if dtype not in op.supported_dtypes("cpu"):
+                continue
+            options.note.write_text(f"{name_of(op)} {name}")
+            before = len(outcome.wrong)
+            try:
+                for sample in samples(op, dtype, random.Random(options.seed), options.samples):
+                    try_sample(sample, outcome, options.seed)
+            except Exception as error:  # of torch's own samples
+                outcome.skip(f"no samples: {type(error).__name__}")
+            for text in outcome.wrong[before:]:
+                tell(text)
+    return {"operators": len(numbers), "samples": outcome.ran, "nodes": outcome.nodes, **outcome.skipped}
 
 
 def after(t: T) -> T:

@@ -562,6 +562,7 @@ _COMPOSITES: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tupl
     ("distance", lambda x, y: aten.dist(x.relu(), y, 3.0) * 2, (_t(5, 7), _t(7)), ((5, 7), (1, 1), (33, 67), (2, 1030))),
     ("trace_of_square", lambda x: aten.trace(x).relu() * 2, (_t(5, 5),), ((5,), (1,), (67,))),
     ("is_among", lambda x, y: aten.isin(x.relu(), y).logical_not(), (_t(5, 8), _t(6)), ()),
+    ("outer_product_beside_a_vector", lambda a, x, y: (aten.addr(a, x.relu(), y) + 1, x.relu()), (_t(5, 7), _t(5), _t(7)), ((5, 7), (1, 1), (33, 67))),
     ("outer_product_rrelu", lambda a, x, y, n: aten.rrelu_with_noise_backward(aten.addr(a, x, y, beta=0.5, alpha=2), a, n, 0.1, 0.3, True, False) + 1, (_t(5, 7), _t(5), _t(7), _t(5, 7)), ((5, 7), (1, 1), (33, 67))),
     ("matrix_vector", lambda a, x, y, z: (aten.addmv(a, x, y) + aten.mv(x, z)).relu(), (_t(5), _t(5, 7), _t(7), _t(7)), ((5, 7), (1, 1), (33, 67), (2, 1030))),
     ("dot_products", lambda x, y, z: (aten.dot(x.relu(), y) + aten.vdot(x, z)) * 2, (_t(7), _t(7), _t(7)), ((7,), (1,), (1030,))),

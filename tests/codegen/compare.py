@@ -24,7 +24,7 @@ def problems(
     loose: bool = False,
 ) -> list[str]:
     """What is wrong with outputs; empty where they pass. ``loose`` takes NaN for Inf and Inf for NaN."""
-    return [str(error) for error in _wrong(found, eager, reference, loose)]
+    return [str(error) for error in wrong_outputs(found, eager, reference, loose)]
 
 
 Answers = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -34,7 +34,7 @@ def problems_of_draws(draw: Callable[[int], Answers], loose: bool = False) -> li
     """As ``problems``, of what ``draw`` gives for one number after the other, by the rule of the tuner's verifier."""
 
     def once(number: int) -> None:
-        wrong = _wrong(*draw(number), loose)
+        wrong = wrong_outputs(*draw(number), loose)
         if wrong:
             raise max(wrong, key=lambda error: error.times if isinstance(error, Inaccurate) else math.inf)
 
@@ -45,9 +45,13 @@ def problems_of_draws(draw: Callable[[int], Answers], loose: bool = False) -> li
     return []
 
 
-def _wrong(
-    found: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], loose: bool
+def wrong_outputs(
+    found: Sequence[torch.Tensor],
+    eager: Sequence[torch.Tensor],
+    reference: Sequence[torch.Tensor],
+    loose: bool = False,
 ) -> list[Wrong]:
+    """As ``problems``, as errors: of one draw, so that an error which is `Inaccurate` may be chance."""
     wrong: list[Wrong] = []
     for n, (ours, theirs, exact) in enumerate(zip(found, eager, reference, strict=True)):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:

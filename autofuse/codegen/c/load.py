@@ -59,11 +59,16 @@ class LoadedKernel:
 
 def load_kernel(binary: bytes, name: str) -> LoadedKernel:
     """Map a shared object into the process; raises OSError where the loader refuses it."""
-    library = open_library(binary, name)
-    address = ctypes.cast(library.af_entry, ctypes.c_void_p).value
+    return kernel_in(open_library(binary, name), name)
+
+
+def kernel_in(library: ctypes.CDLL, name: str, prefix: str = "af") -> LoadedKernel:
+    """The kernel of a library whose exported functions begin with ``prefix``."""
+    address = ctypes.cast(library[f"{prefix}_entry"], ctypes.c_void_p).value
     method = MethodDef(name.encode(), address, _METH_FASTCALL, b"(sizes, *pointers) -> None")
     _kept.extend((method, library))
-    inner = ctypes.cast(library.af_call, ctypes.c_void_p).value if hasattr(library, "af_call") else 0
+    call = f"{prefix}_call"
+    inner = ctypes.cast(library[call], ctypes.c_void_p).value if hasattr(library, call) else 0
     return LoadedKernel(name, new_builtin(ctypes.addressof(method), inner, None), library)
 
 

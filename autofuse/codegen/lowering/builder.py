@@ -143,8 +143,14 @@ class Builder:
         return self.node("where", yes.dtype, (condition, yes, no))
 
     def reduce(self, kind: str, value: Val, atoms: Iterable[Atom]) -> Val:
-        """Reduce over atoms (all of them must still be loops, none an indirect index)."""
+        """Reduce over atoms (all of them must still be loops, none an indirect index).
+
+        Raises LoweringError under a guard that tests one of these loops: it is about the place of one element, and the
+        loads of all the others would be left out.
+        """
         over = tuple(sorted(set(atoms), key=lambda a: a.number))
+        if self.guard is not None and not self.reach(self.guard.number).isdisjoint(over):
+            raise LoweringError("reduction", "expected a reduction of whole rows, found one under a test of its loop")
         hit = self._one_hot(value, frozenset(over)) if kind == "sum" else None
         if hit is not None:
             return hit

@@ -79,7 +79,7 @@ def _staged(form: NodeForm, part: Callable[[NodeForm], LoopKernel]) -> LoopKerne
 
 def _named(form: NodeForm, found: LoopKernel) -> LoopKernel:
     comments = tuple(describe(op) for op in form.operations)
-    name = f"af_{found.kind}_{_label(expanded(form))}_{_digest(form)}"
+    name = f"af_{found.kind}_{_label(form)}_{_digest(form)}"
     return dataclasses.replace(found, name=name, comments=comments)
 
 
@@ -183,7 +183,7 @@ def _moved_access(attr: Any, places: Sequence[int]) -> Any:
 
 
 def _label(form: NodeForm) -> str:
-    ops = "_".join(dict.fromkeys(_short(op) for op in form.operations if RULES[op.target].counts))
+    ops = "_".join(dict.fromkeys(_short(op) for op in expanded(form).operations if RULES[op.target].counts))
     return ops[:48].strip("_") or "copy"
 
 

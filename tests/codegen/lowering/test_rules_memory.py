@@ -104,6 +104,22 @@ def test_a_window_is_not_a_result() -> None:
         lower(form)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: x.softmax(-1).roll(1, -1) * 2, lambda x: (x - x.mean()).roll((1, 1), (0, 1))]
+)
+def test_a_reduction_is_not_rolled_along_its_own_loop(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Each of the two parts of the roll would have reduced only the elements that are its own."""
+    form = trace(function, [torch.zeros(5, 7)])
+    with pytest.raises(LoweringError, match="whole rows"):
+        lower(form)
+    assert all(not node.operation_names.startswith(("_softmax", "mean")) for node in plan(form)[0])
+
+
+def test_a_reduction_is_rolled_along_other_loops(verify: Verify) -> None:
+    form = trace(lambda x: x.softmax(-1).roll(1, 0) * 2, [torch.zeros(5, 7)])
+    verify(form, [(5, 7), (1, 1), (33, 67)])
+
+
 def test_a_part_that_is_also_needed_by_itself_has_a_kernel_of_its_own() -> None:
     form = trace(lambda a, b: (a.exp(), torch.cat((a.exp() * 2, b), 1) + 1), [torch.zeros(5, 7), torch.zeros(5, 4)])
     shared = trace(

@@ -1,0 +1,192 @@
+"""One random program checked: each node's every candidate, then the whole program on kernels against eager.
+
+In: a `Program`. Out: what is wrong, in words; how many nodes and candidates there were. Guarantee: nothing is wrong
+where eager itself raises, or where torch makes no graph of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autofuse.errors import CompilerError
+from autofuse.ir.operation import NodeForm
+from autofuse.runtime.choice import Choice
+from autofuse.tuner.verify import FAR, Inaccurate
+from autofuse.wrapper.graph_call import Program as GraphProgram
+from autofuse.wrapper.node_call import Entry, node_symbol_values
+from fuzz.candidates import Text, c_texts, compile_together, problems_of
+from fuzz.fused import Kernels, fused_below_dynamo
+from fuzz.graphs import Program
+from tests.codegen.compare import wrong_outputs
+
+T = torch.Tensor
+_KNOWN: dict[NodeForm, Mapping[str, Entry]] = {}  # kernels of earlier programs
+MOST_KNOWN = 2000
+_TRACES = os.path.join("capture", "backend.py")  # through which all of torch's tracing is called
+
+
+@dataclass
+class Outcome:
+    """What was checked, and what was found."""
+
+    nodes: int = 0
+    candidates: int = 0
+    skipped: str = ""  # why the program was not compared
+    wrong: list[str] = field(default_factory=list)
+
+
+class Verified(Kernels):
+    """Every node is verified before its generic kernel runs."""
+
+    def __init__(self, seed: int, outcome: Outcome) -> None:
+        super().__init__()
+        self.rng, self.outcome = random.Random(seed), outcome
+        self.fresh: set[NodeForm] = set()  # compiled, and not verified yet
+
+    def prepare(self, program: GraphProgram, hints: Mapping[str, int]) -> None:
+        wanted = {slot.node.form: node_symbol_values(slot.symbols, hints) for slot in program.slots}
+        texts: list[Text] = []
+        for form, values in wanted.items():
+            if form not in _KNOWN:
+                try:
+                    texts += c_texts(form, values, self.rng)
+                except Exception as error:
+                    self.problems.append(f"no C of {form.text()}: {type(error).__name__}: {error}")
+        if len(_KNOWN) > MOST_KNOWN:
+            _KNOWN.clear()
+        try:
+            entries = compile_together(texts)
+        except CompilerError as error:
+            self.problems.append(f"{error}")
+            return
+        for form in dict.fromkeys(item.form for item in texts):
+            pairs = zip(texts, entries, strict=True)
+            _KNOWN[form] = {item.label: entry for item, entry in pairs if item.form is form}
+            self.fresh.add(form)
+
+    def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
+        form = self.nodes[fusion_id].form
+        entries = _KNOWN.get(form)
+        if entries and form in self.fresh:  # not before: a graph is made of fake tensors
+            self.fresh.discard(form)
+            self.outcome.nodes += 1
+            self.outcome.candidates += len(entries)
+            self.problems += [f"{text}\n{row_of(form)}" for text in problems_of(form, tuple(values), entries, self.rng)]
+        return Choice(True, next(iter(entries.values())), "generic") if entries else Choice(True)
+
+
+def row_of(form: NodeForm) -> str:
+    """A node as Python, which a row of the table of cases can be made of."""
+    inputs = [f"{i.name}: {i.spec.dtype}{list(i.spec.shape)} strides {list(i.spec.strides)}" for i in form.inputs]
+    lines = []
+    for op in form.operations:
+        args = [_arg(a) for a in op.args] + [f"{k}={_arg(v)}" for k, v in op.kwargs]
+        lines.append(f"    {op.name} = {op.target}({', '.join(args)})  # {[list(o.shape) for o in op.outputs]}")
+    outputs = ", ".join(f"{o.name}[{o.index}]" if o.index else o.name for o in form.outputs)
+    return "\n".join(["  node of " + "; ".join(inputs), *lines, f"    return {outputs}"])
+
+
+def _arg(arg: Any) -> str:
+    if isinstance(arg, tuple):
+        return f"[{', '.join(map(_arg, arg))}]"
+    name = getattr(arg, "name", None)
+    if isinstance(name, str) and hasattr(arg, "index"):
+        return f"{name}[{arg.index}]" if arg.index else name
+    return repr(arg) if isinstance(arg, str | int | float | bool | None) else str(arg)
+
+
+def check(program: Program) -> Outcome:
+    """Check a program, and the same said in another way: in another order, after an idle view, at other sizes."""
+    outcome = Outcome()
+    for variant in dict.fromkeys((program, _variant(program))):
+        _check(variant, outcome)
+        if outcome.wrong or outcome.skipped:
+            break
+    return outcome
+
+
+def _variant(program: Program) -> Program:
+    return (program, program, program.with_idle_view(), program.in_another_order())[program.seed % 4]
+
+
+def _check(program: Program, outcome: Outcome) -> None:
+    eager = _eager(program)
+    if eager is None:
+        outcome.skipped = "eager raises"
+        return
+    kernels = Verified(program.seed, outcome)
+    given = program.make_inputs()
+    try:
+        call, env = fused_below_dynamo(program.function, kernels, given, program.is_dynamic)
+        found = run(call, program, given)
+    except Exception as error:
+        if _is_torchs(error):
+            outcome.skipped = f"no graph: {type(error).__name__}"
+        else:
+            outcome.wrong.append("".join(traceback.format_exception(error)[-6:]))
+        return
+    outcome.wrong += kernels.problems
+    outcome.wrong += _differences(found, eager, program)
+    if program.is_dynamic and not outcome.wrong and _holds(env, program):
+        larger = _eager(program, 1)
+        if larger is not None:
+            again = run(call, program, program.make_inputs(1))
+            outcome.wrong += [f"a size plus one: {text}" for text in _differences(again, larger, program, 1)]
+
+
+def _is_torchs(error: Exception) -> bool:
+    """Whether torch raised it while it traced, with none of our code in between."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [name for name in frames if f"{os.sep}autofuse{os.sep}" in name and not name.endswith(_TRACES)]
+    return not ours and f"{os.sep}torch{os.sep}" in frames[-1]
+
+
+def run(function: Callable[..., Sequence[T]], program: Program, inputs: list[T]) -> list[T]:
+    """Results, gradients, and what the inputs have become."""
+    outputs = list(function(*inputs))
+    generator = torch.Generator().manual_seed(program.seed + 1)
+    leaves = [t for t in inputs if t.requires_grad]
+    losses = [(t.double() * torch.randn(t.shape, generator=generator)).sum() for t in outputs if t.requires_grad]
+    gradients: Sequence[T] = ()
+    if losses and leaves:
+        gradients = torch.autograd.grad(losses, leaves, allow_unused=True, materialize_grads=True)
+    return [t.detach() for t in (*outputs, *gradients, *inputs)]
+
+
+def _eager(program: Program, larger: int = 0, wide: bool = False) -> list[T] | None:
+    try:
+        return run(program.function, program, program.make_inputs(larger, wide))
+    except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
+        return None
+
+
+def _differences(found: list[T], eager: list[T], program: Program, larger: int = 0) -> list[str]:
+    exact = _eager(program, larger, wide=True)
+    if exact is None or any(a.shape != b.shape for a, b in zip(exact, eager, strict=True)):
+        exact = eager
+    errors = wrong_outputs(found, eager, exact)
+    wrong = [str(error) for error in errors if not isinstance(error, Inaccurate) or error.times > FAR]
+    for n in range(len(program.outputs)):  # a gradient lies as the trace has it
+        ours, theirs = (
+            [s for s, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (found[n], eager[n])
+        )
+        if ours != theirs:
+            wrong.append(f"output {n} has strides {found[n].stride()}, eager's {eager[n].stride()}")
+    return wrong
+
+
+def _holds(env: ShapeEnv, program: Program) -> bool:
+    """Whether the guards of a trace hold for sizes that are larger by one."""
+    values = {symbol: sympy.Integer(int(hint) + 1) for symbol, hint in env.var_to_val.items()}
+    if any(int(values[s]) != int(rest.xreplace(values)) for s, rest in env.replacements.items() if s in values):
+        return False
+    return all(guard.expr.xreplace(values) == sympy.true for guard in env.guards)
