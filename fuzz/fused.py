@@ -68,7 +68,7 @@ class Kernels:
             return Choice(known=True)
 
     def node_failed(self, node: NodeState, problem: str) -> None:
-        self.problems.append(f"{node} failed: {problem}")
+        self.problems.append(f"{node.slot.node.label} failed: {problem}")
 
     def settle_plan(self, plan: Plan) -> bool:
         return True

@@ -16,6 +16,7 @@ from autofuse.ir.buckets import awkward_values
 from autofuse.ir.operation import BYTES_PER_ELEMENT, NodeForm
 from autofuse.ir.records import Bucket, ObservedShape
 from autofuse.ir.shape import evaluate
+from autofuse.tuner.possible_sizes import Values, possible_sizes
 
 CASE_BYTES = 64 << 20  # of a call; its float64 reference takes up to three times as much
 GPU_CASE_BYTES = 1 << 30  # a GPU checks 1 GiB in the time in which a CPU checks 64 MiB
@@ -24,7 +25,6 @@ STRICT_ELEMENTS, STRICT_ELEMENTS_16 = 1 << 19, 1 << 22
 SHAPES_SEEN = 2  # observed shapes that are checked besides the timed one
 
 Kind = Literal["normal", "large", "zeros", "special"]
-Values = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def is_empty(form: NodeForm, values: Sequence[int]) -> bool:
 
 def first_cases(form: NodeForm, bucket: Bucket, timed: Values) -> list[CheckCase]:
     """The cases before a candidate is timed: one call on the smallest sizes."""
-    return [CheckCase(_by_size(form, [*awkward_values(bucket), timed])[0], "normal")]
+    return [CheckCase(_by_size(form, [*_awkward(form, bucket, timed), timed])[0], "normal")]
 
 
 def full_cases(
@@ -68,7 +68,7 @@ def full_cases(
     The first ``ESSENTIAL`` cases cover all kinds of values. ``is_known``: the same binary has passed in another bucket
     of the node, so that only cases which depend on the sizes are left.
     """
-    sizes = _by_size(form, awkward_values(bucket))
+    sizes = _by_size(form, _awkward(form, bucket, timed))
     low, inner = sizes[0], sizes[len(sizes) // 2]
     seen = [shape.symbol_values for shape in shapes if bucket.contains(shape.symbol_values)]
     cases = [CheckCase(timed, "normal"), CheckCase(inner, "special"), CheckCase(low, "large", True)]
@@ -94,6 +94,7 @@ def strict_cases(
     # At one share of all ranges: sizes may depend on each other, as those of an index and of what it is for.
     shares = [draw.random() for _ in range(SIZES_DRAWN)]
     sizes = [tuple(low + round(share * (high - low)) for low, high in bucket.ranges) for share in shares]
+    sizes = possible_sizes(form, bucket, timed, sizes)
     drawn = [CheckCase(values, "normal") for values in sizes if call_bytes(form, values) <= most_bytes]
     known = full_cases(form, bucket, shapes, timed, most_bytes=most_bytes)
     return list(dict.fromkeys([*first_cases(form, bucket, timed), *known, *drawn]))
@@ -109,6 +110,10 @@ def strict_elements(form: NodeForm) -> int:
 
 
 ESSENTIAL = 4  # the first cases of ``full_cases``, which are run however long they take
+
+
+def _awkward(form: NodeForm, bucket: Bucket, timed: Values) -> list[Values]:
+    return possible_sizes(form, bucket, timed, awkward_values(bucket))
 
 
 def _by_size(form: NodeForm, sizes: Sequence[Values]) -> list[Values]:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from autofuse.codegen.inputs import make_inputs
+from autofuse.ir.buckets import bucket_of, exact_bucket
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.records import Bucket, ObservedShape
-from autofuse.ir.shape import SymbolicShape
+from autofuse.ir.shape import SymbolicShape, symbol
 from autofuse.tuner import verify
-from autofuse.tuner.cases import CASE_BYTES, ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases
+from autofuse.tuner.cases import CASE_BYTES, ESSENTIAL, CheckCase, call_bytes, first_cases, full_cases, strict_cases
 from autofuse.tuner.comparison import compare, wins
 from autofuse.tuner.timing import RaceRules, race
 from autofuse.tuner.verify import GuardedAllocator, Inaccurate, Verifier, Wrong, judge
@@ -279,6 +280,41 @@ def test_a_node_without_symbols_is_checked_on_all_kinds() -> None:
     values = tuple(4 for _ in form.symbols)
     kinds = {case.kind for case in full_cases(form, Bucket(tuple((v, v) for v in values)), [], values)}
     assert kinds == {"large", "zeros", "special"} and call_bytes(form, values) < CASE_BYTES
+
+
+def spec_of(sizes: str, strides: str) -> TensorSpec:
+    return TensorSpec(SymbolicShape(sizes.split()), "float32", SymbolicShape(strides.split()))
+
+
+def test_sizes_that_depend_on_each_other_are_checked_where_they_fit() -> None:
+    """The form of a part of a graph does not say that s1 is the half of s0, or a stride the product of two sizes."""
+    halves = NodeForm(
+        (NodeInput("i0", spec_of("s0", "1")),),
+        (
+            Operation("v0", "aten.exp.default", (ValueRef("i0"),), (), (spec_of("s0", "1"),)),
+            Operation("v1", "aten.view.default", (ValueRef("v0"), (symbol("s1"), 2)), (), (spec_of("s1 2", "2 1"),)),
+            Operation("v2", "aten.neg.default", (ValueRef("v1"),), (), (spec_of("s1 2", "2 1"),)),
+        ),
+        (ValueRef("v2"),),
+        ("s0", "s1"),
+    )
+    rows = NodeForm(
+        (NodeInput("i0", spec_of("s0 s1 s2", "s3 s2 1")),),
+        (Operation("v0", "aten.exp.default", (ValueRef("i0"),), (), (spec_of("s0 s1 s2", "s3 s2 1"),)),),
+        (ValueRef("v0"),),
+        ("s0", "s1", "s2", "s3"),
+    )
+    for form, timed, is_possible in (
+        (halves, (40, 20), lambda s0, s1: s0 == 2 * s1),
+        (rows, (400, 500, 2, 1000), lambda s0, s1, s2, s3: s3 == s1 * s2),
+        (rows, (400, 500, 2, 1020), lambda s0, s1, s2, s3: True),  # rows with a gap
+    ):
+        bucket = bucket_of(timed)
+        cases = [*first_cases(form, bucket, timed), *strict_cases(form, bucket, (), timed)]
+        found = {case.values for case in cases}
+        assert timed in found and len(found) > 3
+        assert all(is_possible(*values) and bucket.contains(values) for values in found)
+    assert {case.values for case in full_cases(halves, exact_bucket((40, 20)), (), (40, 20))} == {(40, 20)}
 
 
 # ---- A against A ----------------------------------------------------------------------------------------

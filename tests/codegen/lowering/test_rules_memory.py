@@ -112,7 +112,8 @@ def test_a_reduction_is_not_rolled_along_its_own_loop(function: Callable[[torch.
     form = trace(function, [torch.zeros(5, 7)])
     with pytest.raises(LoweringError, match="whole rows"):
         lower(form)
-    assert all(not node.operation_names.startswith(("_softmax", "mean")) for node in plan(form)[0])
+    for node in plan(form)[0]:
+        assert not ("roll" in node.operation_names and {"_softmax", "mean"} & set(node.operation_names.split(" + ")))
 
 
 def test_a_reduction_is_rolled_along_other_loops(verify: Verify) -> None:
