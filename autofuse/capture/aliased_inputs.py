@@ -1,4 +1,4 @@
-"""Graphs that write to their inputs: what autograd sees of the writes, and inputs that share memory.
+"""Graphs that write to their inputs: what autograd sees of the writes, and inputs that share memory, also their own.
 
 In: a compiled graph, AOTAutograd's metadata of it, and the inputs that it was traced with. Out: a callable that runs
 Dynamo's graph in eager for calls whose inputs overlap. Guarantee: a write changes the other inputs as in eager.
@@ -31,9 +31,11 @@ class Writes:
         self._traced = dict(zip(self._tensors, _storages(inputs, self._tensors), strict=True))
         self._inputs = len(inputs)
         self._written: list[int] = []
+        self._in_eager = False
 
     def note(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's graph, while it is compiled."""
+        self._in_eager |= _writes_shared_elements(graph)
         found = written_inputs(graph)
         # Where AOTAutograd has merged inputs, its input numbers are not those of the graph.
         is_same = len(graph.graph.find_nodes(op="placeholder")) == self._inputs
@@ -41,10 +43,12 @@ class Writes:
 
     @property
     def are_watched(self) -> bool:
-        return bool(self._written)
+        return self._in_eager or bool(self._written)
 
     def around(self, compiled: Run, original: Callable[[], Run]) -> Run:
         """The callable for the graph; ``original()`` runs it in eager."""
+        if self._in_eager:
+            return original()
         if not self._written:
             return compiled
         eager = original()
@@ -74,6 +78,32 @@ def written_inputs(graph: fx.GraphModule) -> list[int]:
         return []  # there is nothing to overlap with
     found = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
     return [i for i in found if len(metadata.input_info) != len(values) or not _is_statistic(values[i])]
+
+
+def _writes_shared_elements(graph: fx.GraphModule) -> bool:
+    """Whether an input that is written to has elements at one place in memory. Guards hold its strides."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    values = graph.graph.find_nodes(op="placeholder")
+    if metadata is None or len(metadata.input_info) != len(values):
+        return False
+    written = [value.meta["val"] for value, info in zip(values, metadata.input_info, strict=True) if info.mutates_data]
+    return any(_shares_elements(t) for t in written if _has_storage(t))
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether a stride is 0, or ends within what the smaller ones span. Strides that vary are taken to be apart."""
+    dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    if any(isinstance(stride, int) and stride == 0 for stride, _ in dims):
+        return True
+    if not all(isinstance(value, int) for dim in dims for value in dim):
+        return False
+    span = 1
+    for stride, size in sorted(dims):
+        if stride < span:
+            return True
+        span += (size - 1) * stride
+    return False
 
 
 def written_statistics(graph: fx.GraphModule) -> tuple[int, ...]:

@@ -88,3 +88,33 @@ def test_any_order(make: Any, order: Any, session: Session) -> None:
         found = run(make(), order)
         session.roots.uninstall()
         torch.testing.assert_close(found, run(make(), order))
+
+
+class WritesOneRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, a: T) -> T:
+        a[0].add_(1)
+        return (a * self.scale).sum()
+
+
+SHARING = {
+    "expanded": lambda: torch.zeros(1, 4).expand(3, 4),
+    "windows": lambda: torch.zeros(8).unfold(0, 4, 2),
+    "rows": lambda: torch.zeros(3, 4),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_an_input_whose_elements_share_memory(kind: str, session: Session) -> None:
+    """AOTAutograd writes the whole input where the function writes one row, which torch refuses."""
+    model = WritesOneRow()
+    for _ in range(4):
+        a, twin = SHARING[kind](), SHARING[kind]()
+        result = model(a)
+        session.roots.uninstall()
+        expected = model(twin)
+        session.roots.install()
+        assert torch.equal(result, expected) and torch.equal(a, twin)
