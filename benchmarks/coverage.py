@@ -35,10 +35,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import split_dropout
-from autofuse.codegen.in_place import in_place
-from autofuse.errors import LoweringError
+from autofuse.codegen.in_place import why_not
 from autofuse.fusion.engine import FusionEngine
-from autofuse.ir.operation import NodeForm
 from autofuse.ir.optable import VIEWS, info
 
 BARS = {"pointwise": 0.95, "reduction": 0.95, "shape": 0.95, "indexing": 0.8, "norm": 0.8, "loss": 0.8}
@@ -118,14 +116,6 @@ def follow(t: torch.Tensor) -> torch.Tensor:
 
 
 # ---- what becomes of it -------------------------------------------------------------------------------------------
-
-
-def why_not(form: NodeForm) -> tuple[str, str] | None:
-    try:
-        in_place(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 def judge(module: fx.GraphModule, phase: str) -> dict[str, Any]:

@@ -89,8 +89,6 @@ def run_all(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="autofuse-fuzz-") as folder:
         note = Path(folder) / "last"
         for part in parts(options):
-            if time.monotonic() - began > 60.0 * options.minutes:
-                break
             note.write_text("")
             command = [sys.executable, "-m", "fuzz", *sys.argv[1:], "--part", part, "--note", str(note)]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -104,6 +102,8 @@ def run_all(options: argparse.Namespace) -> int:
                 totals["crashes"] += 1
                 print(f"CRASH with status {done.returncode} in part {part}\n{note.read_text()}", flush=True)
                 print(done.stderr[-2000:], file=sys.stderr, flush=True)
+            if time.monotonic() - began > 60.0 * options.minutes:
+                break
     totals["seconds"] = round(time.monotonic() - began)
     print(", ".join(f"{count} {what}" for what, count in sorted(totals.items())))
     if options.json is not None:

@@ -21,8 +21,7 @@ from autofuse.capture.backend import compile_with
 from autofuse.capture.graph_import import import_graph
 from autofuse.capture.random_ops import split_dropout
 from autofuse.codegen.generator import FusionKernelGenerator
-from autofuse.codegen.in_place import in_place
-from autofuse.errors import LoweringError
+from autofuse.codegen.in_place import why_not
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
@@ -34,15 +33,6 @@ from autofuse.wrapper.graph_call_builder import build_program
 from autofuse.wrapper.node_call import Entry, NodeCall
 
 GENERATOR = FusionKernelGenerator()
-
-
-def why_not(form: NodeForm) -> tuple[str, str] | None:
-    """Why a node has no loop form, for the planner, which splits it then."""
-    try:
-        in_place(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 @functools.lru_cache(4096)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,8 +18,11 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from autofuse.ir.optable import OPS, OpKind
+
 T = torch.Tensor
 MOST_ELEMENTS = 5000
+_SERIES = 60  # operations an element, from which a small error of an argument is a large one of the result
 NAMESPACE: Mapping[str, Any] = {"torch": torch, "F": F, "aten": torch.ops.aten}
 
 
@@ -92,7 +95,23 @@ WRITES = [
         {a}.select({d}, -1).add_({a}.select({d}, 0)); {a}.diagonal().fill_({n}); {a}.index_fill_({d}, {k}, {n});
         {a}.view(-1)[1:].add_({n})"""),
 ]  # fmt: skip
-STEPS = [*POINTWISE, *VIEWS, *MOVES, *REDUCTIONS, *WRITES]
+
+
+def _of_table() -> Iterator[Row]:
+    """Each element-wise operator of our own table that takes tensors and numbers alone; no long series."""
+    for target, facts in OPS.items():
+        if facts.kind is not OpKind.POINTWISE or facts.flops >= _SERIES or not target.startswith("aten."):
+            continue
+        packet, overload = target.removeprefix("aten.").split(".")
+        found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        wanted = [str(a.type) for a in found._schema.arguments if not a.has_default_value()] if found else []
+        tensors = iter("abc")
+        args = [f"{{{next(tensors, '?')}}}" if name == "Tensor" else "{x}" for name in wanted]
+        if wanted and {"Tensor", "number", "float"} >= set(wanted) and "{?}" not in args:
+            yield Row("fib", 0, f"{target}({', '.join(args)})")
+
+
+STEPS = (POINTWISE, VIEWS, MOVES, REDUCTIONS, WRITES, list(_of_table()))
 # A view that changes nothing, of any tensor.
 IDLE = ("{a}.unsqueeze(0).squeeze(0)", "{a}.unsqueeze(-1).squeeze(-1)", "{a}.view({a}.shape)", "{a}.expand({a}.shape)")
 _WRITE = re.compile(r"_\(")
@@ -218,7 +237,7 @@ def _widened(t: T) -> T:
 
 
 @st.composite
-def programs(draw: st.DrawFn, steps: tuple[int, int] = (3, 15), rows: Sequence[Row] = tuple(STEPS)) -> Program:
+def programs(draw: st.DrawFn, steps: tuple[int, int] = (3, 15), tables: Sequence[Sequence[Row]] = STEPS) -> Program:
     """A program of so many steps, as far as eager takes them."""
     dims = draw(st.lists(st.sampled_from((2, 3, 4, 5, 6, 8, 17, 33)), min_size=1, max_size=3))
     is_dynamic, trains = draw(st.integers(0, 2)) == 2, draw(st.integers(0, 3)) == 3
@@ -227,7 +246,7 @@ def programs(draw: st.DrawFn, steps: tuple[int, int] = (3, 15), rows: Sequence[R
     values = {f"i{n}": t for n, t in enumerate(program.make_inputs())}
     lines: list[str] = []
     for _ in range(draw(st.integers(*steps))):
-        line = draw(_lines(values, rows, f"v{len(lines)}"))
+        line = draw(_lines(values, tables, f"v{len(lines)}"))
         found = _tried(line, values)
         if found is not None:
             values[f"v{len(lines)}"] = found
@@ -259,14 +278,15 @@ def _inputs(dims: Sequence[int], is_dynamic: bool) -> st.SearchStrategy[Input]:
 
 
 @st.composite
-def _lines(draw: st.DrawFn, values: Mapping[str, T], rows: Sequence[Row], name: str) -> str:
+def _lines(draw: st.DrawFn, values: Mapping[str, T], tables: Sequence[Sequence[Row]], name: str) -> str:
     names = list(values)[::-1]  # the newest first: it is what a draw shrinks to
     a = draw(st.sampled_from(names[:6]))
     tensor = values[a]
     kind = _kind(tensor)
     indices = [n for n in names if values[n].dtype is torch.int64 and values[n].dim() == 1]
-    fitting = [row.text for row in rows if kind in row.kinds and tensor.dim() >= row.dims]
-    text = draw(st.sampled_from([text for text in fitting if indices or "{k}" not in text]))
+    fitting = [[r.text for r in rows if kind in r.kinds and tensor.dim() >= r.dims] for rows in tables]
+    texts = draw(st.sampled_from([rows for rows in fitting if rows]))
+    text = draw(st.sampled_from([text for text in texts if indices or "{k}" not in text]))
     others = [n for n in names if _joins(values[n], tensor)] if "{b}" in text else []
     pick = {
         "b": lambda: draw(st.sampled_from(others)),

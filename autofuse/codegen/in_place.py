@@ -36,6 +36,15 @@ def in_place(form: NodeForm) -> Pairs:
     return tuple(pairs)
 
 
+def why_not(form: NodeForm) -> tuple[str, str] | None:
+    """Why a node has no loop form, as a code and in words; None where it has one."""
+    try:
+        in_place(form)
+    except LoweringError as error:
+        return error.code, str(error)
+    return None
+
+
 def overlaps(kernel: LoopKernel) -> Pairs:
     """Pairs of an output and an input of one dtype, which is read only where the output is written, and before that."""
     phases = () if kernel.stages else plan(kernel, keep=False).phases

@@ -13,8 +13,8 @@ import torch
 
 from autofuse.capture.graph_import import ImportedGraph
 from autofuse.capture.joint_graph import backward_of
-from autofuse.codegen.in_place import in_place
-from autofuse.errors import AutofuseError, LoweringError
+from autofuse.codegen.in_place import why_not
+from autofuse.errors import AutofuseError
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import MATMULS, FusionGraph
@@ -134,9 +134,5 @@ class Planner:
     def _lowerable(self, form: NodeForm) -> tuple[str, str] | None:
         text = form.text()
         if text not in self._lowered:
-            try:
-                in_place(form)  # lowers it
-                self._lowered[text] = None
-            except LoweringError as error:
-                self._lowered[text] = (error.code, str(error))
+            self._lowered[text] = why_not(form)
         return self._lowered[text]

@@ -13,11 +13,9 @@ from torch.nn import functional as F
 
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
-from autofuse.codegen.in_place import in_place
-from autofuse.errors import LoweringError
+from autofuse.codegen.in_place import why_not
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer
 from autofuse.fusion.config import FusionConfig
-from autofuse.ir.operation import NodeForm
 from tests.capture.test_recompute import captured, check, randn
 
 T = torch.Tensor
@@ -216,7 +214,7 @@ def test_a_cell_is_one_kernel_forward_and_one_backward() -> None:
     def compile_graph(graph: fx.GraphModule, phase: str, times: int) -> Callable[[list[object]], object]:
         imported = import_graph(graph)
         planned = imported.for_fusion()
-        analyzer = FusionCandidateAnalyzer(FusionConfig(min_tensor_size=0), _lowerable)
+        analyzer = FusionCandidateAnalyzer(FusionConfig(min_tensor_size=0), why_not)
         phases[phase] = [n.operation_names.split(" + ") for n in analyzer.find_fusible_operations(planned)]
         return boxed(graph.forward)
 
@@ -228,14 +226,6 @@ def test_a_cell_is_one_kernel_forward_and_one_backward() -> None:
     assert len(cells) == 4 and all(names[:2] == ["add", "sigmoid"] for names in cells)
     gradients = [names for names in phases["backward"] if "tanh_backward" in names]
     assert len(gradients) == 4 and all("cat" in names for names in gradients)
-
-
-def _lowerable(form: NodeForm) -> tuple[str, str] | None:
-    try:
-        in_place(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None
 
 
 def test_views_of_views_look_at_once() -> None:

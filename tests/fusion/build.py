@@ -1,9 +1,7 @@
 """Small graphs of operations for the planner's tests."""
 
-from autofuse.codegen.lowering.lower import lower
-from autofuse.errors import LoweringError
 from autofuse.fusion.graph import FusionGraph
-from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
+from autofuse.ir.operation import Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape, as_dim, contiguous_strides
 
 
@@ -22,12 +20,3 @@ def op(name, target, inputs, out, *rest, outputs=None, **kwargs):
 def graph(ops, inputs, outputs, hints=None):
     refs = [ValueRef(o.partition("@")[0], int(o.partition("@")[2] or 0)) for o in outputs]
     return FusionGraph(ops, inputs, refs, hints or {"s0": 4, "s1": 100})
-
-
-def why_not(form: NodeForm) -> tuple[str, str] | None:
-    """Why a node has no loop form, as an engine's ``lowerable``: a code and a text; None where it has one."""
-    try:
-        lower(form)
-    except LoweringError as error:
-        return error.code, str(error)
-    return None

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from build import graph, op, tensor, why_not
+from build import graph, op, tensor
 
+from autofuse.codegen.in_place import why_not
 from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.reference import run_unfused, to_float64, widen
 from autofuse.fusion import FusionEngine, FusionGraph

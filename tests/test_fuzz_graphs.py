@@ -1,0 +1,101 @@
+"""The fuzzer of random graphs: some pass, a wrong kernel is found and kept, what is said otherwise is the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from fuzz import candidates
+from fuzz.check import check, row_of, run
+from fuzz.graphs import Input, Program, programs
+from fuzz.search import search
+from tests.cases import CASES
+
+ROOT = Path(__file__).resolve().parent.parent
+FREE = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@settings(FREE, max_examples=20)
+@given(programs())
+def test_random_graphs_are_eagers(program: Program) -> None:
+    """About five seconds of it; `scripts/fuzz graphs` takes an hour."""
+    assert check(program).wrong == [], str(program)
+
+
+@settings(FREE, max_examples=60)
+@given(programs())
+def test_what_is_said_otherwise_is_the_same_in_eager(program: Program) -> None:
+    for other in (program.with_idle_view(), program.in_another_order()):
+        try:
+            expected = run(program.function, program, program.make_inputs())
+        except RuntimeError:  # a gradient of what has been written over
+            return
+        found = run(other.function, other, other.make_inputs())
+        for one, two in zip(found, expected, strict=True):
+            assert torch.allclose(one, two, equal_nan=True), f"{program}\n{other}"
+
+
+PROGRAM = Program(
+    (Input((5, 7), "float32", "contiguous"),), ("v0 = i0 * 2", "v1 = torch.tanh(v0)"), ("v1",), False, False, 1
+)
+
+
+def wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that leave results as memory was."""
+    monkeypatch.setattr("fuzz.check._KNOWN", {})
+    monkeypatch.setattr("fuzz.check.compile_together", lambda texts: [lambda *pointers: None for _ in texts])
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(PROGRAM).wrong == []
+    wrong_kernels(monkeypatch)
+    found = "\n".join(check(replace(PROGRAM, seed=2)).wrong)
+    assert "generic C" in found and "aten.tanh.default(v0)" in found
+
+
+def test_a_failure_is_kept_and_tried_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong_kernels(monkeypatch)
+    told: list[str] = []
+    counts = search(0, 10, tmp_path, tmp_path / "last", told.append)
+    assert len(told) == 1 and counts["graphs"] > 0 and "def function" in told[0]
+    (kept,) = tmp_path.glob("*.txt")
+    assert kept.read_text().strip() == told[0].strip()
+    again: list[str] = []
+    search(0, 1, tmp_path, None, again.append)
+    assert [text.partition("\n\n")[0] for text in again] == [told[0].partition("\n\n")[0]]
+
+
+def test_all_candidates_of_a_node_go_through_the_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+
+    def noted(verifier: Any, label: str, make_call: Callable[..., Any], cases: Any) -> Any:
+        labels.append(label.split()[0])
+        return iter(())
+
+    monkeypatch.setattr("fuzz.check._KNOWN", {})
+    monkeypatch.setattr(candidates, "_checked", noted)
+    check(replace(PROGRAM, is_dynamic=True))
+    assert labels == ["generic", "generic", "specialised", "Triton"]
+
+
+def test_a_node_is_written_as_python() -> None:
+    text = row_of(CASES["add_bias_gelu"].form())
+    assert "v0 = aten.add.Tensor(i0, i1)" in text and "i1: float32[s1]" in text and "return v2" in text
+
+
+def test_the_command_counts(tmp_path: Path) -> None:
+    out = tmp_path / "fuzz.json"
+    command = [sys.executable, "-m", "fuzz", "graphs", "--graphs", "3", "--minutes", "0", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["graphs"]
+    assert found["counts"]["graphs"] >= 3 and found["counts"]["wrong"] == 0 and found["machine"]["torch"]
