@@ -246,6 +246,7 @@ PARTS: tuple[Part, ...] = (
     Part("startup", "Wall time to 50, 200 and 1000 steps with varying shapes, cold and warm.", table=startup_table),
     Part("foreign", "Twelve scripts as users write them, cold, tuned and warm, beside plain python.",
          table=foreign_table),
+    Part("examples", "The examples as a person runs them, tuned and on a warm store.", has_bars=False),
     Part("capture", "What capturing a 12-layer GPT-2 costs beside torch.compile's tracing back end."),
     Part("trap", "What a contender saw first against what it is then to be fast on.", table=trap_table, has_bars=False),
     Part("regret", "What the tuner chose against the best of the whole search space."),

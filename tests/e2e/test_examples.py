@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -30,6 +31,17 @@ TINY = {
     "infer.py": "--requests 16 --batch-size 3 --layers 1 --width 32 --heads 2 --context 24 --log-every 1",
 }
 
+# Without autofuse, so that they go on working; whole runs of all would take minutes.
+PLAIN = {
+    "train_diffusion.py": "--steps 2 --width 16 --batch-size 2 --sizes 8 12 --log-every 1",
+    "train_gnn.py": "--steps 2 --width 16 --smallest 20 --largest 40 --log-every 1",
+    "train_recommender.py": "--steps 2 --width 8 --batch-size 16 --log-every 1",
+    "train_speech.py": "--steps 2 --width 16 --blocks 1 --batch-size 2 --log-every 1",
+    "train_hf.py": "--steps 2 --width 16 --layers 1 --longest 12 --batch-size 2 --log-every 1",
+    "serve.py": "--requests 8 --width 16 --layers 1",
+}
+NEEDS = {"train_hf.py": "accelerate", "serve.py": "fastapi"}
+
 
 def run(*command: object) -> str:
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300)
@@ -54,6 +66,16 @@ def test_the_same_numbers_with_and_without(name: str, tmp_path: Path) -> None:
         if re.search("loss|checksum", what):
             assert float(ours) == pytest.approx(float(theirs), rel=1e-3, abs=1e-5), what
     assert report(store)["totals"]["fused_calls"] > 0
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_it_runs(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    done = forked.run(EXAMPLES / name, *PLAIN[name].split())
+    assert done.returncode == 0, done.stderr
+    numbers = re.findall(r"(?:loss|checksum) (\S+)$", done.stdout, re.MULTILINE)
+    assert numbers and all(math.isfinite(float(number)) for number in numbers)
 
 
 def test_they_are_plain_scripts() -> None:
