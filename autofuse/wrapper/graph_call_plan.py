@@ -211,8 +211,9 @@ class _Planner:
         """A unit for one operation. Sizes are computed from the inputs' sizes, so that they need no tensor."""
         size = self.imported.dims.get(node)
         if node.op == "call_function" and isinstance(size, sympy.Expr):
-            known = all(str(s) in self.sources for s in free_symbols(size))
-            if known and size.is_polynomial(*size.free_symbols):
+            derived = self.imported.derived
+            read = {s for name in free_symbols(size) for s in free_symbols(derived.get(name, symbol(name)))}
+            if read <= self.sources.keys() and size.is_polynomial(*size.free_symbols):
                 return Unit([node], None, [], [node], self.position[node], size=size)
         return Unit([node], None, list(node.all_input_nodes), [node], self.position[node])
 

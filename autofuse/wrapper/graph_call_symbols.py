@@ -41,9 +41,11 @@ def symbol_bindings(
 
     ``derived``: symbols that follow from others. Raises ShapeError where a symbol is not among the inputs.
     """
-    calculated = {name: expr for name, expr in derived.items() if name in wanted}
+    used = dict.fromkeys(s for size in sizes for s in free_symbols(size))
+    calculated = {name: expr for name, expr in derived.items() if name in wanted or name in used}
     needed = dict.fromkeys(s for s in wanted if s not in calculated)
-    needed |= dict.fromkeys(s for size in [*calculated.values(), *sizes] for s in free_symbols(size))
+    needed |= dict.fromkeys(s for expr in calculated.values() for s in free_symbols(expr))
+    needed |= dict.fromkeys(s for s in used if s not in calculated)
     missing = [s for s in needed if s not in sources]
     if missing:
         raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")

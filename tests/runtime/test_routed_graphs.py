@@ -378,6 +378,25 @@ def test_sizes_that_no_polynomial_gives_stay_on_eagers_kernels():
     assert catalogue.routers and not catalogue.failed
 
 
+def test_sizes_of_a_quotient_need_no_tensor():
+    """An upsampled picture has twice half the size, and its indices, which a node keeps, are asked for theirs."""
+
+    class Down(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+        def forward(self, x):
+            fine = F.avg_pool2d(self.first(x), 2)
+            coarse = F.interpolate(torch.tanh(F.avg_pool2d(fine, 2)), scale_factor=2.0)
+            return self.last(torch.cat([coarse, fine], 1))
+
+    catalogue = check_training(
+        Down(), lambda n: (torch.randn(2, 2, n, n + 8),), (24, 32, 40, 24), dynamic=((0, 2), (0, 3))
+    )
+    assert catalogue.routers and not catalogue.failed
+
+
 def test_torch_says_nothing_of_traces_that_nobody_asked_for():
     said = []
     handler = logging.Handler()
