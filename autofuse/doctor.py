@@ -30,7 +30,7 @@ from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
 from autofuse.private_files import check_above, check_beside
 from autofuse.settings.layers import Settings
 
-TORCH_RANGE: Final = ((2, 11), (2, 14))  # as in pyproject.toml: from, up to but not including
+TORCH_RANGE: Final = ((2, 11), (2, 16))  # as in pyproject.toml: from, up to but not including
 
 LEAST_BYTES, SOME_BYTES = 2**26, 2**30  # of a disk: less is an error, or worth a note
 CLOCK_FILES: Final = "/sys/devices/system/clocksource/clocksource0"

@@ -54,7 +54,7 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch.autograd._get_sequence_nr",
             "torch.autograd._profiler_enabled",
             "torch.autograd.forward_ad._current_level",
-            "torch.fx._symbolic_trace._is_fx_tracing_flag",
+            "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
             "torch.nn.Module._compiled_call_impl",
             "torch.utils._device.DeviceContext",
             "torch.utils._python_dispatch.TorchDispatchMode",

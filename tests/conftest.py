@@ -1,7 +1,8 @@
 """What all tests share: Triton imported for its interpreter, random numbers that are a test's own, and a folder in
 which their scripts and daemons meet no others of this machine.
 
-`--march` has all C generated for another processor; `--every-state` runs the table of semantics in all states.
+`--march` has all C generated for another processor; `--every-state` runs the table of semantics in all states;
+`--tenth` runs a tenth of the tests.
 Triton comes before torch, which imports it too: kernels for GPUs are checked on CPU tensors. Compilers of Triton run
 in processes of their own.
 """
@@ -47,6 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-state", action="store_true", help="run each program of the table of semantics in all states"
     )
+    parser.addoption("--tenth", type=int, choices=range(10), help="run the tests of this tenth, 0 to 9; by their names")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tenth = config.getoption("--tenth")
+    if tenth is not None:
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % 10 == tenth]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -272,7 +272,9 @@ IS_SUPPORTED = (
 )
 
 
-def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -> tuple[str, list[str]]:
+def key_of(
+    module: Any, inputs: Sequence[Any], config: Any, extra: Any = None, act_input_paths: Sequence[Any] = ()
+) -> tuple[str, list[str]]:
     """Replaces torch's key, which depends on all settings of Inductor and imports it: 1 s and more.
 
     Raises where the graph cannot be cached. Unlike torch's key, this one has the fake values of all nodes, which hold
@@ -285,7 +287,7 @@ def key_of(module: Any, inputs: Sequence[Any], config: Any, extra: Any = None) -
         if problem:
             raise BypassAOTAutogradCache(problem)
         values = [(node.op, _kinds(node.meta.get("example_value"))) for node in graph.graph.nodes]
-        details = (graph, list(inputs), config, values, _sharing(inputs), switches())
+        details = (graph, list(inputs), config, values, _sharing(inputs), switches(), *act_input_paths)
         return f"autofuse-{AOTAutogradCachePickler(graph).get_hash(details)}", []
 
 

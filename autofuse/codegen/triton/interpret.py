@@ -3,7 +3,7 @@
 In: a `TritonSource`. Out: a function that runs all passes of a call. Triton's own functions (``tl.sum``) must be
 interpreted too, which is settled when Triton is imported: a process calls `import_interpreted` first, for torch imports
 Triton sooner or later. This module corrects the interpreter where it differs from hardware: the device library becomes
-numpy, and a float becomes a bfloat16 by rounding to nearest even, where the interpreter truncates. Triton 3.6 and 3.7.
+numpy, and a float becomes a bfloat16 by rounding to nearest even, where the interpreter truncates. Triton 3.6 to 3.9.
 It does not check speed, registers, memory races between programs, the accuracy of the device's own functions.
 """
 
@@ -158,6 +158,15 @@ def _mend_interpreter() -> None:
         return product(self, _from_bfloat16(a), _from_bfloat16(b), d, *options)
 
     builder.create_dot = create_dot
+    splat = builder.create_splat
+
+    def create_splat(self: Any, block: Any, value: Any) -> Any:
+        """A comparison of scalars has its operands' type here, and Triton 3.9 refuses it as a mask."""
+        if value.data.dtype == np.bool_:
+            return interpreter.TensorHandle(np.full(block.shape, value.data.item()), tl.int1)
+        return splat(self, block, value)
+
+    builder.create_splat = create_splat
     builder.create_assert = _assert_all
     patch = interpreter._patch_lang_tensor
 

@@ -62,13 +62,13 @@ def find_triton() -> TritonVersion:
     if found is None:
         raise CompilerError(
             f"expected Triton {OLDEST[0]}.{OLDEST[1]} or newer, found none; "
-            "install it with: pip install 'triton>=3.6,<3.8'"
+            "install it with: pip install 'triton>=3.6,<3.10'"
         )
     number = re.match(r"(\d+)\.(\d+)", found.version)
     if number is None or (int(number[1]), int(number[2])) < OLDEST:
         raise CompilerError(
             f"expected Triton {OLDEST[0]}.{OLDEST[1]} or newer, found {found.package} {found.version}; "
-            "install one with: pip install 'triton>=3.6,<3.8'"
+            "install one with: pip install 'triton>=3.6,<3.10'"
         )
     return found
 

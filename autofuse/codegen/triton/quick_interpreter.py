@@ -3,7 +3,7 @@
 In: Triton's modules, in a process that interprets. Out: the same modules with quicker parts. The interpreter patches
 ``triton.language`` before each launch and takes it back afterwards; it reads, parses and compiles the text of a kernel
 once more; and at each operation it makes type objects anew that are equal to earlier ones. `interpret.py` alone calls
-this. Numbers are the same to the bit; a case of the table takes 40 % of the time. Triton 3.6 and 3.7.
+this. Numbers are the same to the bit; a case of the table takes 40 % of the time. Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations

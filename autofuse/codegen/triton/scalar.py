@@ -4,7 +4,7 @@ In: an op, its dtype and the text of its operands. Out: the text of the result. 
 round as eager's CUDA kernels do (``div_rn``, ``sqrt_rn``); maximum and minimum keep NaN; functions come from the
 target's device library, not from approximate instructions such as ``tl.exp``, unless the configuration selects these
 (``math=fast``, which must pass the same check). Only functions that the device libraries of CUDA and ROCm both have are
-used, in Triton 3.6 and 3.7.
+used, in Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
