@@ -3,12 +3,12 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
-from build import graph, op, tensor
 
 from autofuse.errors import FusionError
 from autofuse.fusion import FusionConfig, FusionDetector, FusionEngine, FusionOpportunity, FusionPattern
 from autofuse.fusion.analyzer import build_node
 from autofuse.fusion.benefit import estimate_benefit
+from tests.fusion.small_graphs import graph, op, tensor
 
 A = tensor("s0", "s1", 256)
 LINEAR = FusionPattern("mine", ["linear", "relu", "exp"])

@@ -1,11 +1,11 @@
 """Graphs that grow operation by operation, and what their edges allow to run as one."""
 
 import pytest
-from build import graph, op, tensor
 
 from autofuse.errors import FusionError
 from autofuse.fusion import FusionEngine, FusionGraph
 from autofuse.ir.operation import ValueRef
+from tests.fusion.small_graphs import graph, op, tensor
 
 A = tensor(4, 256)
 

@@ -1,7 +1,6 @@
 """Metrics of graphs: the seed's definition on small graphs, FLOPs against torch's own counter, bytes by hand."""
 
 import torch
-from build import graph, op, tensor
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,6 +9,7 @@ from autofuse.capture.graph_import import import_graph
 from autofuse.fusion import FusionGraph
 from autofuse.fusion.cost import matmul_flops
 from autofuse.fusion.metrics import has_kernel, measure_graph
+from tests.fusion.small_graphs import graph, op, tensor
 
 A = tensor("s0", "s1", 256)
 V = tensor(256)

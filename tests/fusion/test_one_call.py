@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from build import graph, op, tensor
 
 from autofuse.codegen.in_place import why_not
 from autofuse.fusion import FusionConfig, FusionEngine, FusionGraph
 from autofuse.fusion.one_call import in_order
+from tests.fusion.small_graphs import graph, op, tensor
 
 INDEX = tensor(4, dtype="int64")
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from build import graph, op, tensor
 from test_patterns import ACTIVATION, Activation, no_patterns, planned, session_in, used
 
 from autofuse.errors import FusionError, SettingsError
 from autofuse.fusion import FusionConfig, FusionEngine, FusionOptimizer, FusionPattern, patterns
+from tests.fusion.small_graphs import graph, op, tensor
 
 A = tensor("s0", "s1", 256)
 MINE = FusionPattern("mine", ["mul", "add"])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from build import graph, op, tensor
 from torch import nn
 
 import autofuse
@@ -19,6 +18,7 @@ from autofuse.fusion import FusionConfig, FusionEngine, FusionPattern, patterns
 from autofuse.fusion.pattern_file import read_patterns
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
+from tests.fusion.small_graphs import graph, op, tensor
 
 A = tensor("s0", "s1", 256)
 ACTIVATION = FusionPattern(name="custom_activation", ops=["linear", "relu", "dropout"], fusion_type="elementwise")

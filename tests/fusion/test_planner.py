@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from build import graph, op, tensor
 
 from autofuse.errors import FusionError, SettingsError, UnknownOpError
 from autofuse.fusion import (
@@ -16,6 +15,7 @@ from autofuse.fusion import (
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.ir.shape import SymbolicShape
 from tests.cases import CASES
+from tests.fusion.small_graphs import graph, op, tensor
 
 A = tensor("s0", "s1", 256)
 ROW = tensor("s0", "s1", 1)

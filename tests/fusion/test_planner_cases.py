@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from build import graph, op, tensor
 
 from autofuse.codegen.in_place import why_not
 from autofuse.codegen.inputs import make_inputs
@@ -21,6 +20,7 @@ from tests.cases import CASES
 from tests.codegen.compare import problems
 from tests.codegen.lowering.test_rules import BY_HAND, form_by_hand, rms_form
 from tests.codegen.nodes import NodeBuilder
+from tests.fusion.small_graphs import graph, op, tensor
 from tests.strategies.harness import GENERATOR, plan
 
 # What may come before and behind an operator in its node, where it is not both.
