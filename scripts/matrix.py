@@ -110,8 +110,8 @@ def interpreter(version: str) -> str:
 
 def install(row: Row, folder: Path, env: Mapping[str, str]) -> Path:
     """A fresh environment with the row's versions and autofuse in it; the path of its Python."""
-    python = folder / "bin" / "python"
-    if python.exists():
+    python, done = folder / "bin" / "python", folder / "installed"
+    if done.exists():
         return python
     run([interpreter(row.python), "-m", "venv", "--clear", folder], env)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -120,6 +120,7 @@ def install(row: Row, folder: Path, env: Mapping[str, str]) -> Path:
     except StepFailed:
         run([*pip, f"torch=={row.torch}"], env)
     run([*pip, f"triton=={row.triton}", "-e", ".[dev]"], env)
+    done.touch()
     return python
 
 
