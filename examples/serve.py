@@ -19,24 +19,44 @@ import torch
 from fastapi import FastAPI
 from pydantic import BaseModel
 from torch import nn
+from torch.nn import functional as F
 
 WORDS, CLASSES, PAD = 4000, 16, 0
+
+
+class Block(nn.Module):
+    """Attention over the words that are no padding, then a feed-forward layer; both residual."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x, mask):
+        """x is (batch, words, width), mask (batch, 1, 1, words): True for a word."""
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Classifier(nn.Module):
     def __init__(self, width, layers):
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, width, padding_idx=PAD), nn.Embedding(512, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, activation="gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
     def forward(self, ids):
-        padding = ids == PAD
+        is_word = ids != PAD
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-        x = self.norm(self.layers(x, src_key_padding_mask=padding))
-        x = x.masked_fill(padding.unsqueeze(-1), 0.0).sum(1) / (~padding).sum(1, keepdim=True)
-        return self.head(x).softmax(-1)
+        for block in self.blocks:
+            x = block(x, is_word[:, None, None, :])
+        kept = is_word.unsqueeze(-1).to(x.dtype)
+        mean = (self.norm(x) * kept).sum(1) / kept.sum(1)
+        return self.head(mean).softmax(-1)
 
 
 class Batches:
