@@ -141,7 +141,7 @@ class OneKernel:
     def new_plan(self, plan: Plan) -> None:
         pass
 
-    def sample_due(self) -> bool:
+    def sample_due(self, graph: object) -> bool:
         return False
 
     def wrap(self, node: NodeState, fused: Any, unfused: Any) -> Any:

@@ -66,7 +66,7 @@ class Kernels:
     def new_plan(self, plan: Plan) -> None:
         pass
 
-    def sample_due(self) -> bool:
+    def sample_due(self, graph: object) -> bool:
         return False
 
     def wrap(self, node: NodeState, fused: NodeCall) -> NodeCall:

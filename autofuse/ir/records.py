@@ -388,8 +388,8 @@ class Refusal:
 # Kinds of events that a report shows elsewhere than among its notes.
 GRAPH_METRICS = "graph_metrics"  # describes a captured graph, see runtime/graph_metrics_log.py
 PEAK_MEMORY = "peak_memory"  # of a step, see runtime/peak_memory.py
-CALL_RECORD = "call_record"  # single calls of a graph, see runtime/call_records.py
-DETAILS = (GRAPH_METRICS, PEAK_MEMORY, CALL_RECORD)
+STEP_RECORD = "step_record"  # a step as it ran, see runtime/step_records.py
+DETAILS = (GRAPH_METRICS, PEAK_MEMORY, STEP_RECORD)
 
 
 @dataclass(frozen=True)

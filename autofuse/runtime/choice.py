@@ -16,6 +16,7 @@ from autofuse.wrapper.node_call import Entry, NodeCall
 
 if TYPE_CHECKING:
     from autofuse.runtime.plans import NodeState, Plan
+    from autofuse.runtime.step_records import GraphCall, RecordedGraph
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,11 @@ class RouterHost(Protocol):
 
     def new_plan(self, plan: Plan) -> None: ...
 
-    def sample_due(self) -> bool: ...
+    def sample_due(self, graph: RecordedGraph) -> bool:
+        """Whether this call of a graph is timed; asked at each call."""
+
+    def note_call(self, call: GraphCall) -> None:
+        """A timed call has ended."""
 
     def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
         """Whether a library's operator in the node is faster in the script than the kernel, whose races were against

@@ -20,12 +20,12 @@ from autofuse.errors import AutofuseError
 from autofuse.gpu import capturing
 from autofuse.ir.composites import has_librarys
 from autofuse.locks import make_lock
-from autofuse.runtime.call_records import CallRecords, Stopwatch
 from autofuse.runtime.choice import Choice, RouterHost
 from autofuse.runtime.debug_texts import routes_text
 from autofuse.runtime.injector import INJECTOR
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, PlanScope, Replay, Timer, Untimed, cover
+from autofuse.runtime.step_records import GraphCall, Stopwatch
 from autofuse.runtime.usage import Usage
 from autofuse.strategies.joint_attention import forward_call
 from autofuse.strategies.sdpa_training_match import SDPA_TRAINING
@@ -71,7 +71,6 @@ class GraphRouter:
         self.plans: dict[tuple[int, ...], Plan] = {}  # settled plans: found without a query
         self.pending: dict[tuple[int, ...], Plan] = {}
         self.past = Usage()  # counters of evicted plans
-        self.records = CallRecords()
         self.lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # the dict in which calls find their plan
         self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each caller of `note_plans`
         self._clock = clock
@@ -97,7 +96,7 @@ class GraphRouter:
         self._checked: dict[int, int] = {}  # checked first calls of a node without a problem, by its place
 
     def __call__(self, args: list[Any]) -> Any:
-        if self.host.sample_due() and not self._stands_still():
+        if self.host.sample_due(self) and not self._stands_still():
             return self._timed(args)
         return self.program.call(self.lookup, self.plan_for, args)
 
@@ -107,7 +106,7 @@ class GraphRouter:
         result = self.program.timed_call(_Recorder(self, used, watch), self.plan_for, args, watch)
         ended = perf_counter()
         used[-1].add_sample(self._clock() - start, watch.times(len(self.program.slots)))
-        self.records.add(used[-1], watch, ended)
+        self.host.note_call(GraphCall.of(self, used[-1], watch, ended))
         return result
 
     def all_plans(self) -> Iterator[Plan]:

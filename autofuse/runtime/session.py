@@ -31,7 +31,6 @@ from autofuse.ir.records import Bucket, RunStart, RunTotals, StepSample
 from autofuse.ir.strict import strictly
 from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
-from autofuse.runtime.call_records import post_records
 from autofuse.runtime.debug_texts import fusion_text, timings_text
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.graph_runner import GraphRunner
@@ -40,6 +39,7 @@ from autofuse.runtime.plan_limit import PlanLimit
 from autofuse.runtime.root_registry import RootRegistry
 from autofuse.runtime.root_services import USUAL_TOOLS, RootBackend, RootTools
 from autofuse.runtime.run_context import RunContext
+from autofuse.runtime.step_records import GraphCall, RecordedGraph, StepRecords
 from autofuse.runtime.store_thread import BUSY_SECONDS, DutyCycle, StoreThread, yield_gil
 from autofuse.runtime.tuning_client import TuningClient
 from autofuse.runtime.usage import Usage, node_uses, usage_of
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from autofuse.wrapper.node_call import NodeCall
 
 PIECES_AT_END = 2  # rows of old runs' details deleted at once: more than a run adds, and quickly done
-SAMPLE_EVERY = 31  # calls of graphs between timed ones; odd, so that forward and backward alternate
-SAMPLED_FIRST = 32  # calls of graphs that are all timed: requests are ordered by what their nodes take
 
 _current: Session | None = None
 _lock = make_lock()
@@ -84,7 +82,7 @@ class Session:
         began = time.perf_counter()
         set_level(0 if settings.run.quiet else settings.run.debug)
         self._written_refusals = 0
-        self._graph_calls = 0
+        self._step_records = StepRecords()
         self._finished = False
         self._pid = os.getpid()
         self._exit_code: int | None = None
@@ -216,9 +214,11 @@ class Session:
     def settle_plan(self, plan: Plan) -> bool:
         return self.tuning.settle(plan)
 
-    def sample_due(self) -> bool:
-        self._graph_calls += 1
-        return self._graph_calls % SAMPLE_EVERY == 0 or self._graph_calls <= SAMPLED_FIRST
+    def sample_due(self, graph: RecordedGraph) -> bool:
+        return self._step_records.is_due(graph)
+
+    def note_call(self, call: GraphCall) -> None:
+        self._step_records.add(call)
 
     def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
         return self._own_kernels is not None and self._own_kernels.stay(node, fused, tag)
@@ -360,7 +360,7 @@ class Session:
             notes, post = self.context.notes, self.context.store_thread.post_event
             notes.post(post)
             with contextlib.suppress(Exception):  # they are worth no more than a line of `autofuse trace`
-                post_records(self.context.routers, self._speedup_of, notes.source_of, post)
+                self._step_records.post(self._speedup_of, notes.source_of, post)
             self.tuning.hand_over()
             self.context.store_thread.stop()
             self.tuning.withdraw()

@@ -12,15 +12,17 @@ import pytest
 
 from autofuse.cli.app import parse
 from autofuse.db.store import Store
-from autofuse.ir.records import CALL_RECORD, Event, RunStart, RunTotals
+from autofuse.ir.records import STEP_RECORD, Event, RunStart, RunTotals
 from autofuse.report import trace
 from autofuse.report.trace import trace_of
 from tests.report.report_records import DEVICE, GELU, HOT, VERSIONS, decision, fill, open_store, use
 
 NODES = [["af_a", "add + gelu", "train.py:3"], ["af_b", "mul", ""], ["af_group", "addmm + add + gelu", ""]]
-# A group (2) around its part (0) on a kernel of 2x, then a node on eager's kernels.
-FUSED = {"us": 100.0, "nodes": [[0, 20.0, 10.0, 2.0], [2, 5.0, 30.0, None], [1, 40.0, 50.0, None]]}
-EAGER = {"us": 150.0, "nodes": [[0, 20.0, 40.0, None], [2, 5.0, 60.0, None], [1, 80.0, 60.0, None]]}
+# A group (2) around its part (0) on a kernel of 2x, then a node on eager's kernels; the graph runs twice in a step.
+ROWS = [[0, 20.0, 10.0, 2.0], [2, 5.0, 30.0, None], [1, 40.0, 50.0, None]]
+FUSED = [{"graph": 0, "start": 0.0, "us": 100.0, "nodes": ROWS}, {"graph": 1, "start": 130.0, "us": 20.0, "nodes": []}]
+EAGER = [{"graph": 0, "start": 0.0, "us": 150.0, "nodes": [[2, 5.0, 60.0, None], [0, 20.0, 40.0, None]]}]
+EAGER += [{"graph": 1, "start": 170.0, "us": 25.0, "nodes": [[0, 1.0, 2.0, None]]}]
 
 
 @pytest.fixture
@@ -31,22 +33,25 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def record(store: Store, run: int, **changes: Any) -> None:
-    data = {
-        "phase": "forward", "times": 1, "calls": 9, "sizes": {"s0": 8}, "nodes": NODES, "eager": EAGER, "fused": FUSED,
-        "is_recorded": True,
-    }  # fmt: skip
-    store.notes.add_event(run, Event(CALL_RECORD, "a call", data | changes))
+    graphs = [{"phase": phase, "sizes": {"s0": 8}, "nodes": NODES} for phase in ("forward", "backward")]
+    data = {"calls": 9, "is_recorded": True, "graphs": graphs, "eager": EAGER, "fused": FUSED} | changes
+    store.notes.add_event(run, Event(STEP_RECORD, "a step", data))
 
 
-def slices(document: dict[str, Any], thread: int) -> list[dict[str, Any]]:
-    return [event for event in document["traceEvents"] if event["ph"] == "X" and event["tid"] == thread]
+def slices(document: dict[str, Any], thread: int, process: int = 1) -> list[dict[str, Any]]:
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    return [event for event in events if (event["pid"], event["tid"]) == (process, thread)]
+
+
+def times(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    return [(event["ts"], event["dur"]) for event in events]
 
 
 def check_format(document: dict[str, Any]) -> None:
     """As the Trace Event Format asks for; on a thread, slices follow each other or lie in each other."""
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"} and document["displayTimeUnit"] == "ms"
-    open_ends: dict[int, list[float]] = {}
+    open_ends: dict[tuple[int, int], list[float]] = {}
     for event in document["traceEvents"]:
         assert isinstance(event["name"], str) and isinstance(event["args"], dict)
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
@@ -55,7 +60,7 @@ def check_format(document: dict[str, Any]) -> None:
             continue
         assert event["ph"] == "X" and isinstance(event["cat"], str) and event["ts"] >= 0 and event["dur"] >= 0
         begin, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
-        around = open_ends.setdefault(event["tid"], [])
+        around = open_ends.setdefault((event["pid"], event["tid"]), [])
         while around and around[-1] <= begin:
             around.pop()
         assert not around or end <= around[-1], f"{event} reaches out of the slice around it"
@@ -65,33 +70,43 @@ def check_format(document: dict[str, Any]) -> None:
 def test_both_lanes_of_a_recorded_step(store: Store) -> None:
     run = fill(store)
     record(store, run)
-    record(store, run, phase="backward", fused=None)
     document = trace_of(store, run)
     check_format(document)
     eager, fused = slices(document, 1), slices(document, 2)
-    assert [item["name"] for item in fused] == [
-        "graph 1, forward", "addmm + add + gelu", "add + gelu", "mul",
-        "graph 2, backward", "addmm + add + gelu", "add + gelu", "mul",
-    ]  # fmt: skip
-    assert [(item["ts"], item["dur"]) for item in fused[:4]] == [(0, 100), (5, 30), (20, 10), (40, 50)]
-    assert [(item["ts"], item["dur"]) for item in eager[:4]] == [(0, 150), (5, 60), (20, 40), (80, 60)]
-    assert (fused[4]["ts"], fused[4]["dur"]) == (100, 150), "a graph that never ran on kernels takes eager's time"
+    names = ["graph 1, forward", "addmm + add + gelu", "add + gelu", "mul", "graph 2, backward"]
+    assert [item["name"] for item in fused] == names
+    assert times(fused) == [(0, 100), (5, 30), (20, 10), (40, 50), (130, 20)]
+    assert times(eager) == [(0, 150), (5, 60), (20, 40), (170, 25), (171, 2)]
     assert {item["cat"] for item in (*eager, *fused)} == {"recorded"}
     assert [item["args"].get("runs on") for item in fused[1:4]] == [
         "its parts, one by one", "a fused kernel", "eager's kernels",
     ]  # fmt: skip
-    names = [event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"]
-    assert names == ["eager's kernels (recorded)", "with fused kernels (recorded)", "whole steps by input (medians)"]
-    assert {item["cat"] for item in slices(document, 3)} == {"medians"}
+    told = [event["args"]["name"] for event in document["traceEvents"] if event["name"].endswith("s_name")]
+    assert told == ["a step with s0=8, ran 9 times", "whole steps, by the shapes of the input"]
+    told = [event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"]
+    assert told == ["eager's kernels (recorded)", "with fused kernels (recorded)", "medians"]
+    assert {item["cat"] for item in slices(document, 1, 2)} == {"medians"}
 
 
-def test_without_a_call_in_eager_its_lane_is_an_estimate_and_says_so(store: Store) -> None:
+def test_steps_of_other_sizes_are_processes_of_their_own(store: Store) -> None:
+    run = fill(store)
+    record(store, run)
+    record(store, run, fused=None)
+    document = trace_of(store, run)
+    check_format(document)
+    assert times(slices(document, 2, 2)) == times(slices(document, 1, 2)), (
+        "what never ran on kernels takes eager's time"
+    )
+    assert slices(document, 1, 3)
+
+
+def test_without_a_step_in_eager_its_lane_is_an_estimate_and_says_so(store: Store) -> None:
     run = fill(store)
     record(store, run, eager=None)
     document = trace_of(store)
     check_format(document)
     eager = slices(document, 1)
-    assert [(item["ts"], item["dur"]) for item in eager] == [(0, 110), (5, 40), (20, 20), (50, 50)]
+    assert times(eager) == [(0, 110), (5, 40), (20, 20), (50, 50), (140, 20)]
     assert {item["cat"] for item in eager} == {"estimated from races"}
     assert "eager's kernels (estimated from races)" in json.dumps(document)
 
@@ -103,16 +118,6 @@ def test_times_of_a_gpu_are_medians(store: Store) -> None:
     assert {item["cat"] for item in slices(document, 2)} == {"medians"}
 
 
-def test_a_graph_that_a_step_repeats_is_drawn_as_often(store: Store) -> None:
-    run = fill(store)
-    record(store, run, times=3)
-    lane = slices(trace_of(store), 2)
-    assert [item["name"] for item in lane if item["name"].startswith("graph")] == [
-        f"graph 1, forward {n} of 3" for n in (1, 2, 3)
-    ]
-    assert [item["ts"] for item in lane if item["name"].startswith("graph")] == [0, 100, 200]
-
-
 def test_the_optimizer_ends_the_step(store: Store) -> None:
     run = fill(store)
     record(store, run)
@@ -122,7 +127,7 @@ def test_the_optimizer_ends_the_step(store: Store) -> None:
     document = trace_of(store)
     check_format(document)
     eager, fused = slices(document, 1)[-1], slices(document, 2)[-1]
-    assert (eager["ts"], eager["dur"]) == (150, 151.25) and (fused["ts"], fused["dur"]) == (100, 75.625)
+    assert times([eager, fused]) == [(195, 151.25), (150, 75.625)]
     assert eager["cat"] == "medians" and fused["name"] == "adamw over 20 tensors"
 
 
@@ -130,22 +135,27 @@ def test_ten_thousand_nodes_and_odd_names(store: Store) -> None:
     run = fill(store)
     count = 10_000
     name = "[bold]<b>\x1b]0;x\x07\u202e\"'"
-    rows = [[index, 3.0 * index, 2.999, 1.3 if index % 2 else None] for index in range(count)]
-    call = {"us": 3.0 * count, "nodes": rows}
-    record(store, run, nodes=[[name, name, name]] * count, eager=None, fused=call, times=12)
+    rows = [[slot, 3.0 * slot, 2.999, 1.3 if slot % 2 else None] for slot in range(count)]
+    call = {"graph": 0, "start": 0.0, "us": 3.0 * count, "nodes": rows}
+    graph = {"phase": "forward", "sizes": {}, "nodes": [[name, name, name]] * count}
+    record(store, run, graphs=[graph], eager=None, fused=[call])
     document = trace_of(store)
     check_format(document)
-    assert len(slices(document, 2)) == count + 1, "a step of more slices than a viewer can show draws each graph once"
-    assert slices(document, 2)[1]["name"] == name
+    assert len(slices(document, 2)) == count + 1 and slices(document, 2)[1]["name"] == name
 
 
-def test_records_of_another_version_are_left_out(store: Store) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fused": [{"us": 1.0}]}, {"graphs": None}, {"eager": None, "fused": None}, {"graphs": []}, {"calls": "many"},
+        {"eager": [{"graph": 0, "start": 0, "us": 1, "nodes": [[9, 0, 1, None]]}]},
+    ],
+)  # fmt: skip
+def test_records_of_another_version_are_left_out(store: Store, changes: dict[str, Any]) -> None:
     run = fill(store)
-    for changes in ({"fused": {"us": 1.0}, "eager": None}, {"nodes": None}, {"eager": None, "fused": None}):
-        record(store, run, **changes)
-    store.notes.add_event(run, Event(CALL_RECORD, "a call", {}))
+    record(store, run, **changes)
     record(store, run)
-    assert len(trace.graphs_of(store.notes.events(run))) == 1
+    assert len(trace.steps_of(store.notes.events(run))) == 1
 
 
 # ---- the command -----------------------------------------------------------------------------------------
@@ -174,7 +184,7 @@ def test_a_run_without_calls_is_one_line(store: Store, tmp_path: Path, capfd: py
     assert f"run {run} has not ended yet; why: autofuse report --run {run}" in line
     store.runs.finish(run, RunTotals(exit_code=1))
     assert command(store, str(tmp_path / "x.json"), "--run", str(run)) == 2
-    assert "kept no call of a captured graph" in capfd.readouterr().err
+    assert "kept no step of a captured graph" in capfd.readouterr().err
     assert command(store, str(tmp_path / "x.json"), "--run", "77") == 1
     assert len(capfd.readouterr().err.splitlines()) == 1
     assert not (tmp_path / "x.json").exists()
@@ -189,8 +199,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(store: Store, capfd: pytest
 
 
 def test_rounding_keeps_slices_inside_of_each_other() -> None:
-    call = trace.Call("recorded", 10.0, (trace.Span(0, 0.0004, 9.9996, 1.7), trace.Span(1, 9.9999, 0.0001)))
-    graph = trace.Graph("forward", 1, {}, (("a", "a", ""), ("b", "b", "")), trace.in_eager(call), call)
-    events = list(trace._lane(1, [graph], [graph.eager], ()))
+    spans = (trace.Span(0, 0.0004, 9.9996, 1.7), trace.Span(1, 9.9999, 0.0001))
+    fused = trace.Lane("recorded", (trace.Call(0, 0.0, 10.0, spans),))
+    graph = trace.Graph("forward", {}, (("a", "a", ""), ("b", "b", "")))
+    events = list(trace._slices(trace._Place(1, 1), [graph], trace.in_eager(fused)))
     check_format({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {}})
-    assert all(pair[0]["ts"] <= pair[1]["ts"] for pair in pairwise(events))
+    assert all(first["ts"] <= second["ts"] for first, second in pairwise(events))

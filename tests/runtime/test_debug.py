@@ -45,7 +45,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def run(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool = False) -> None:
     """A module is captured and called, each call timed; one more failure is reported."""
-    monkeypatch.setattr("autofuse.runtime.session.SAMPLE_EVERY", 1)
+    monkeypatch.setattr("autofuse.runtime.step_records.TIMED_ONE_IN", 1)
     monkeypatch.setattr("autofuse.runtime.run_context.say", lambda text: None)
     torch._dynamo.reset()
     values = AT_ONCE | {"run.debug": level, "run.quiet": quiet, "run.store": tmp_path / "store.sqlite3"}
