@@ -25,6 +25,8 @@ from autofuse.report.json_types import SCHEMA_VERSION, JsonReport
 from autofuse.settings.layers import GROUPS, OWN_CHOICE, SPECS, SettingSpec, as_text, group_help, profile_names
 
 ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "docs/demo.json"  # what scripts/demo left in build/demo/figures.json, and a remark
+DEMO_BEGIN, DEMO_END = "<!-- demo -->", "<!-- /demo -->"
 COMMAND = "scripts/generate_docs.py"
 STORE = "~/.local/share/autofuse/store.sqlite3"  # where XDG_DATA_HOME is not set; the real default names a home
 
@@ -178,11 +180,50 @@ def _is_title(name: str, item: Any) -> bool:
     return name == "title" and isinstance(item, str)
 
 
+# ---- the demo's figures in the README ---------------------------------------------------------------
+
+
+def readme() -> str:
+    """README.md, with docs/demo.json between its marks."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    head, _, rest = text.partition(DEMO_BEGIN)
+    _, _, tail = rest.partition(DEMO_END)
+    return f"{head}{DEMO_BEGIN}\n{demo_table(json.loads(DEMO.read_text(encoding='utf-8')))}{DEMO_END}{tail}"
+
+
+def demo_table(demo: dict[str, Any]) -> str:
+    """The figures of the two runs, and of malloc's thresholds, as Markdown."""
+    runs = [demo["first"], demo["second"]]
+    rows = {
+        "speed of hot steps against held-out eager steps": [_gain(run) for run in runs],
+        "capture": [wording.seconds(run["capture_seconds"]) for run in runs],
+        "waiting for tuning": [wording.seconds(run["paused_seconds"]) for run in runs],
+        "saved": [wording.seconds(run["seconds_saved"]) for run in runs],
+        "losses, against plain Python's": [f"within {run['loss_error']:.0e}" for run in runs],
+    }
+    lines = [";\n".join(filter(None, (f"{demo['machine']}; {demo['versions']}", demo.get("remark")))) + ".", ""]
+    lines += ["| | first run | again, on the warm store |", "|---|---|---|"]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    malloc = demo["malloc"]
+    if malloc is not None:
+        ratio = (
+            f"{wording.times(malloc['speedup'])} ({wording.interval(malloc['speedup_low'], malloc['speedup_high'])})"
+        )
+        lines += ["", f"Malloc's thresholds, measured in separate processes and never counted as fusion: {ratio}."]
+    return "\n".join(lines) + "\n"
+
+
+def _gain(run: dict[str, Any]) -> str:
+    span = wording.interval(run["low"], run["high"])
+    return wording.times(run["median"]) + (f" ({span})" if span else "")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/settings.md": settings_page,
     "docs/reference/reasons.md": reasons_page,
     "configs/autofuse.toml": annotated_toml,
     "autofuse/report/report.schema.json": report_schema,
+    "README.md": readme,
 }
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -57,3 +58,16 @@ def test_config_shows_a_profile_outside_of_the_checkout(site: Path, tmp_path: Pa
     (tmp_path / "autofuse.toml").write_text('[run]\nprofile = "thorough"\n')
     text = run(site, tmp_path, "-m", "autofuse", "config")
     assert "thorough" in text, text
+
+
+def test_beside_a_torch_nothing_large_is_installed(site: Path) -> None:
+    """Of what may be large only torch itself is asked for, in all releases that autofuse runs with."""
+    (metadata,) = site.glob("autofuse-*.dist-info/METADATA")
+    asked = [
+        line.removeprefix("Requires-Dist: ") for line in metadata.read_text().splitlines() if "Requires-Dist" in line
+    ]
+    always = [line for line in asked if "extra ==" not in line]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(always) == len(project["dependencies"])
+    (torch,) = (line for line in always if line.startswith(("torch", "triton", "nvidia")))
+    assert torch.startswith("torch<") and torch.endswith(">=2.11")
