@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-# How the names of threads begin that draw nothing: ours, and one that torch starts when it traces, where tqdm is there.
-_DRAW_NOTHING = ("autofuse", "tqdm_monitor")
+_DRAWS_NOTHING = "tqdm_monitor"  # the name of a thread that a script's progress bars have
 
 
 class Generator(NamedTuple):
@@ -55,9 +54,9 @@ def untouched() -> Iterator[None]:
 
 
 def _is_only_thread() -> bool:
-    """Whether no other thread of the script could have drawn meanwhile."""
-    me = threading.current_thread()
-    return all(thread is me or thread.name.startswith(_DRAW_NOTHING) for thread in threading.enumerate())
+    """Whether no other thread of the script could have drawn meanwhile. Ours are not listed (`hidden_thread`)."""
+    me = threading.get_ident()  # current_thread() would list a thread that is not
+    return all(thread.ident == me or thread.name == _DRAWS_NOTHING for thread in threading.enumerate())
 
 
 def generators() -> Iterator[Generator]:

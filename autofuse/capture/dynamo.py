@@ -310,6 +310,17 @@ if hasattr(torch._dynamo.guards, "profile_guard_manager"):
     _time_guards_of_others(torch._dynamo.guards.profile_guard_manager)
 
 
+def _show_no_progress(bar: type) -> None:
+    """The first progress bar of a process, shown or not, starts a thread of tqdm's that the script would find among
+    its own; torch.fx makes one each time that it goes through a graph."""
+    if hasattr(bar, "monitor_interval"):  # tqdm is installed
+        torch.fx.interpreter.tqdm = type(bar.__name__, (bar,), {"monitor_interval": 0})
+
+
+if hasattr(torch.fx.interpreter, "tqdm"):
+    _show_no_progress(torch.fx.interpreter.tqdm)
+
+
 @contextlib.contextmanager
 def capture_settings(recompile_limit: int) -> Iterator[None]:
     """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside.

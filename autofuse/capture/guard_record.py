@@ -231,6 +231,7 @@ class Listening(CheckFunctionManager):  # type: ignore[misc]
         super().__init__(f_code, output_graph, *args, **kwargs)
         if self.listener is not None:
             self.listener(self, f_code, self._noted, output_graph)
+        self._noted = []
 
     def build_guards(self, sorted_guards: list[Guard], *args: Any, **kwargs: Any) -> Any:
         self._noted = sorted_guards

@@ -143,9 +143,12 @@ class TraceCache:
             else:
                 traced.spoil("a graph break, or more than one trace at once")
 
-        listening = type("Listening", (Listening,), {"listener": staticmethod(listen)})
-        with noted_in(traced), replaced(convert_frame, "CheckFunctionManager", listening):
-            yield
+        listening: type[Listening] = type("Listening", (Listening,), {"listener": staticmethod(listen)})
+        try:
+            with noted_in(traced), replaced(convert_frame, "CheckFunctionManager", listening):
+                yield
+        finally:
+            listening.listener = None  # Dynamo keeps its guards' manager, which would keep the script's classes
         if traced.manager is not None:
             try:
                 self._write(traced, tuple(dims))

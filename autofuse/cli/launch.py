@@ -34,8 +34,6 @@ def launch(job: RunJob) -> int:
     """Run the script to its end, and end the process as the script did; returns only where there was nothing to run."""
     with gc_pause.paused():
         session = _begin(job.settings, job.target.command) if job.settings else None
-        if session is not None:
-            gc_pause.freeze()
     try:
         ending = run_target(job.target)
     except UsageError as error:
@@ -45,6 +43,8 @@ def launch(job: RunJob) -> int:
         return ending.exit_code
     if session is not None and job.settings is not None and not ending.in_forked_child:
         _finish(session, ending, job.settings)
+    # Frames live on in exceptions that modules keep of their imports: nothing here may lead to the script's objects.
+    del session
     ending.leave()
 
 
@@ -61,6 +61,8 @@ def _begin(settings: Settings, command: str) -> Session | None:
             trials = partial(store.ask, "trials.standing", within_seconds=TRIALS_SECONDS) if store is not None else None
             settings = resolve(settings, command, cpu_device().key, trials)
             apply_process_settings(settings)
+            # Before there is a session: it leads to the script's objects, which the last collection shall find.
+            gc_pause.freeze()
             return start_session(settings, command, store, launched)
     except Exception as error:
         if store is not None:

@@ -114,6 +114,11 @@ class RootRegistry:
             self.allocations.give_up()
         self.observer.stop()
 
+    def end(self) -> None:
+        """After `uninstall`, once all records are written."""
+        for root in list(self.groups.values()):
+            root.traces.end()
+
     def root_of(self, module: torch.nn.Module) -> Root:
         root = self._by_module.get(module)
         if root is None:

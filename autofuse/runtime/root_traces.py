@@ -99,6 +99,13 @@ class RootTraces:
         self._services.context.disturbances += 1
         return True
 
+    def end(self) -> None:
+        """Let go of the script's objects when the session has ended: Python's collector does not find those that
+        Dynamo keeps with code, and files that a script leaves open would not be written."""
+        if self.captured is not None and self.capturer is not None:
+            self.capturer.reset_root(self.captured)
+            self.captured.direct.function.__globals__.clear()  # the names of its graphs, which guards hold in C++
+
     # ---- traces ----------------------------------------------------------------------------------------
 
     def learn(

@@ -365,6 +365,7 @@ class Session:
             self.context.store_thread.stop()
             self.tuning.withdraw()
             self.tuning.leave_to_daemon()
+            self.roots.end()
         with _lock:
             if _current is self:
                 _current = None

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
+from autofuse.hidden_thread import HiddenThread
 from autofuse.ir.records import Event, RunStart, TuneRequest
 from autofuse.locks import make_condition, make_event, make_lock
 
@@ -104,7 +104,7 @@ class StoreThread:
         self._written = 0
         self.run_id: int | None = None
         self.has_leftovers = False  # requests of earlier runs wait in the store
-        self.thread = threading.Thread(target=self._run, name="autofuse", daemon=True)
+        self.thread = HiddenThread(self._run)
 
     def start(self) -> None:
         self.thread.start()
@@ -133,7 +133,7 @@ class StoreThread:
 
     def absorb_again(self, seconds: float) -> bool:
         """Read decisions and kernels again, because more devices are in use; wait for that, so long at most."""
-        if not self.thread.is_alive() or threading.current_thread() is self.thread:
+        if not self.thread.is_alive() or self.thread.is_current:
             return False
         self._absorbed_again.clear()
         self._stale = True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source
 from autofuse.codegen.c.load import MethodDef, new_builtin, open_library
+from autofuse.hidden_thread import HiddenThread
 from autofuse.ir.records import CompileKey, KernelRecord
 from autofuse.wrapper.native_build import NativeBuilder, NativeProgram
 from autofuse.wrapper.native_source import FUNCTIONS, SOURCE
@@ -94,7 +94,7 @@ def _below_autograd() -> int:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             found.append(torch._C._dispatch_tls_local_exclude_set().raw_repr() & ~before)
 
-    thread = threading.Thread(target=look)
+    thread = HiddenThread(look)
     thread.start()
     thread.join()
     (keys,) = found

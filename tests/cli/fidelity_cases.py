@@ -225,4 +225,48 @@ STARTS = [
     ),
 ]
 
+# With a session these are captured at the first call of a module.
+WITH_MODULES = [
+    script(
+        "what a called module's class holds",
+        """
+        import torch
+        class Held:
+            def __del__(self):
+                print("deleted", flush=True)
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(4, 4)
+            def forward(self, x):
+                return self.linear(x).relu()
+            def __del__(self):
+                print(held is not None, flush=True)
+        held, net = Held(), Net()
+        for _ in range(3):
+            net(torch.ones(2, 4)).sum().backward()
+        """,
+    ),
+    script(
+        "waits for all threads but its own",
+        """
+        import threading, time, torch
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+        seen = set()
+        def work():
+            for _ in range(3):
+                net(torch.ones(2, 4)).sum().backward()
+        for _ in range(2):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        end = time.monotonic() + 2.5  # in which the background thread has done all that it does
+        while time.monotonic() < end:
+            seen.update(threading.enumerate())
+            time.sleep(0.01)
+        print(seen == {threading.main_thread()}, threading.active_count())
+        """,
+    ),
+]
+
 CASES = ENDINGS + STARTS

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.fidelity_cases import CASES, Case
+from tests.cli.fidelity_cases import CASES, WITH_MODULES, Case
 
 AUTOFUSE = (sys.executable, "-m", "autofuse", "run")
 CONSOLE = (str(Path(sys.executable).with_name("autofuse")), "run")
@@ -66,6 +66,15 @@ def test_same_as_python_with_a_session(case: Case, tmp_path: Path) -> None:
     ours = run(AUTOFUSE, case, tmp_path, AUTOFUSE_STORE=str(tmp_path / "store.sqlite3"), AUTOFUSE_TUNE="off")
     assert ours.stdout == plain.stdout, ours.stderr
     assert ours.returncode == plain.returncode, ours.stderr
+
+
+@pytest.mark.parametrize("case", WITH_MODULES, ids=lambda c: c.name)
+def test_same_as_python_with_captured_modules(case: Case, tmp_path: Path) -> None:
+    lay_out(case, tmp_path)
+    plain = run((sys.executable,), case, tmp_path)
+    variables = {"AUTOFUSE_TUNE": "off", "AUTOFUSE_CAPTURE_AT_ONCE": "true"}
+    ours = run(AUTOFUSE, case, tmp_path, AUTOFUSE_STORE=str(tmp_path / "store.sqlite3"), **variables)
+    assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode), ours.stderr
 
 
 @pytest.mark.parametrize("name", ["portrait of a script", "portrait of a module", "KeyboardInterrupt"])
