@@ -2,8 +2,8 @@
 
 In: a function. Out: a daemon thread that runs it. Guarantee: ``threading.enumerate()`` and ``active_count()`` leave it
 out, so a script that waits until all other threads have ended does not wait for ours, and what a script has given to
-``threading.settrace`` and ``setprofile`` does not see it. The function must not ask for ``threading.current_thread()``,
-which lists the thread that asks.
+``threading.settrace`` and ``setprofile`` does not see it. A library that the function calls may ask for
+``threading.current_thread()``, which lists the thread that asks; `hide` takes it off the list again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ import threading
 from collections.abc import Callable
 
 from autofuse.locks import make_event
+
+_running: set[int] = set()  # their numbers
+
+
+def hides(ident: int | None) -> bool:
+    """Whether the thread of this number is one of ours."""
+    return ident in _running
 
 
 class HiddenThread:
@@ -31,10 +38,18 @@ class HiddenThread:
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
+        _running.add(self._ident)
         try:
             self._target()
         finally:
+            self.hide()
+            _running.discard(self._ident)
             self._ended.set()
+
+    def hide(self) -> None:
+        """Undo what ``threading.current_thread()`` has noted of this thread, on which it is called."""
+        listed: dict[int | None, threading.Thread] = getattr(threading, "_active", {})
+        listed.pop(self._ident, None)
 
     @property
     def is_current(self) -> bool:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from autofuse.hidden_thread import hides
+
 _DRAWS_NOTHING = "tqdm_monitor"  # the name of a thread that a script's progress bars have
 
 
@@ -54,9 +56,10 @@ def untouched() -> Iterator[None]:
 
 
 def _is_only_thread() -> bool:
-    """Whether no other thread of the script could have drawn meanwhile. Ours are not listed (`hidden_thread`)."""
-    me = threading.get_ident()  # current_thread() would list a thread that is not
-    return all(thread.ident == me or thread.name == _DRAWS_NOTHING for thread in threading.enumerate())
+    """Whether no other thread of the script could have drawn meanwhile."""
+    me = threading.get_ident()  # current_thread() would list one that is not
+    others = (thread for thread in threading.enumerate() if thread.ident != me and not hides(thread.ident))
+    return all(thread.name == _DRAWS_NOTHING for thread in others)
 
 
 def generators() -> Iterator[Generator]:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from autofuse.hidden_thread import HiddenThread
+from autofuse.hidden_thread import HiddenThread, hides
 
 
 def test_it_is_not_listed_and_not_traced():
@@ -23,6 +23,28 @@ def test_it_is_not_listed_and_not_traced():
     may_end.set()
     thread.join()
     assert not thread.is_alive() and traced == []
+
+
+def test_it_is_taken_off_the_list_where_a_library_asks_for_the_current_thread():
+    listed, hidden, may_end = threading.Event(), threading.Event(), threading.Event()
+    before = threading.enumerate()
+
+    def work():
+        threading.current_thread()
+        listed.set()
+        assert may_end.wait(60.0)
+        thread.hide()
+        hidden.set()
+
+    thread = HiddenThread(work)
+    thread.start()
+    assert listed.wait(60.0)
+    (ours,) = [found for found in threading.enumerate() if found not in before]
+    assert hides(ours.ident) and not hides(threading.get_ident())
+    may_end.set()
+    assert hidden.wait(60.0) and threading.enumerate() == before
+    thread.join(60.0)
+    assert not hides(ours.ident)
 
 
 def test_it_knows_itself_and_ends_by_an_exception(monkeypatch):

@@ -221,6 +221,7 @@ class StoreThread:
             if stopping:
                 self._write_posted(self._store, self.run_id)
                 return
+            self.thread.hide()
             self._wake.wait(TICK_SECONDS.get(self._start.mode, CALM_TICK_SECONDS))
             self._wake.clear()
 
