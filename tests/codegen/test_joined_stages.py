@@ -20,7 +20,7 @@ from autofuse.fusion import FusionEngine
 from autofuse.ir.operation import NodeForm
 from tests.codegen.compare import problems
 from tests.codegen.test_in_place import Captured
-from tests.fusion.build import why_not
+from tests.fusion.small_graphs import why_not
 from tests.strategies.harness import GENERATOR, plan
 
 T = torch.Tensor
