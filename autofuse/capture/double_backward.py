@@ -3,9 +3,10 @@
 In: Dynamo's graph and AOTAutograd's compilation of it. Out: the same compiled graph; where its backward pass is to be
 differentiated itself (``create_graph=True``) or vectorised (``is_grads_batched``), Dynamo's graph is run again in eager
 and eager's gradients are returned. Guarantee: these gradients are eager's; torch's own would raise, or give zeros where
-the graph's saved tensors need no gradient. What cannot be run twice raises: graphs that write to inputs other than a
-batch norm's statistics, and autograd functions of the user's own, whose second gradients Dynamo's graph loses. Nothing
-changes for compilations of the user's own, nor for any other backward pass.
+the graph's saved tensors need no gradient. Of inputs that the graph writes to and reads (the vectors of a spectral
+norm) a copy is kept from before. What cannot be run twice raises: graphs that write to inputs that need a gradient,
+and autograd functions of the user's own, whose second gradients Dynamo's graph loses. Nothing changes for compilations
+of the user's own, nor for any other backward pass.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if hasattr(_aten, "_batch_norm_with_update_functional"):
 COUNTERS = {_aten.add.Tensor, _aten.copy_.default}  # of batches
 _NOT_TWICE = (
     "autofuse: expected a model that can be run again for the gradients of its gradients, found one that writes "
-    "to its inputs or has an autograd.Function. Set AUTOFUSE_DISABLE=1 for this script."
+    "to inputs that need a gradient or has an autograd.Function. Set AUTOFUSE_DISABLE=1 for this script."
 )
 _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 
@@ -134,20 +135,29 @@ class Replay:
             is_lost, found = self.reach.has_risks or bool(self.reach.parted), "tensors of a subclass"
         else:
             is_lost = self.reach.has_risks and self.runs_once(inputs, self.metadata)
-            found = "one that writes to what it reads, as spectral norms do, or has an autograd.Function"
+            found = "one that writes to what needs a gradient, or has an autograd.Function"
         if is_lost:
             raise LostOutputs(
                 f"expected a graph that can be run again where a loss uses one of its outputs only, found {found}"
             )
 
     def runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
-        """Whether a second run may differ from the first, because the graph writes to what it reads."""
-        written = [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
+        """Whether a second run may differ from the first; not for what is written to, of which `as_before` has kept
+        a copy."""
         if self._has_functions or len(inputs) != len(self._reads):
             return True
-        return any(
-            inputs[i].requires_grad or self._reads[i][0 if inputs[i].is_floating_point() else 1] for i in written
-        )
+        return any(inputs[i].requires_grad for i in written_by(metadata))
+
+    def as_before(self, inputs: tuple[Any, ...], written: Sequence[int]) -> tuple[Any, ...]:
+        """Inputs for a second run: copies of those that the graph is about to write to, but for statistics."""
+        if not written or len(inputs) != len(self._reads):
+            return inputs
+        copied = [i for i in written if self._reads[i][0 if inputs[i].is_floating_point() else 1]]
+        kept = list(inputs)
+        for i in copied:
+            if not inputs[i].requires_grad:
+                kept[i] = inputs[i].clone()
+        return tuple(kept)
 
     def gradients(self, ctx: Any, grads: Sequence[torch.Tensor | None], metadata: Any) -> tuple[Any, ...]:
         """Eager's gradients of the graph's inputs; ``grads``: of its outputs."""
@@ -156,7 +166,7 @@ class Replay:
         mutated = len(metadata.mutated_inp_runtime_indices)
         if self.runs_once(inputs, metadata) or any(g is not None for g in grads[:mutated]):
             raise RuntimeError(_NOT_TWICE)
-        written = {i for i, info in enumerate(metadata.input_info) if info.mutates_data}
+        written = set(written_by(metadata))
         fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
         # Where the script had anomaly mode on in its forward pass no graph has run: nothing is known of this one.
         with torch.enable_grad(), self._state_of_forward(ctx), anomaly.is_off():
@@ -198,6 +208,11 @@ class Replay:
         if found and torch.cuda.is_current_stream_capturing():
             return None
         return torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in found}
+
+
+def written_by(metadata: Any) -> list[int]:
+    """Inputs of a graph that it writes to."""
+    return [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
 def _pairs(outputs: Any, grads: Sequence[Any], metadata: Any) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -271,10 +286,12 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
     # Where AOTAutograd takes no subclasses apart its graph's results are the inputs' gradients.
     tangents = tangent_places(metadata) if spec.maybe_subclass_meta is None else []
 
+    written = written_by(metadata)
+
     def forward_and_keep(ctx: Any, inputs: tuple[Any, ...], *rest: Any) -> Any:
         if tangents:
             ctx.set_materialize_grads(False)  # to tell zeros from what the loss does not use
-        ctx.autofuse_inputs = inputs
+        ctx.autofuse_inputs = replay.as_before(inputs, written)
         ctx.autofuse_random = replay.random_state(inputs)
         return forward(ctx, inputs, *rest)
 

@@ -104,7 +104,8 @@ class RootTraces:
         Dynamo keeps with code, and files that a script leaves open would not be written."""
         if self.captured is not None and self.capturer is not None:
             self.capturer.reset_root(self.captured)
-            self.captured.direct.function.__globals__.clear()  # the names of its graphs, which guards hold in C++
+            names = self.captured.direct.function.__globals__  # guards hold them in C++; Dynamo deletes them itself
+            names.update(dict.fromkeys(names))
 
     # ---- traces ----------------------------------------------------------------------------------------
 

@@ -75,6 +75,7 @@ def test_same_as_python_with_captured_modules(case: Case, tmp_path: Path) -> Non
     variables = {"AUTOFUSE_TUNE": "off", "AUTOFUSE_CAPTURE_AT_ONCE": "true"}
     ours = run(AUTOFUSE, case, tmp_path, AUTOFUSE_STORE=str(tmp_path / "store.sqlite3"), **variables)
     assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode), ours.stderr
+    assert [line for line in ours.stderr.splitlines() if not line.startswith("autofuse: ")] == plain.stderr.splitlines()
 
 
 @pytest.mark.parametrize("name", ["portrait of a script", "portrait of a module", "KeyboardInterrupt"])

@@ -302,6 +302,37 @@ def gradients_of_gradients(run: Run) -> None:
 
 
 @program(rounds="gradients of gradients add up in another order")
+def gradients_of_gradients_of_a_spectral_norm(run: Run) -> None:
+    """Whose vectors each call writes to; twice before one backward pass, as discriminators are called."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 1))
+    for _ in range(4):
+        x, other = inputs().requires_grad_(), inputs()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        loss = (slope.norm(dim=1) - 1).square().mean() + model(other).mean()
+        loss.backward()
+        run.show("loss", slope, loss, gradients(model), dict(model.named_buffers()))
+        model.zero_grad()
+
+
+class _UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(torch.tanh(self.linear(x))))
+
+
+@program(rounds="each graph adds up its own share of a gradient")
+def weights_used_twice_in_each_of_several_calls(run: Run) -> None:
+    model = _UsedTwice()
+    for _ in range(4):
+        model(model(model(inputs()))).square().sum().backward()
+        run.show("gradients", gradients(model))
+        model.zero_grad()
+
+
+@program(rounds="gradients of gradients add up in another order")
 def created_graph_in_backward(run: Run) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid())
     for _ in range(4):
