@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autofuse.codegen.in_place import why_not
 from autofuse.codegen.inputs import Kind, make_inputs
 from autofuse.codegen.loops import check
 from autofuse.codegen.lowering.joined_stages import part_of
@@ -20,7 +21,6 @@ from autofuse.fusion import FusionEngine
 from autofuse.ir.operation import NodeForm
 from tests.codegen.compare import problems
 from tests.codegen.test_in_place import Captured
-from tests.fusion.small_graphs import why_not
 from tests.strategies.harness import GENERATOR, plan
 
 T = torch.Tensor
