@@ -28,7 +28,7 @@ def command(file: Path, run_id: int | None, store: Path | None) -> None:
     """Write a step of a run, node by node, as a Chrome trace.
 
     Open FILE at https://ui.perfetto.dev (it stays on this machine) or in chrome://tracing. One lane shows the step in
-    eager, one with fused kernels. Each slice says whether its time was recorded in one call or put together, and how.
+    eager, one with fused kernels. Each slice says whether its time was recorded in one step or put together, and how.
     """
     from autofuse.report.trace import trace_of  # imports SQLAlchemy, which the help does not need
 

@@ -202,3 +202,13 @@ def test_a_message_that_was_not_begun_is_not_sent_later() -> None:
     assert len(theirs.receive(60.0)) == 4_000_000 and theirs.receive(60.0) == "next"
     sender.join()
     ours.close(), theirs.close()
+
+
+def test_a_function_is_called_where_the_store_is(client: StoreClient, path: Path) -> None:
+    run = client.runs.start(start())
+    with Store.open(path) as store:
+        assert store.apply("autofuse.report.report:run_of", run) == client.apply("autofuse.report.report:run_of", run)
+    for function in ("operator:nothing", "no_such_module:name", "json:loads"):
+        with pytest.raises(StoreError):
+            client.apply(function)
+    assert client.runs.latest() is not None, "the process goes on"
