@@ -26,6 +26,7 @@ from gpu_rig import Call, DeviceRunner, race
 import autofuse
 from autofuse.db.store import Store
 from autofuse.errors import AutofuseError
+from autofuse.ir.records import DETAILS
 from autofuse.runtime.session import Session
 from autofuse.settings.layers import Settings
 
@@ -87,7 +88,7 @@ class Benchmark:
             return [
                 f"{row.event.kind}: {row.event.message}"
                 for row in store.notes.events()
-                if row.event.kind != "graph_metrics"
+                if row.event.kind not in DETAILS
             ]
         return [f"{self.settings.run.store} cannot be read"]
 

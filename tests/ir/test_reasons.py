@@ -69,7 +69,7 @@ HANDED_ON = frozenset({
     *("code", "kind", "refusal[0]", "error.code", "known.reason", "advice.reason", "loss.reason", "UNTUNED"),
     "facts.known_reason",
     *("row.kind", "row.reason", "*problem", "backend.problem", "self.lowerable(node.form) if self.lowerable else None"),
-    *("*self._verdicts.why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY"),
+    *("*self._verdicts.why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY", "STEP_RECORD"),
     *("name", "reason", "decision.reason", "None", "f'{REFUSED}{error.code}'"),
 })  # fmt: skip
 
