@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autofuse.codegen.triton.artifact import Resources
+from autofuse.codegen.triton.machine_code import occupancy
 from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
 from autofuse.ir.buckets import exact_bucket
@@ -233,13 +235,17 @@ def lost_sizes(bucket: BucketStory, decided: Collection[DecisionKey]) -> Iterato
 
 
 def resource_line(resources: Mapping[str, Any]) -> str:
-    """A sentence on a kernel's registers, threads, shared memory and spills: the most of a call's launches."""
+    """What a kernel takes of a GPU, the most of a call's launches, and how much of the GPU it can occupy."""
     registers, threads = resources.get("registers", 0), resources.get("threads", 0)
     shared, spilled = resources.get("shared_bytes", 0), resources.get("spill_bytes", 0)
+    taken = Resources(registers, spilled, shared, threads)
+    held = occupancy(taken, resources.get("target", "")) if threads else None
+    why = f": {held.limiter} allow no more" if held is not None and held.warps < held.most else ""
     return (
         f"The kernel takes {wording.plural(registers, 'register')} a thread, {wording.plural(threads, 'thread')} and "
         f"{wording.plural(shared, 'byte')} of shared memory a program; "
         f"{wording.plural(spilled, 'byte') + ' a thread are' if spilled else 'nothing is'} spilled."
+        + ("" if held is None else f" A multiprocessor holds {held.warps} of {held.most} warps" + why + ".")
     )
 
 

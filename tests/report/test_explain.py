@@ -108,8 +108,10 @@ def test_a_fused_node_on_a_gpu_says_what_its_kernel_takes(store: Store) -> None:
     text = explain(store, GELU[1])
     assert "Decision: fused (Triton, any size, BLOCK=1024)" in text
     takes = "The kernel takes 28 registers a thread, 128 threads and 2,048 bytes of shared memory a program"
-    assert f"{takes}; nothing is spilled." in text
-    assert resource_line({**taken, "spill_bytes": 12}).endswith("; 12 bytes a thread are spilled.")
+    assert f"{takes}; nothing is spilled. A multiprocessor holds 64 of 64 warps." in text
+    assert "; 12 bytes a thread are spilled." in resource_line({**taken, "spill_bytes": 12})
+    assert resource_line({**taken, "registers": 100}).endswith("holds 16 of 64 warps: registers allow no more.")
+    assert resource_line({**taken, "target": "cuda:75"}).endswith("; nothing is spilled.")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""What a compiled GPU kernel does, read from its disassembly: memory accesses, barriers, shuffles; and its occupancy.
+
+In: the disassembly of a cubin (`disassemble`) or the AMD assembler's text, and what the kernel takes of a device. Out:
+counts of instructions by kind, bytes of each access, and how many warps a multiprocessor can hold. Guarantee: nothing
+is run and nothing is timed. Counts are of instructions in the text, not of those that run: a loop's body counts once.
+Sources: NVIDIA's CUDA Binary Utilities (instructions of sm_80 and sm_90), the CUDA C++ Programming Guide 12.8 (limits
+of a multiprocessor, units of registers), AMD's CDNA 3 instruction set guide. Free of torch and of Triton.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofuse.codegen.triton.artifact import Resources
+from autofuse.errors import CompilerError
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Instructions of one kernel by kind."""
+
+    instructions: int
+    loads: Mapping[int, int]  # from global memory: how many of each width in bytes a thread
+    stores: Mapping[int, int]
+    local: int  # accesses to memory of a thread's own: spills, and arrays that are indexed
+    barriers: int
+    shuffles: int  # between the threads of a warp
+    special: int  # exponentials, reciprocals, roots and so on in their own unit
+    matrix: int  # products of tiles
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """How many warps (waves of AMD) of a kernel a multiprocessor holds at once."""
+
+    warps: int
+    most: int
+    limiter: str  # what allows no more: "warps", "programs", "registers", "kilobytes of shared memory"
+
+    @property
+    def share(self) -> float:
+        return self.warps / self.most
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # suffixes of NVIDIA's accesses; else 4 bytes
+_SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
+_AMD = re.compile(r"^\s+([a-z][a-z0-9_]*)", re.MULTILINE)
+_AMD_WIDTHS = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8,
+               "dwordx3": 12, "dwordx4": 16}  # fmt: skip
+_AMD_SPECIAL = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_")
+
+
+def disassemble(cubin: bytes, nvdisasm: Path) -> str:
+    """The text of a cubin. Raises CompilerError where the disassembler cannot read it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        raise CompilerError(f"expected nvdisasm to read a cubin, found: {done.stderr.strip()[:200]}")
+    return done.stdout
+
+
+def read_nvidia(text: str) -> MachineCode:
+    """Counts of a disassembly by nvdisasm. Raises CompilerError for text without instructions."""
+    words = [found.split(".") for found in _SASS.findall(text)]
+    kinds = Counter(name for name, *_ in words)
+    if not kinds:
+        raise CompilerError(f"expected instructions of an NVIDIA GPU, found {text[:80]!r}")
+
+    def widths(*names: str) -> dict[int, int]:
+        found = Counter(
+            next((_WIDTHS[part] for part in parts if part in _WIDTHS), 4) for name, *parts in words if name in names
+        )
+        return dict(sorted(found.items()))
+
+    return MachineCode(
+        instructions=sum(kinds.values()) - kinds["NOP"],
+        loads=widths("LDG", "LDGSTS"),
+        stores=widths("STG"),
+        local=kinds["LDL"] + kinds["STL"],
+        barriers=kinds["BAR"],
+        shuffles=kinds["SHFL"],
+        special=kinds["MUFU"],
+        matrix=sum(count for name, count in kinds.items() if name.endswith(("MMA", "GMMA"))),
+    )
+
+
+def read_amd(text: str) -> MachineCode:
+    """Counts of the assembler's text that Triton keeps for AMD. Raises CompilerError for text without instructions."""
+    body = text.partition("s_endpgm")[0]
+    names = [name for name in _AMD.findall(body) if re.match(r"[vsd]s?_|global_|buffer_|flat_|scratch_", name)]
+    if not names:
+        raise CompilerError(f"expected instructions of an AMD GPU, found {text[:80]!r}")
+
+    def widths(kind: str) -> dict[int, int]:
+        found: Counter[int] = Counter()
+        for name in names:
+            if match := re.match(rf"(?:global|buffer|flat)_{kind}_(\w+?)(?:_d16(?:_hi)?)?$", name):
+                found[_AMD_WIDTHS.get(match[1], 4)] += 1
+        return dict(sorted(found.items()))
+
+    return MachineCode(
+        instructions=len(names),
+        loads=widths("load"),
+        stores=widths("store"),
+        local=sum(name.startswith("scratch_") for name in names),
+        barriers=names.count("s_barrier"),
+        shuffles=sum("_dpp" in name or name.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")) for name in names),
+        special=sum(bool(_AMD_SPECIAL.match(name)) for name in names),
+        matrix=sum(name.startswith("v_mfma") for name in names),
+    )
+
+
+# ---- occupancy ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What one multiprocessor (compute unit of AMD) holds."""
+
+    warp_size: int
+    warps: int
+    programs: int
+    registers: int  # of 32 bits, for all lanes of all warps
+    register_unit: int  # a warp is given a multiple of so many
+    shared_bytes: int
+    reserved_bytes: int  # of shared memory, for each program
+
+
+def _nvidia(warps: int, programs: int, shared_kib: int) -> Multiprocessor:
+    return Multiprocessor(32, warps, programs, 65536, 256, shared_kib << 10, 1024)
+
+
+MULTIPROCESSORS: Mapping[str, Multiprocessor] = {
+    "cuda:80": _nvidia(64, 32, 164),
+    "cuda:86": _nvidia(48, 16, 100),
+    "cuda:89": _nvidia(48, 24, 100),
+    "cuda:90": _nvidia(64, 32, 228),
+    "cuda:100": _nvidia(64, 32, 228),
+    "cuda:120": _nvidia(48, 24, 100),
+    "hip:gfx90a": Multiprocessor(64, 32, 32, 4 * 512 * 64, 8 * 64, 64 << 10, 0),
+    "hip:gfx942": Multiprocessor(64, 32, 32, 4 * 512 * 64, 8 * 64, 64 << 10, 0),
+}
+
+
+def occupancy(taken: Resources, target: str) -> Occupancy | None:
+    """How many warps of a kernel fit a multiprocessor of a target; None for a target that is not in the table."""
+    device = MULTIPROCESSORS.get(target)
+    if device is None:
+        return None
+    warps = -(-taken.threads // device.warp_size)
+    of_warp = -(-taken.registers * device.warp_size // device.register_unit) * device.register_unit
+    limits = {
+        "warps": device.warps // warps,
+        "programs": device.programs,
+        "registers": device.registers // of_warp // warps if of_warp else device.programs,
+        "kilobytes of shared memory": device.shared_bytes // (taken.shared_bytes + device.reserved_bytes)
+        if taken.shared_bytes
+        else device.programs,
+    }
+    limiter = min(limits, key=lambda name: limits[name])
+    return Occupancy(limits[limiter] * warps, device.warps, limiter)
