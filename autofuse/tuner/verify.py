@@ -172,7 +172,8 @@ class Verifier:
                 worst = max(worst, judge(partial(self._check, make_call, case, number % 2 == 0)))
             except Wrong as error:
                 where = f"sizes {list(case.values)}, " if case.values else ""
-                raise Wrong(f"{error} ({where}{case.kind} values)") from None
+                text = f"{error} ({where}{case.kind} values)"
+                raise (Inaccurate(text, error.times) if isinstance(error, Inaccurate) else Wrong(text)) from None
         return worst
 
     def _check(self, make_call: MakeCall, case: CheckCase, bool_poison: bool, draw: int) -> float:
