@@ -517,6 +517,7 @@ _INDEXED: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], tuple[t
     ("gather_smaller", lambda x, i: x.gather(1, i).relu() + 1, (_t(6, 8, 16), _t(3, 4, 8, dtype=torch.int64)), ((3, 4), (1, 1), (2, 67))),
     ("gather_sum", lambda x, i: (x.gather(1, i) * 2).sum(1), (_t(5, 7), _t(5, 4, dtype=torch.int64)), ((5, 7, 4), (1, 1, 1), (33, 67, 1030))),
     ("take", lambda x, i: torch.take(x, i) * 2 + 1, (_t(5, 7), _IDS2), ((5, 7, 3, 4), (1, 1, 1, 1), (33, 67, 2, 5))),
+    ("gather_copied", lambda x, i: torch.gather(x, 1, i.clone().unsqueeze(1)) * 2, (_t(5, 7), _t(5, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
     ("gather_clamped", lambda x, i: torch.gather(x, 1, i.clamp(min=0).long().unsqueeze(1)) * 2, (_t(5, 7), _t(5, dtype=torch.int64)), ((5, 7), (1, 1), (33, 67))),
     ("take_along_dim", lambda x, i: torch.gather(x, 1, torch.remainder(i, 6)) * 2, (_t(5, 6), _t(5, 4, dtype=torch.int64)), ((5, 4), (1, 1), (33, 67))),
     ("index_rows", lambda x, i, y: x[i] * 2 + y, (_t(5, 7), _IDS, _t(7)), ((5, 7, 4), (1, 1, 1), (33, 67, 9))),

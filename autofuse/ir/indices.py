@@ -13,8 +13,8 @@ from autofuse.ir.optable import VIEWS, info
 
 
 def passes_indices(op: Operation) -> bool:
-    """Whether an operation converts, views, or clamps from 0 or less on: places in a dim stay places in it."""
-    if info(op.target).kind in VIEWS or op.short_name == "_to_copy":
+    """Whether an operation converts, copies, views, or clamps from 0 or less on: places in a dim stay places in it."""
+    if info(op.target).kind in VIEWS or op.short_name in ("_to_copy", "clone"):
         return True
     if op.target not in ("aten.clamp.default", "aten.clamp_min.default"):
         return False

@@ -59,6 +59,10 @@ class Inaccurate(Wrong):
         self.times = times
 
 
+class Impossible(Exception):
+    """Eager refuses a case, or has results of other sizes than the node says: its symbols depend on each other."""
+
+
 T = TypeVar("T")
 
 
@@ -161,19 +165,25 @@ class Verifier:
     ) -> float:
         """The worst error ratio over the cases; those after the first ``least`` are left out once the budget is spent.
 
-        Raises Wrong.
+        Cases that cannot be are passed over. Raises Wrong, and Impossible where no case can be.
         """
         began = time.perf_counter()
-        worst = 0.0
+        worst, passed = 0.0, 0
+        impossible: Impossible | None = None
         for number, case in enumerate(cases):
-            if number >= least and time.perf_counter() - began > budget_seconds:
+            if passed >= least and time.perf_counter() - began > budget_seconds:
                 break
             try:
                 worst = max(worst, judge(partial(self._check, make_call, case, number % 2 == 0)))
+                passed += 1
+            except Impossible as error:
+                impossible = error
             except Wrong as error:
                 where = f"sizes {list(case.values)}, " if case.values else ""
                 text = f"{error} ({where}{case.kind} values)"
                 raise (Inaccurate(text, error.times) if isinstance(error, Inaccurate) else Wrong(text)) from None
+        if impossible is not None and not passed:
+            raise impossible
         return worst
 
     def _check(self, make_call: MakeCall, case: CheckCase, bool_poison: bool, draw: int) -> float:
@@ -213,7 +223,7 @@ class Verifier:
                 inputs = [shifted(t) for t in inputs]
             masks: list[torch.Tensor] = []
             begin_drawing(self._device)
-            eager = run_unfused(self._form, inputs, case.values, masks)
+            eager = self._eager(inputs, case, masks)
             exact = run_unfused(self._wide, widen(inputs), case.values, masks)
             answers = [answer(e, x) for e, x in zip(eager, exact, strict=True)]
             found = _Reference(inputs, [t.clone() for t in inputs], answers)
@@ -221,6 +231,21 @@ class Verifier:
             while len(self._references) > 1 and sum(r.nbytes for r in self._references.values()) > REFERENCE_BYTES:
                 self._references.popitem(last=False)
         return found
+
+    def _eager(
+        self, inputs: Sequence[torch.Tensor], case: CheckCase, masks: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        try:
+            eager = run_unfused(self._form, inputs, case.values, masks)
+        except RuntimeError as error:
+            if "size" not in str(error) or isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            raise Impossible(f"{error} (sizes {list(case.values)})") from error
+        said = [shape for shape, _, _ in expected_outputs(self._form, case.values)]
+        if [tuple(t.shape) for t in eager] != said:
+            found = [list(t.shape) for t in eager]
+            raise Impossible(f"expected results of {[*map(list, said)]}, found {found} (sizes {list(case.values)})")
+        return eager
 
     def forget(self) -> None:
         """Free the references."""

@@ -152,8 +152,10 @@ class TileText:
     def _pointer(self, access: Access, extra: str = "") -> str:
         name = self.kernel.params[access.param].name
         start = self.size(access.offset) if access.offset != 0 else ""
-        offset = " + ".join(t for t in (self._linear(access.strides), extra, start) if t)
-        return f"{name} + {offset}" if offset else f"{name} + tl.full([1, 1], 0, tl.int32)"
+        moving = " + ".join(t for t in (self._linear(access.strides), extra) if t)
+        if not moving:  # one place, as a tile of one element: constants that are stored there are tiles
+            return f"{name} + tl.full([1, 1], {start or 0}, tl.{'int64' if self.config.is_wide else 'int32'})"
+        return f"{name} + {moving} + {start}" if start else f"{name} + {moving}"
 
     # ---- masks
 

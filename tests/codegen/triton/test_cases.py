@@ -158,6 +158,17 @@ def test_partial_sums_of_very_long_rows_stay_within_bounds() -> None:
         resolve(source, {"s0": 2, "s1": 1, "s2": 3_000_000})
 
 
+def test_constants_at_places_that_no_loop_changes() -> None:
+    """All elements of a short tensor are stored one by one, beside a number."""
+
+    def function(x: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat((torch.tanh(x), torch.zeros(2))), number.exp()
+
+    form = trace(function, [torch.zeros(3), torch.zeros(())], dynamic=False)
+    kernel = lower(form)
+    run(print_triton(kernel, default_config(triton_knobs(kernel, {}, {}))), form, {}, "normal", False)
+
+
 def test_same_text_same_launches() -> None:
     name = "layer_norm_backward"
     form = CASES[name].form()
