@@ -102,12 +102,12 @@ def run_all(options: argparse.Namespace) -> int:
                 totals["crashes"] += 1
                 print(f"CRASH with status {done.returncode} in part {part}\n{note.read_text()}", flush=True)
                 print(done.stderr[-2000:], file=sys.stderr, flush=True)
-            if time.monotonic() - began > 60.0 * options.minutes:
+            totals["seconds"] = round(time.monotonic() - began)
+            if options.json is not None:  # each time: a run may be ended
+                _save(options, totals)
+            if totals["seconds"] > 60.0 * options.minutes:
                 break
-    totals["seconds"] = round(time.monotonic() - began)
     print(", ".join(f"{count} {what}" for what, count in sorted(totals.items())))
-    if options.json is not None:
-        _save(options, totals)
     return int(bool(totals["wrong"] or totals["crashes"]))
 
 

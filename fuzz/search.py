@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import os
 import time
 import warnings
 from collections import Counter
@@ -79,5 +80,6 @@ def search(
         if corpus is not None:
             name = hashlib.sha256(str(error).encode()).hexdigest()[:10]
             (corpus / f"{name}.txt").write_text(f"{error}\n")
-    counts["cpu_seconds"] += round(time.process_time() - began)
+    compilers = os.times()
+    counts["cpu_seconds"] += round(time.process_time() - began + compilers.children_user + compilers.children_system)
     return dict(counts)
