@@ -44,7 +44,8 @@ POINTWISE = [
         torch.square({a}); torch.floor({a}); torch.sign({a}); F.gelu({a}); F.silu({a}); F.softplus({a}); F.elu({a});
         F.hardswish({a}); F.leaky_relu({a}); {a}.abs().sqrt(); torch.log1p({a}.abs()); torch.rsqrt({a}.abs() + 1);
         {a}.clamp(-0.5, {x}); {a}.masked_fill({a} > 0, {x}); torch.nan_to_num({a}); {a} ** 2; {a} ** 3; {a} / {x};
-        {a}.double(); {a}.bfloat16(); {a}.half(); {a}.isnan(); {a} > 0; {a}.long(); {a}.int();
+        {a}.double(); {a}.bfloat16(); {a}.half(); {a}.isnan(); {a} > 0;
+        {a}.nan_to_num(0, 9, -9).clamp(-99, 99).long(); {a}.nan_to_num(0, 9, -9).clamp(-99, 99).int();
         torch.addcmul({a}, {b}, {c}, value={x}); torch.lerp({a}, {b}, {x}); torch.atan2({a}, {b}); {a} - {b};
         torch.fmod({a}, {b}.abs() + 1); torch.hypot({a}, {b}); torch.xlogy({a}, {b}.abs())"""),
     *_rows("fib", 0, """
@@ -100,7 +101,8 @@ WRITES = [
 def _of_table() -> Iterator[Row]:
     """Each element-wise operator of our own table that takes tensors and numbers alone; no long series."""
     for target, facts in OPS.items():
-        if facts.kind is not OpKind.POINTWISE or facts.flops >= _SERIES or not target.startswith("aten."):
+        is_left_out = facts.flops >= _SERIES or "backward" in target  # a gradient has its tensor's dtype
+        if facts.kind is not OpKind.POINTWISE or is_left_out or not target.startswith("aten."):
             continue
         packet, overload = target.removeprefix("aten.").split(".")
         found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
