@@ -105,7 +105,8 @@ def _why_nothing_fused(report: Report) -> str:
             return wording.sentence(row.event.message.rstrip("."))
     if report.queue.open:
         return (
-            f"{wording.plural(report.queue.open, 'request')} still wait to be tuned; the next run uses their winners."
+            f"{wording.plural(report.queue.open, 'request still waits', 'requests still wait')} to be tuned; "
+            "the next run uses the winners."
         )
     if report.queue.failed:
         failed = wording.plural(report.queue.failed, "request")

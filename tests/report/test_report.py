@@ -296,7 +296,7 @@ def test_a_run_without_fusion_says_why(store: Store) -> None:
     store.results.put_decision(decision(LOSS, COLD, 1.01, EAGER, "below_margin"))
     assert "Eager's own kernels won for every node" in words_of(load_report(store, run_id))
     store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])
-    assert "1 request still wait to be tuned" in words_of(load_report(store, run_id))
+    assert "1 request still waits to be tuned; the next run uses the winners." in words_of(load_report(store, run_id))
     store.queue.finish(key(LOSS, HOT), "failed", "no room in /tmp")
     text = words_of(load_report(store, run_id))
     assert "Nothing ran fused. 1 request for tuning failed; autofuse explain NODE says why" in text
