@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autofuse.process.apply import MALLOC
+
 RUNS = ("first", "second")
 LOSS = re.compile(r"step (\d+) loss (\S+)")
 
@@ -33,7 +35,7 @@ def figures(folder: Path) -> dict[str, Any]:
         found[name] = {key: totals[f"speedup_{key}"] for key in ("median", "low", "high", "pairs")}
         found[name] |= {key: totals[key] for key in ("steps", *cost)}
         found[name]["loss_error"] = max(abs(ours[step] / loss - 1) for step, loss in plain.items())
-    trials = [trial for trial in reports["second"]["settings"] if trial["setting"] == "malloc_thresholds"]
+    trials = [trial for trial in reports["second"]["settings"] if trial["setting"] == MALLOC]
     keys = ("baseline_us", "with_us", "speedup", "speedup_low", "speedup_high", "decision")
     found["malloc"] = {key: trials[-1][key] for key in keys} if trials else None
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autofuse.process.apply import MALLOC
 from autofuse.report.as_json import report_to_json
 from autofuse.report.report import load_report
 from scripts.demo_figures import figures, in_short
@@ -22,6 +23,7 @@ def demo(tmp_path: Path) -> dict[str, Any]:
     with open_store(tmp_path / "store.sqlite3") as store:
         for name, ratio in (("first", 1.34), ("second", 1.6)):
             report = report_to_json(load_report(store, fill(store, ratio)))
+            report["settings"][0]["setting"] = MALLOC
             (tmp_path / f"{name}.json").write_text(json.dumps(report))
     (tmp_path / "plain.txt").write_text("3 parameters\nstep 20 loss 2.0\nstep 40 loss 1.0\n")
     (tmp_path / "first.txt").write_text("step 20 loss 2.0\nstep 40 loss 1.00001\nstep 60 loss 7\n")
@@ -34,6 +36,7 @@ def test_the_figures_are_those_of_the_reports_and_the_losses(demo: dict[str, Any
     assert demo["first"]["median"] == pytest.approx(1.34, abs=0.02)
     assert demo["second"]["median"] == pytest.approx(1.6, abs=0.02)
     assert demo["first"]["loss_error"] == pytest.approx(1e-5) and demo["second"]["loss_error"] == pytest.approx(1e-4)
+    assert demo["malloc"]["speedup"] > 1.0 and "never counted as fusion: 1." in demo_table(demo)
     assert in_short("first", demo["first"]).endswith("losses within 1e-05 of plain python's")
 
 
