@@ -32,8 +32,9 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.compile import compile_source
 from autofuse.codegen.triton.knobs import triton_knobs
-from autofuse.codegen.triton.machine_code import MachineCode, disassemble, occupancy, read_amd, read_nvidia
+from autofuse.codegen.triton.machine_code import MachineCode, disassemble, read_amd, read_nvidia
 from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.resources import occupancy
 from autofuse.codegen.triton.source import natural_assumptions
 from autofuse.errors import CompilerError, LoweringError
 from tests.cases import CASES, ON_GPUS

@@ -31,9 +31,10 @@ from autofuse.codegen.c.build import compile_source as compile_c
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
-from autofuse.codegen.triton.artifact import Artifact, Image, Resources
+from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.fusion import FusionEngine
 from autofuse.gpu import launcher

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autofuse.codegen.triton.artifact import Resources
-from autofuse.codegen.triton.machine_code import occupancy
+from autofuse.codegen.triton.resources import Resources, occupancy
 from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
 from autofuse.ir.buckets import exact_bucket

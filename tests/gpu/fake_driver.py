@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from autofuse.codegen.c.build import compile_source, find_toolchain
-from autofuse.codegen.triton.artifact import Artifact, Image, Resources
+from autofuse.codegen.triton.artifact import Artifact, Image
+from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import Assumptions
 from autofuse.gpu.driver import VENDORS, Driver
 from autofuse.gpu.torch_calls import TorchCalls

@@ -15,10 +15,11 @@ import torch
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.templates import LOOP
-from autofuse.codegen.triton.artifact import Artifact, Image, Resources
+from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource
 from autofuse.daemon import control, devices
 from autofuse.daemon.visible_devices import as_seen_by

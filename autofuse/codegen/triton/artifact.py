@@ -12,20 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import Assumptions, TritonSource
 from autofuse.errors import StoreError
 
 MAGIC = b"autofuse-triton-1\n"
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one kernel takes of a device, as the assembler reports it."""
-
-    registers: int  # a thread
-    spill_bytes: int  # a thread, stores and loads of spilled registers together
-    shared_bytes: int  # a program
-    threads: int  # a program
 
 
 @dataclass(frozen=True)

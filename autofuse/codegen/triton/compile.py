@@ -25,9 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from autofuse.codegen.triton.artifact import Artifact, Image, Resources
+from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.key import Options, in_order, options_for
 from autofuse.codegen.triton.module import defined
+from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import Assumptions, Pass, TritonSource
 from autofuse.codegen.triton.targets import parse_target
 from autofuse.errors import CompilerError

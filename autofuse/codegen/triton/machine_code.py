@@ -1,10 +1,9 @@
-"""What a compiled GPU kernel does, read from its disassembly: memory accesses, barriers, shuffles; and its occupancy.
+"""What a compiled GPU kernel does, read from its disassembly: memory accesses, barriers, shuffles.
 
-In: the disassembly of a cubin (`disassemble`) or the AMD assembler's text, and what the kernel takes of a device. Out:
-counts of instructions by kind, bytes of each access, and how many warps a multiprocessor can hold. Guarantee: nothing
-is run and nothing is timed. Counts are of instructions in the text, not of those that run: a loop's body counts once.
-Sources: NVIDIA's CUDA Binary Utilities (instructions of sm_80 and sm_90), the CUDA C++ Programming Guide 12.8 (limits
-of a multiprocessor, units of registers), AMD's CDNA 3 instruction set guide. Free of torch and of Triton.
+In: the disassembly of a cubin (`disassemble`) or the AMD assembler's text. Out: counts of instructions by kind, bytes
+of each access. Guarantee: nothing is run and nothing is timed. Counts are of instructions in the text, not of those that
+run: a loop's body counts once. Sources: NVIDIA's CUDA Binary Utilities (instructions of sm_80 and sm_90), AMD's CDNA 3
+instruction set guide. Free of torch and of Triton.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofuse.codegen.triton.artifact import Resources
 from autofuse.errors import CompilerError
 
 
@@ -33,19 +31,6 @@ class MachineCode:
     shuffles: int  # between the threads of a warp
     special: int  # exponentials, reciprocals, roots and so on in their own unit
     matrix: int  # products of tiles
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    """How many warps (waves of AMD) of a kernel a multiprocessor holds at once."""
-
-    warps: int
-    most: int
-    limiter: str  # what allows no more: "warps", "programs", "registers", "kilobytes of shared memory"
-
-    @property
-    def share(self) -> float:
-        return self.warps / self.most
 
 
 # ---- reading --------------------------------------------------------------------------------------------------
@@ -118,54 +103,3 @@ def read_amd(text: str) -> MachineCode:
         special=sum(bool(_AMD_SPECIAL.match(name)) for name in names),
         matrix=sum(name.startswith("v_mfma") for name in names),
     )
-
-
-# ---- occupancy ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Multiprocessor:
-    """What one multiprocessor (compute unit of AMD) holds."""
-
-    warp_size: int
-    warps: int
-    programs: int
-    registers: int  # of 32 bits, for all lanes of all warps
-    register_unit: int  # a warp is given a multiple of so many
-    shared_bytes: int
-    reserved_bytes: int  # of shared memory, for each program
-
-
-def _nvidia(warps: int, programs: int, shared_kib: int) -> Multiprocessor:
-    return Multiprocessor(32, warps, programs, 65536, 256, shared_kib << 10, 1024)
-
-
-MULTIPROCESSORS: Mapping[str, Multiprocessor] = {
-    "cuda:80": _nvidia(64, 32, 164),
-    "cuda:86": _nvidia(48, 16, 100),
-    "cuda:89": _nvidia(48, 24, 100),
-    "cuda:90": _nvidia(64, 32, 228),
-    "cuda:100": _nvidia(64, 32, 228),
-    "cuda:120": _nvidia(48, 24, 100),
-    "hip:gfx90a": Multiprocessor(64, 32, 32, 4 * 512 * 64, 8 * 64, 64 << 10, 0),
-    "hip:gfx942": Multiprocessor(64, 32, 32, 4 * 512 * 64, 8 * 64, 64 << 10, 0),
-}
-
-
-def occupancy(taken: Resources, target: str) -> Occupancy | None:
-    """How many warps of a kernel fit a multiprocessor of a target; None for a target that is not in the table."""
-    device = MULTIPROCESSORS.get(target)
-    if device is None:
-        return None
-    warps = -(-taken.threads // device.warp_size)
-    of_warp = -(-taken.registers * device.warp_size // device.register_unit) * device.register_unit
-    limits = {
-        "warps": device.warps // warps,
-        "programs": device.programs,
-        "registers": device.registers // of_warp // warps if of_warp else device.programs,
-        "kilobytes of shared memory": device.shared_bytes // (taken.shared_bytes + device.reserved_bytes)
-        if taken.shared_bytes
-        else device.programs,
-    }
-    limiter = min(limits, key=lambda name: limits[name])
-    return Occupancy(limits[limiter] * warps, device.warps, limiter)

@@ -16,10 +16,11 @@ import torch
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton import key as keys
-from autofuse.codegen.triton.artifact import Artifact, Image, Resources
+from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.key import clean_environment, compile_key, find_triton, kernel_record, options_for
 from autofuse.codegen.triton.knobs import triton_knobs
 from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import (
     LIMITS,

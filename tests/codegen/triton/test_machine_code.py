@@ -10,10 +10,10 @@ import pytest
 
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
-from autofuse.codegen.triton.artifact import Resources
 from autofuse.codegen.triton.knobs import triton_knobs
-from autofuse.codegen.triton.machine_code import MachineCode, disassemble, occupancy, read_amd, read_nvidia
+from autofuse.codegen.triton.machine_code import MachineCode, disassemble, read_amd, read_nvidia
 from autofuse.codegen.triton.printer import print_triton
+from autofuse.codegen.triton.resources import Resources, occupancy
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, natural_assumptions
 from autofuse.errors import CompilerError
 from autofuse.tuner.triton_compiler import TritonCompiler
