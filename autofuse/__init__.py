@@ -11,6 +11,7 @@ report    what was gained, what it cost, and why
 The names below load what they need at first use, so that the command line starts without torch.
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +22,9 @@ dynamo_skip.install(__path__[0])  # before any other module of ours
 from autofuse.preserve_rng import untouched as _untouched  # noqa: E402
 
 __version__ = "0.1.0"
+
+# A script that logs what all libraries say shall not log us; AUTOFUSE_DEBUG tells more than our lines here.
+logging.getLogger(__name__).setLevel(logging.WARNING)
 
 _HOME = {
     "optimize": "autofuse.api",

@@ -222,6 +222,7 @@ def end_process(process: ProcessId) -> None:
 def serve(settings: Settings) -> None:
     """Run as the daemon until stopped or idle; exit with LOCK_TAKEN where another daemon serves, with 1 on an error."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO)
     set_level(settings.run.debug)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if os.getpriority(os.PRIO_PROCESS, 0) < settings.tuner.nice:  # started by hand, not by `spawn_daemon`

@@ -248,6 +248,18 @@ WITH_MODULES = [
         """,
     ),
     script(
+        "logs what all libraries say",
+        """
+        import logging, sys, torch
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+        for _ in range(3):
+            net(torch.ones(2, 4)).sum().backward()
+        ours = [name for name in logging.root.manager.loggerDict if name.startswith("autofuse")]
+        print(any(logging.getLogger(name).isEnabledFor(logging.INFO) for name in ours))
+        """,
+    ),
+    script(
         "waits for all threads but its own",
         """
         import threading, time, torch
