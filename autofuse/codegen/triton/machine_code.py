@@ -1,9 +1,9 @@
 """What a compiled GPU kernel does, read from its disassembly: memory accesses, barriers, shuffles.
 
 In: the disassembly of a cubin (`disassemble`) or the AMD assembler's text. Out: counts of instructions by kind, bytes
-of each access. Guarantee: nothing is run and nothing is timed. Counts are of instructions in the text, not of those that
-run: a loop's body counts once. Sources: NVIDIA's CUDA Binary Utilities (instructions of sm_80 and sm_90), AMD's CDNA 3
-instruction set guide. Free of torch and of Triton.
+of each access. Guarantee: nothing is run and nothing is timed. Counts are of instructions in the text, not of those
+that run: a loop's body counts once. Sources: NVIDIA's CUDA Binary Utilities (instructions of sm_80 and sm_90), AMD's
+CDNA 3 instruction set guide. Free of torch and of Triton.
 """
 
 from __future__ import annotations
