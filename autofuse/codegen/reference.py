@@ -80,7 +80,11 @@ def _dropout_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.T
     return x.mul(mask).mul_(scale)
 
 
-_OURS = {"autofuse.dropout_scale.default": _dropout_scale, DROPOUT: torch.native_dropout}
+_OURS = {
+    "autofuse.dropout_scale.default": _dropout_scale,
+    DROPOUT: torch.native_dropout,
+    "aten.view.default": torch.reshape,  # an operation's result may have other strides than its fake tensor had
+}
 
 
 def overload(target: str) -> Any:

@@ -144,7 +144,7 @@ def test_a_weight_changed_in_between_raises_as_in_eager():
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_a_model_that_writes_to_what_it_reads_says_so():
+def test_a_model_that_writes_to_what_it_reads_is_differentiated_as_it_was_read():
     class Average(nn.Module):
         def __init__(self):
             super().__init__()
@@ -156,11 +156,16 @@ def test_a_model_that_writes_to_what_it_reads_says_so():
             return self.linear(x * self.mean)
 
     x = torch.randn(3, 8, requires_grad=True)
-    call = captured(Average())
-    call(x).sum().backward()
-    loss = call(x).sum()
-    with pytest.raises(RuntimeError, match="AUTOFUSE_DISABLE"):
-        torch.autograd.grad(loss, x, create_graph=True)
+    model = Average()
+    twin = copy.deepcopy(model)
+    found = []
+    for call in (captured(model), twin):
+        call(x).sum().backward()
+        (gradient,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        found.append([gradient, *torch.autograd.grad(gradient.square().sum(), x)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(model.mean, twin.mean)
 
 
 def test_a_gradient_of_the_users_own_says_that_it_is_not_differentiated():

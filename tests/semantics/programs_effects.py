@@ -160,9 +160,7 @@ def warnings_from_forward(run: Run) -> None:
     four_calls(run, Noisy(lambda x: warnings.warn("careful", UserWarning, stacklevel=1)), inputs())
 
 
-@program(
-    comes_to=GRAPHS, differs="what torch's own Python code warns of is said when it is traced, and not at each call"
-)
+@program(differs="what torch's own Python code warns of is said when it is traced, and not at each call")
 def warnings_of_torch(run: Run) -> None:
     four_calls(run, Body(lambda inner, x, y: F.mse_loss(inner(x), y) * 2), inputs(), torch.ones(1, 6))
 

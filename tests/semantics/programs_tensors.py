@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -376,6 +377,27 @@ def as_strided_windows(run: Run) -> None:
 @program()
 def unfolded(run: Run) -> None:
     four_steps(run, Body(lambda y, x: y.unfold(1, 3, 1).mean(-1).relu()))
+
+
+def beside_a_transposed_input(run: Run, function: Callable[[T], T]) -> None:
+    """Gradients lie as the input does, which is what ``nn.GRU(batch_first=True)`` gives; fake tensors' do not."""
+    model = Body(lambda y, x: x + function(y))
+    for step in range(4):
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 90).view(3, 5, 6).requires_grad_()
+        model(x.transpose(0, 1)).square().sum().backward()
+        run.show(f"step {step}", x.grad, [p.grad for p in model.parameters()])
+
+
+@program()
+def dropout_beside_a_transposed_input(run: Run) -> None:
+    beside_a_transposed_input(run, lambda y: nn.functional.dropout(y, 0.3))
+
+
+@program()
+def activations_beside_a_transposed_input(run: Run) -> None:
+    for function in (nn.functional.elu, nn.functional.relu6, nn.functional.hardswish, nn.functional.softplus):
+        beside_a_transposed_input(run, function)
 
 
 @program()
