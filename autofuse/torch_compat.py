@@ -91,6 +91,7 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch._dynamo.run",
             "torch._dynamo.utils.counters",
             "torch._dynamo.utils.warn_once",
+            "torch._functorch._aot_autograd.schemas.OutputType.non_alias",
             "torch._functorch.aot_autograd.make_boxed_func",
             "torch._functorch.config.patch",
             "torch._functorch.partitioners.default_partition",

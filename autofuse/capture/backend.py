@@ -32,6 +32,7 @@ from autofuse.capture.guarded_call import (
     note_plain_training,
     plain_call,
 )
+from autofuse.capture.joint_graph import refuse_views_given_out
 from autofuse.capture.random_ops import pass_idle_dropout
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeated_blocks import take_apart
@@ -125,6 +126,8 @@ class _Phases:
             refuse_checkpointed_writes(self._module)
             self._writes.note(graph)
             self._statistics.extend(written_statistics(graph))
+        if phase == "forward":
+            refuse_views_given_out(graph)
         if phase == "inference":  # the other two were simplified as one
             simplify(graph.graph, self.is_strict)
             graph.recompile()

@@ -2,17 +2,22 @@
 
 In: what AOTAutograd's partition made, then both graphs as imported. Out: one graph of all operations, in which backward
 reads what forward made, and the name of each value in each FX graph. Guarantee: neither graph is changed; values are
-paired by the names that the partition preserves. A joint graph in which gradients would be lost is refused.
+paired by the names that the partition preserves. A joint graph in which gradients would be lost is refused,
+and a forward graph whose result the script could not write to.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import TracingContext
 
 from autofuse.capture.graph_import import ImportedGraph
+from autofuse.capture.simplify import is_view
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import Operation, ValueRef
 
@@ -77,6 +82,44 @@ def note_backward(forward: fx.GraphModule, backward: fx.GraphModule, results: in
 def backward_of(forward: fx.GraphModule) -> Counterpart | None:
     found = forward.meta.get(_NOTE)
     return found if isinstance(found, Counterpart) else None
+
+
+class ViewGivenOut(RuntimeError):
+    """A result of the graph is a view that autograd would not let the script write to, as eager does."""
+
+
+def refuse_views_given_out(forward: fx.GraphModule) -> None:
+    """Raises ViewGivenOut for a result that is a view where eager's is none, and that shares memory with another one.
+
+    So AOTAutograd traces ``h.t()[0].zero_(); return h, h.view(-1)``: h comes out as the transpose of a new tensor. Its
+    versions are counted, since the other result shares them, and autograd forbids writes to a view that a function of
+    the script's own gives out (torch 2.13).
+    """
+    context, counterpart = TracingContext.try_get(), backward_of(forward)
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or counterpart is None:
+        return
+    (output,) = forward.graph.find_nodes(op="output")
+    results = [node for node in output.args[0][: counterpart.results] if isinstance(node, fx.Node)]
+    given = [(node, _looked_at(node)) for node in results]
+    first = metadata.num_mutated_inp_runtime_indices  # behind the new values of inputs
+    outputs = zip(output.args[0][first:], metadata.output_info, strict=False)  # then what is saved
+    own = {node for node, info in outputs if info.output_type is OutputType.non_alias}
+    for node, (*views, memory) in given:
+        shared = any(other is not node and bases[-1] is memory for other, bases in given)
+        if node in own and views and shared and memory.op == "call_function":
+            raise ViewGivenOut(
+                f"expected results with memory of their own, found {node.name}, a view of {memory.name} as another is"
+            )
+
+
+def _looked_at(node: fx.Node) -> list[fx.Node]:
+    """A node and all that it is a view of, down to the owner of the memory."""
+    found = [node]
+    while is_view(node) or (node.target is operator.getitem and is_view(node.args[0])):
+        node = node.args[0]
+        found.append(node)
+    return found
 
 
 def join(forward: ImportedGraph, backward: ImportedGraph, results: int) -> BothPasses:

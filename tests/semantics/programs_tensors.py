@@ -400,6 +400,23 @@ def activations_beside_a_transposed_input(run: Run) -> None:
         beside_a_transposed_input(run, function)
 
 
+@program(comes_to=EAGER)
+def results_that_share_memory_are_written_to(run: Run) -> None:
+    def share(y: T, x: T) -> tuple[T, T]:
+        h = y * 1.0
+        h.t()[0].zero_()
+        return h, h.view(-1)
+
+    model = Body(share)
+    for step in range(4):
+        model.zero_grad()
+        rows, flat = model(inputs())
+        rows.mul_(2.0)
+        flat.add_(1.0)
+        (rows.square().sum() + flat.sum()).backward()
+        run.show(f"step {step}", rows, flat, [p.grad for p in model.parameters()])
+
+
 @program()
 def results_with_strides_of_their_own(run: Run) -> None:
     four_steps(run, Body(lambda y, x: (y.t() * 2, (y.t() + x.t()).relu(), torch.empty_like(x.t()).fill_(1), y.flip(0))))
