@@ -50,7 +50,7 @@ def verdict(report: Report) -> Verdict:
         return Verdict(
             "none",
             f"Gain not measured: no held-out eager step of a hot shape lies within {PAIR_WINDOW} calls of a routed "
-            "one. A longer run measures it.",
+            f"one. {_ended_early(report) or 'A longer run measures it.'}",
         )
     span = wording.interval(speedup.low, speedup.high)
     said = f" (95 % interval {span}, {wording.plural(speedup.pairs, 'comparison')})" if span else ""
@@ -94,6 +94,14 @@ def _steps_alone(steps: Sequence[NodeLine]) -> str:
     """Which optimizers' steps ran fused in a run in which no node of a graph did."""
     some = ", ".join(f"{line.operations} ({wording.times(line.speedup)} when it was tuned)" for line in steps)
     return f"Only the optimizer's step ran fused: {some}."
+
+
+def _ended_early(report: Report) -> str:
+    """That the script failed, and after how many steps."""
+    code = report.run.totals.exit_code if report.run is not None else None
+    return (
+        f"The script ended with exit code {code} after {wording.plural(report.totals.steps, 'step')}." if code else ""
+    )
 
 
 def _why_nothing_fused(report: Report) -> str:

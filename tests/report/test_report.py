@@ -241,7 +241,9 @@ def test_too_few_held_out_steps_are_said(store: Store) -> None:
     run_id = start(store)
     store.steps.add(run_id, [sample(i, 100.0) for i in range(12)])
     store.runs.finish(run_id, RunTotals(12, 100, 0))
-    assert "Gain not measured: no held-out eager step" in words_of(load_report(store))
+    assert "calls of a routed one. A longer run measures it." in words_of(load_report(store))
+    store.runs.finish(run_id, RunTotals(12, 100, 0, exit_code=1))
+    assert "calls of a routed one. The script ended with exit code 1 after 12 steps." in words_of(load_report(store))
 
 
 def test_of_a_long_run_steps_are_counted_that_the_store_no_longer_has(store: Store) -> None:

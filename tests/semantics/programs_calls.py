@@ -167,7 +167,7 @@ def dataclasses_given_and_returned(run: Run) -> None:
         run.show(f"{weight}", found, type(found) is Result)
 
 
-@program(comes_to=GRAPHS)
+@program()
 def namedtuples_given_and_returned(run: Run) -> None:
     model = Body(lambda inner, p: (Point(inner(p.x).relu(), p.y * 2), Output(p.x + p.y)))
     four_calls(run, model, Point(inputs(), inputs()))

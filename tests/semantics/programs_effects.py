@@ -45,7 +45,7 @@ def branches_on_values(run: Run) -> None:
         run.show(f"{sign}", out, x.grad)
 
 
-@program(comes_to=GRAPHS)
+@program()
 def loops_until_a_value(run: Run) -> None:
     def shrink(inner: Any, x: T) -> tuple[T, int]:
         steps = 0
