@@ -72,16 +72,22 @@ def status(store: Path | None) -> int:
     if not states:
         click.echo(f"No daemon serves {settings.run.store}. 'autofuse run' starts one when there is work.")
         return 1
+    from autofuse.db.store import Store
+    from autofuse.report.watch import look, queue_line, work_of
+
     console = out_console()
+    with Store.open(settings.run.store, readonly=True) as stored:
+        moment = look(stored, time.time())
     for state in states:
-        _print_state(console, state)
+        is_latest = moment.daemon is not None and moment.daemon.pid == state.pid
+        _print_state(console, state, work_of(moment) if is_latest else state.state)
+    console.print(queue_line(moment.queue), soft_wrap=True)
     console.print(f"store {settings.run.store}", soft_wrap=True)
     return 0
 
 
-def _print_state(console: Console, state: DaemonState) -> None:
-    console.print(f"process {state.pid}, {state.state}" + (f": {state.job}" if state.job else ""), soft_wrap=True)
-    console.print(f"queued {state.queued}, done {state.done}, failed {state.failed}")
+def _print_state(console: Console, state: DaemonState, work: str) -> None:
+    console.print(f"process {state.pid}: {work}", soft_wrap=True, markup=False, highlight=False)
     if state.heartbeat_at:
         age = max(0.0, time.time() - state.heartbeat_at)
         console.print(f"started {_ago(time.time() - state.started_at)}, last sign of life {_ago(age)}")

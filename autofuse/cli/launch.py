@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from autofuse.runtime.session import Session
 
 FAREWELL = "autofuse.report.farewell:farewell"  # called where the store is kept
+ERROR_IS_OURS = (
+    "the error came out of code that autofuse runs for the script. "
+    "Put AUTOFUSE_DISABLE=1 before the command to see whether the script fails without it, too."
+)
 TRIALS_SECONDS = 2.0  # for the store to answer which trials of process settings stand
 
 
@@ -42,6 +46,8 @@ def launch(job: RunJob) -> int:
         _finish(session, ending)
         return ending.exit_code
     if session is not None and job.settings is not None and not ending.in_forked_child:
+        if ending.error_is_ours:
+            say(ERROR_IS_OURS)
         _finish(session, ending, job.settings)
     # Frames live on in exceptions that modules keep of their imports: nothing here may lead to the script's objects.
     del session

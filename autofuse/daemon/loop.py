@@ -32,7 +32,7 @@ from autofuse.ir.records import TuneRequest
 from autofuse.settings.layers import Settings
 from autofuse.tuner.ipc import Interrupted
 from autofuse.tuner.outcome import Outcome
-from autofuse.tuner.worker_process import NotReady
+from autofuse.tuner.worker_process import Lost, NotReady
 
 log = logging.getLogger("autofuse.daemon")
 
@@ -172,7 +172,8 @@ class TuningLoop:
             return
         except Exception as error:
             log.exception("%s failed", job)
-            self.queue.finish(request.key, "failed", f"{type(error).__name__}: {error}")
+            problem = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
+            self.queue.finish(request.key, "failed", problem)
             return
         seconds = self._scheduler.clock() - began
         self.queue.charge(request.run_id, seconds)

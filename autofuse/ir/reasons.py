@@ -181,7 +181,7 @@ class DecisionReason(Reason):
     WAITING = "waiting", "waits in the queue for tuning"
     TUNING = "tuning", "is being tuned now"
     FAILED = "failed", "tuning failed"
-    NOT_ASKED = "not_asked", "nobody asked for it to be tuned yet"
+    NOT_ASKED = "not_asked", "not tuned yet: no run has asked for it"
 
 
 class SettingReason(Reason):

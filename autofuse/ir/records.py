@@ -199,7 +199,7 @@ class TuneRequest:
 
     @property
     def expected_saving_us(self) -> float:
-        """Time the calls seen so far would have saved; orders the queue."""
+        """Time that a kernel would have saved over the calls seen so far; orders the queue."""
         return self.calls * self.unfused_us * max(0.0, 1.0 - 1.0 / max(self.estimated_speedup, 1e-9))
 
 

@@ -74,7 +74,7 @@ def _nodes(report: Report, width: int) -> Table:
     for line in report.nodes[:MAX_NODES]:
         times = (wording.microseconds(line.unfused_us), wording.microseconds(line.fused_us))
         table.add_row(
-            wording.percent(line.time_share), Text(line.node.rsplit("_", 1)[-1], "dim"),
+            wording.share_of_time(line.time_share), Text(line.node.rsplit("_", 1)[-1], "dim"),
             line.operations.replace("native_", "") or "?",
             *((Text(_SYMBOL.sub("", line.bucket), "dim"), *times) if is_wide else ()),
             wording.times(line.speedup), _state(line),
@@ -102,7 +102,7 @@ def _rest(report: Report) -> Iterator[str]:
     )
     parts = [wording.plural(count, one, _many(one)) for count, one in counts if count]
     if parts:
-        yield f"{', '.join(parts)}: autofuse report --verbose, or --html FILE"
+        yield f"Not shown: {', '.join(parts)}. They are in: autofuse report --verbose"
 
 
 def _many(one: str) -> str:

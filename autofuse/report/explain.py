@@ -58,10 +58,10 @@ def _render_list(store: Store, console: Console) -> None:
         decisions: dict[str, list[Decision]] = {}
         for _, decision in store.results.decisions():
             decisions.setdefault(decision.key.fusion_id, []).append(decision)
-        table = plain_table("Nodes")
+        table = plain_table("Nodes", "tuned, fused: for how many ranges of sizes")
         table.add_column("node", ratio=3, overflow="fold")
         table.add_column("operations", ratio=3, overflow="fold")
-        table.add_column("buckets", justify="right", no_wrap=True)
+        table.add_column("tuned", justify="right", no_wrap=True)
         table.add_column("fused", justify="right", no_wrap=True)
         table.add_column("best", justify="right", no_wrap=True)
         for node in nodes:
@@ -101,12 +101,12 @@ def _render_node(story: NodeStory, console: Console) -> None:
         share = max(use.time_share for use in story.uses)
         console.print(
             f"{wording.plural(calls, 'call')} in all runs, {fused:,} of them fused; "
-            f"at most {wording.percent(share)} of the step time of a run",
+            + (f"at most {wording.percent(share)} of the step time of a run" if share else "in no timed step"),
             highlight=False,
         )
         console.print()
     if not story.buckets:
-        say(console, "Not decided: nobody has asked for it to be tuned. It runs on eager's kernels.")
+        say(console, "Not tuned yet: no run has asked for it. It runs on eager's kernels.")
         return
     decided = {bucket.key for bucket in story.buckets if bucket.decisions}
     for bucket in story.buckets:
@@ -118,16 +118,17 @@ def operation_lines(form: Mapping[str, Any]) -> Iterator[str]:
     for name, spec in form.get("inputs", []):
         yield f"{name}: {_spec(spec)}"
     operations = form.get("operations", [])
+    several = {op.get("name") for op in operations if len(op.get("outputs", [])) > 1}  # results that are tuples
     for op in operations[:MAX_OPERATIONS]:
         target = str(op.get("target", "?"))
         short = target.split(".")[1] if target.count(".") else target
-        arguments = [_argument(item) for item in op.get("args", [])]
-        arguments += [f"{name}={_argument(item)}" for name, item in op.get("kwargs", {}).items()]
+        arguments = [_argument(item, several) for item in op.get("args", [])]
+        arguments += [f"{name}={_argument(item, several)}" for name, item in op.get("kwargs", {}).items()]
         outputs = ", ".join(_spec(spec) for spec in op.get("outputs", []))
         yield f"{op.get('name', '?')} = {short}({', '.join(arguments)})  {outputs}".rstrip()
     if len(operations) > MAX_OPERATIONS:
-        yield f"and {len(operations) - MAX_OPERATIONS} operations more"
-    returned = [name if index == 0 else f"{name}[{index}]" for name, index in form.get("outputs", [])]
+        yield f"and {len(operations) - MAX_OPERATIONS} more operations"
+    returned = [_part(name, index, several) for name, index in form.get("outputs", [])]
     if returned:
         yield f"return {', '.join(returned)}"
 
@@ -137,13 +138,17 @@ def _spec(spec: Any) -> str:
     return f"{dtype} [{', '.join(str(size) for size in shape)}]"
 
 
-def _argument(item: Any) -> str:
+def _part(name: str, index: int, several: Collection[str]) -> str:
+    return f"{name}[{index}]" if index or name in several else name
+
+
+def _argument(item: Any, several: Collection[str]) -> str:
     if isinstance(item, list):
-        return f"({', '.join(_argument(part) for part in item)})"
+        return f"({', '.join(_argument(part, several) for part in item)})"
     if not isinstance(item, dict):
         return str(item)
     if "ref" in item:
-        return str(item["ref"]) + (f"[{item['index']}]" if item.get("index") else "")
+        return _part(str(item["ref"]), item.get("index") or 0, several)
     if "dim" in item:
         return str(item["dim"])
     text = str(item.get("float", "?"))
@@ -173,7 +178,7 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         state = "Waits in the queue" if request.status == "queued" else "Is being tuned now"
         again = " again" if bucket.decisions else ""
         saving = wording.microseconds(request.expected_saving_us)
-        yield f"{state}{again}: {wording.plural(request.calls, 'call')} seen, expected to have saved {saving}."
+        yield f"{state}{again}: {wording.plural(request.calls, 'call')} seen, expected gain {saving}."
     if not bucket.decisions:
         if request is None:
             yield "Not decided: it was measured, but no decision was stored."

@@ -66,7 +66,7 @@ def operator_table(lines: Sequence[OperatorLine]) -> PlainTable:
     timed = "operators of sampled steps in eager"
     table = plain_table(
         "Where eager's time goes",
-        f"{timed}; and {wording.plural(more, 'operator')} more: autofuse report --json" if more > 0 else timed,
+        f"{timed}; and {wording.plural(more, 'more operator')}: autofuse report --json" if more > 0 else timed,
     )
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("operator", ratio=1, overflow="fold")

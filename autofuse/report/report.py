@@ -232,12 +232,14 @@ def _node_lines(
         for r in store.queue.requests()
         if _is_of(run, r.key.device) and r.key.versions == run.versions
     }
-    return [
+    lines = [
         node_line(
             use, decision_for(use.bucket, decided.get(use.fusion_id, ())), asked.get((use.fusion_id, use.bucket.label))
         )
         for use in uses
     ]
+    # Nodes outside of timed steps, as those of a script of one step, have no share: their own times order them.
+    return sorted(lines, key=lambda line: (-line.time_share, -line.calls * (line.unfused_us or 0.0)))
 
 
 def decision_for(bucket: Bucket, decisions: Sequence[Decision]) -> Decision | None:

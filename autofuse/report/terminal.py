@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autofuse.ir.reasons import decision_words, in_words
+from autofuse.ir.reasons import RootReason, decision_words, in_words
 from autofuse.report import wording
 from autofuse.report.find import cut
 from autofuse.report.metrics import fusion_text, graph_table
@@ -22,12 +22,14 @@ from autofuse.report.operators import operator_table
 from autofuse.report.report import NodeLine, Report
 from autofuse.report.statistics import StepRow
 from autofuse.report.table import PlainTable, plain_table, say
-from autofuse.report.verdict import facts, verdict
+from autofuse.report.verdict import facts, is_uncaptured, verdict
 
 MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
 MAX_STEPS = 8
 MAX_EVENTS = 10
 MAX_REFUSALS = 8
+# Why a module was not captured in a run that might have waited for it.
+SHORT_OF_TIME = (RootReason.NOT_YET, RootReason.NOT_OBSERVED, RootReason.TOO_EXPENSIVE)
 STYLES = {"gain": "bold green", "loss": "bold red", "none": "bold yellow"}  # of a verdict
 
 
@@ -46,10 +48,11 @@ def render_report(report: Report, console: Console) -> None:
 def next_command(report: Report) -> str:
     """The command to type after this report."""
     assert report.run is not None
+    is_short = is_uncaptured(report) and report.roots[0].reason in SHORT_OF_TIME and report.run.mode != "wait"
+    if is_short or (report.run.mode == "off" and not report.totals.fused_calls):
+        return f"autofuse run --tune wait {wording.shorten(report.run.command, 60)}"
     if report.queue.open:
         return "autofuse daemon status"
-    if report.run.mode == "off" and not report.totals.fused_calls:
-        return "autofuse run --tune wait SCRIPT.py"
     if report.nodes:
         return f"autofuse explain {cut(report.nodes[0].node)}"
     if report.roots:
@@ -116,7 +119,7 @@ def _totals(report: Report) -> Panel:
 
 def _nodes(report: Report) -> Table:
     more = len(report.nodes) - MAX_NODES
-    caption = f"and {wording.plural(more, 'node')} more: autofuse report --json" if more > 0 else ""
+    caption = f"and {wording.plural(more, 'more node')}: autofuse report --json" if more > 0 else ""
     table = plain_table("Fusion nodes by share of step time", caption)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("operations, node and bucket", ratio=5, overflow="fold")
@@ -135,7 +138,7 @@ def _nodes(report: Report) -> Table:
         if span and line.variant != "eager":
             speedup.append("\n" + span.replace(" to ", "–"), "dim")
         table.add_row(
-            wording.percent(line.time_share), name, f"{line.calls:,}", wording.microseconds(line.unfused_us),
+            wording.share_of_time(line.time_share), name, f"{line.calls:,}", wording.microseconds(line.unfused_us),
             wording.microseconds(line.fused_us), speedup, decision_in_words(line),
         )  # fmt: skip
     return table
@@ -164,7 +167,7 @@ def _steps(report: Report) -> Table:
     more = len(rows) - MAX_STEPS
     caption = "* hot: these make up 80 % of the routed time and the speedup above"
     if more > 0:
-        caption += f"; and {wording.plural(more, 'shape')} more: autofuse report --json"
+        caption += f"; and {wording.plural(more, 'more shape')}: autofuse report --json"
     table = plain_table("Steps by shape of the input", caption)
     names = {root.root: root.name for root in report.roots}
     several = len({row.root for row in rows}) > 1

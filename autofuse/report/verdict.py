@@ -112,10 +112,10 @@ def _why_nothing_fused(report: Report) -> str:
         if row.event.kind in MISSING_PARTS:
             return wording.sentence(row.event.message.rstrip("."))
     if report.queue.open:
-        return (
-            f"{wording.plural(report.queue.open, 'request still waits', 'requests still wait')} to be tuned; "
-            "the next run uses the winners."
-        )
+        waiting = f"{wording.plural(report.queue.open, 'request still waits', 'requests still wait')} to be tuned"
+        if is_uncaptured(report):  # it is of an optimizer's step
+            return f"{_why_uncaptured(report)} {waiting}."
+        return f"{waiting}; the next run uses the winners."
     if report.queue.failed:
         failed = wording.plural(report.queue.failed, "request")
         return f"{failed} for tuning failed; autofuse explain NODE says why, autofuse tune --again tries anew."
@@ -128,9 +128,18 @@ def _why_nothing_fused(report: Report) -> str:
     if any(root.state == "captured" for root in report.roots):
         return "The captured graphs hold no operators that can be fused."
     if report.roots:
-        root = report.roots[0]
-        return f"No module was captured; {root.name}: {in_words(root.reason, wording.ROOT_REASONS)}."
+        return _why_uncaptured(report)
     return "No call of an nn.Module was seen."
+
+
+def is_uncaptured(report: Report) -> bool:
+    """Whether modules were seen, and none is captured."""
+    return bool(report.roots) and not any(root.state == "captured" or root.capture_seconds for root in report.roots)
+
+
+def _why_uncaptured(report: Report) -> str:
+    root = report.roots[0]
+    return f"No module was captured; {root.name}: {in_words(root.reason, wording.ROOT_REASONS)}."
 
 
 def _measured(report: Report) -> str:

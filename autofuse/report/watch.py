@@ -38,7 +38,7 @@ class Waiting:
     name: str
     bucket: str
     status: str
-    saving_us: float  # what the calls seen so far would have saved
+    saving_us: float  # expected, of the calls seen so far
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,13 @@ def draw(moment: Moment, before: Moment | None = None) -> RenderableType:
     if moment.run is None:
         return Text("No run yet. Start one: autofuse run SCRIPT.py", "dim")
     parts: list[RenderableType] = [Text(line) for line in _run_lines(moment.run, moment, before)]
-    parts.append(Text(_daemon_line(moment)))
-    queue = moment.queue
-    parts.append(
-        Text(f"queue: {queue.running} in work, {queue.queued} waiting, {queue.done} done, {queue.failed} failed")
-    )
+    parts += [Text(_daemon_line(moment)), Text(queue_line(moment.queue))]
     if moment.waiting:
         table = plain_table("Waiting")
         table.add_column("node", ratio=2, overflow="fold")
         table.add_column("sizes", ratio=1, overflow="fold")
         table.add_column("", no_wrap=True)
-        table.add_column("would have saved", justify="right", no_wrap=True)
+        table.add_column("expected gain", justify="right", no_wrap=True)
         for item in moment.waiting:
             state = "in work" if item.status == "running" else "queued"
             table.add_row(item.name, item.bucket, state, wording.microseconds(item.saving_us))
@@ -166,8 +162,19 @@ def _daemon_line(moment: Moment) -> str:
     age = moment.at - state.heartbeat_at
     if age > SILENT_SECONDS:
         return f"daemon: no sign of life for {_age(age)}"
-    job = f": {state.job}" if state.job else ""
-    return f"daemon: {state.state}{job}"
+    return f"daemon: {work_of(moment)}"
+
+
+def work_of(moment: Moment) -> str:
+    """What the daemon does. The queue tells it: the daemon's own word of itself may be half a minute old."""
+    job = next((item for item in moment.waiting if item.status == "running"), None)
+    if job is not None:
+        return f"tuning {job.name} [{job.bucket}]"
+    return moment.daemon.state if moment.daemon is not None else "idle"
+
+
+def queue_line(queue: QueueStatus) -> str:
+    return f"queue: {queue.running} in work, {queue.queued} waiting, {queue.done} done, {queue.failed} failed"
 
 
 def _age(seconds: float) -> str:

@@ -137,6 +137,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def share_of_time(share: float) -> str:
+    """``12.3 %``; a dash for what ran in no timed step."""
+    return percent(share) if share > 0 else "–"
+
+
 def amount(value: float) -> str:
     """A large number in three digits: ``812``, ``16.2 M``, ``1.05 T``."""
     for unit in ("", " k", " M", " G", " T"):

@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 from autofuse.errors import UsageError
 from autofuse.startup import deferred_imports
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
 
 @dataclass(frozen=True)
 class Target:
@@ -50,6 +52,7 @@ class Ending:
     exit_code: int  # as the shell shows it, 0..255
     interrupted: bool = False  # by an uncaught KeyboardInterrupt
     pid: int = 0  # of the process that ran it: a forked child of the script comes back here as well
+    error_is_ours: bool = False  # whether an uncaught exception came out of code of autofuse, or made by it
 
     @property
     def in_forked_child(self) -> bool:
@@ -247,8 +250,16 @@ def _report_uncaught(error: BaseException, pid: int) -> Ending:
             traceback.print_exception(error)
     with contextlib.suppress(Exception):
         sys.stderr.flush()
-    interrupted = isinstance(error, KeyboardInterrupt)
-    return Ending(130 if interrupted else 1, interrupted=interrupted, pid=pid)
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(130, interrupted=True, pid=pid)
+    return Ending(1, pid=pid, error_is_ours=_ends_in_our_code(frames))
+
+
+def _ends_in_our_code(frames: TracebackType | None) -> bool:
+    """Whether the innermost frame is one of autofuse, or of Python that it has generated."""
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames is not None and frames.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<autofuse "))
 
 
 def _without_our_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,25 @@ def test_zip_file_and_compiled_script_run(tmp_path: Path) -> None:
         ours = run(AUTOFUSE, case, tmp_path, AUTOFUSE_DISABLE="1")
         assert plain.returncode == 0
         assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode)
+
+
+@pytest.mark.parametrize("whose", ["ours", "the script's"])
+def test_an_error_out_of_generated_code_is_said_to_be_so(whose: str, tmp_path: Path) -> None:
+    script = """
+        import sys
+        from autofuse.dynamo_skip import define
+
+        def broken():
+            raise RuntimeError("broken")
+
+        made = {}
+        define("def call(inner): return inner() if inner else int('x')", "fused node", made)
+        made["call"](None if sys.argv[1] == "ours" else broken)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    ours = run((*AUTOFUSE, "--tune", "off"), Case("", {}, ("script.py", whose)), tmp_path)
+    assert ours.returncode == 1 and "Error" in ours.stderr
+    assert ("AUTOFUSE_DISABLE=1" in ours.stderr) == (whose == "ours")
 
 
 @pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full", ">&- 2>&-"])

@@ -94,7 +94,7 @@ def test_a_fused_node(store: Store, width: int) -> None:
     assert "after 24 trials in 6.5 s." in text
     assert text.index("2.40x") < text.index("2.20x") < text.index("2.10x") < text.index("crashed")
     assert "signal 11" in text
-    assert "Waits in the queue: 900 calls seen, expected to have saved 67.50 ms." in text
+    assert "Waits in the queue: 900 calls seen, expected gain 67.50 ms." in text
 
 
 def test_a_fused_node_on_a_gpu_says_what_its_kernel_takes(store: Store) -> None:
@@ -201,7 +201,7 @@ def test_a_node_nobody_asked_for(store: Store) -> None:
     use = replace(store.nodes.uses(1)[0], fusion_id="d" * 64, label="")
     store.nodes.put_uses(run_id, [use])
     text = explain(store, "node_dddd")
-    assert "Not decided: nobody has asked for it to be tuned." in text
+    assert "Not tuned yet: no run has asked for it." in text
     store.results.put_measurements(
         replace(key(GELU, HOT), fusion_id="d" * 64), [store.results.measurements(GELU[0])[0].measurement]
     )
@@ -242,8 +242,17 @@ def test_odd_forms_are_printed_not_refused() -> None:
         "outputs": [["v0", 1]],
     }
     assert list(operation_lines(form)) == ["v0 = strange((i0[1], None), inf)", "return v0[1]"]
+    pair = [[["8"], "float32"], [["8"], "int64"]]
+    several = {
+        "operations": [
+            {"name": "v0", "target": "aten.max.dim", "args": [{"ref": "i0", "index": 0}, 0], "outputs": pair},
+            {"name": "v1", "target": "aten.neg.default", "args": [{"ref": "v0", "index": 0}], "outputs": pair[:1]},
+        ],
+        "outputs": [["v1", 0], ["v0", 0], ["v0", 1]],
+    }
+    assert list(operation_lines(several))[1:] == ["v1 = neg(v0[0])  float32 [8]", "return v1, v0[0], v0[1]"]
     many = {"operations": [{"name": f"v{i}", "target": "aten.add.Tensor"} for i in range(50)]}
-    assert list(operation_lines(many))[-1] == "and 10 operations more"
+    assert list(operation_lines(many))[-1] == "and 10 more operations"
 
 
 def test_node_row_without_a_label_has_a_name() -> None:

@@ -66,7 +66,7 @@ def test_the_report_shows_them_where_it_is_asked_for(store: Store) -> None:
     rows = [line.split() for line in text.splitlines() if " aten." in line]
     assert rows[0] == ["80.0", "%", "aten.mm", "13", "10.0", "µs", "400.0", "µs"]
     assert rows[1] == ["20.0", "%", "aten.add", "24", "3.0", "µs", "100.0", "µs"]
-    assert len(rows) == MAX_OPERATORS and "and 2 operators more: autofuse report --json" in " ".join(text.split())
+    assert len(rows) == MAX_OPERATORS and "and 2 more operators: autofuse report --json" in " ".join(text.split())
 
 
 def test_json_has_all_of_them(store: Store) -> None:

@@ -283,6 +283,25 @@ def test_a_fused_step_of_an_optimizer_is_told_where_nothing_else_ran_fused(store
     assert "Nothing ran fused" not in text and "Eager's own kernels won" not in text
 
 
+def test_a_script_that_ended_before_its_module_was_captured_is_told_what_to_type(store: Store) -> None:
+    run_id = start(store)
+    store.roots.put(run_id, RootRecord("Net[1]", "Net", "observing", "not_yet", ""))
+    store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])  # an optimizer's step
+    text = words_of(load_report(store, run_id))
+    assert "No module was captured; Net: still observed: capture has not paid for itself yet." in text
+    assert "1 request still waits to be tuned." in text and "the next run uses the winners" not in text
+    assert "Next: autofuse run --tune wait train.py" in text
+
+
+def test_nodes_outside_of_timed_steps_have_no_share_and_are_ordered_by_their_time(store: Store) -> None:
+    run_id = start(store)
+    store.nodes.put_uses(run_id, [use(LOSS, HOT, 2, 0, 0.0), use(NORM, HOT, 9, 0, 0.0), use(GELU, COLD, 1, 0, 0.2)])
+    report = load_report(store, run_id)
+    assert [line.operations for line in report.nodes] == [GELU[2], NORM[2], LOSS[2]]
+    text = words_of(report)
+    assert "20.0 %" in text and " 0.0 %" not in text
+
+
 def test_a_run_without_fusion_says_why(store: Store) -> None:
     run_id = start(store)
     assert "No call of an nn.Module was seen." in words_of(load_report(store, run_id))
@@ -322,7 +341,7 @@ def test_long_reports_are_cut_and_say_so(store: Store) -> None:
     for _ in range(3):
         store.notes.add_event(run_id, Event("fallback", "again and again"))
     text = words_of(load_report(store))
-    assert "and 3 nodes more: autofuse report --json" in text
+    assert "and 3 more nodes: autofuse report --json" in text
     assert "fallback (3 times): again and again" in text
 
 

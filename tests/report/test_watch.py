@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from autofuse.cli.app import parse
+from autofuse.daemon import control
 from autofuse.daemon.open_runs import may_go_on
 from autofuse.daemon.process_id import this_machine
 from autofuse.db.rows import DaemonState
@@ -62,7 +63,7 @@ def test_what_waits_and_what_was_decided(store: Store) -> None:
         "fused, 1.52x",
         "fused, 2.16x",
     ]
-    assert "would have saved" in words(draw(moment), 120)
+    assert "expected gain" in words(draw(moment), 120)
 
 
 def test_the_pace_is_that_since_an_earlier_moment(store: Store) -> None:
@@ -78,11 +79,28 @@ def test_the_pace_is_that_since_an_earlier_moment(store: Store) -> None:
 
 def test_a_daemon_at_work_and_one_that_is_silent(store: Store) -> None:
     fill(store)
-    store.daemon.heartbeat(DaemonState(4, "here", time.time(), "tuning", "af_x in s0=8"))
+    store.daemon.heartbeat(DaemonState(4, "here", time.time(), "idle"))
+    assert "daemon: idle" in words(draw(look(store, time.time())))
+    assert store.queue.take() is not None  # since its last word of itself
     moment = look(store, time.time())
-    assert "daemon: tuning: af_x in s0=8" in words(draw(moment))
+    assert f"daemon: tuning {GELU[1]} [s0=8 s1=65..128]" in words(draw(moment))
     later = replace(moment, at=moment.at + 90)
     assert "no sign of life for 1 min 30 s" in words(draw(later))
+
+
+def test_the_daemons_own_status_says_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fill(store)
+    at = time.time()
+    store.daemon.heartbeat(DaemonState(4, "here", at, "idle", heartbeat_at=at))
+    assert store.queue.take() is not None
+    found = [DaemonState(4, "here", at, "idle", heartbeat_at=at), DaemonState(5, "here", at, "idle")]
+    monkeypatch.setattr(control, "statuses", lambda settings: found)
+    assert not parse(["daemon", "status", "--store", str(store.path)])
+    text = " ".join(capfd.readouterr().out.split())
+    assert f"process 4: tuning {GELU[1]} [s0=8 s1=65..128]" in text and "process 5: idle" in text
+    assert "queue: 1 in work, 0 waiting, 3 done, 0 failed" in text
 
 
 def test_the_loop_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
