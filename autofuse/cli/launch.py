@@ -19,8 +19,8 @@ from autofuse.errors import UsageError
 from autofuse.ir.device import usable_cores
 from autofuse.preserve_rng import untouched
 from autofuse.settings.layers import Settings
-from autofuse.startup import gc_pause
-from autofuse.startup.script import Ending, run_target
+from autofuse.startup import deferred_imports, gc_pause
+from autofuse.startup.script import Ending, Target, first_on_path, run_target
 
 if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
@@ -37,7 +37,7 @@ TRIALS_SECONDS = 2.0  # for the store to answer which trials of process settings
 def launch(job: RunJob) -> int:
     """Run the script to its end, and end the process as the script did; returns only where there was nothing to run."""
     with gc_pause.paused():
-        session = _begin(job.settings, job.target.command) if job.settings else None
+        session = _begin(job.settings, job.target) if job.settings else None
     try:
         ending = run_target(job.target)
     except UsageError as error:
@@ -54,8 +54,17 @@ def launch(job: RunJob) -> int:
     ending.leave()
 
 
-def _begin(settings: Settings, command: str) -> Session | None:
-    launched, store = time.perf_counter(), None
+def _begin(settings: Settings, target: Target) -> Session | None:
+    launched, store, command = time.perf_counter(), None, target.command
+    first = first_on_path(target)
+    hidden = deferred_imports.shadowed(first, deferred_imports.TRACING) if first is not None else []
+    if hidden:
+        if not settings.run.quiet:
+            say(
+                f"the script runs without autofuse: torch imports {hidden[0]} to trace, and would find the module of "
+                f"that name in {first}. Rename that module."
+            )
+        return None
     try:
         with untouched():
             store = _store(settings)  # first: its process starts while the rest goes on

@@ -1,7 +1,8 @@
 """Modules that a session imports on first use, so that scripts start sooner; all of them at once where that is unsafe.
 
-A script's own folder is first on the path while it runs: a ``sympy.py`` in it would be taken for ours. Where a folder
-has such a name in it, everything is imported before the script runs.
+A script's own folder is first on the path while it runs: an ``html.py`` in it would be taken for ours. Where a folder
+has such a name in it, everything is imported before the script runs. Packages that tracing imports again and again
+cannot be saved so: beside a ``sympy.py`` nothing can be captured.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import importlib
 import importlib.machinery
 import sys
+from collections.abc import Sequence
 
 from autofuse.preserve_rng import untouched
 
@@ -18,6 +20,7 @@ NAMES = (
     "functorch", "getpass", "graphlib", "html", "mako", "markupsafe", "mpmath", "networkx", "profile", "pstats",
     "pyexpat", "pygments", "sympy", "termios", "triton", "xml",
 )  # fmt: skip
+TRACING = ("functorch", "mpmath", "networkx", "sympy", "triton")  # torch's functions import them when they are called
 _MODULES = (
     "autofuse.capture.trace_cache",
     "autofuse.runtime.optim_router",
@@ -33,9 +36,9 @@ _MODULES = (
 _WITH_A_STORE = ("autofuse.db.migrate",)  # where this process opens it itself
 
 
-def shadowed(folder: str) -> list[str]:
-    """Names of modules in ``folder`` that are also those of ones imported late."""
-    found = ((name, importlib.machinery.PathFinder.find_spec(name, [folder])) for name in NAMES)
+def shadowed(folder: str, names: Sequence[str] = NAMES) -> list[str]:
+    """Those of ``names`` that modules in ``folder`` have, too."""
+    found = ((name, importlib.machinery.PathFinder.find_spec(name, [folder])) for name in names)
     return [name for name, spec in found if spec is not None and spec.loader is not None]
 
 

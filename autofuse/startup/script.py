@@ -102,6 +102,19 @@ def check_target(target: Target) -> None:
         raise UsageError(f"can't open the script {target.name!r}: permission denied.")
 
 
+def first_on_path(target: Target) -> str | None:
+    """The folder or zip file whose modules the target imports before all others; None in safe-path mode."""
+    if target.is_module:
+        return None if sys.flags.safe_path else os.getcwd()
+    if _is_folder_or_zip(target):
+        return _absolute(target.name)
+    return None if sys.flags.safe_path else os.path.dirname(os.path.realpath(target.name))
+
+
+def _is_folder_or_zip(target: Target) -> bool:
+    return pkgutil.get_importer(target.name) is not None
+
+
 def run_target(target: Target) -> Ending:
     """Run it to its end. Raises ``UsageError`` where a module cannot be found."""
     pid = os.getpid()
@@ -134,18 +147,17 @@ def _no_module(target: Target, reason: str) -> UsageError:
 
 
 def _prepare(target: Target) -> _Prepared:
+    first = first_on_path(target)
+    if first is not None:
+        _set_path(first)
     if target.is_module:
         # python shows "-m" while it imports the parent packages.
         sys.argv = ["-m", *target.arguments]
-        _set_path(os.getcwd())
         return _prepare_module(target.name)
-    if pkgutil.get_importer(target.name) is not None:  # a folder or a zip file
-        place = _absolute(target.name)
-        _set_path(place, always=True)
+    if _is_folder_or_zip(target):
         sys.argv = [target.name, *target.arguments]
         prepared = _prepare_module("__main__")
         return _Prepared(prepared.code, prepared.attributes, target.name)
-    _set_path(os.path.dirname(os.path.realpath(target.name)))
     return _prepare_script(target.name)
 
 
@@ -186,16 +198,14 @@ def _prepare_module(name: str) -> _Prepared:
     return _Prepared(code, attributes, str(spec.origin))
 
 
-def _set_path(folder: str, *, always: bool = False) -> None:
-    """Give the script its own ``sys.path[0]`` in place of ours; neither exists in safe-path mode."""
+def _set_path(folder: str) -> None:
+    """Give the script its own ``sys.path[0]`` in place of ours, which is not there in safe-path mode."""
     if "autofuse.runtime.session" in sys.modules:
         deferred_imports.import_now_for(folder)
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
-    elif always:  # python puts a folder or zip file that it runs on the path even then
+    if sys.flags.safe_path:  # python puts a folder or zip file that it runs on the path even then
         sys.path.insert(0, folder)
     else:
-        return
+        sys.path[0] = folder
     _forget_shadowed(folder)
 
 

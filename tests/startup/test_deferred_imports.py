@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from autofuse.startup import deferred_imports
 
 SCRIPT = """
@@ -36,6 +38,20 @@ print(*(n for n in ("alembic", "sympy", "optuna", "triton") if n in before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", ["functorch", "sympy"])
+def test_beside_a_module_that_tracing_would_import_the_script_runs_without_us(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("print('executed')")
+    (tmp_path / "html.py").write_text("mine = True")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plain = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True)
+    command = [sys.executable, "-m", "autofuse", "run", "--tune", "off", "--store", str(tmp_path / "s.sqlite3")]
+    done = subprocess.run(
+        [*command, "--set", "capture.at_once=true", str(tmp_path / "train.py")], capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == (plain.stdout, plain.returncode), done.stderr
+    assert f"torch imports {name} to trace" in done.stderr and "Rename that module." in done.stderr
 
 
 def test_a_folder_with_such_names(tmp_path: Path) -> None:
