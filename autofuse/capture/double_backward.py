@@ -4,8 +4,8 @@ In: Dynamo's graph and AOTAutograd's compilation of it. Out: the same compiled g
 differentiated itself (``create_graph=True``) or vectorised (``is_grads_batched``), Dynamo's graph is run again in eager
 and eager's gradients are returned. Guarantee: these gradients are eager's; torch's own would raise, or give zeros where
 the graph's saved tensors need no gradient. Of inputs that the graph writes to and reads (the vectors of a spectral
-norm) a copy is kept from before. What cannot be run twice raises: graphs that write to inputs that need a gradient,
-and autograd functions of the user's own, whose second gradients Dynamo's graph loses. Nothing changes for compilations
+norm) a copy is kept from before. What cannot be run twice raises: graphs that write to inputs that need a gradient, and
+autograd functions of the user's own that `user_functions` cannot run again. Nothing changes for compilations
 of the user's own, nor for any other backward pass.
 """
 
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture import anomaly
+from autofuse.capture import anomaly, user_functions
 from autofuse.capture.autograd_function import passes_of, watch
 from autofuse.capture.training_call import lean_passes, plain_apply
 from autofuse.capture.undefined_gradients import (
@@ -44,7 +44,8 @@ if hasattr(_aten, "_batch_norm_with_update_functional"):
 COUNTERS = {_aten.add.Tensor, _aten.copy_.default}  # of batches
 _NOT_TWICE = (
     "autofuse: expected a model that can be run again for the gradients of its gradients, found one that writes "
-    "to inputs that need a gradient or has an autograd.Function. Set AUTOFUSE_DISABLE=1 for this script."
+    "to inputs that need a gradient or has an autograd.Function that turns gradients on or off. "
+    "Set AUTOFUSE_DISABLE=1 for this script."
 )
 _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 
@@ -58,6 +59,7 @@ class CachedReplay(NamedTuple):
 
     graph: bytes
     is_random: bool
+    can_run_again: bool
     has_functions: bool
     reads: list[tuple[bool, bool]]
     reach: UndefinedGradients
@@ -79,10 +81,10 @@ class Replay:
         self.has_subclasses = False  # which AOTAutograd takes apart
         self.is_cached = isinstance(module, CachedReplay)  # of a trace of an earlier run, and complete
         if isinstance(module, CachedReplay):
-            _, self.is_random, self._has_functions, self._reads, self.reach = module
+            _, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach = module
             return
-        targets = [getattr(n.target, "_name", "") for n in module.graph.nodes]
-        self._has_functions = "autograd_function_apply" in targets
+        self._can_run_again = user_functions.can_run_again(module)
+        self._has_functions = user_functions.has_functions(module)
 
     @property
     def module(self) -> fx.GraphModule:
@@ -102,7 +104,7 @@ class Replay:
             data = GraphPickler.dumps(graph, Options(ops_filter=None, node_metadata_key_filter=lambda key: False))
         finally:
             graph.meta = meta
-        return CachedReplay(data, self.is_random, self._has_functions, self._reads, self.reach)
+        return CachedReplay(data, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach)
 
     def note_graph(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's forward graph."""
@@ -121,7 +123,7 @@ class Replay:
 
         def call(*args: Any) -> Any:
             if is_watched([args[i] for i in parted]):
-                return self.module.forward(*args)
+                return self._run(args)
             return compiled(*args)
 
         parted = self.reach.parted
@@ -144,7 +146,7 @@ class Replay:
     def runs_once(self, inputs: Sequence[Any], metadata: Any) -> bool:
         """Whether a second run may differ from the first; not for what is written to, of which `as_before` has kept
         a copy."""
-        if self._has_functions or len(inputs) != len(self._reads):
+        if not self._can_run_again or len(inputs) != len(self._reads):
             return True
         return any(inputs[i].requires_grad for i in written_by(metadata))
 
@@ -170,7 +172,7 @@ class Replay:
         fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
         # Where the script had anomaly mode on in its forward pass no graph has run: nothing is known of this one.
         with torch.enable_grad(), self._state_of_forward(ctx), anomaly.is_off():
-            outputs = self.module.forward(*fresh)
+            outputs = self._run(fresh)
         sources, given = [], []
         for output, grad in _pairs(outputs, grads[mutated:], metadata):
             if grad is not None and output.requires_grad:
@@ -186,6 +188,10 @@ class Replay:
             for i, grad in zip(wanted, found, strict=True):
                 result[i] = grad
         return tuple(result)
+
+    def _run(self, inputs: Sequence[Any]) -> Any:
+        """The results of Dynamo's graph in eager."""
+        return user_functions.run(self.module, *inputs) if self._has_functions else self.module.forward(*inputs)
 
     @contextlib.contextmanager
     def _state_of_forward(self, ctx: Any) -> Iterator[None]:

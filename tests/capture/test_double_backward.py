@@ -1,6 +1,8 @@
 """Backward passes that are run twice, vectorised or differentiated themselves, through captured graphs: as eager's."""
 
 import copy
+import inspect
+import textwrap
 
 import pytest
 import torch
@@ -74,6 +76,165 @@ def test_gradients_of_gradients(name, autocast):
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).double().norm() <= (3e-2 if autocast else 1e-5) * other.double().norm()
     assert any(g.abs().sum() > 0 for g in found)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class Exponential(torch.autograd.Function):
+    """Saves its output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y * grad
+
+
+class SineSquared(torch.autograd.Function):
+    """Saves a value that is neither input nor output: a constant to the second pass, in eager, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        sine = x.sin()
+        ctx.save_for_backward(sine, x)
+        return sine * sine
+
+    @staticmethod
+    def backward(ctx, grad):
+        sine, x = ctx.saved_tensors
+        return 2 * sine * x.cos() * grad
+
+
+class Two(torch.autograd.Function):
+    """Two outputs, one of them without a gradient; a number and a tensor kept on ctx."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        ctx.x, ctx.factor = x, factor
+        sign = x.sign()
+        ctx.mark_non_differentiable(sign)
+        return y * factor, sign
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        (y,) = ctx.saved_tensors
+        return ctx.factor * (1 - y * y) * grad + 0 * ctx.x, None
+
+
+class Constant(torch.autograd.Function):
+    """Turns gradients off itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            slope = 2 * x
+        return slope * grad
+
+
+class Calls(nn.Module):
+    """A model with an autograd function inside."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.linear, self.head, self.call = nn.Linear(8, 8), nn.Linear(8, 1), call
+
+    def forward(self, x):
+        return self.head(self.call(self.linear(x).tanh()))
+
+
+FUNCTIONS = {
+    "square": Square.apply,
+    "exponential": Exponential.apply,
+    "sine": SineSquared.apply,
+    "two": lambda x: Two.apply(x, 3.0)[0] * Two.apply(x, 0.5)[1],
+    "after one another": lambda x: Exponential.apply(Square.apply(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_gradients_through_functions_of_the_users_own(name):
+    torch.manual_seed(0)
+    eager = Calls(FUNCTIONS[name])
+    model = copy.deepcopy(eager)
+    call = captured(model)
+    for batch in (3, 5):
+        wanted = penalty_gradients(eager, eager, batch)
+        found = penalty_gradients(model, call, batch)
+        for one, other in zip(found, wanted, strict=True):
+            assert other.double().norm() > 0
+            assert (one - other).double().norm() <= 1e-5 * other.double().norm()
+
+
+class Once(torch.autograd.Function):
+    """Refuses to be differentiated twice, in eager, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+@torch.no_grad()
+def slope_of(x):
+    return 2 * x
+
+
+class Deep(torch.autograd.Function):
+    """Calls a function that turns gradients off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return slope_of(ctx.saved_tensors[0]) * grad
+
+
+@pytest.mark.parametrize("function", [Constant, Once, Deep])
+def test_a_function_that_turns_gradients_off_itself_raises(function):
+    model = Calls(function.apply)
+    with pytest.raises(RuntimeError, match="turns gradients on or off"):
+        penalty_gradients(model, captured(model), 3)
+
+
+def test_a_function_without_a_source_raises():
+    made = {"torch": torch}
+    source = textwrap.dedent(inspect.getsource(Square)).replace("class Square", "class Made")
+    exec(source, made)
+    model = Calls(made["Made"].apply)
+    with pytest.raises(RuntimeError, match="AUTOFUSE_DISABLE"):
+        penalty_gradients(model, captured(model), 3)
 
 
 def test_hessian_and_vectorised_jacobian():
@@ -168,7 +329,7 @@ def test_a_model_that_writes_to_what_it_reads_is_differentiated_as_it_was_read()
     assert torch.equal(model.mean, twin.mean)
 
 
-def test_a_gradient_of_the_users_own_says_that_it_is_not_differentiated():
+def test_a_gradient_of_the_users_own_that_is_no_derivative():
     class Triple(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -185,9 +346,11 @@ def test_a_gradient_of_the_users_own_says_that_it_is_not_differentiated():
             return Triple.apply(x.sin())
 
     x = torch.randn(3, 8, requires_grad=True)
-    loss = captured(Model())(x).sum()
-    with pytest.raises(RuntimeError, match="AUTOFUSE_DISABLE"):
-        torch.autograd.grad(loss, x, create_graph=True)
+    found = []
+    for call in (Model(), captured(Model())):
+        (first,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.sum(), x)[0])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_deterministic_algorithms_asked_for_between_forward_and_backward():
