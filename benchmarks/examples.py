@@ -96,7 +96,8 @@ def row_of(name: str, words: str) -> dict[str, Any]:
             run("-m", "autofuse", "daemon", "stop", "--store", store)
         again = run(*script)
     whole = (plain.seconds + again.seconds) / 2
-    kept = ("speedup_median", "speedup_low", "speedup_high", "fused_share", "capture_seconds", "paused_seconds")
+    kept = ("speedup_median", "speedup_low", "speedup_high", "fused_calls", "unfused_calls", "capture_seconds",
+            "paused_seconds")  # fmt: skip
     return {
         "example": name,
         "command": f"examples/{name}.py {words}".strip(),
@@ -110,6 +111,8 @@ def row_of(name: str, words: str) -> dict[str, Any]:
 def gain(found: dict[str, Any]) -> str:
     if found["speedup_median"] is None:
         return "not measured"
+    if found["speedup_low"] is None:
+        return f"{found['speedup_median']:.2f}x, too few pairs for an interval"
     return f"{found['speedup_median']:.2f}x ({found['speedup_low']:.2f} to {found['speedup_high']:.2f})"
 
 

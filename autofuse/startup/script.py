@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 from autofuse.errors import UsageError
 from autofuse.startup import deferred_imports
 
+# A Python that does not tell torch's guards of changed classes (python/cpython#125608): stale graphs, wrong results.
+STALE_GUARDS = (3, 13, 0)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

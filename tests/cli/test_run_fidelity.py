@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from autofuse.settings.layers import load
 from tests.cli.fidelity_cases import CASES, WITH_MODULES, Case
 
 AUTOFUSE = (sys.executable, "-m", "autofuse", "run")
@@ -123,6 +124,18 @@ def test_zip_file_and_compiled_script_run(tmp_path: Path) -> None:
         ours = run(AUTOFUSE, case, tmp_path, AUTOFUSE_DISABLE="1")
         assert plain.returncode == 0
         assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode)
+
+
+def test_a_python_whose_graphs_go_stale_runs_the_script_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from autofuse.cli import launch
+    from autofuse.startup.script import Target
+
+    monkeypatch.setattr(launch, "STALE_GUARDS", sys.version_info[:3])
+    settings = load(cli={"run.store": str(tmp_path / "store.sqlite3")})
+    assert launch._begin(settings, Target(str(tmp_path / "script.py"))) is None
+    assert "the script runs without autofuse" in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("whose", ["ours", "the script's"])
