@@ -26,7 +26,7 @@ from autofuse.report.html.source import MOST_LINES, coloured
 from autofuse.report.html.svg import ticks
 from autofuse.report.report import load_report
 from autofuse.report.statistics import Balance, Speedup, StepRow, summarise
-from tests.report.report_records import DEVICE, GELU, HOT, SIGNATURE, VERSIONS, decision, fill, open_store, use
+from tests.report.report_records import COLD, DEVICE, GELU, HOT, SIGNATURE, VERSIONS, decision, fill, open_store, use
 
 VOID = {"meta", "br", "input", "link", "img", "hr"}
 NASTY = "</script><script>alert(1)</script>\"'&<b>"
@@ -83,6 +83,17 @@ def test_the_page_says_what_the_report_says(store: Store) -> None:
     assert "one cheap operation gains nothing" in page.words and "train_lm.py:52" in page.words
     assert kernel.source in "".join(page.text)
     assert len([name for tag, name, _ in page.attributes if tag == "svg" and name == "aria-label"]) == 4
+
+
+def test_a_kernel_of_two_buckets_stands_on_the_page_once(store: Store) -> None:
+    fill(store)
+    kernel = KernelRecord(CompileKey("t", "gcc 12.2", "-O3", "avx512"), GELU[1], "void f(void) { g(1); }", b"\x7fELF")
+    store.kernels.put(kernel)
+    for bucket in (HOT, COLD):
+        store.results.put_decision(replace(decision(GELU, bucket, 2.16), compile_key=kernel.key.digest))
+    page = Page(html_report(store))
+    assert "".join(page.text).count(kernel.source) == 1
+    assert page.words.count("Its kernel has the source of") == 1
 
 
 def test_it_refers_to_nothing_outside_of_itself(store: Store) -> None:

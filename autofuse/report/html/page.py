@@ -22,7 +22,7 @@ from autofuse.ir.reasons import decision_words, in_words
 from autofuse.ir.records import EAGER
 from autofuse.report import wording
 from autofuse.report.explain import candidate_text, decision_lines, operation_lines
-from autofuse.report.find import NodeStory, cut, node_story
+from autofuse.report.find import BucketStory, NodeStory, cut, node_story
 from autofuse.report.html.charts import balance_chart, node_chart, pairs_chart, shapes_chart
 from autofuse.report.html.shapes import shape_columns
 from autofuse.report.html.source import coloured, colours
@@ -76,7 +76,8 @@ class BucketPart:
     sentences: tuple[str, ...]
     candidates: tuple[tuple[str, ...], ...]
     kernel: KernelSource | None
-    source: Markup | None
+    source: Markup | None  # coloured; None where there is no kernel, or an earlier part of the page has the same
+    same_as: tuple[str, str] | None  # the anchor and the name of that part
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def html_report(store: Store, run_id: int | None = None) -> str:
         "nbytes": wording.nbytes,
         "amount": wording.amount,
     }
+    sources = _Sources()
     style, script = (resources.files(__package__).joinpath(name).read_text() for name in ("style.css", "script.js"))
     return environment.get_template("template.html").render(
         report=report,
@@ -125,7 +127,7 @@ def html_report(store: Store, run_id: int | None = None) -> str:
         data=_as_data(rows),
         not_faster=list(_not_faster(report)),
         refusals=[(line, in_words(line.code, wording.REFUSALS)) for line in report.refusals if not line.accepted],
-        parts=[_node_part(story) for story in stories],
+        parts=[_node_part(story, sources) for story in stories],
         runs=run_lines(store, MOST_RUNS),
         roots=[(root, in_words(root.reason, wording.ROOT_REASONS)) for root in report.roots],
         events=_events(report),
@@ -229,10 +231,27 @@ def _stories(store: Store, report: Report) -> Iterator[NodeStory]:
     return (node_story(store, known[fusion_id]) for fusion_id in wanted if fusion_id in known)
 
 
-def _node_part(story: NodeStory) -> NodePart:
+class _Sources:
+    """The sources of kernels that stand on the page, each once."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[str, str]] = {}  # of each text, the anchor and the name of its first place
+
+    def place(self, bucket: BucketStory, anchor: str) -> tuple[Markup | None, tuple[str, str] | None]:
+        """The coloured source of a bucket's kernel, or where it stands already."""
+        if bucket.kernel is None:
+            return None, None
+        earlier = self._first.setdefault(bucket.kernel.source, (anchor, f"{bucket.kernel.name}, {bucket.key.bucket}"))
+        is_first = earlier == (anchor, f"{bucket.kernel.name}, {bucket.key.bucket}")
+        return (coloured(bucket.kernel.source), None) if is_first else (None, earlier)
+
+
+def _node_part(story: NodeStory, sources: _Sources) -> NodePart:
     node = story.node
+    anchor = _anchor(node.fusion_id)
+    placed = [sources.place(bucket, anchor) for bucket in story.buckets]
     return NodePart(
-        anchor=_anchor(node.fusion_id),
+        anchor=anchor,
         name=node.label or node.fusion_id[:12],
         operations=node.operations,
         source=next((use.source for use in story.uses if use.source), node.source),
@@ -244,9 +263,10 @@ def _node_part(story: NodeStory) -> NodePart:
                 sentences=tuple(decision_lines(bucket)),
                 candidates=tuple(_candidates(bucket.measurements)),
                 kernel=bucket.kernel,
-                source=coloured(bucket.kernel.source) if bucket.kernel is not None else None,
+                source=source,
+                same_as=same_as,
             )
-            for bucket in story.buckets
+            for bucket, (source, same_as) in zip(story.buckets, placed, strict=True)
         ),
     )
 
