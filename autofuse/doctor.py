@@ -29,7 +29,6 @@ from autofuse.db.store import Store
 from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
 from autofuse.private_files import check_above, check_beside
 from autofuse.settings.layers import Settings
-from autofuse.startup.script import STALE_GUARDS
 
 TORCH_RANGE: Final = ((2, 11), (2, 16))  # as in pyproject.toml: from, up to but not including
 
@@ -148,9 +147,7 @@ def examine(settings: Settings, only: Collection[str] = ()) -> Iterator[Finding]
 def _check_python(settings: Settings) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     ok = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    remedy = f"{install_command('python3')}, for 3.11, 3.12 or 3.13.1 and later"
-    if sys.version_info[:3] == STALE_GUARDS:
-        return Finding("Python", False, f"{version}, with which torch's graphs miss changes of classes", remedy)
+    remedy = f"{install_command('python3')}, for 3.11, 3.12 or 3.13"
     return Finding("Python", ok, f"{version} at {sys.executable}", remedy)
 
 

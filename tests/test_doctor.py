@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,12 +116,6 @@ def test_a_daemon_that_hangs(finding: Callable[[str], Finding], monkeypatch: pyt
     beat(5_000.0)
     found = finding("daemon")
     assert not found.ok and "no sign of life for 50" in found.found and found.remedy.startswith("autofuse daemon stop")
-
-
-def test_a_python_whose_graphs_go_stale(finding: Callable[[str], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "STALE_GUARDS", sys.version_info[:3])
-    found = finding("Python")
-    assert not found.ok and found.essential and "miss changes of classes" in found.found and "3.13.1" in found.remedy
 
 
 # ---- the command -----------------------------------------------------------------------------------------

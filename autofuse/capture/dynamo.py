@@ -26,6 +26,7 @@ from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autofuse.capture.class_guards import guard_classes
 from autofuse.capture.conv_guards import without_batch_guards
 from autofuse.capture.cuda_guard import keep_cuda_guard
 from autofuse.capture.graph_break_call import find_parted
@@ -123,6 +124,7 @@ def compile_root(
     # Dynamo's first trace wraps Module.__init__; do so before classes are recorded or compared.
     install_generation_tagging_init()
     keep_cuda_guard()
+    guard_classes()
     namespace: dict[str, Any] = {}
     exec(compile(_CALL_ROOT, f"{ROOT_FILE} {name}>", "exec"), namespace)
     call_root = namespace["call_root"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from autofuse.ir.device import usable_cores
 from autofuse.preserve_rng import untouched
 from autofuse.settings.layers import Settings
 from autofuse.startup import deferred_imports, gc_pause
-from autofuse.startup.script import STALE_GUARDS, Ending, Target, first_on_path, run_target
+from autofuse.startup.script import Ending, Target, first_on_path, run_target
 
 if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
@@ -57,10 +56,14 @@ def launch(job: RunJob) -> int:
 
 def _begin(settings: Settings, target: Target) -> Session | None:
     launched, store, command = time.perf_counter(), None, target.command
-    problem = _obstacle(target)
-    if problem:
+    first = first_on_path(target)
+    hidden = deferred_imports.shadowed(first, deferred_imports.TRACING) if first is not None else []
+    if hidden:
         if not settings.run.quiet:
-            say(f"the script runs without autofuse: {problem}")
+            say(
+                f"the script runs without autofuse: torch imports {hidden[0]} to trace, and would find the module of "
+                f"that name in {first}. Rename that module."
+            )
         return None
     try:
         with untouched():
@@ -82,17 +85,6 @@ def _begin(settings: Settings, target: Target) -> Session | None:
         if not settings.run.quiet:
             say(f"the script runs without autofuse: {one_line(error)}. 'autofuse doctor' looks for the cause.")
         return None
-
-
-def _obstacle(target: Target) -> str:
-    """Why nothing of this script may be captured, and what to do about it; empty where it may."""
-    if sys.version_info[:3] == STALE_GUARDS:
-        return "with Python 3.13.0 torch's graphs miss changes of classes. Install Python 3.13.1 or later."
-    first = first_on_path(target)
-    hidden = deferred_imports.shadowed(first, deferred_imports.TRACING) if first is not None else []
-    if not hidden:
-        return ""
-    return f"torch imports {hidden[0]} to trace, and would find the module of that name in {first}. Rename that module."
 
 
 def _store(settings: Settings) -> StoreClient | None:

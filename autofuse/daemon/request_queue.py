@@ -25,6 +25,7 @@ from autofuse.ir.strict import strictly
 from autofuse.settings.layers import Settings
 
 HEARTBEAT_SECONDS = 5.0
+CHANGE_SECONDS = 1.0  # where it does something else
 UNPARK_SECONDS = 60.0
 
 
@@ -115,12 +116,18 @@ class Heartbeat:
         self._queue = queue
         self._started_at = time.time()
         self._beat_at = 0.0
+        self._said = ("", "")
 
     def beat(self, state: str, at_once: bool = False) -> None:
-        """Write ``state`` to the store, unless that was done within HEARTBEAT_SECONDS; ``at_once``: in any case."""
-        if not at_once and time.monotonic() - self._beat_at <= HEARTBEAT_SECONDS:
+        """Write ``state`` to the store, unless that was done within HEARTBEAT_SECONDS; ``at_once``: in any case.
+
+        What it works on now is written within CHANGE_SECONDS: a write takes some ms of a script that waits.
+        """
+        said = (state, self.job if state == "tuning" else "")
+        pause = HEARTBEAT_SECONDS if said == self._said else CHANGE_SECONDS
+        if not at_once and time.monotonic() - self._beat_at <= pause:
             return
-        self._beat_at = time.monotonic()
+        self._beat_at, self._said = time.monotonic(), said
         self._log.heartbeat(
             DaemonState(
                 pid=os.getpid(),

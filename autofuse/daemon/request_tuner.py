@@ -187,12 +187,15 @@ def parts_lost(outcome: Outcome) -> bool:
 
 
 def _strategies_detail(decision: Decision, outcome: Outcome, strategies: Sequence[Strategy]) -> str:
-    """The text of a decision among strategies, with the speedup of each."""
+    """The text of a decision among strategies, with the speedup of each other one."""
     gains = {str(dict(m.candidate.config)[STRATEGY]): m.speedup for m in outcome.measurements if m.speedup is not None}
-    seen = ", ".join(f"{name} {gain:.2f}x" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
     chosen = dict(decision.candidate.config).get(STRATEGY)
+    others = sorted(((name, gain) for name, gain in gains.items() if name != chosen), key=lambda item: -item[1])
+    seen = ", ".join(f"{name} {gain:.2f}x" for name, gain in others)
     words = next((strategy.detail for strategy in strategies if strategy.name == chosen), "")
-    return "; ".join(part for part in (words, f"measured: {seen}" if seen else "", decision.detail) if part)
+    first = f"{chosen} {gains[chosen]:.2f}x" if chosen in gains else ""
+    compared = "; ".join(part for part in (first, f"the others: {seen}" if seen else "") if part)
+    return "; ".join(part for part in (words, compared, decision.detail) if part)
 
 
 def _with_cuts(whole: Outcome, cut: Outcome) -> Outcome:

@@ -105,6 +105,11 @@ class KernelSource:
     size_bytes: int
     resources: Mapping[str, Any]  # registers, spills and so on of a GPU's kernel; empty for C
 
+    @property
+    def is_strategy(self) -> bool:
+        """Whether it is several steps in one (`strategies.bundle`), whose compilers stand with each of its kernels."""
+        return self.key.compiler == "way"
+
 
 @dataclass(frozen=True)
 class EventRow:

@@ -26,7 +26,7 @@ class Reason(StrEnum):
 class RootReason(Reason):
     """`RootRecord.reason`: why a module is captured, observed or in eager."""
 
-    NOT_YET = "not_yet", "still observed: capture has not paid for itself yet"
+    NOT_YET = "not_yet", "still observed: too short so far for its capture to pay"
     NOT_OBSERVED = "not_observed", "no step was observed in full yet"
     PAID_OFF = "paid_off", "the time spent in eager reached the cost of capture"
     AT_ONCE = "at_once", "captured at once, because the run waits for tuning"

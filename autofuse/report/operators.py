@@ -72,7 +72,7 @@ def operator_table(lines: Sequence[OperatorLine]) -> PlainTable:
     table.add_column("operator", ratio=1, overflow="fold")
     table.add_column("calls", justify="right", no_wrap=True)
     table.add_column("median", justify="right", no_wrap=True)
-    table.add_column("total", justify="right", no_wrap=True)
+    table.add_column("sampled", justify="right", no_wrap=True)
     for line in lines[:MAX_OPERATORS]:
         table.add_row(
             wording.percent(line.time_share), line.operator, f"{line.calls:,}",

@@ -141,7 +141,10 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         return Report(str(store.path))
     roots, events = store.roots.of_run(run.id), store.notes.events(run.id)
     capture_seconds = run.totals.capture_seconds or sum(root.capture_seconds for root in roots)
-    tuning_seconds = sum(row.decision.tuning_seconds for row in store.results.history(run_id=run.id))
+    # In background mode the daemon goes on for later runs when this one has ended.
+    until = run.finished_at if run.finished_at is not None and run.mode != "after" else float("inf")
+    history = store.results.history(run_id=run.id)
+    tuning_seconds = sum(row.decision.tuning_seconds for row in history if row.at <= until)
     cost = capture_seconds + tuning_cost(run.mode, tuning_seconds, run.totals.paused_seconds)
     gain = measure_gain(store.steps.of_run(run.id), cost, run.steps_one_in)
     uses, decided = store.nodes.uses(run.id), _decided(store, run)

@@ -73,7 +73,8 @@ def head_lines(story: NodeStory, shown: Shown) -> Iterator[str]:
         name, config = candidate_text(decisions[-1].decision.candidate)
         speedup = decisions[-1].decision.speedup
         yield f"{name}{f', {config}' if config else ''}: {speedup:.2f}x of eager's speed when tuned"
-    yield f"{key.compiler}; {key.target}; {key.flags}"
+    made = (key.compiler, key.target, key.flags)
+    yield "; ".join(part for part in (made if not shown.kernel.is_strategy else (key.target,)) if part)
     for op in story.node.form.get("operations", []):
         if op.get("source"):
             yield f"{op.get('name')} = {op.get('target')}  # {op['source']}"

@@ -68,9 +68,11 @@ def balance(report: Report) -> str:
     totals, run = report.totals, report.run
     assert run is not None
     cost = totals.capture_seconds + tuning_cost(run.mode, totals.tuning_seconds, totals.paused_seconds)
-    saved = totals.seconds_saved
+    saved, speedup = totals.seconds_saved, totals.speedup
     if saved is None:
         return f"cost {wording.seconds(cost)}, saving not measurable"
+    if saved >= 0 and not speedup.is_gain:
+        return f"cost {wording.seconds(cost)}, saving not certain"
     return f"cost {wording.seconds(cost)}, {'saved' if saved >= 0 else 'lost'} {wording.seconds(abs(saved))}"
 
 
@@ -112,16 +114,18 @@ def _why_nothing_fused(report: Report) -> str:
         if row.event.kind in MISSING_PARTS:
             return wording.sentence(row.event.message.rstrip("."))
     if report.queue.open:
-        waiting = f"{wording.plural(report.queue.open, 'request still waits', 'requests still wait')} to be tuned"
+        waiting = f"{wording.plural(report.queue.open, 'kernel is', 'kernels are')} still to be tuned in the background"
         if is_uncaptured(report):  # it is of an optimizer's step
             return f"{_why_uncaptured(report)} {waiting}."
-        return f"{waiting}; the next run uses the winners."
+        return f"{waiting}; the next run uses what is found."
     if report.queue.failed:
         failed = wording.plural(report.queue.failed, "request")
         return f"{failed} for tuning failed; autofuse explain NODE says why, autofuse tune --again tries anew."
     if any(not line.fused_calls for line in report.nodes):
         if run.mode == "off":
             return "Tuning was off, and the store has no winner for this run's nodes."
+        if any(line.decision == "fused" for line in report.nodes):
+            return "Its kernels were found too late for it; the next run uses them."
         if not any(line.variant for line in report.nodes):
             return "None of its nodes has been tuned yet."
         return "Eager's own kernels won for every node that was tuned."
@@ -139,7 +143,7 @@ def is_uncaptured(report: Report) -> bool:
 
 def _why_uncaptured(report: Report) -> str:
     root = report.roots[0]
-    return f"No module was captured; {root.name}: {in_words(root.reason, wording.ROOT_REASONS)}."
+    return f"No module was captured ({root.name}: {in_words(root.reason, wording.ROOT_REASONS)})."
 
 
 def _measured(report: Report) -> str:

@@ -60,6 +60,7 @@ class Moment:
     goes_on: bool  # whether the run's process may still write
     queue: QueueStatus  # of the run's requests
     daemon: DaemonState | None
+    job: str  # what the daemon tunes, by its last sign of life; empty where it tunes nothing
     waiting: tuple[Waiting, ...]
     decided: tuple[Decided, ...]
 
@@ -70,14 +71,18 @@ def look(store: Store, at: float, goes_on: GoesOn = lambda run: run.finished_at 
     open_requests = [row for row in store.queue.requests() if row.status in ("running", "queued")]
     open_requests.sort(key=lambda row: (row.status != "running", -row.expected_saving_us))
     waiting, decided = open_requests[:MAX_WAITING], store.results.history(newest=MAX_DECIDED)[::-1]
-    shown = {row.key.fusion_id for row in waiting} | {row.decision.key.fusion_id for row in decided}
+    daemon = store.daemon.state()
+    digest, _, sizes = (daemon.job if daemon is not None else "").partition(" ")
+    tuned = [row.key.fusion_id for row in open_requests if digest and row.key.fusion_id.startswith(digest)][:1]
+    shown = {row.key.fusion_id for row in waiting} | {row.decision.key.fusion_id for row in decided} | {*tuned}
     names = {node.fusion_id: cut(name_of(node)) for fusion_id in shown for node in store.nodes.known(fusion_id)}
     return Moment(
         at=at,
         run=run,
         goes_on=run is not None and goes_on(run),
         queue=store.queue.length(run_id=run.id if run is not None else None),
-        daemon=store.daemon.state(),
+        daemon=daemon,
+        job=" ".join((names.get(tuned[0], digest) if tuned else digest, sizes)).strip(),
         waiting=tuple(_waiting(row, names) for row in waiting),
         decided=tuple(_decided(row, names) for row in decided),
     )
@@ -112,7 +117,7 @@ def draw(moment: Moment, before: Moment | None = None) -> RenderableType:
         table.add_column("", no_wrap=True)
         table.add_column("expected gain", justify="right", no_wrap=True)
         for item in moment.waiting:
-            state = "in work" if item.status == "running" else "queued"
+            state = "taken" if item.status == "running" else "queued"
             table.add_row(item.name, item.bucket, state, wording.microseconds(item.saving_us))
         parts += [Text(), table]
     if moment.decided:
@@ -166,15 +171,15 @@ def _daemon_line(moment: Moment) -> str:
 
 
 def work_of(moment: Moment) -> str:
-    """What the daemon does. The queue tells it: the daemon's own word of itself may be half a minute old."""
-    job = next((item for item in moment.waiting if item.status == "running"), None)
-    if job is not None:
-        return f"tuning {job.name} [{job.bucket}]"
-    return moment.daemon.state if moment.daemon is not None else "idle"
+    """What the daemon does."""
+    state = moment.daemon.state if moment.daemon is not None else "idle"
+    return f"{state} {moment.job}".strip()
 
 
 def queue_line(queue: QueueStatus) -> str:
-    return f"queue: {queue.running} in work, {queue.queued} waiting, {queue.done} done, {queue.failed} failed"
+    """A daemon holds on to requests of a run whose budget is spent, so several may be taken."""
+    open_ones = f"{queue.running} taken by the daemon, {queue.queued} waiting"
+    return f"queue: {open_ones}, {queue.done} done, {queue.failed} failed"
 
 
 def _age(seconds: float) -> str:

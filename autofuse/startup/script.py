@@ -28,9 +28,8 @@ from typing import Any, NoReturn
 from autofuse.errors import UsageError
 from autofuse.startup import deferred_imports
 
-# A Python that does not tell torch's guards of changed classes (python/cpython#125608): stale graphs, wrong results.
-STALE_GUARDS = (3, 13, 0)
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<autofuse ")  # files, generated Python
 
 
 @dataclass(frozen=True)
@@ -246,6 +245,8 @@ def _system_exit_code(error: SystemExit) -> int:
 def _report_uncaught(error: BaseException, pid: int) -> Ending:
     """Hand an uncaught exception to ``sys.excepthook``, as the interpreter does."""
     frames = _without_our_frames(error.__traceback__)
+    if isinstance(error, KeyboardInterrupt):
+        _cut_our_end(frames)
     error = error.with_traceback(frames)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
     if sys.version_info >= (3, 12):
@@ -267,11 +268,25 @@ def _report_uncaught(error: BaseException, pid: int) -> Ending:
     return Ending(1, pid=pid, error_is_ours=_ends_in_our_code(frames))
 
 
+def _cut_our_end(frames: TracebackType | None) -> None:
+    """Cut the innermost frames off from the first of ours on, below which is no frame of the script's or of torch."""
+    cut, last = None, None
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file.startswith(_OURS):
+            cut = cut or last
+        elif not file.startswith(_STANDARD) or "site-packages" in file:
+            cut = None
+        last, frames = frames, frames.tb_next
+    if cut is not None:
+        cut.tb_next = None
+
+
 def _ends_in_our_code(frames: TracebackType | None) -> bool:
     """Whether the innermost frame is one of autofuse, or of Python that it has generated."""
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
-    return frames is not None and frames.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<autofuse "))
+    return frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS)
 
 
 def _without_our_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -85,7 +85,7 @@ class NodeDecider:
         stays = f"the script's own kernel ({', '.join(own)}) stays: " if own else ""
         reason, detail = "no_gain", f"{stays}the best kernel is {seen}"
         if last.high >= 1.0:
-            reason, detail = "below_margin", f"{detail}, a switch needs {1 + self._margin:.2f}x for certain"
+            reason, detail = "below_margin", f"{detail}, a switch needs {1 + self._margin:.2f}x at the lower end"
         if unconfirmed is not None:
             detail += f"; a race before showed {unconfirmed.speedup:.2f}x"
         return self._verdicts.stay_eager(reason, detail, last)

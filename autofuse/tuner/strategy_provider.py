@@ -70,7 +70,7 @@ class StrategyBenchmarks(NodeBenchmarks):
     def knobs(self, values: Sequence[int]) -> tuple[Knob, ...]:
         if not self.names:
             raise LoweringError(
-                "no_way", "expected a strategy that differs from eager, found that eager wins every part"
+                "no_way", "expected a strategy that differs from eager, found eager the fastest in every part"
             )
         return (Knob(STRATEGY, self.names, self.names[0], "which program runs the node"),)
 

@@ -156,13 +156,16 @@ sys.exit(not good)
 
 
 def repro(form: NodeForm, kernel: KernelSource, values: Mapping[str, int], threads: int, file: str) -> str:
-    """The text of the file. ``values``: of the node's symbols; ``file``: the name that it says to type."""
+    """The text of the file. ``values``: of the node's symbols; ``file``: the name that it says to type.
+
+    Raises UsageError for a kernel that is not one function in C, and for a node that draws random numbers.
+    """
     if "import triton" in kernel.source[:4000]:
-        raise UsageError("expected a kernel in C, found one for a GPU; its source: autofuse show NODE")
+        raise UsageError("expected a kernel in C, found one for a GPU")
+    if kernel.is_strategy:
+        raise UsageError("expected a node that one kernel runs, found a strategy of several steps")
     if any(op.target.startswith("autofuse.") or op.short_name == "native_dropout" for op in form.operations):
-        raise UsageError(
-            "expected a node without random numbers, found one with dropout; its source: autofuse show NODE"
-        )
+        raise UsageError("expected a node without random numbers, found one with dropout")
     form = without_librarys(form)  # the file has no library but torch
     head = _HEAD.format(
         comments="\n".join(f"# {line}" for line in _comments(form, kernel, file)),

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from autofuse.settings.layers import load
 from tests.cli.fidelity_cases import CASES, WITH_MODULES, Case
 
 AUTOFUSE = (sys.executable, "-m", "autofuse", "run")
@@ -126,16 +125,21 @@ def test_zip_file_and_compiled_script_run(tmp_path: Path) -> None:
         assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode)
 
 
-def test_a_python_whose_graphs_go_stale_runs_the_script_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from autofuse.cli import launch
-    from autofuse.startup.script import Target
+def test_an_interrupt_in_our_code_shows_the_scripts_frames_only(tmp_path: Path) -> None:
+    script = """
+        import functools
+        from autofuse.dynamo_skip import define
 
-    monkeypatch.setattr(launch, "STALE_GUARDS", sys.version_info[:3])
-    settings = load(cli={"run.store": str(tmp_path / "store.sqlite3")})
-    assert launch._begin(settings, Target(str(tmp_path / "script.py"))) is None
-    assert "the script runs without autofuse" in capfd.readouterr().err and not list(tmp_path.iterdir())
+        def step():
+            made["call"]()
+
+        made = {"signal": __import__("signal")}
+        define("def call():\\n    signal.raise_signal(signal.SIGINT)", "fused node", made)
+        step()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    ours = run((*AUTOFUSE, "--tune", "off"), Case("", {}, ("script.py",)), tmp_path)
+    assert ours.stderr.count("in step") == 1 and "KeyboardInterrupt" in ours.stderr and "<autofuse" not in ours.stderr
 
 
 @pytest.mark.parametrize("whose", ["ours", "the script's"])

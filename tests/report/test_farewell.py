@@ -49,7 +49,7 @@ def test_no_gain_says_why(store: Store) -> None:
     store.roots.put(run, RootRecord(ROOT, "GPT", "eager", "too_small", calls=400))
     store.runs.finish(run, RunTotals(steps=1, exit_code=0))
     said = store.apply(FAREWELL, run)
-    assert said.startswith("Nothing ran fused. No module was captured; GPT: ") and "Cost" not in said
+    assert said.startswith("Nothing ran fused. No module was captured (GPT: ") and "Cost" not in said
     assert said.endswith("Next: autofuse report") and "\n" not in said
 
 
@@ -106,7 +106,7 @@ def test_a_run_ends_with_it(tmp_path: Path) -> None:
     with os.fdopen(ours, "rb", 0) as terminal:
         (line,) = terminal.read(4096).decode().splitlines()
     assert (done.returncode, done.stdout) == (0, "torch.Size([2])\n"), line
-    assert line.startswith("autofuse: Nothing ran fused. No module was captured; Linear: ")
+    assert line.startswith("autofuse: Nothing ran fused. No module was captured (Linear: ")
     assert line.endswith(f"Next: autofuse report --store '{tmp_path}/s 1.sqlite3'")
 
 

@@ -279,7 +279,7 @@ def test_a_fused_step_of_an_optimizer_is_told_where_nothing_else_ran_fused(store
     store.results.put_decision(decision(LOSS, HOT, 2.16))
     text = words_of(load_report(store, run_id))
     said = "Only the optimizer's step ran fused: log_softmax + nll_loss_forward (2.16x when it was tuned)."
-    assert f"{said} No module was captured; Net: no graph of it could be captured." in text
+    assert f"{said} No module was captured (Net: no graph of it could be captured)." in text
     assert "Nothing ran fused" not in text and "Eager's own kernels won" not in text
 
 
@@ -288,8 +288,8 @@ def test_a_script_that_ended_before_its_module_was_captured_is_told_what_to_type
     store.roots.put(run_id, RootRecord("Net[1]", "Net", "observing", "not_yet", ""))
     store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])  # an optimizer's step
     text = words_of(load_report(store, run_id))
-    assert "No module was captured; Net: still observed: capture has not paid for itself yet." in text
-    assert "1 request still waits to be tuned." in text and "the next run uses the winners" not in text
+    assert "No module was captured (Net: still observed: too short so far for its capture to pay)." in text
+    assert "1 kernel is still to be tuned in the background." in text and "the next run uses" not in text
     assert "Next: autofuse run --tune wait train.py" in text
 
 
@@ -307,7 +307,7 @@ def test_a_run_without_fusion_says_why(store: Store) -> None:
     assert "No call of an nn.Module was seen." in words_of(load_report(store, run_id))
     store.roots.put(run_id, RootRecord("Net[1]", "Net", "eager", "too_small", "12 us a call"))
     text = words_of(load_report(store, run_id))
-    assert "Nothing ran fused. No module was captured; Net: too fast per call for capture to gain." in text
+    assert "Nothing ran fused. No module was captured (Net: too fast per call for capture to gain)." in text
     assert "Next: autofuse explain Net" in text
     store.roots.put(run_id, RootRecord("Net[1]", "Net", "captured", "paid_off"))
     assert "The captured graphs hold no operators that can be fused." in words_of(load_report(store, run_id))
@@ -317,13 +317,28 @@ def test_a_run_without_fusion_says_why(store: Store) -> None:
     store.results.put_decision(decision(LOSS, COLD, 1.01, EAGER, "below_margin"))
     assert "Eager's own kernels won for every node" in words_of(load_report(store, run_id))
     store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])
-    assert "1 request still waits to be tuned; the next run uses the winners." in words_of(load_report(store, run_id))
+    waits = "1 kernel is still to be tuned in the background; the next run uses what is found."
+    assert waits in words_of(load_report(store, run_id))
     store.queue.finish(key(LOSS, HOT), "failed", "no room in /tmp")
     text = words_of(load_report(store, run_id))
     assert "Nothing ran fused. 1 request for tuning failed; autofuse explain NODE says why" in text
     assert "autofuse tune --again tries anew" in text and "Eager's own kernels won" not in text
     store.notes.add_event(run_id, Event("no_compiler", "There is no C compiler: install gcc."))
     assert "Nothing ran fused. There is no C compiler: install gcc." in words_of(load_report(store, run_id))
+
+
+def test_what_was_tuned_after_a_run_had_ended_is_not_its_cost_and_not_called_eagers_win(store: Store) -> None:
+    run_id = start(store)
+    store.roots.put(run_id, RootRecord("Net[1]", "Net", "captured", "paid_off"))
+    store.nodes.put_uses(run_id, [use(LOSS, HOT, 9, 0, 0.1)])
+    store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run_id)])
+    store.runs.finish(run_id, RunTotals(9, 0, 9))
+    store.results.put_decision(decision(LOSS, HOT, 2.16))
+    store.queue.finish(key(LOSS, HOT), "done")
+    report = load_report(store, run_id)
+    assert report.totals.tuning_seconds == 0.0
+    text = words_of(report)
+    assert "Nothing ran fused. Its kernels were found too late for it; the next run uses them." in text
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(store: Store) -> None:

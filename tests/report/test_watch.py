@@ -49,7 +49,7 @@ def test_a_run_that_has_ended(store: Store, width: int) -> None:
     moment = look(store, time.time())
     text = words(draw(moment), width)
     assert "steps: 400" in text and "93.8 %" in text and "daemon: none" in text
-    assert "queue: 0 in work, 1 waiting, 3 done, 0 failed" in text and "ended" in text
+    assert "queue: 0 taken by the daemon, 1 waiting, 3 done, 0 failed" in text and "ended" in text
     assert not is_over(moment)  # something waits
 
 
@@ -81,7 +81,7 @@ def test_a_daemon_at_work_and_one_that_is_silent(store: Store) -> None:
     fill(store)
     store.daemon.heartbeat(DaemonState(4, "here", time.time(), "idle"))
     assert "daemon: idle" in words(draw(look(store, time.time())))
-    assert store.queue.take() is not None  # since its last word of itself
+    store.daemon.heartbeat(DaemonState(4, "here", time.time(), "tuning", f"{GELU[0][:12]} [s0=8 s1=65..128]"))
     moment = look(store, time.time())
     assert f"daemon: tuning {GELU[1]} [s0=8 s1=65..128]" in words(draw(moment))
     later = replace(moment, at=moment.at + 90)
@@ -93,14 +93,14 @@ def test_the_daemons_own_status_says_the_same(
 ) -> None:
     fill(store)
     at = time.time()
-    store.daemon.heartbeat(DaemonState(4, "here", at, "idle", heartbeat_at=at))
+    store.daemon.heartbeat(DaemonState(4, "here", at, "tuning", f"{GELU[0][:12]} [s0=8 s1=65..128]"))
     assert store.queue.take() is not None
     found = [DaemonState(4, "here", at, "idle", heartbeat_at=at), DaemonState(5, "here", at, "idle")]
     monkeypatch.setattr(control, "statuses", lambda settings: found)
     assert not parse(["daemon", "status", "--store", str(store.path)])
     text = " ".join(capfd.readouterr().out.split())
     assert f"process 4: tuning {GELU[1]} [s0=8 s1=65..128]" in text and "process 5: idle" in text
-    assert "queue: 1 in work, 0 waiting, 3 done, 0 failed" in text
+    assert "queue: 1 taken by the daemon, 0 waiting, 3 done, 0 failed" in text
 
 
 def test_the_loop_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +155,6 @@ def test_a_store_that_does_not_change_is_not_read_again(store: Store, monkeypatc
 def test_the_command(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
     fill(store)
     assert not parse(["watch", "--once", "--store", str(store.path)])
-    assert "queue: 0 in work, 1 waiting" in capfd.readouterr().out
+    assert "queue: 0 taken by the daemon, 1 waiting" in capfd.readouterr().out
     assert parse(["watch", "--store", str(store.path.parent / "none.sqlite3")])
     assert "there are no results yet" in capfd.readouterr().err

@@ -84,7 +84,7 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
             "too short to be generated"
         )
         decision = found[asked.key.fusion_id]
-        assert "measured: " in decision.detail and vendor.name in decision.detail
+        assert "the others: " in decision.detail and vendor.name in decision.detail
         if decision.reason == "won":
             record = store.kernels.get(decision.compile_key or "")
             assert record is not None and is_bundle(record.binary)

@@ -20,10 +20,10 @@ from autofuse.db.rows import KernelSource
 from autofuse.db.store import Store
 from autofuse.errors import UsageError
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import KernelRecord, Measurement
+from autofuse.ir.records import CompileKey, KernelRecord, Measurement
 from autofuse.wrapper.repro import repro, sizes_for
 from tests.cases import CASES
-from tests.report.report_records import GELU, HOT, decision, fill, key, open_store, use
+from tests.report.report_records import GELU, HOT, decision, fill, form, key, open_store, use
 from tests.tracing import trace
 
 CASES_OF_ALL_KINDS = ("add_bias_gelu", "layer_norm_backward", "cross_entropy", "gather_sum", "embedding_backward")
@@ -95,12 +95,29 @@ def test_it_needs_nothing_of_ours(tmp_path: Path) -> None:
 
 
 def test_nodes_that_no_file_can_hold() -> None:
-    form = CASES["dropout_scale"].form()
+    compiled = CompileKey("s", "gcc 12.2", "-O3", "avx512")
+    drawn = CASES["dropout_scale"].form()
     with pytest.raises(UsageError, match="without random numbers"):
-        repro(form, KernelSource(None, "k", "", 0, {}), {}, 1, "x.py")  # type: ignore[arg-type]
+        repro(drawn, KernelSource(compiled, "k", "", 0, {}), {}, 1, "x.py")
     form = CASES["add_bias_gelu"].form()
     with pytest.raises(UsageError, match="found one for a GPU"):
-        repro(form, KernelSource(None, "k", "import triton\n", 0, {}), {}, 1, "x.py")  # type: ignore[arg-type]
+        repro(form, KernelSource(compiled, "k", "import triton\n", 0, {}), {}, 1, "x.py")
+    with pytest.raises(UsageError, match="found a strategy of several steps"):
+        repro(form, KernelSource(replace(compiled, compiler="way"), "k", "// parts\n", 0, {}), {}, 1, "x.py")
+
+
+def test_an_optimizers_step_is_refused_with_what_to_type(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store = open_store(tmp_path / "store.sqlite3")
+    run_id = fill(store)
+    step = ("d" * 64, "af_optimizer_adamw_0a0b0c", "adamw", {**form("optimizer.adamw.default"), "optimizer": {}})
+    record = KernelRecord(CompileKey("t", "gcc 12.2", "-O3", "avx512"), step[1], "void f(void) {}", b"\x7fELF")
+    store.kernels.put(record)
+    store.nodes.put_uses(run_id, [use(step, HOT, 9, 9, 0.0)])
+    store.results.put_decision(replace(decision(step, HOT, 1.5, "c_multi"), compile_key=record.key.digest))
+    store.close()
+    assert parse(["repro", "0a0b0c", "--store", str(tmp_path / "store.sqlite3")])
+    said = capfd.readouterr().err
+    assert "found an optimizer's step; its source: autofuse show af_optimizer_adamw_0a0b0c" in said
 
 
 def test_sizes_are_those_measured_else_the_largest() -> None:

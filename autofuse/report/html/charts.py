@@ -169,17 +169,29 @@ def balance_chart(balance: Sequence[Balance], break_even: int | None) -> Markup:
         ]
     else:
         below = y(balance[-1].seconds) + (18 if balance[-1].seconds > low + 0.3 * (high - low) else -8)
-        parts.append(text(right, below, "not paid back within this run", class_="note", text_anchor="end"))
+        parts.append(text(right, below, _not_yet(balance), class_="note", text_anchor="end"))
     parts.append(_label((left + right) / 2, bottom + 34, "step"))
     said = f"Seconds saved less the cost of capture and tuning: {balance[-1].seconds:.1f} s after {last:,} steps"
     return drawing(width, height, said, parts, class_="chart")
 
 
+def _not_yet(balance: Sequence[Balance]) -> str:
+    """How many more steps would pay the costs back, at the pace of the last half."""
+    middle, last = balance[len(balance) // 2], balance[-1]
+    pace = (last.seconds - middle.seconds) / max(1, last.step - middle.step)
+    if pace <= 0:
+        return "not paid back within this run"
+    more = float(f"{-last.seconds / pace:.1g}")
+    return f"not paid back within this run; about {more:,.0f} more steps would"
+
+
 # ---- a node, before and after ------------------------------------------------------------------------------
 
 
-def node_chart(form: Mapping[str, Any], before_us: float | None, after_us: float | None) -> Markup:
-    """Eager's kernels as boxes with the tensors between them in memory, and the one kernel in their place."""
+def node_chart(
+    form: Mapping[str, Any], before_us: float | None, after_us: float | None, in_their_place: str = "one kernel"
+) -> Markup:
+    """Eager's kernels as boxes with the tensors between them in memory, and what runs in their place."""
     operations = list(form.get("operations", []))
     shown = operations[:MOST_BOXES]
     rows = len(shown) + (len(operations) > len(shown))
@@ -189,7 +201,7 @@ def node_chart(form: Mapping[str, Any], before_us: float | None, after_us: float
         _label(140.0, 18.0, "eager"), _label(420.0, 18.0, "fused"),
         text(140.0, 34.0, f"{wording.plural(len(operations), 'operation')}, {wording.microseconds(before_us)}",
              class_="note", text_anchor="middle"),
-        text(420.0, 34.0, f"one kernel, {wording.microseconds(after_us)}", class_="note", text_anchor="middle"),
+        text(420.0, 34.0, f"{in_their_place}, {wording.microseconds(after_us)}", class_="note", text_anchor="middle"),
         rect(310.0, top - 4, 220.0, row * rows + 4, class_="box fused", rx=8),
     ]  # fmt: skip
     places = {op.get("name"): number for number, op in enumerate(shown)}
@@ -203,7 +215,7 @@ def node_chart(form: Mapping[str, Any], before_us: float | None, after_us: float
     if len(operations) > len(shown):
         words = f"and {len(operations) - len(shown)} more"
         parts += [_label(x, top + row * len(shown) + 15, words) for x in (140.0, 420.0)]
-    said = f"{len(operations)} operations of eager become one kernel"
+    said = f"{len(operations)} operations of eager become {in_their_place}"
     return drawing(width, height, said, parts, class_="chart")
 
 

@@ -30,6 +30,7 @@ from autofuse.report.report import NodeLine, Report, load_report
 from autofuse.report.runs import run_lines
 from autofuse.report.verdict import facts, verdict
 
+LEAST_SHARE = 0.001  # of the time, of what is told among the nodes that are not faster
 MOST_STORIES = 40  # nodes that are told in full: candidates, measurements, source
 MOST_CANDIDATES = 12
 MOST_RUNS = 20
@@ -159,7 +160,9 @@ def _charts(report: Report, stories: Sequence[NodeStory]) -> dict[str, Markup | 
     line = next((line for line in report.nodes if line.decision == "fused"), None)
     story = next((s for s in stories if line is not None and s.node.fusion_id == line.fusion_id), None)
     if line is not None and story is not None:
-        charts["node"] = node_chart(story.node.form, line.unfused_us, line.fused_us)
+        is_strategy = (line.variant or "").partition(":")[0] == "way"
+        place = "a strategy" if is_strategy else "one kernel"
+        charts["node"] = node_chart(story.node.form, line.unfused_us, line.fused_us, place)
     return charts
 
 
@@ -170,10 +173,13 @@ def _not_faster(report: Report) -> Iterator[NotFaster]:
             why = in_words(root.reason, wording.ROOT_REASONS)
             yield NotFaster(root.name, root.detail, why, None, "")
     left = [line for line in report.nodes if line.decision != "fused"]
-    for line in left[:MOST_NOT_FASTER]:
+    shown = [line for line in left[:MOST_NOT_FASTER] if line.time_share >= LEAST_SHARE] or left[:1]
+    for line in shown:
         tried = f"best {wording.times(line.speedup)}" if line.speedup is not None and line.speedup != 1.0 else ""
         why = line.detail or decision_words(line.reason)
         yield NotFaster(wording.shorten(line.operations, 80), line.bucket, why, line.time_share, tried)
+    if len(left) > len(shown):
+        yield NotFaster(f"{len(left) - len(shown):,} more", "", "in the list of all nodes below", None, "")
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
