@@ -72,7 +72,7 @@ def _span(ratios: Sequence[float], speedup: Speedup) -> tuple[float, float]:
 
 def shapes_chart(columns: Sequence[ShapeColumn]) -> Markup:
     """Above, how many steps had each size; below, eager's time as 1 and the fused time beside it."""
-    width, left, right, top, floor, even, bottom = 620.0, 44.0, 612.0, 14.0, 92.0, 128.0, 232.0
+    width, left, right, top, floor, even, bottom = 620.0, 44.0, 612.0, 20.0, 92.0, 128.0, 232.0
     slot = (right - left) / max(1, len(columns))
     most = max((column.steps for column in columns), default=1)
     known = [column.speedup for column in columns if column.speedup.median is not None]
