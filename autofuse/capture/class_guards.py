@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autofuse.dynamo_skip import mark_all_below
+from autofuse.preserve_rng import untouched
 
 _GUARDED_BY_TORCH = (2, 13)
 
@@ -23,10 +24,11 @@ def guard_classes() -> None:
     """To be called before the first trace."""
     if torch.__version__ >= _GUARDED_BY_TORCH:
         return
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+    with untouched():
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import AttrSource
+        from torch._dynamo.variables import ConstantVariable
+        from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
     read = UserDefinedClassVariable.var_getattr
 
