@@ -17,6 +17,7 @@ from autofuse.dynamo_skip import mark_all_below
 from autofuse.preserve_rng import untouched
 
 _GUARDED_BY_TORCH = (2, 13)
+_READS = "var_getattr"  # the method for it in these versions; torch 2.14 has another one
 
 
 @cache
@@ -30,7 +31,7 @@ def guard_classes() -> None:
         from torch._dynamo.variables import ConstantVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-    read = UserDefinedClassVariable.var_getattr
+    read = getattr(UserDefinedClassVariable, _READS)
 
     @functools.wraps(read)
     def read_and_guard(self: Any, tx: Any, name: str) -> Any:
@@ -40,4 +41,4 @@ def guard_classes() -> None:
         return found
 
     mark_all_below(read_and_guard)
-    UserDefinedClassVariable.var_getattr = read_and_guard
+    setattr(UserDefinedClassVariable, _READS, read_and_guard)
