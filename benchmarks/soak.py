@@ -2,6 +2,7 @@
 
     scripts/soak                                  # each script for an hour
     scripts/soak --only shapes --minutes 1440     # a day
+    scripts/soak --plain                          # in plain Python: what grows there is not autofuse's
     scripts/soak --quick                          # a minute; proves nothing
 
 In: the scripts of `soak_scripts`, run with `autofuse run` on a store of their own. Every five seconds the resident
@@ -9,7 +10,8 @@ memory and the open files of the script, of the daemon with its workers, and of 
 read, and the bytes of the store's folder. Out: for each of them the slope an hour (least squares after the first third,
 in which shapes are met for the first time and tuned), with a 95 % interval from resampled blocks of a minute; and how
 long steps of one fixed shape take in the last third over the middle one. A slope whose interval begins above 1 % of
-its mean an hour counts as growing. Writes benchmarks/results/soak.json.
+its mean an hour counts as growing. New shapes without end spread the memory of plain Python, too: its allocator keeps
+what it cannot join. ``--plain`` measures that, in rows of their own. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -124,13 +126,14 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def soak(name: str, seconds: float) -> dict[str, Any]:
-    """One script for so many seconds. Exits where it fails."""
+def soak(name: str, seconds: float, is_plain: bool = False) -> dict[str, Any]:
+    """One script for so many seconds, under autofuse or in plain Python. Exits where it fails."""
     series: dict[str, Series] = {}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
         store, lines = Path(folder, "kept", "store.sqlite3"), Path(folder, "lines")
         store.parent.mkdir(mode=0o700)
-        command = [sys.executable, "-m", "autofuse", "run", "--store", store, SCRIPTS / f"{name}.py", seconds, lines]
+        under = [] if is_plain else ["-m", "autofuse", "run", "--store", store]
+        command = [sys.executable, *under, SCRIPTS / f"{name}.py", seconds, lines]
         began = time.monotonic()
         process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=errors)
         script = psutil.Process(process.pid)
@@ -138,7 +141,8 @@ def soak(name: str, seconds: float) -> dict[str, Any]:
             while process.poll() is None:
                 at = (time.monotonic() - began) / 3600
                 sample(roles(script, store), at, series)
-                series.setdefault("kept_bytes", Series()).add(at, folder_bytes(store.parent))
+                if not is_plain:
+                    series.setdefault("kept_bytes", Series()).add(at, folder_bytes(store.parent))
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(EVERY_SECONDS)
         finally:
@@ -150,24 +154,34 @@ def soak(name: str, seconds: float) -> dict[str, Any]:
         if process.returncode != 0:
             sys.exit(f"{name}: exit code {process.returncode}: {(said or ['nothing was said'])[-1]}")
         printed = [json.loads(line) for line in lines.read_text().splitlines()]
-        report = subprocess.run(
-            [sys.executable, "-m", "autofuse", "report", "--json", "--store", str(store)], capture_output=True
-        )
-        totals = json.loads(report.stdout)["totals"]
+        gained = {} if is_plain else _gained(store)
     draw = random.Random(0)
     return {
-        "script": name,
+        "script": name_of(name, is_plain),
         "commit": commit(),
         "seconds": seconds,
         "steps": printed[-1]["steps"],
         "met": {key: printed[-1][key] for key in ("shapes", "models") if key in printed[-1]},
-        "speedup": [totals[key] for key in ("speedup_median", "speedup_low", "speedup_high")],
-        "fused_calls": totals["fused_calls"],
-        "unfused_calls": totals["unfused_calls"],
+        **gained,
         "slopes": {key: with_interval(found, draw) for key, found in series.items()},
         "steps_late_over_middle": pace(printed, seconds, draw),
         "said": said[-3:],
     }
+
+
+def _gained(store: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "autofuse", "report", "--json", "--store", str(store)]
+    totals = json.loads(subprocess.run(command, capture_output=True).stdout)["totals"]
+    return {
+        "speedup": [totals[key] for key in ("speedup_median", "speedup_low", "speedup_high")],
+        "fused_calls": totals["fused_calls"],
+        "unfused_calls": totals["unfused_calls"],
+    }
+
+
+def name_of(script: str, is_plain: bool) -> str:
+    """Of a row."""
+    return f"{script}, plain Python" if is_plain else script
 
 
 def pace(printed: Sequence[dict[str, Any]], seconds: float, draw: random.Random) -> dict[str, Any] | None:
@@ -209,14 +223,17 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = arguments(__doc__, "soak", quick="a minute each", only="scripts")
     parser.add_argument("--minutes", type=float, default=60.0, help="of each script; default 60")
+    parser.add_argument("--plain", action="store_true", help="in plain Python, without autofuse")
     options = parse(parser)
     began = time.monotonic()
-    before = json.loads(options.out.read_text())["rows"] if options.only and options.out.exists() else []
+    before = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = {row["script"]: row for row in before}
     for name in chosen(options.only, NAMES):
-        rows[name] = soak(name, 60.0 if options.quick else 60.0 * options.minutes)
-        save(options.out, "soak", rows=[rows[key] for key in NAMES if key in rows])
-        print(line(rows[name]), flush=True)
+        row = soak(name, 60.0 if options.quick else 60.0 * options.minutes, options.plain)
+        rows[row["script"]] = row
+        order = [name_of(script, is_plain) for script in NAMES for is_plain in (False, True)]
+        save(options.out, "soak", rows=[rows[key] for key in order if key in rows])
+        print(line(row), flush=True)
     print_end({}, [], options.out, began)
     return 0
 

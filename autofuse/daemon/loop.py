@@ -32,6 +32,7 @@ from autofuse.ir.records import TuneRequest
 from autofuse.settings.layers import Settings
 from autofuse.tuner.ipc import Interrupted
 from autofuse.tuner.outcome import Outcome
+from autofuse.tuner.strategy_provider import STRATEGY
 from autofuse.tuner.worker_process import Lost, NotReady
 
 log = logging.getLogger("autofuse.daemon")
@@ -186,4 +187,6 @@ class TuningLoop:
 def _log_decisions(job: str, outcome: Outcome, seconds: float) -> None:
     for decision in outcome.decisions:
         why = f"{decision_words(decision.reason)}: {decision.detail}"
-        log.info("%s %s %.2fx, %s (%.2f s)", job, decision.candidate.variant, decision.speedup, why, seconds)
+        variant = decision.candidate.variant
+        variant = "strategy" if variant == STRATEGY else variant  # it is stored under an older name
+        log.info("%s %s %.2fx, %s (%.2f s)", job, variant, decision.speedup, why, seconds)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, or_, select, update
+from sqlalchemy import Connection, bindparam, func, or_, select, true, update
 from sqlalchemy.dialects.sqlite import insert
 
 from autofuse.db import models
@@ -381,4 +381,6 @@ def _operations(node: Mapping[str, Any]) -> str:
 
 
 def _is_one_of(column: Any, devices: Sequence[str]) -> Any:
+    if not devices:
+        return true()
     return or_(*(column.startswith(d, autoescape=True) if d.endswith(":") else column == d for d in devices))

@@ -18,12 +18,12 @@ from autofuse.report import wording
 from autofuse.report.report import NodeLine, Report
 from autofuse.report.table import plain_table, say
 from autofuse.report.terminal import STYLES, command_line, next_command
-from autofuse.report.verdict import balance, verdict
+from autofuse.report.verdict import balance, verdict, whole_share
 
 MAX_NODES = 10
 WIDE = 64  # columns from which times and sizes have room
 _SYMBOL = re.compile(r"\b\w+=")  # "s0=8 s1=65..128" is 8 65..128
-_SHORT = {"fused": "fused", "eager": "eager", "queued": "queued", "running": "in work", "failed": "failed"}
+_SHORT = {"fused": "fused", "eager": "eager", "queued": "queued", "running": "tuning", "failed": "failed"}
 
 
 def render_brief(report: Report, console: Console) -> None:
@@ -88,7 +88,9 @@ def _state(line: NodeLine) -> Text:
 
 
 def _rest(report: Report) -> Iterator[str]:
-    """What trouble there was, and what a longer report shows."""
+    """What the table has not, what trouble there was, and what a longer report shows."""
+    if share := whole_share(report):
+        yield share
     if report.events:
         event = report.events[-1].event
         count = wording.plural(len(report.events), "note")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from autofuse.db.store import Store
 from autofuse.ir.reasons import in_words
 from autofuse.report import wording
-from autofuse.report.report import load_report, run_of
+from autofuse.report.report import Report, load_report, run_of
 from autofuse.report.verdict import MISSING_PARTS, balance, verdict
 
 
@@ -25,4 +25,13 @@ def farewell(store: Store, run_id: int, options: str = "") -> str:
     claim = " ".join(verdict(report).claim.split()).rstrip(".")  # names may have lines
     # A report is of the newest run with steps where it is not told which one.
     which = "" if newest is not None and newest.id == run_id else f" --run {run_id}"
-    return f"{claim}.{cost} Next: autofuse report{which}{options}"
+    return f"{claim}.{cost}{_still_tuned(report, options)} Next: autofuse report{which}{options}"
+
+
+def _still_tuned(report: Report, options: str) -> str:
+    """That the daemon goes on when the script has ended, and how to end it."""
+    count = report.queue.open
+    if not count or report.run is None or report.run.mode != "background" or not report.totals.fused_calls:
+        return ""  # where nothing ran fused, the claim says it
+    what = wording.plural(count, "kernel is", "kernels are")
+    return f" {what} still to be tuned in the background (autofuse daemon stop{options} ends that)."

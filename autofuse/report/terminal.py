@@ -22,7 +22,7 @@ from autofuse.report.operators import operator_table
 from autofuse.report.report import NodeLine, Report
 from autofuse.report.statistics import StepRow
 from autofuse.report.table import PlainTable, plain_table, say
-from autofuse.report.verdict import facts, is_uncaptured, verdict
+from autofuse.report.verdict import facts, is_uncaptured, verdict, whole_share
 
 MAX_NODES = 15  # rows of the table of nodes; the JSON report has all
 MAX_STEPS = 8
@@ -119,7 +119,8 @@ def _totals(report: Report) -> Panel:
 
 def _nodes(report: Report) -> Table:
     more = len(report.nodes) - MAX_NODES
-    caption = f"and {wording.plural(more, 'more node')}: autofuse report --json" if more > 0 else ""
+    left_out = f"and {wording.plural(more, 'more node')}: autofuse report --json" if more > 0 else ""
+    caption = "\n".join(text for text in (left_out, whole_share(report)) if text)
     table = plain_table("Fusion nodes by share of step time", caption)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("operations, node and bucket", ratio=5, overflow="fold")
@@ -156,7 +157,7 @@ def decision_in_words(line: NodeLine) -> Text:
     elif line.decision == "eager":
         text = Text("stays eager")
     else:
-        text = Text({"queued": "queued", "running": "in work", "failed": "failed"}.get(line.decision, "open"), style)
+        text = Text({"queued": "queued", "running": "tuning", "failed": "failed"}.get(line.decision, "open"), style)
     if line.reason != "won":
         text.append("\n" + decision_words(line.reason), "dim")
     return text

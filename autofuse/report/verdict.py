@@ -92,6 +92,15 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "memory", _memory(report)
 
 
+def whole_share(report: Report) -> str:
+    """What part of a step all nodes together are, and what the rest is; empty where no node has a share."""
+    share = min(1.0, sum(line.time_share for line in report.nodes))
+    if share <= 0:
+        return ""
+    rest = "the rest is operators that are in no node, Python and autograd"
+    return f"All nodes together take {wording.percent(share)} of a step; {rest}."
+
+
 def _steps_alone(steps: Sequence[NodeLine]) -> str:
     """Which optimizers' steps ran fused in a run in which no node of a graph did."""
     some = ", ".join(f"{line.operations} ({wording.times(line.speedup)} when it was tuned)" for line in steps)

@@ -38,7 +38,7 @@ LEAST_SIDE = 2  # operations on the smaller side of a cut
 
 def strategies_of(form: NodeForm, has_tiles: bool = False) -> list[Strategy]:
     """The strategies of a group; ``has_tiles``: whether matmuls may be generated for the device."""
-    found = [Strategy(PARTS, form, _parts(form), "each product by aten, the rest in kernels of their own")]
+    found = [Strategy(PARTS, form, _parts(form), "each matmul by aten, the rest in kernels of their own")]
     found += [Strategy(r.name, r.form, _parts(r.form), r.detail) for r in rewrites(form)]
     found += layout_strategies(form)
     found += [] if has_tiles else generated_strategies(form)
@@ -95,7 +95,7 @@ def matmul_strategies(form: NodeForm) -> list[Strategy]:
     if not printed:
         return []
     parts = (*(Part((op.name,), MATMUL) for op in printed), *_parts(form))
-    return [Strategy(GENERATED, form, parts, "a generated product, the rest in kernels of their own")]
+    return [Strategy(GENERATED, form, parts, "a generated matmul, the rest in kernels of their own")]
 
 
 def _printed_products(form: NodeForm) -> list[Operation]:

@@ -113,7 +113,7 @@ def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], 
     unary = activation(link.operation) if link.operand == 0 else None
     if unary is not None:
         args: tuple[object, ...] = (x, weight, bias, None, *unary)
-        words = f"oneDNN's product with {link.operation.short_name} inside"
+        words = f"oneDNN's matmul with {link.operation.short_name} inside"
     else:
         other = _other_operand(graph, link, ONEDNN_BINARY)
         seen = as_shape(graph, other, op.outputs[0], f"{name}_other") if other is not None else None
@@ -121,7 +121,7 @@ def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], 
             return None
         ref, extra = seen
         args = (x, weight, bias, ref, ONEDNN_BINARY[link.operation.short_name], "none", ())
-        words = f"oneDNN's product with {link.operation.short_name} inside"
+        words = f"oneDNN's matmul with {link.operation.short_name} inside"
         return _chain(op, link), [*extra, *_vendor(op, link, "linear", name, args)], words
     return _chain(op, link), _vendor(op, link, "linear", name, args), words
 
@@ -138,7 +138,7 @@ def _onednn_product(graph: FusionGraph, op: Operation) -> tuple[list[Operation],
     bias, x, weight = parts
     args = (x, weight, bias, None, "none", "none", ())
     made = Operation(op.name, "vendor.linear.default", args, (), op.outputs, op.source)
-    return [op], [made], "oneDNN's product"
+    return [op], [made], "oneDNN's matmul"
 
 
 def _onednn_product_of_rows(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
@@ -155,7 +155,7 @@ def _onednn_product_of_rows(graph: FusionGraph, op: Operation) -> tuple[list[Ope
         (("memory_format", "contiguous_format"),),
         (_contiguous(graph.spec(x)),),
     )
-    return chain, [copy, replace(product, args=(ValueRef(copy.name), *rest))], f"{words} of a copy that lies row by row"
+    return chain, [copy, replace(product, args=(ValueRef(copy.name), *rest))], f"{words} of a contiguous copy"
 
 
 def _bias_apart(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
@@ -185,7 +185,7 @@ def _addmm_activation(graph: FusionGraph, op: Operation) -> tuple[list[Operation
         return None
     args = (parts[0], parts[1], parts[2], unary[0] == "gelu")
     new = _vendor(op, link, "addmm_activation", f"{op.name}_fused", args)
-    return _chain(op, link), new, f"cuBLASLt's product with {link.operation.short_name} inside"
+    return _chain(op, link), new, f"cuBLASLt's matmul with {link.operation.short_name} inside"
 
 
 def _linear_parts(graph: FusionGraph, op: Operation) -> tuple[ValueRef | None, ValueRef, ValueRef] | None:
@@ -233,7 +233,7 @@ def _contiguous(spec: TensorSpec) -> TensorSpec:
 def _sums(form: NodeForm) -> Iterator[Rewrite]:
     found = joined_products(form)
     if found is not None:
-        yield Rewrite("joined_products", found, "products that are added up as one of joined operands")
+        yield Rewrite("joined_products", found, "matmuls that are added up as one of concatenated operands")
 
 
 # ---- convolutions -----------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _fused_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operatio
 def _attentions(form: NodeForm) -> Iterator[Rewrite]:
     found = attention_rewrites(form)
     if found is not None:
-        yield Rewrite("sdpa", found, "scaled_dot_product_attention instead of product, softmax, product")
+        yield Rewrite("sdpa", found, "scaled_dot_product_attention instead of matmul, softmax, matmul")
     found = training_rewrite(form) if _device(form) in DEVICES else None
     if found is not None:
         yield Rewrite(SDPA_TRAINING, found, "scaled_dot_product_attention forward and backward, no probabilities kept")

@@ -54,6 +54,7 @@ def test_what_it_says(store: Store) -> None:
     for words in (
         "1.33x faster steps than eager", "400 steps, 93.8 % of node calls fused; cost 26.9 s, saved 7.9 s",
         "8 129..256",
+        "All nodes together take 26.8 % of a step; the rest is",
         "1 note, the last: kernel not loaded", "2 input shapes, 2 modules, 5 fusions not made, 1 process setting",
         "Next: autofuse",
     ):  # fmt: skip

@@ -15,8 +15,8 @@ import pytest
 from autofuse.cli.launch import FAREWELL
 from autofuse.db.client import StoreClient
 from autofuse.db.store import Store
-from autofuse.ir.records import Event, RootRecord, RunStart, RunTotals, StepSample
-from tests.report.report_records import DEVICE, HOT, NORM, ROOT, VERSIONS, fill, open_store, use
+from autofuse.ir.records import Event, RootRecord, RunStart, RunTotals, StepSample, TuneRequest
+from tests.report.report_records import DEVICE, HOT, LOSS, NORM, ROOT, VERSIONS, fill, key, open_store, use
 
 
 @pytest.fixture
@@ -41,6 +41,13 @@ def test_a_loss_is_one(store: Store) -> None:
     assert said == (
         "No gain: steps run at 0.90x of eager's speed. Cost 26.9 s, lost 2.4 s. Next: autofuse report --store s"
     )
+
+
+def test_what_the_daemon_goes_on_with_is_said(store: Store) -> None:
+    run = fill(store, mode="background")
+    store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run)])
+    said = store.apply(FAREWELL, run, " --store s")
+    assert "1 kernel is still to be tuned in the background (autofuse daemon stop --store s ends that)." in said
 
 
 def test_no_gain_says_why(store: Store) -> None:

@@ -28,7 +28,7 @@ from autofuse.report.html.shapes import shape_columns
 from autofuse.report.html.source import coloured, colours
 from autofuse.report.report import NodeLine, Report, load_report
 from autofuse.report.runs import run_lines
-from autofuse.report.verdict import facts, verdict
+from autofuse.report.verdict import facts, verdict, whole_share
 
 LEAST_SHARE = 0.001  # of the time, of what is told among the nodes that are not faster
 MOST_STORIES = 40  # nodes that are told in full: candidates, measurements, source
@@ -124,6 +124,7 @@ def html_report(store: Store, run_id: int | None = None) -> str:
         columns=shape_columns(report.steps),
         charts=_charts(report, stories),
         rows=rows[:MOST_ROWS],
+        whole_share=whole_share(report),
         hidden=max(0, len(rows) - MOST_ROWS),
         data=_as_data(rows),
         not_faster=list(_not_faster(report)),

@@ -5,12 +5,12 @@
   // As page.py writes a row: anchor, operations, name, bucket, share, calls, eager, fused, speedup, interval, decision, why, source.
   const rows = JSON.parse(document.getElementById("data").textContent);
   const KEYS = [1, 4, 5, 6, 7, 8, 10];
-  const PAGE = 200;
+  const PAGE = 200, FIRST = 25;  // rows that a press adds, and those shown before
   const body = table.tBodies[0];
   const more = document.getElementById("more");
   const filter = document.getElementById("filter");
   const decision = document.getElementById("decision");
-  let sorted = rows.slice(), shown = PAGE;
+  let sorted = rows.slice(), shown = FIRST;
 
   const time = (us) => us === null ? "–" : us < 1e3 ? us.toFixed(1) + " µs" : us < 1e6 ? (us / 1e3).toFixed(2) + " ms" : (us / 1e6).toFixed(2) + " s";
   const cell = (row, kind, text, below) => {
@@ -61,11 +61,12 @@
     document.getElementById("count").textContent =
       found.length === rows.length ? rows.length + " nodes" : found.length + " of " + rows.length + " nodes";
   };
-  const again = () => { shown = PAGE; draw(); };
+  const again = () => { shown = FIRST; draw(); };
   filter.addEventListener("input", again);
   filter.form.addEventListener("submit", (event) => event.preventDefault());
   decision.addEventListener("change", again);
   more.addEventListener("click", () => { shown += PAGE; draw(); });
+  addEventListener("beforeprint", () => { shown = Math.max(shown, PAGE); draw(); });
   [...table.tHead.rows[0].cells].forEach((head, number) => {
     head.querySelector("button").addEventListener("click", () => {
       const down = head.getAttribute("aria-sort") !== "descending";
@@ -84,5 +85,6 @@
     if (part && part.tagName === "DETAILS") part.open = true;
   };
   addEventListener("hashchange", open);
+  draw();
   open();
 })();
