@@ -3,7 +3,8 @@
 In: Triton's modules, in a process that interprets. Out: the same modules with quicker parts. The interpreter patches
 ``triton.language`` before each launch and takes it back afterwards; it reads, parses and compiles the text of a kernel
 once more; and at each operation it makes type objects anew that are equal to earlier ones. `interpret.py` alone calls
-this. Numbers are the same to the bit; a case of the table takes 40 % of the time. Triton 3.6 to 3.9.
+this. Numbers are the same to the bit, but for scans: these combine neighbours first, as a GPU does, where the
+interpreter goes element by element. A case of the table takes 40 % of the time. Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def hasten() -> None:
     _keep_block_types()
     _keep_shapes()
     _broadcast_only_what_differs()
+    _scan_by_doubling(interpreter)
 
 
 def _patch_once(interpreter: Any) -> None:
@@ -171,3 +173,36 @@ def _broadcast_only_what_differs() -> None:
         return original(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = broadcast
+
+
+def _scan_by_doubling(interpreter: Any) -> None:
+    """Scans of whole blocks at a time: at distance 1, 2, 4 and so on each element takes in what lies before it.
+
+    After Hillis and Steele, Data Parallel Algorithms, 1986.
+    """
+
+    import numpy as np
+
+    def generic_scan(self: Any, inputs: Sequence[Any]) -> list[Any]:
+        axis = self.axis % inputs[0].handle.data.ndim
+        length = inputs[0].handle.data.shape[axis]
+        found = [item.handle.data for item in inputs]
+        distance = 1
+        while distance < length:
+            # Blocks have powers of two elements, so whole blocks are combined; the first elements stay as they are.
+            before = [
+                self.to_tensor(np.roll(data, distance, axis), item.dtype)
+                for data, item in zip(found, inputs, strict=True)
+            ]
+            after = [self.to_tensor(data, item.dtype) for data, item in zip(found, inputs, strict=True)]
+            combined = self.combine_fn.fn(*before, *after)
+            results = combined if isinstance(combined, tuple) else (combined,)
+            is_first = np.arange(length).reshape([-1 if dim == axis else 1 for dim in range(found[0].ndim)]) < distance
+            found = [
+                np.where(is_first, data, result.handle.data.astype(data.dtype))
+                for data, result in zip(found, results, strict=True)
+            ]
+            distance *= 2
+        return [self.to_tensor(data, item.dtype) for data, item in zip(found, inputs, strict=True)]
+
+    interpreter.ScanOps.generic_scan = generic_scan
