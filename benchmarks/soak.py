@@ -156,6 +156,7 @@ def soak(name: str, seconds: float, is_plain: bool = False) -> dict[str, Any]:
         printed = [json.loads(line) for line in lines.read_text().splitlines()]
         gained = {} if is_plain else _gained(store)
     draw = random.Random(0)
+    minutes = {key: [round(value) for value in found.values[::BLOCK]] for key, found in series.items()}
     return {
         "script": name_of(name, is_plain),
         "commit": commit(),
@@ -165,6 +166,7 @@ def soak(name: str, seconds: float, is_plain: bool = False) -> dict[str, Any]:
         **gained,
         "slopes": {key: with_interval(found, draw) for key, found in series.items()},
         "steps_late_over_middle": pace(printed, seconds, draw),
+        "minutes": minutes,  # one sample a minute of each, to see whether it grows by steps
         "said": said[-3:],
     }
 
