@@ -10,8 +10,9 @@ memory and the open files of the script, of the daemon with its workers, and of 
 read, and the bytes of the store's folder. Out: for each of them the slope an hour (least squares after the first third,
 in which shapes are met for the first time and tuned), with a 95 % interval from resampled blocks of a minute; and how
 long steps of one fixed shape take in the last third over the middle one. A slope whose interval begins above 1 % of
-its mean an hour counts as growing. New shapes without end spread the memory of plain Python, too: its allocator keeps
-what it cannot join. ``--plain`` measures that, in rows of their own. Writes benchmarks/results/soak.json.
+its mean an hour counts as growing. New shapes without end spread the resident memory of plain Python, too: malloc
+keeps what it cannot join. So the scripts also say what malloc has given out and how many blocks Python has, and
+``--plain`` measures plain Python, in rows of their own. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -155,6 +156,9 @@ def soak(name: str, seconds: float, is_plain: bool = False) -> dict[str, Any]:
             sys.exit(f"{name}: exit code {process.returncode}: {(said or ['nothing was said'])[-1]}")
         printed = [json.loads(line) for line in lines.read_text().splitlines()]
         gained = {} if is_plain else _gained(store)
+    for said_line in printed:
+        for key in ("malloc_bytes", "python_blocks"):
+            series.setdefault(f"script_{key}", Series()).add(said_line["at"] / 3600, said_line[key])
     draw = random.Random(0)
     minutes = {key: [round(value) for value in found.values[::BLOCK]] for key, found in series.items()}
     return {

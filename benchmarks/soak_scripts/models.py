@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+from in_use import in_use
 from torch import nn
 
 SECONDS, OUT = float(sys.argv[1]), sys.argv[2]
@@ -38,6 +39,6 @@ with open(OUT, "w") as out:
             steps += 1
             if time.monotonic() - said > 5:
                 said = time.monotonic()
-                line = {"at": said - began, "steps": steps, "models": models, "probes": probes}
+                line = {"at": said - began, "steps": steps, "models": models, "probes": probes, **in_use()}
                 print(json.dumps(line), file=out, flush=True)
 print(f"{steps} steps, {models} models, loss {float(loss):.4f}")

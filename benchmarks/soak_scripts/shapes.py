@@ -9,6 +9,7 @@ import sys
 import time
 
 import torch
+from in_use import in_use
 from torch import nn
 
 SECONDS, OUT = float(sys.argv[1]), sys.argv[2]
@@ -60,7 +61,7 @@ with open(OUT, "w") as out:
         steps += 1
         if time.monotonic() - said > 5:
             said = time.monotonic()
-            line = {"at": said - began, "steps": steps, "shapes": len(shapes), "probes": probes}
+            line = {"at": said - began, "steps": steps, "shapes": len(shapes), "probes": probes, **in_use()}
             print(json.dumps(line), file=out, flush=True)
             probes = []
 print(f"{steps} steps, {len(shapes)} shapes, loss {float(loss):.4f}")
