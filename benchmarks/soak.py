@@ -171,7 +171,7 @@ def soak(name: str, seconds: float, is_plain: bool = False) -> dict[str, Any]:
         "slopes": {key: with_interval(found, draw) for key, found in series.items()},
         "steps_late_over_middle": pace(printed, seconds, draw),
         "minutes": minutes,  # one sample a minute of each, to see whether it grows by steps
-        "said": said[-3:],
+        "said": [text.partition(" Next: ")[0] for text in said if text.startswith("autofuse: ")],  # no paths
     }
 
 
