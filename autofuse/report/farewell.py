@@ -31,7 +31,9 @@ def farewell(store: Store, run_id: int, options: str = "") -> str:
 def _still_tuned(report: Report, options: str) -> str:
     """That the daemon goes on when the script has ended, and how to end it."""
     count = report.queue.open
-    if not count or report.run is None or report.run.mode != "background" or not report.totals.fused_calls:
-        return ""  # where nothing ran fused, the claim says it
+    if not count or report.run is None or report.run.mode != "background":
+        return ""
+    if not report.totals.fused_calls:  # the claim says how many
+        return f" To end the tuning: autofuse daemon stop{options}."
     what = wording.plural(count, "kernel is", "kernels are")
     return f" {what} still to be tuned in the background (autofuse daemon stop{options} ends that)."

@@ -27,11 +27,13 @@ import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autofuse.ir.records import StepSample
 from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, held_out_one_in, is_close
 
 HOT_SHARE = 0.8
+PAUSE = 10.0  # times the median step: what a step took longer, the script spent between two calls
 MIN_PAIRS_FOR_INTERVAL = 5  # with fewer pairs there is no 95 % interval, whatever a bootstrap gives
 MOST_BALANCES = 400
 _RESAMPLES = 2000
@@ -102,9 +104,14 @@ class _Series:
     routed: list[StepSample]
     held_out: list[StepSample]
 
+    @cached_property
+    def longest_us(self) -> float:
+        """As much of a captured step counts. A step ends when its root is called again, which may be hours later."""
+        return PAUSE * statistics.median(step.step_us for step in self.routed) if self.routed else 0.0
+
     @property
     def routed_total_us(self) -> float:
-        return math.fsum(step.step_us for step in self.routed)
+        return math.fsum(min(step.step_us, self.longest_us) for step in self.routed)
 
 
 def measure_gain(samples: Sequence[StepSample], cost_seconds: float, one_in: int = 1) -> Gain:
@@ -214,14 +221,14 @@ def _savings(
     """Seconds that the routed steps of compared signatures saved, the step that had saved the costs, the way there."""
     if not known:
         return None, None, ()
-    counted = {id(step) for item in series for step in item.routed}
+    longest_us = {id(step): item.longest_us for item in series for step in item.routed}
     saved_us, break_even = 0.0, None
     balance = [Balance(0, -cost_seconds)]
     for step in samples:
         ratio = known.get((step.root, step.signature))
-        if ratio is None or id(step) not in counted:
+        if ratio is None or id(step) not in longest_us:
             continue
-        saved_us += step.step_us * (ratio - 1.0) * one_in
+        saved_us += min(step.step_us, longest_us[id(step)]) * (ratio - 1.0) * one_in
         balance.append(Balance(step.index, saved_us / 1e6 - cost_seconds))
         if break_even is None and saved_us > 0.0 and saved_us >= cost_seconds * 1e6:
             break_even = step.index

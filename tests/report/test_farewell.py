@@ -50,6 +50,14 @@ def test_what_the_daemon_goes_on_with_is_said(store: Store) -> None:
     assert "1 kernel is still to be tuned in the background (autofuse daemon stop --store s ends that)." in said
 
 
+def test_where_nothing_ran_fused_it_says_how_to_end_the_tuning(store: Store) -> None:
+    run = start(store)
+    store.queue.add([TuneRequest(key(LOSS, HOT), LOSS[3], HOT, (), 9, 50.0, 2.0, run)])
+    said = store.apply(FAREWELL, run, " --store s")
+    assert "1 kernel is still to be tuned in the background; the next run uses what is found." in said
+    assert "To end the tuning: autofuse daemon stop --store s. Next: autofuse report" in said
+
+
 def test_no_gain_says_why(store: Store) -> None:
     run = start(store)
     store.steps.add(run, [StepSample(ROOT, "", False, 0, 1, 1000.0)])

@@ -66,6 +66,18 @@ def test_savings_and_break_even() -> None:
     assert measure_gain(slower, 0.0).break_even_step is None
 
 
+def test_a_pause_between_two_calls_saves_next_to_nothing_and_makes_no_shape_hot() -> None:
+    samples = [routed(0, 1e5), held(1, 1e5), *(routed(i, 1e5) for i in range(2, 42)), held(42, 1.4e5)]
+    samples += [routed(0, 1e4, "b"), routed(1, 1e4, "b"), held(2, 2e4, "b")]
+    saved = measure_gain(samples, 0.0).seconds_saved
+    assert saved == pytest.approx(40 * 0.04 + 0.01)
+    hours = [replace(step, step_us=1e10) if step.signature == "b" and step.index == 1 else step for step in samples]
+    hours += [routed(i, 1e4, "b") for i in (3, 4)]
+    gain = measure_gain(hours, 0.0)
+    assert gain.seconds_saved == pytest.approx(40 * 0.04 + 12 * 0.01)
+    assert {row.signature: row.hot for row in gain.rows} == {"a": True, "b": False}
+
+
 def test_only_hot_signatures_make_the_speedup() -> None:
     def series(signature: str, step_us: float, ratio: float) -> list[StepSample]:
         return [routed(0, step_us, signature), routed(2, step_us, signature), held(3, step_us * ratio, signature)]
