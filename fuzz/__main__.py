@@ -3,6 +3,7 @@
     scripts/fuzz graphs --minutes 60 --corpus ~/fuzz   # random graphs; what failed is kept there, and tried first
     scripts/fuzz samples --minutes 60                  # PyTorch's samples of its operators
     scripts/fuzz samples --only cumsum --seed 7        # one operator, and what repeats a failure
+    scripts/fuzz graphs --march x86-64-v3              # all C generated for a processor with AVX2
 
 Exit status 1 where something differed or a process died.
 """
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
 
 DTYPES = "float32,int64,bfloat16,float64,bool,float16,int32,uint8"
@@ -27,9 +29,13 @@ OPERATORS, GRAPHS = 12, 100  # of one process
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if not can_run(options.march):
+        parser.error(f"expected a processor that runs code for {options.march}, found another")
     if options.part:
-        _work(options)
+        with generated_for(options.march):
+            _work(options)
         return 0
     return run_all(options)
 
@@ -45,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="samples: beginnings of names of operators, separated by commas")
     parser.add_argument("--dtypes", default=DTYPES, help=f"samples: default {DTYPES}")
     parser.add_argument("--samples", type=int, default=4, help="samples: of an operator in a dtype, at most")
+    parser.add_argument("--march", default=NATIVE, choices=(NATIVE, *OTHERS), help="generate all C for this processor")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--note", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -125,8 +132,9 @@ def _save(options: argparse.Namespace, totals: Counter[str]) -> None:
     before = json.loads(options.json.read_text()) if options.json.exists() else {}
     command = " ".join(["scripts/fuzz", *sys.argv[1:]])
     row = {"command": command, "commit": commit(), "machine": machine(), "counts": dict(sorted(totals.items()))}
-    kept = {name: before[name] for name in ("graphs", "samples") if name in before}
-    save(options.json, "fuzz", command="scripts/fuzz", **kept | {options.what: row})
+    name = options.what if options.march == NATIVE else f"{options.what} {options.march}"
+    kept = {key: rows for key, rows in before.items() if key.split(" ")[0] in ("graphs", "samples")}
+    save(options.json, "fuzz", command="scripts/fuzz", **kept | {name: row})
 
 
 if __name__ == "__main__":
