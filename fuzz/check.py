@@ -24,7 +24,7 @@ from autofuse.tuner.verify import FAR, Inaccurate
 from autofuse.wrapper.graph_call import Program as GraphProgram
 from autofuse.wrapper.node_call import Entry, node_symbol_values
 from fuzz.candidates import Text, c_texts, compile_together, problems_of
-from fuzz.fused import Kernels, fused_below_dynamo
+from fuzz.fused import REFUSED, Kernels, fused_below_dynamo
 from fuzz.graphs import Program
 from tests.codegen.compare import wrong_outputs
 
@@ -130,6 +130,8 @@ def _check(program: Program, outcome: Outcome) -> None:
         outcome.wrong += kernels.problems
         if program.is_dynamic and not outcome.wrong and _holds(env, program):
             outcome.wrong += [f"a size plus one: {text}" for text in _compared(call, program, larger=1)]
+    except REFUSED as error:
+        outcome.skipped = f"refused: {type(error).__name__}"
     except Exception as error:
         if _is_torchs(error):
             outcome.skipped = f"no graph: {type(error).__name__}"

@@ -17,8 +17,11 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autofuse.capture.aliased_inputs import CheckpointWrites
 from autofuse.capture.backend import compile_with
+from autofuse.capture.double_backward import LostOutputs
 from autofuse.capture.graph_import import import_graph
+from autofuse.capture.joint_graph import OverlappingGradients, ViewGivenOut
 from autofuse.capture.random_ops import split_dropout
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.in_place import why_not
@@ -33,6 +36,7 @@ from autofuse.wrapper.graph_call_builder import build_program
 from autofuse.wrapper.node_call import Entry, NodeCall
 
 GENERATOR = FusionKernelGenerator()
+REFUSED = (CheckpointWrites, LostOutputs, OverlappingGradients, ViewGivenOut)  # graphs, on purpose: they stay eager
 
 
 @functools.lru_cache(4096)

@@ -22,10 +22,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from autofuse.capture.aliased_inputs import CheckpointWrites
-from autofuse.capture.double_backward import LostOutputs
-from autofuse.capture.joint_graph import OverlappingGradients
-from fuzz.fused import Kernels, fused
+from fuzz.fused import REFUSED, Kernels, fused
 from tests.codegen.compare import problems
 
 T = torch.Tensor
@@ -198,7 +195,7 @@ def _why_no_graph(error: Exception) -> str | None:
     if not isinstance(error, TorchDynamoException):
         return None
     inner = getattr(error, "inner_exception", error)
-    if isinstance(inner, (OverlappingGradients, CheckpointWrites, LostOutputs)):
+    if isinstance(inner, REFUSED):
         return f"refused: {type(inner).__name__}"
     frames = traceback.extract_tb(inner.__traceback__)
     is_torchs = not frames or f"{os.sep}torch{os.sep}" in frames[-1].filename

@@ -77,7 +77,7 @@ def test_a_failure_is_kept_and_tried_first(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_all_candidates_of_a_node_go_through_the_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[str] = []
 
-    def noted(verifier: Any, label: str, make_call: Callable[..., Any], cases: Any) -> Any:
+    def noted(verifier: Any, form: Any, label: str, make_call: Callable[..., Any], cases: Any) -> Any:
         labels.append(label.split()[0])
         return iter(())
 
@@ -85,6 +85,19 @@ def test_all_candidates_of_a_node_go_through_the_verifier(monkeypatch: pytest.Mo
     monkeypatch.setattr(candidates, "_checked", noted)
     check(replace(PROGRAM, is_dynamic=True))
     assert labels == ["generic", "generic", "specialised", "Triton"]
+
+
+def test_what_rounding_alone_changes_is_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sine of a large sum: of float64 no wider result tells that eager's own error is as large."""
+    lines = (
+        "v0 = torch.tanh(i0)", "v1 = torch.exp(torch.tanh(torch.tanh(v0)))", "v2 = v1.sum()", "v3 = torch.exp(v2)",
+        "v4 = torch.tanh(torch.sin(v3))",
+    )  # fmt: skip
+    program = Program((Input((2, 6), "float64", "transposed"),), lines, ("v0", "v4"), False, False, 1678)
+    assert check(program).wrong == []
+    monkeypatch.setattr(candidates, "NUDGE", 0)
+    monkeypatch.setattr("fuzz.check._KNOWN", {})
+    assert "largest error" in "".join(check(program).wrong)
 
 
 def test_a_node_is_written_as_python() -> None:

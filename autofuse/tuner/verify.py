@@ -60,7 +60,10 @@ class Inaccurate(Wrong):
 
 
 class Impossible(Exception):
-    """Eager refuses a case, or has results of other sizes than the node says: its symbols depend on each other."""
+    """Eager refuses a case, or has results of other sizes than the node says.
+
+    The node's symbols depend on each other, or it computes indices, which random values put out of bounds.
+    """
 
 
 T = TypeVar("T")
@@ -237,6 +240,8 @@ class Verifier:
     ) -> Sequence[torch.Tensor]:
         try:
             eager = run_unfused(self._form, inputs, case.values, masks)
+        except IndexError as error:  # indices that the node computes itself
+            raise Impossible(f"{error} ({case.kind} values)") from error
         except RuntimeError as error:
             if "size" not in str(error) or isinstance(error, torch.cuda.OutOfMemoryError):
                 raise

@@ -282,8 +282,8 @@ def test_a_node_without_symbols_is_checked_on_all_kinds() -> None:
     assert kinds == {"large", "zeros", "special"} and call_bytes(form, values) < CASE_BYTES
 
 
-def spec_of(sizes: str, strides: str) -> TensorSpec:
-    return TensorSpec(SymbolicShape(sizes.split()), "float32", SymbolicShape(strides.split()))
+def spec_of(sizes: str, strides: str, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(SymbolicShape(sizes.split()), dtype, SymbolicShape(strides.split()))
 
 
 def test_sizes_that_depend_on_each_other_are_checked_where_they_fit() -> None:
@@ -336,6 +336,21 @@ def test_a_case_that_cannot_be_is_passed_over() -> None:
     assert check(lambda t, out: out.copy_(t[0].unfold(0, 2, 2).exp()), *both, form=form) <= 1.0
     with pytest.raises(Wrong):
         check(lambda t, out: out.zero_(), *both, form=form)
+
+
+def test_random_values_that_eager_refuses_as_indices_are_passed_over() -> None:
+    """Indices that a node computes itself may lie anywhere."""
+    form = NodeForm(
+        (NodeInput("i0", spec_of("3", "1", "int64")), NodeInput("i1", spec_of("2", "1"))),
+        (
+            Operation("v0", "aten.mul.Tensor", (ValueRef("i0"), ValueRef("i0")), (), (spec_of("3", "1", "int64"),)),
+            Operation("v1", "aten.index_select.default", (ValueRef("i1"), 0, ValueRef("v0")), (), (spec_of("3", "1"),)),
+        ),
+        (ValueRef("v1"),),
+        (),
+    )
+    with pytest.raises(verify.Impossible, match="out of "):
+        check(lambda t, out: out.copy_(t[1][t[0] * t[0]]), CheckCase((), "normal"), form=form)
 
 
 # ---- A against A ----------------------------------------------------------------------------------------
