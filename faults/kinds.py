@@ -264,7 +264,7 @@ def two_versions(ground: Ground, rng: random.Random) -> Outcome:
     changed = 0
     for path in (other / "autofuse").rglob("*.py"):
         text = path.read_text()
-        new = text.replace("\nCODEGEN_VERSION = ", "\nCODEGEN_VERSION = 1000 + ")
+        new = text.replace('\nCODEGEN_VERSION = "', '\nCODEGEN_VERSION = "other ')
         changed += new != text
         path.write_text(new)
     assert changed, "the version of the code generator was not found"

@@ -77,6 +77,7 @@ class Place:
         """Start ``python -m autofuse ARGUMENTS`` in a process group of its own."""
         return subprocess.Popen(
             [sys.executable, "-m", "autofuse", *map(str, arguments)],
+            cwd=self.folder,  # which comes first in the path of what is imported
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -19,6 +19,7 @@ from autofuse.ir.records import make_config
 from tests.cases import CASES
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+SMALLEST_NUMBER = 2.0**-149
 SMALLEST_NORMAL = 1.1754944e-38
 
 
@@ -69,8 +70,17 @@ def everywhere(low: float, high: float) -> torch.Tensor:
 
 
 def test_exp(functions: dict[str, Function]) -> None:
-    x = everywhere(-86.9, 88.72)
-    assert worst_ulp(functions["af_exp_f32"](x), x.double().exp()) < 1.1
+    x = everywhere(-110.0, 88.72)
+    found, exact = functions["af_exp_f32"](x), x.double().exp()
+    assert worst_ulp(found, exact) < 1.1
+    tiny = exact < SMALLEST_NORMAL
+    assert tiny.any() and float((found[tiny].double() - exact[tiny]).abs().max()) < 1.5 * SMALLEST_NUMBER
+
+
+def test_the_logarithm_of_a_sum_of_small_exponentials_is_finite(functions: dict[str, Function]) -> None:
+    x = torch.linspace(-100.0, -88.0, 1000)
+    found, eager = functions["af_exp_f32"](x).sum().log(), x.exp().sum().log()
+    assert eager.isfinite() and torch.allclose(found, eager, rtol=1e-6)
 
 
 def test_exp_of_what_is_never_positive(functions: dict[str, Function]) -> None:
@@ -84,8 +94,10 @@ def test_exp_of_what_is_never_positive(functions: dict[str, Function]) -> None:
 
 @pytest.mark.parametrize("name", ["af_exp_f32", "af_exp_nonpositive_f32"])
 def test_exp_at_the_ends(name: str, functions: dict[str, Function]) -> None:
-    x = torch.tensor([0.0, -0.0, -math.inf, -1e30, -88.0, -104.0, -3e38])
-    assert functions[name](x).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    x = torch.tensor([0.0, -0.0, -math.inf, -1e30, -104.0, -3e38])
+    assert functions[name](x).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    if name == "af_exp_f32":
+        assert functions[name](torch.tensor([math.inf, 3e38, 88.72284, 89.0, 100.0])).tolist() == [math.inf] * 5
 
 
 @pytest.mark.parametrize("name", INLINE_MATH)
