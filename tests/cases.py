@@ -252,6 +252,7 @@ _REDUCTIONS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...
     ("any_of_no_dims", lambda x: (aten.any.dims(x, []), aten.all.dims(x, [])), (_t(5, 7, dtype=torch.uint8),)),
     ("reductions_of_one", lambda x: (aten.max.dim(x.sum(), 0)[0] + 1, aten.argmax.default(x.sum(), 0), aten.std_mean.correction(x.sum(), [0], correction=0)[1]), (_R3,)),
     ("any_float", lambda x: (x > 1).any(-1, keepdim=True), (_X,)),
+    ("any_all_of_one", lambda x: (x[None].any(0), x[None].all(0, True)), (_t(5, 7, dtype=torch.uint8),)),
     ("prod", lambda x: x.prod(-1), (_t(5, 7),)),
     ("variance", lambda x: (x.var(-1), x.std(-1, keepdim=True)), (_R3,)),
     ("var_mean", lambda x: torch.var_mean(x, -1, correction=0, keepdim=True), (_R3,)),

@@ -266,7 +266,9 @@ class FusionNode:
 
     def in_inputs(self, derived: Mapping[str, sympy.Expr]) -> FusionNode:
         """The node with rounded quotients instead of the symbols that stand for them: sizes follow from each other."""
-        table = {symbol(name): quotient for name, quotient in derived.items()}
+        table: dict[sympy.Expr, sympy.Expr] = {}
+        for name, quotient in derived.items():  # each is made of earlier ones
+            table[symbol(name)] = quotient.xreplace(table)
         return self.with_dims(table) if table else self
 
     def with_dims(self, table: Mapping[sympy.Expr, sympy.Expr]) -> FusionNode:

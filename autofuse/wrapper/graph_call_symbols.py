@@ -42,10 +42,12 @@ def symbol_bindings(
     ``derived``: symbols that follow from others. Raises ShapeError where a symbol is not among the inputs.
     """
     used = dict.fromkeys(s for size in sizes for s in free_symbols(size))
-    calculated = {name: expr for name, expr in derived.items() if name in wanted or name in used}
-    needed = dict.fromkeys(s for s in wanted if s not in calculated)
-    needed |= dict.fromkeys(s for expr in calculated.values() for s in free_symbols(expr))
-    needed |= dict.fromkeys(s for s in used if s not in calculated)
+    found = {*wanted, *used}
+    for name, expr in reversed(derived.items()):  # each is made of earlier ones
+        found |= {*free_symbols(expr)} if name in found else set()
+    calculated = {name: expr for name, expr in derived.items() if name in found}
+    of_calculated = (s for expr in calculated.values() for s in free_symbols(expr))
+    needed = dict.fromkeys(s for s in (*wanted, *of_calculated, *used) if s not in calculated)
     missing = [s for s in needed if s not in sources]
     if missing:
         raise ShapeError(f"expected the sizes {missing} among the graph's inputs, found only {sorted(sources)}")

@@ -400,6 +400,22 @@ def test_sizes_of_a_quotient_need_no_tensor():
     assert catalogue.routers and not catalogue.failed
 
 
+def test_quotients_of_quotients():
+    """Half of a half: its size follows from a symbol that follows from another."""
+
+    class Quarters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x):
+            half = torch.tanh(self.first(x).chunk(2, 0)[0])
+            return torch.cat([torch.tanh(half.chunk(2, 0)[0]), torch.tanh(x).chunk(2, 0)[-1]], 0).tanh()
+
+    catalogue = check_training(Quarters(), lambda n: (torch.randn(n, 4),), (8, 12, 13, 15, 8), dynamic=((0, 0),))
+    assert catalogue.routers and not catalogue.failed
+
+
 def test_torch_says_nothing_of_traces_that_nobody_asked_for():
     said = []
     handler = logging.Handler()
