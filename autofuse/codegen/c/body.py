@@ -196,7 +196,8 @@ class Body(ValuePrinter):
             lines.append(f"    {reducer.total} t{n} = {reducer.start};")
         scalars = [*phase.reductions, *(n for n in phase.sinks if self.kernel.values[n].op == "full_reduce")]
         flagged = [n for n in scalars if self._reducer(n).nan_flag]
-        lines += [f"    int32_t nan{n} = 0;" for n in flagged]
+        # OpenMP combines a total with those of the lanes, and loses the NaN of an earlier row.
+        lines += [f"    int32_t nan{n} = {'0' if n in phase.reductions else f't{n} != t{n}'};" for n in flagged]
         body, depth = self._innermost(phase), "    "
         outer = self.kernel.cols[:-1]
         for d in outer:
