@@ -106,5 +106,16 @@ def fused_below_dynamo(
     mode = FakeTensorMode(shape_env=ShapeEnv())
     assert mode.shape_env is not None
     fakes = [mode.from_tensor(t, static_shapes=not dynamic) for t in inputs]
+    module = fx.symbolic_trace(function)
+    with mode:
+        _Examples(module).run(*[t.detach() for t in fakes])
     with tracing(TracingContext(mode)):
-        return compile_with(fx.symbolic_trace(function), fakes, kernels.compile_graph), mode.shape_env
+        return compile_with(module, fakes, kernels.compile_graph), mode.shape_env
+
+
+class _Examples(fx.Interpreter):
+    """Gives each node an example value, as Dynamo does."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["example_value"] = found = super().run_node(n)
+        return found

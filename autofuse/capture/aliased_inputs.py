@@ -17,6 +17,7 @@ from torch import fx
 from torch._guards import TracingContext
 
 from autofuse.capture.double_backward import COUNTERS, STATISTICS
+from autofuse.capture.shared_elements import shares_elements
 
 Run = Callable[..., Any]
 _OF_SEVERAL = re.compile("SyntheticBase|ViewBase")  # how AOTAutograd describes the one input that it makes from several
@@ -88,22 +89,7 @@ def _writes_shared_elements(graph: fx.GraphModule) -> bool:
     if metadata is None or len(metadata.input_info) != len(values):
         return False
     written = [value.meta["val"] for value, info in zip(values, metadata.input_info, strict=True) if info.mutates_data]
-    return any(_shares_elements(t) for t in written if _has_storage(t))
-
-
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether a stride is 0, or ends within what the smaller ones span. Strides that vary are taken to be apart."""
-    dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    if any(isinstance(stride, int) and stride == 0 for stride, _ in dims):
-        return True
-    if not all(isinstance(value, int) for dim in dims for value in dim):
-        return False
-    span = 1
-    for stride, size in sorted(dims):
-        if stride < span:
-            return True
-        span += (size - 1) * stride
-    return False
+    return any(shares_elements(t) for t in written if _has_storage(t))
 
 
 def written_statistics(graph: fx.GraphModule) -> tuple[int, ...]:

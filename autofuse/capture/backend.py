@@ -36,6 +36,7 @@ from autofuse.capture.joint_graph import refuse_views_given_out
 from autofuse.capture.random_ops import pass_idle_dropout
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeated_blocks import take_apart
+from autofuse.capture.shared_elements import writes_shared_elements
 from autofuse.capture.simplify import simplify
 from autofuse.capture.traced import Keeper, being_traced
 from autofuse.debug import Level, tell
@@ -67,6 +68,11 @@ def compile_with(
     ``is_strict``: nothing is simplified that changes the sign of a zero.
     """
     tell(Level.GRAPHS, lambda: f"Dynamo's graph:\n{readable(module)}")
+    if writes_shared_elements(module):
+        if (traced := being_traced()) is not None:
+            traced.spoil("a write to elements that share memory")
+        log.info("a graph stays in eager: it writes to elements that share memory")
+        return as_it_is(module)
     pass_idle_dropout(module)
     if min_blocks and not has_subclasses(module, example_inputs):
         try:

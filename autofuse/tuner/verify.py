@@ -21,7 +21,7 @@ import torch
 
 from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.reference import run_unfused, to_float64, widen
-from autofuse.ir.operation import NodeForm
+from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.tuner.cases import CheckCase
 from autofuse.wrapper.node_call import expected_outputs
 
@@ -242,6 +242,10 @@ class Verifier:
             eager = run_unfused(self._form, inputs, case.values, masks)
         except IndexError as error:  # indices that the node computes itself
             raise Impossible(f"{error} ({case.kind} values)") from error
+        except KeyError as error:
+            if not isinstance(error.args[0], ValueRef):
+                raise
+            raise Impossible(f"fewer results than the node says (sizes {list(case.values)})") from error
         except RuntimeError as error:
             if "size" not in str(error) or isinstance(error, torch.cuda.OutOfMemoryError):
                 raise

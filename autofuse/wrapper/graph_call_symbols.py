@@ -43,7 +43,7 @@ def symbol_bindings(
     """
     used = dict.fromkeys(s for size in sizes for s in free_symbols(size))
     found = {*wanted, *used}
-    for name, expr in reversed(derived.items()):  # each is made of earlier ones
+    for name, expr in reversed([*derived.items()]):  # each is made of earlier ones
         found |= {*free_symbols(expr)} if name in found else set()
     calculated = {name: expr for name, expr in derived.items() if name in found}
     of_calculated = (s for expr in calculated.values() for s in free_symbols(expr))

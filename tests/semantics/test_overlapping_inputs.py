@@ -118,3 +118,46 @@ def test_an_input_whose_elements_share_memory(kind: str, session: Session) -> No
         expected = model(twin)
         session.roots.install()
         assert torch.equal(result, expected) and torch.equal(a, twin)
+
+
+class WritesView(nn.Module):
+    """Writes to a view that it has made itself, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.way = way
+
+    def forward(self, a: T) -> T:
+        match self.way:
+            case "zero_":
+                a.expand(3, 4)[::2].zero_()
+            case "assigned":
+                a.unfold(1, 2, 1)[0, 1] = 7.0
+            case "of a result":
+                b = (a * 2).expand(3, 4)
+                b[1:].fill_(-1.0)
+                return (b * self.scale).sum()
+            case "refused":
+                a.expand(3, 4).add_(1)
+        return (a * self.scale).sum()
+
+
+@pytest.mark.parametrize("way", ["zero_", "assigned", "of a result", "refused"])
+def test_a_view_whose_elements_share_memory(way: str, session: Session) -> None:
+    """AOTAutograd brings a write to a copy back to the base, which gives other numbers, and does not refuse."""
+    model = WritesView(way)
+    for _ in range(4):
+        found: list[Any] = []
+        for is_ours in (True, False):
+            a = torch.arange(4.0).view(1, 4)
+            if not is_ours:
+                session.roots.uninstall()
+            try:
+                found.append((model(a), a))
+            except RuntimeError as error:
+                found.append((str(error).partition(".")[0], a))
+            session.roots.install()
+        (result, a), (expected, twin) = found
+        assert torch.equal(a, twin) and (result == expected if way == "refused" else torch.equal(result, expected))
+    assert way != "refused" or "single memory location" in expected

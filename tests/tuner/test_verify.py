@@ -338,6 +338,22 @@ def test_a_case_that_cannot_be_is_passed_over() -> None:
         check(lambda t, out: out.zero_(), *both, form=form)
 
 
+def test_sizes_for_which_a_split_has_fewer_parts_are_passed_over() -> None:
+    parts = (spec_of("2", "1"), spec_of("2", "1"), spec_of("s0-4", "1"))
+    form = NodeForm(
+        (NodeInput("i0", spec_of("s0", "1")),),
+        (
+            Operation("v0", "aten.split.Tensor", (ValueRef("i0"), 2), (), parts),
+            Operation("v1", "aten.exp.default", (ValueRef("v0", 2),), (), (spec_of("s0-4", "1"),)),
+        ),
+        (ValueRef("v1"),),
+        ("s0",),
+    )
+    with pytest.raises(verify.Impossible, match="fewer results"):
+        check(lambda t, out: out.copy_(t[0][4:].exp()), CheckCase((4,), "normal"), form=form)
+    assert check(lambda t, out: out.copy_(t[0][4:].exp()), CheckCase((5,), "normal"), form=form) <= 1.0
+
+
 def test_random_values_that_eager_refuses_as_indices_are_passed_over() -> None:
     """Indices that a node computes itself may lie anywhere."""
     form = NodeForm(

@@ -125,6 +125,10 @@ def _pow(b: Builder, to: str, x: Operand, exponent: Operand) -> Val:
     return b.apply("pow", b.cast(x, to), b.cast(exponent, to))
 
 
+def _sign(b: Builder, x: Val) -> Val:
+    return x if x.dtype == "bool" else b.apply("sign", x)
+
+
 def _addcmul(b: Builder, to: str, x: Val, y: Val, z: Val, value: Number = 1) -> Val:
     product = b.mul(scaled(b, to, y, value), b.cast(z, to))
     return b.add(b.cast(x, to), product)
@@ -189,7 +193,7 @@ _FUNCTIONS: dict[str, Scalar] = {
     "rsub.Tensor": _rsub, "rsub.Scalar": _rsub, "mul.Tensor": _mul, "mul.Scalar": _mul,
     "div.Tensor": _div, "div.Scalar": _div,
     "neg.default": lambda b, to, x: b.apply("neg", x), "abs.default": _abs, "square.default": _square,
-    "sign.default": lambda b, to, x: b.apply("sign", x), "sgn.default": lambda b, to, x: b.apply("sign", x),
+    "sign.default": lambda b, to, x: _sign(b, x), "sgn.default": lambda b, to, x: _sign(b, x),
     "maximum.default": _extreme("maximum"), "minimum.default": _extreme("minimum"),
     "clamp.default": clamp, "clamp.Tensor": clamp, "clamp_min.default": clamp, "clamp_min.Tensor": clamp,
     "clamp_max.default": _clamp_max, "clamp_max.Tensor": _clamp_max, "sigmoid.default": sigmoid,
