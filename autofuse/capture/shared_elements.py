@@ -1,16 +1,20 @@
-"""Writes to tensors whose elements share memory, as those of an expanded one do.
+"""Writes by one operator to elements that share memory: with each other, or with what it reads.
 
-In: a graph of Dynamo, with example values. Out: whether it writes to such a tensor. Eager writes to each element in
-turn, or refuses to; AOTAutograd makes the write one to a copy and then brings it back to what the view was made of,
+In: a graph of Dynamo, with example values. Out: whether it has such a write. Eager writes to each element in turn, or
+refuses to: after ``x -= x[:, :1]`` only the first column is sure to be 0, because the others subtract what is 0 by
+then. AOTAutograd computes all elements before it writes any, and brings a write to a view back to the base of the view,
 which gives other numbers (torch 2.13: ``x.expand(5, 8)[::2].zero_()`` leaves -720 in place of 0).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -19,25 +23,33 @@ _IN_PLACE = {
 
 
 def writes_shared_elements(module: fx.GraphModule) -> bool:
-    """Whether a node of Dynamo's graph writes to a tensor with several elements at one place in memory."""
+    """Whether a node of Dynamo's graph writes to elements that share memory with each other, or with what it reads."""
     return any(
-        isinstance(value := found.meta.get("example_value"), torch.Tensor)
-        and value.layout is torch.strided
-        and not value.is_nested
-        and shares_elements(value)
+        shares_elements(written) or any(_overlap(written, read) for read in _tensors([*node.args, node.kwargs]))
         for node in module.graph.nodes
-        for found in _written(node)
+        for written in _written(node)
     )
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def _written(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node writes to."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     if node.op == "call_function":
         is_in_place = node.target in _IN_PLACE or name.endswith("_") or bool(node.kwargs.get("inplace"))
-    written = [node.args[0]] if is_in_place and node.args else []
-    return [value for value in (*written, node.kwargs.get("out")) if isinstance(value, fx.Node)]
+    found = _tensors([node.kwargs.get("out"), *(node.args[:1] if is_in_place else ())])
+    if node.target is operator.setitem and found:
+        place = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if any(isinstance(value, (fx.Node, list, torch.Tensor)) for value in place):
+            return [t for t in found if shares_elements(t)]  # indices as data: which elements these are is not known
+        return [t[place] for t in found]
+    return found
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The example values of all nodes among these that are tensors with strides."""
+    examples = (node.meta.get("example_value") for node in tree_leaves(values) if isinstance(node, fx.Node))
+    return [t for t in examples if isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested]
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
@@ -55,3 +67,45 @@ def shares_elements(tensor: torch.Tensor) -> bool:
             return True
         span += (size - 1) * stride
     return False
+
+
+def _overlap(written: torch.Tensor, read: torch.Tensor) -> bool:
+    """Whether two tensors have elements in common without being the same. Sizes that vary are taken as in the trace."""
+    if written is read or written.untyped_storage()._cdata != read.untyped_storage()._cdata:
+        return False
+    one, other = _geometry(written), _geometry(read)
+    if one is None or other is None:
+        return True
+    if one == other:
+        return False
+    (sizes, strides, begin), (their_sizes, their_strides, their_begin) = one, other
+    steps = [*zip(strides, sizes, strict=True), *((-s, n) for s, n in zip(their_strides, their_sizes, strict=True))]
+    return _reaches(their_begin - begin, sorted((step for step in steps if step[1] > 1), key=lambda s: -abs(s[0])))
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Sizes, strides and offset, as numbers; None where one is known at run time only."""
+    numbers = [_number(value) for value in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
+    if any(number is None for number in numbers):
+        return None
+    known, dims = [number for number in numbers if number is not None], tensor.dim()
+    return tuple(known[:dims]), tuple(known[dims : 2 * dims]), known[-1]
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else getattr(value.node, "hint", None)
+
+
+def _reaches(distance: int, steps: Sequence[tuple[int, int]]) -> bool:
+    """Whether a sum of steps, each taken fewer times than its count, is the distance. Longest steps first."""
+    if not steps:
+        return distance == 0
+    (step, count), rest = steps[0], steps[1:]
+    if step == 0:
+        return _reaches(distance, rest)
+    above = sum(s * (n - 1) for s, n in rest if s > 0)
+    below = sum(s * (n - 1) for s, n in rest if s < 0)
+    # The rest reaches from below to above: times * step lies between distance - above and distance - below.
+    bounds = sorted(((distance - above) / step, (distance - below) / step))
+    first, last = max(0, int(-(-bounds[0] // 1))), min(count - 1, int(bounds[1] // 1))
+    return any(_reaches(distance - times * step, rest) for times in range(first, last + 1))
