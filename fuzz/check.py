@@ -11,18 +11,19 @@ import random
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.errors import CompilerError
-from autofuse.ir.operation import NodeForm
+from autofuse.ir.operation import NodeForm, TensorSpec
+from autofuse.ir.shape import evaluate
 from autofuse.runtime.choice import Choice
 from autofuse.tuner.verify import FAR, Inaccurate
 from autofuse.wrapper.graph_call import Program as GraphProgram
 from autofuse.wrapper.node_call import Entry, node_symbol_values
+from autofuse.wrapper.operation_text import arguments_of, value_name
 from fuzz.candidates import Text, c_texts, compile_together, problems_of
 from fuzz.fused import REFUSED, Kernels, fused_below_dynamo
 from fuzz.graphs import Program
@@ -81,28 +82,35 @@ class Verified(Kernels):
             self.fresh.discard(form)
             self.outcome.nodes += 1
             self.outcome.candidates += len(entries)
-            self.problems += [f"{text}\n{row_of(form)}" for text in problems_of(form, tuple(values), entries, self.rng)]
+            self.problems += [
+                f"{text}\n{row_of(form, values)}" for text in problems_of(form, tuple(values), entries, self.rng)
+            ]
         return Choice(True, next(iter(entries.values())), "generic") if entries else Choice(True)
 
 
-def row_of(form: NodeForm) -> str:
-    """A node as Python, which a row of the table of cases can be made of."""
-    inputs = [f"{i.name}: {i.spec.dtype}{list(i.spec.shape)} strides {list(i.spec.strides)}" for i in form.inputs]
-    lines = []
+def row_of(form: NodeForm, values: Sequence[int]) -> str:
+    """A node as a function and a row of it for `tests/cases.py`."""
+    sizes = dict(zip(form.symbols, values, strict=True))
+    names = ", ".join(i.name for i in form.inputs)
+    lines = [f"def found({names}):"]
+    for symbol in form.symbols:
+        places = ((i.name, axis) for i in form.inputs for axis, dim in enumerate(i.spec.shape) if str(dim) == symbol)
+        place = next(places, None)
+        lines.append(f"    {symbol} = {f'{place[0]}.shape[{place[1]}]' if place else sizes[symbol]}")
     for op in form.operations:
-        args = [_arg(a) for a in op.args] + [f"{k}={_arg(v)}" for k, v in op.kwargs]
-        lines.append(f"    {op.name} = {op.target}({', '.join(args)})  # {[list(o.shape) for o in op.outputs]}")
-    outputs = ", ".join(f"{o.name}[{o.index}]" if o.index else o.name for o in form.outputs)
-    return "\n".join(["  node of " + "; ".join(inputs), *lines, f"    return {outputs}"])
+        args, kwargs = arguments_of(op, form)
+        text = ", ".join([*args, *(f"{name}={value}" for name, value in kwargs.items())])
+        lines.append(f"    {op.name} = {op.target}({text})")
+    lines.append(f"    return {', '.join(value_name(ref, form) for ref in form.outputs)}")
+    examples = "".join(f"{_example(i.spec, sizes)}, " for i in form.inputs)
+    return "\n".join([*lines, f'("found", found, ({examples})),'])
 
 
-def _arg(arg: Any) -> str:
-    if isinstance(arg, tuple):
-        return f"[{', '.join(map(_arg, arg))}]"
-    name = getattr(arg, "name", None)
-    if isinstance(name, str) and hasattr(arg, "index"):
-        return f"{name}[{arg.index}]" if arg.index else name
-    return repr(arg) if isinstance(arg, str | int | float | bool | None) else str(arg)
+def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> str:
+    shape, strides = spec.shape.bind(sizes), tuple(evaluate(stride, sizes) for stride in spec.strides)
+    if torch.empty_strided(shape, strides).is_contiguous():
+        return f"_t({''.join(f'{size}, ' for size in shape)}dtype=torch.{spec.dtype})"
+    return f"torch.empty_strided({shape}, {strides}, dtype=torch.{spec.dtype})"
 
 
 def check(program: Program) -> Outcome:

@@ -19,6 +19,7 @@ from fuzz.check import check, row_of, run
 from fuzz.graphs import Input, Program, programs
 from fuzz.search import search
 from tests.cases import CASES
+from tests.tracing import example, trace
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -100,9 +101,14 @@ def test_what_rounding_alone_changes_is_not_wrong(monkeypatch: pytest.MonkeyPatc
     assert "largest error" in "".join(check(program).wrong)
 
 
-def test_a_node_is_written_as_python() -> None:
-    text = row_of(CASES["add_bias_gelu"].form())
-    assert "v0 = aten.add.Tensor(i0, i1)" in text and "i1: float32[s1]" in text and "return v2" in text
+@pytest.mark.parametrize("name", ["add_bias_gelu", "softmax_middle", "var_mean", "any_all_of_one"])
+def test_a_node_is_written_as_a_row_of_the_table(name: str) -> None:
+    form = CASES[name].form()
+    function, _, row = row_of(form, tuple(range(5, 5 + len(form.symbols)))).rpartition("\n")
+    namespace = {"torch": torch, "aten": torch.ops.aten, "_t": example}
+    exec(function, namespace)
+    _, found, examples = eval(row.rstrip(","), namespace)
+    assert trace(found, examples).text() == form.text()
 
 
 def test_the_command_counts(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from autofuse.wrapper.native_call import is_installed, native_call
 from autofuse.wrapper.node_call import NodeCall, node_symbol_values
 
 # Live times of this many sampled calls are kept for each node of a plan.
+GRAPH = -1  # the number under which a plan keeps the times of all of it
 KEPT_SAMPLES = 32
 _numbers = itertools.count()
 
@@ -177,8 +178,8 @@ class Plan:
         # buckets of nodes. A number that the graph takes besides sizes may be negative.
         self.bucket = bucket_of([max(value, 0) for value in key])
         # Seconds of sampled calls, of each node and of the graph, which is measured only where all of it is on a CPU.
-        self._node_times: dict[int, deque[float]] = {}
-        self._graph_times = deque[float](maxlen=KEPT_SAMPLES)
+        # Most plans are never sampled: what each of them kept in malloc's heap would lie between the script's tensors.
+        self._times: dict[int, deque[float]] = {}
         # Of the nodes of GPUs; the generated code starts and stops them.
         self.timers: dict[int, Timer] = {}
 
@@ -229,17 +230,19 @@ class Plan:
             if node.slot.device.type == "cpu":
                 self._times_of(index).append(times[index])
         if not self._scope.on_gpu:
-            self._graph_times.append(seconds)
+            self._times_of(GRAPH).append(seconds)
 
     def _times_of(self, index: int) -> deque[float]:
-        return self._node_times.setdefault(index, deque(maxlen=KEPT_SAMPLES))
+        if index not in self._times:
+            self._times[index] = deque(maxlen=KEPT_SAMPLES)
+        return self._times[index]
 
     def live_us(self, index: int) -> float:
         """Median of the sampled calls of one node, 0.0 without samples."""
-        return _median_us(self._node_times.get(index, ()))
+        return _median_us(self._times.get(index, ()))
 
     def graph_us(self) -> float:
-        return _median_us(self._graph_times)
+        return _median_us(self._times.get(GRAPH, ()))
 
 
 def _median_us(seconds: Collection[float]) -> float:

@@ -77,13 +77,18 @@ _DTYPE_POSITION = {"_softmax_backward_data": 3, "_log_softmax_backward_data": 3}
 
 def operation_text(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
     """The call of one operation of a form; ``device`` must be known where it runs, and ``namespace`` be its globals."""
+    return render_call(op.target, *arguments_of(op, form), namespace)
+
+
+def arguments_of(op: Operation, form: NodeForm) -> tuple[list[str], dict[str, str]]:
+    """The texts of an operation's arguments, and of its keywords."""
     args = [form_argument(a, form) for a in op.args]
     if is_librarys(op.target):  # its texts are texts
-        return render_call(op.target, args, {k: form_argument(v, form) for k, v in op.kwargs}, namespace)
+        return args, {k: form_argument(v, form) for k, v in op.kwargs}
     position = _DTYPE_POSITION.get(op.short_name)
     if position is not None and position < len(args):
         args[position] = f"torch.{op.args[position]}"
     kwargs = {k: f"torch.{v}" if isinstance(v, str) and k in _NAMED else form_argument(v, form) for k, v in op.kwargs}
     if info(op.target).kind is OpKind.CREATION and not op.inputs:
         kwargs["device"] = "device"  # import drops the argument: a node runs on one device
-    return render_call(op.target, args, kwargs, namespace)
+    return args, kwargs
