@@ -8,6 +8,7 @@ draws give equal programs.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,6 +127,8 @@ LAYOUTS: Mapping[str, Callable[[tuple[int, ...], Callable[[tuple[int, ...]], T]]
     "offset": lambda sizes, fresh: fresh((*sizes[:-1], sizes[-1] + 1))[..., 1:] if sizes else fresh(sizes),
     "expanded": lambda sizes, fresh: fresh((1, *sizes[1:])).expand(sizes) if sizes else fresh(sizes),
 }
+# In the memory of the first input, where it has room: from its first element on, or up to its last one.
+INSIDE = ("first of i0", "last of i0")
 DTYPES = ("float32", "float32", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "index")
 
 
@@ -149,7 +152,16 @@ class Input:
                 return torch.randint(low, 20, sizes, generator=generator).to(self.torch_dtype)
             return torch.randn(sizes, generator=generator, dtype=torch.float64).to(self.torch_dtype)
 
-        return LAYOUTS[self.layout](sizes, fresh)
+        return LAYOUTS.get(self.layout, LAYOUTS["contiguous"])(sizes, fresh)
+
+    def inside(self, first: T, larger: int = 0) -> T | None:
+        """A view of the first input; None where that has no room for it, or where it is a tensor of its own."""
+        sizes = tuple(size + larger if size > 1 else size for size in self.sizes)
+        count = math.prod(sizes)
+        if self.layout not in INSIDE or count > first.numel() or not first.is_contiguous():
+            return None
+        begin = 0 if self.layout == INSIDE[0] else first.numel() - count
+        return first.detach().view(-1)[begin : begin + count].view(sizes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -191,9 +203,11 @@ class Program:
         """Equal arguments give equal values. ``wide``: floats as float64."""
         generator = torch.Generator().manual_seed(self.seed)
         made = [item.make(generator, larger) for item in self.inputs]
-        found = []
-        for t in made:
-            t = _widened(t) if wide and t.is_floating_point() else t
+        found: list[T] = []
+        for item, own in zip(self.inputs, made, strict=True):
+            t = _widened(own) if wide and own.is_floating_point() else own
+            view = item.inside(found[0], larger) if found else None
+            t = view if view is not None and view.dtype is t.dtype else t
             found.append(t.requires_grad_(self.trains and t.is_floating_point()))
         return found
 
@@ -266,6 +280,7 @@ def _inputs(dims: Sequence[int], is_dynamic: bool) -> st.SearchStrategy[Input]:
     Where sizes are symbols no stride is a symbol of its own: Dynamo makes such an input of the graph.
     """
     layouts = [name for name in LAYOUTS if not is_dynamic or name not in ("every second", "offset")]
+    layouts += INSIDE
 
     @st.composite
     def one(draw: st.DrawFn) -> Input:
