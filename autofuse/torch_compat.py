@@ -109,6 +109,7 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch.ops.aten._to_copy",
             "torch.utils._python_dispatch._disable_current_modes",
             "torch.utils._pytree.tree_flatten",
+            "torch.utils._pytree.tree_leaves",
             "torch.utils._pytree.tree_unflatten",
             "torch.utils._sympy.functions.FloorDiv",
             "torch.utils._sympy.functions.Max",
@@ -186,6 +187,12 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch.utils._pytree.tree_map",
         ),
         "each run traces anew",
+        is_essential=False,
+    ),
+    PrivateNames(
+        "ranks that agree",
+        ("torch.distributed.distributed_c10d._get_default_store",),
+        "optimizers' steps of jobs with several ranks stay torch's own",
         is_essential=False,
     ),
     PrivateNames(

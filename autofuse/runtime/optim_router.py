@@ -3,13 +3,14 @@
 In: a call of a functional optimizer of torch, one per parameter group, from `optim_hook`. Out: the same update, by the
 winner. Guarantee: states are torch's own, so ``state_dict`` is unchanged. Calls that kernels cannot run (sparse or
 complex tensors, tensor learning rates, gradient scalers, tensors with different layouts or devices) go to torch
-unchanged, and so does everything after a failure. Version counters move as torch moves them. CUDA graph capture records
-torch's own functions.
+unchanged, and so does everything after a failure. Ranks of a job change to a winner at the same step. Version counters
+move as torch moves them. CUDA graph capture records torch's own functions.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.form import DTYPES, StepForm, flags_of
 from autofuse.optim.tensors import NOT_MADE, written
 from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.rank_agreement import Agreement, Ranks, current_ranks
 from autofuse.runtime.run_context import RunContext
 
 STATIC = Bucket(())
@@ -37,9 +39,11 @@ UNUSUAL = ("has_complex", "has_sparse_grad", "capturable", "differentiable", "gr
 class Group:
     """One parameter group, while its steps are alike."""
 
-    def __init__(self, form: StepForm, device: torch.device) -> None:
+    def __init__(self, form: StepForm, device: torch.device, number: int) -> None:
+        """``number``: of earlier groups of this form."""
         self.form = form
         self.device = device
+        self.number = number
         self.steps = 0
         self.fused_steps = 0
         self.is_broken = False
@@ -47,6 +51,8 @@ class Group:
         self.is_settled = False  # ``wait`` mode: the script need not pause for it again
         self.decision: Decision | None = None
         self.call: StepCall | None = None
+        self.ready: tuple[Decision, StepCall] | None = None  # a winner that other ranks may not have yet
+        self.agreement: Agreement | None = None
 
 
 class OptimizerRouter:
@@ -61,6 +67,8 @@ class OptimizerRouter:
         self._wait_for = wait_for
         self.groups: dict[tuple[Any, ...], Group] = {}
         self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused steps, of evicted groups
+        self._made: Counter[StepForm] = Counter()  # groups so far: by it ranks know each other's groups
+        self._ranks: Ranks | None = None
 
     def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
         """Make the step; False where torch must make it."""
@@ -99,7 +107,8 @@ class OptimizerRouter:
             known = next((g for g in self.groups.values() if g.form == form and g.device == device), None)
             if len(self.groups) >= MOST_GROUPS:
                 self._let_oldest_go()
-            group = self.groups[key] = Group(form, device)
+            group = self.groups[key] = Group(form, device, self._made[form])
+            self._made[form] += 1
             if any(p.device != device for p in params):
                 self._leave(group, f"expected all parameters on {device}, found some elsewhere")
             if known is not None:
@@ -149,25 +158,39 @@ class OptimizerRouter:
         self._context.store_thread.post_event(event)
 
     def _look_up(self, group: Group, original: Callable[..., None]) -> None:
-        catalogue, form = self._kernels.catalogue, group.form
-        place = catalogue.backends.place(group.device)
+        """Find the group's winner, and take it once all ranks of the job can."""
+        if group.ready is None:
+            decision = self._decision(group)
+            if decision is not None and decision.candidate.variant == EAGER and decision.compile_key is None:
+                group.decision = decision
+                return
+            call = self._make_call(group, original, decision) if decision is not None else None
+            group.ready = (decision, call) if decision is not None and call is not None else None
+        self._ranks = self._ranks or current_ranks()
+        if self._ranks is not None:
+            group.agreement = group.agreement or Agreement(self._ranks, f"{group.form.fusion_id}/{group.number}")
+            if not group.agreement.is_due(group.steps, _name(group.ready[0]) if group.ready is not None else ""):
+                return
+        if group.ready is not None:
+            group.decision, group.call = group.ready
+
+    def _decision(self, group: Group) -> Decision | None:
+        table, fusion_id = self._kernels.catalogue.table, group.form.fusion_id
+        place = self._kernels.catalogue.backends.place(group.device)
         if place is None:
-            return
-        decision = catalogue.table.find(form.fusion_id, (), place)
+            return None
+        decision = table.find(fusion_id, (), place)
         if decision is None:
             self._wait(group)
-            decision = catalogue.table.find(form.fusion_id, (), place)
-        if decision is None:
-            return
-        variant = decision.candidate.variant
-        if decision.compile_key is not None:
-            entry = catalogue.shelf.entry(decision.compile_key, group.device)
-            if entry is None:
-                return  # not read yet
-            group.call = make_call(form, entry, group.device)
-        elif variant != EAGER:
-            group.call = ExternCall(form, original, variant, group.device)
-        group.decision = decision
+            decision = table.find(fusion_id, (), place)
+        return decision
+
+    def _make_call(self, group: Group, original: Callable[..., None], decision: Decision) -> StepCall | None:
+        """None while the kernel has not been read yet."""
+        if decision.compile_key is None:
+            return ExternCall(group.form, original, decision.candidate.variant, group.device)
+        entry = self._kernels.catalogue.shelf.entry(decision.compile_key, group.device)
+        return make_call(group.form, entry, group.device) if entry is not None else None
 
     def _wait(self, group: Group) -> None:
         if self._context.mode == "wait" and not group.is_settled and group.steps > STEPS_BEFORE_TUNING["wait"]:
@@ -215,6 +238,11 @@ class OptimizerRouter:
             )
             for form, (steps, fused) in sums.items()
         ]  # fmt: skip
+
+
+def _name(decision: Decision) -> str:
+    """What ranks call a winner."""
+    return decision.compile_key or decision.candidate.variant
 
 
 def _is_given(value: Any) -> bool:

@@ -1,0 +1,138 @@
+"""Ranks of one job change the kernel of an optimizer's step at the same step, or none of them does.
+
+In: the step that this rank is at, and the kernel that it could run. Out: whether to run it from this step on. Each rank
+of a data-parallel job steps a replica of its own from equal gradients: where one rank runs a kernel that differs from
+torch's in the last bit and another one torch's, the replicas drift apart, and nothing notices.
+
+Rank 0 offers a kernel in the job's own store, with a step at which it decides and a later one at which all change. The
+others acknowledge once they have loaded it. Guarantee: one value in the store decides, whoever writes it first; there
+is no collective, so nothing can hang; a rank waits for that value for some seconds at most.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+FIRST_LEAD = 16  # steps from an offer to its decision, and from there to the change; twice as many at each attempt
+MOST_ATTEMPTS = 7
+POLL_STEPS = 8  # between looks for an offer: one takes a tenth of a millisecond
+WAIT_SECONDS = 10.0  # for a decision that should have been there for many steps
+_PREFIX = "autofuse"
+
+
+class Store(Protocol):
+    """The part of torch's stores of key and value that is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class Ranks(NamedTuple):
+    """The ranks of this job."""
+
+    rank: int
+    size: int
+    store: Store
+
+
+class Offer(NamedTuple):
+    """A kernel of rank 0's, and the steps at which it decides and at which all change to it."""
+
+    kernel: str
+    decided_at: int
+    begins_at: int
+
+
+def current_ranks() -> Ranks | None:
+    """The ranks of the script's job; None where it is a process by itself. A connection of our own is made."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    size = distributed.get_world_size()
+    if size < 2:
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store  # is there, as its process group is
+
+    own = _get_default_store().clone()  # a wait on the script's would hold ours up
+    return Ranks(distributed.get_rank(), size, distributed.PrefixStore(_PREFIX, own))
+
+
+class Agreement:
+    """Of one optimizer's parameter group; ``topic`` is the same on all ranks."""
+
+    def __init__(self, ranks: Ranks, topic: str) -> None:
+        self._ranks = ranks
+        self._topic = topic
+        self._attempt = 0
+        self._offer: Offer | None = None
+        self._has_answered = False  # rank 0: decided; others: acknowledged
+        self._next_poll = 0
+
+    def is_due(self, step: int, ready: str) -> bool:
+        """Whether to run the kernel ``ready`` from this step on. To be asked at each step until it is.
+
+        ``ready``: the name of what this rank could run, "" for nothing yet. Raises what the store raises.
+        """
+        if self._attempt >= MOST_ATTEMPTS:
+            return False
+        offer = self._offer = self._offer or self._find_offer(step, ready)
+        if offer is None:
+            return False
+        self._answer(offer, step, ready)
+        if step < offer.begins_at:
+            return False
+        is_agreed = self._decision() == "yes"
+        self._attempt, self._offer, self._has_answered = self._attempt + 1, None, False
+        return is_agreed
+
+    def _key(self, what: str) -> str:
+        return f"{self._topic}/{self._attempt}/{what}"
+
+    def _find_offer(self, step: int, ready: str) -> Offer | None:
+        store = self._ranks.store
+        if self._ranks.rank == 0:
+            if not ready:
+                return None
+            lead = FIRST_LEAD << self._attempt
+            offer = Offer(ready, step + lead, step + 2 * lead)
+            store.set(self._key("offer"), json.dumps(offer))
+            return offer
+        if step < self._next_poll:
+            return None
+        self._next_poll = step + POLL_STEPS
+        return Offer(*json.loads(store.get(self._key("offer")))) if store.check([self._key("offer")]) else None
+
+    def _answer(self, offer: Offer, step: int, ready: str) -> None:
+        """Rank 0 decides when that is due; the others acknowledge in time once they have the kernel."""
+        if self._has_answered:
+            return
+        ranks = self._ranks
+        if ranks.rank == 0:
+            if step >= offer.decided_at:
+                self._has_answered = True
+                is_ready = ranks.store.add(self._key("acknowledged"), 0) == ranks.size - 1
+                ranks.store.compare_set(self._key("decision"), "", "yes" if is_ready else "no")
+        elif ready == offer.kernel and step <= offer.decided_at:
+            self._has_answered = True
+            ranks.store.add(self._key("acknowledged"), 1)
+
+    def _decision(self) -> str:
+        """The decision; "no" for all ranks where it has not been made in time."""
+        store, key = self._ranks.store, self._key("decision")
+        try:
+            store.wait([key], timedelta(seconds=WAIT_SECONDS))
+        except RuntimeError:  # rank 0 is slow, or gone
+            return store.compare_set(key, "", "no").decode()
+        return store.get(key).decode()
