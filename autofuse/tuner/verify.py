@@ -21,6 +21,7 @@ import torch
 
 from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.reference import run_unfused, to_float64, widen
+from autofuse.errors import ShapeError
 from autofuse.ir.operation import NodeForm, ValueRef
 from autofuse.tuner.cases import CheckCase
 from autofuse.wrapper.node_call import expected_outputs
@@ -221,7 +222,10 @@ class Verifier:
     def _reference(self, case: CheckCase, draw: int) -> _Reference:
         found = self._references.get((case, draw))
         if found is None:
-            inputs = make_inputs(self._form, case.values, draw, case.kind, self._device)
+            try:
+                inputs = make_inputs(self._form, case.values, draw, case.kind, self._device)
+            except ShapeError as error:  # a size that is a difference may be below 0 elsewhere in the bucket
+                raise Impossible(str(error)) from error
             if case.shifted:
                 inputs = [shifted(t) for t in inputs]
             masks: list[torch.Tensor] = []

@@ -352,6 +352,14 @@ def test_sizes_for_which_a_split_has_fewer_parts_are_passed_over() -> None:
     with pytest.raises(verify.Impossible, match="fewer results"):
         check(lambda t, out: out.copy_(t[0][4:].exp()), CheckCase((4,), "normal"), form=form)
     assert check(lambda t, out: out.copy_(t[0][4:].exp()), CheckCase((5,), "normal"), form=form) <= 1.0
+    rest = NodeForm(
+        (NodeInput("i0", spec_of("s0-4", "1")),),
+        (Operation("v0", "aten.exp.default", (ValueRef("i0"),), (), (spec_of("s0-4", "1"),)),),
+        (ValueRef("v0"),),
+        ("s0",),
+    )
+    with pytest.raises(verify.Impossible, match="0 and more"):
+        check(lambda t, out: out.copy_(t[0].exp()), CheckCase((3,), "normal"), form=rest)
 
 
 def test_random_values_that_eager_refuses_as_indices_are_passed_over() -> None:
