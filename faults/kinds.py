@@ -29,7 +29,7 @@ DRAIN_SECONDS = 240.0  # in which a daemon works off the requests of the script
 KILLS_OF_A_QUEUE = 12
 CROWD = 16
 SHORT_RUNS = 250  # of one trial
-HISTORY_BYTES = 500_000
+HISTORY_BYTES = 200_000
 GROWS = 1.2  # times the most bytes of the first half of the short runs
 
 

@@ -25,7 +25,7 @@ _IN_PLACE = {
 def writes_shared_elements(module: fx.GraphModule) -> bool:
     """Whether a node of Dynamo's graph writes to elements that share memory with each other, or with what it reads."""
     return any(
-        shares_elements(written) or any(_overlap(written, read) for read in _tensors([*node.args, node.kwargs]))
+        shares_elements(written) or any(_overlap(written, read) for read in _read(node))
         for node in module.graph.nodes
         for written in _written(node)
     )
@@ -38,12 +38,22 @@ def _written(node: fx.Node) -> list[torch.Tensor]:
     if node.op == "call_function":
         is_in_place = node.target in _IN_PLACE or name.endswith("_") or bool(node.kwargs.get("inplace"))
     found = _tensors([node.kwargs.get("out"), *(node.args[:1] if is_in_place else ())])
-    if node.target is operator.setitem and found:
-        place = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        if any(isinstance(value, (fx.Node, list, torch.Tensor)) for value in place):
-            return [t for t in found if shares_elements(t)]  # indices as data: which elements these are is not known
-        return [t[place] for t in found]
-    return found
+    return _assigned(found, node.args[1]) if node.target is operator.setitem else found
+
+
+def _read(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node reads; what it writes to may be among them."""
+    return _tensors([node.args[1:] if node.target is operator.setitem else node.args, node.kwargs])
+
+
+def _assigned(written: list[torch.Tensor], where: Any) -> list[torch.Tensor]:
+    """The parts of tensors that an assignment writes to; all of them where indices are data, as eager sees it."""
+    place = fx.map_arg(where, lambda node: node.meta.get("example_value"))
+    is_data = any(isinstance(value, torch.Tensor | list) for value in (place if isinstance(place, tuple) else (place,)))
+    try:
+        return written if is_data else [t[place] for t in written]
+    except Exception:  # a bound that is known at run time only
+        return [t for t in written if shares_elements(t)]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

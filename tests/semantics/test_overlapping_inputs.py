@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
-from autofuse.capture.shared_elements import _overlap
+from autofuse.capture.shared_elements import _overlap, writes_shared_elements
 from autofuse.runtime.session import Session
 
 T = torch.Tensor
@@ -153,12 +154,19 @@ class WritesView(nn.Module):
             case "its neighbour":
                 rows[:, 2:].add_(rows[:, :2])
                 rows[:, 0] = rows[:, 3]
+                rows[:, a.shape[0] : a.shape[1] - 1] = rows[:, torch.tensor([0, 3])]
+                rows[rows > 4] = 0.5
+                rows[torch.tensor([0, 2])] = rows[torch.tensor([1, 2])]
+            case "its own rows":
+                rows[torch.tensor([0, 2])] = rows[1:]
+            case "shifted by a size":
+                rows[:, a.shape[0] :] = rows[:, : -a.shape[0]]
         return (rows * self.scale).sum() + (a * self.scale).sum()
 
 
 WAYS = [
     "zero_", "assigned", "of a result", "refused", "its own column", "its own start", "its own transpose",
-    "its neighbour",
+    "its neighbour", "shifted by a size", "its own rows",
 ]  # fmt: skip
 
 
@@ -181,6 +189,39 @@ def test_a_view_whose_elements_share_memory(way: str, session: Session) -> None:
         assert torch.equal(a, twin)
         assert result == expected if isinstance(expected, str) else torch.equal(result, expected)
     assert way != "refused" or "single memory location" in expected
+
+
+def half(x: T) -> None:
+    x[:, :2].mul_(x[:, 2:])
+
+
+def column(x: T) -> None:
+    x[:, 0] = x[:, 3]
+    x[..., 1:3] = x[..., 2:].exp()
+    x[x > 1] = 0.5
+    x += x
+
+
+def rolled(x: T) -> None:
+    x[1:] = x[:-1]
+
+
+def shared(x: T) -> None:
+    x.sub_(x[:1])
+
+
+@pytest.mark.parametrize(("function", "is_found"), [(half, False), (column, False), (rolled, True), (shared, True)])
+def test_which_graphs_are_left_in_eager(function: Any, is_found: bool) -> None:
+    found: list[bool] = []
+
+    def note(module: fx.GraphModule, inputs: Any) -> Any:
+        found.append(writes_shared_elements(module))
+        return module.forward
+
+    torch._dynamo.reset()
+    with contextlib.suppress(RuntimeError):  # eager refuses some
+        torch.compile(function, backend=note, dynamic=True)(torch.randn(4, 4))
+    assert found and set(found) == {is_found}
 
 
 @st.composite
