@@ -109,6 +109,7 @@ class Player:
 
     def __init__(self, driver: FakeDriver) -> None:
         self.driver = driver
+        self._launching = threading.Lock()
         self.capturing: bool | int = False  # or the thread of a recording of ours
         self.left_alone, self.may_wait, self.has_finished = True, True, False
         self.device, self.current_stream, self.numerics = 0, 0x5000, "as usual"
@@ -211,9 +212,10 @@ class Player:
                     out.copy_(value)
 
             def run(address: int, stream: int, *pointers: int) -> None:
-                self.driver.forget()
-                launch(address, stream, *pointers)
-                (seen,) = self.driver.launches
+                with self._launching:  # else another thread's launch may be the one that is seen
+                    self.driver.forget()
+                    launch(address, stream, *pointers)
+                    (seen,) = self.driver.launches
                 assert seen.stream == self.current_stream
                 given = seen.params[: len(layouts)]
                 self.launches += 1
