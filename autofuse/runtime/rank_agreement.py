@@ -16,6 +16,8 @@ import sys
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
+from autofuse.preserve_rng import untouched
+
 FIRST_LEAD = 16  # steps from an offer to its decision, and from there to the change; twice as many at each attempt
 MOST_ATTEMPTS = 7
 POLL_STEPS = 8  # between looks for an offer: one takes a tenth of a millisecond
@@ -63,8 +65,8 @@ def current_ranks() -> Ranks | None:
     size = distributed.get_world_size()
     if size < 2:
         return None
-    from torch.distributed.distributed_c10d import _get_default_store  # is there, as its process group is
-
+    with untouched():
+        from torch.distributed.distributed_c10d import _get_default_store
     own = _get_default_store().clone()  # a wait on the script's would hold ours up
     return Ranks(distributed.get_rank(), size, distributed.PrefixStore(_PREFIX, own))
 
