@@ -1,6 +1,6 @@
 """``scripts/faults``: does to autofuse what machines and people do, and counts what it survives.
 
-    scripts/faults                                  # every kind, about an hour on two cores
+    scripts/faults                                  # every kind, some two hours on two cores
     scripts/faults kill-script damage --times 20    # some kinds, so many trials of each
     scripts/faults damage --seed 3 --trial 17       # repeats one trial
 

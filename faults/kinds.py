@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from faults.ground import BEGINNINGS, Ground
-from faults.place import Place, Stored, finish, noise_of, wrong_with
+from faults.place import QUICK, Place, Stored, finish, noise_of, wrong_with
 
 WHOLE_RUN_SECONDS = 5.0  # about as long as a run of the script takes
 DRAIN_SECONDS = 240.0  # in which a daemon works off the requests of the script
@@ -69,24 +69,20 @@ def kill_daemon(ground: Ground, rng: random.Random) -> Outcome:
     place, outcome = ground.place("waiting"), Outcome(faults=0)
     stored = place.stored()
     while stored.open and outcome.faults < KILLS_OF_A_QUEUE:
-        outcome.wrong += noise_of(place.run("daemon", "start", *_quick()))
+        outcome.wrong += noise_of(place.run("daemon", "start", *QUICK))
         time.sleep(rng.uniform(0.0, 3.0))
         outcome.faults += _kill_one(place, rng)
         stored = outcome.keep(stored, place)
     outcome.wrong += wrong_with(place.run_script(), ground.expected)
     until = time.monotonic() + DRAIN_SECONDS
     while stored.open and time.monotonic() < until and not outcome.wrong:
-        place.run("daemon", "start", *_quick())
+        place.run("daemon", "start", *QUICK)
         time.sleep(1.0)
         stored = outcome.keep(stored, place)
     if stored.open:
         outcome.wrong.append(f"{len(stored.open)} requests are never worked off")
     outcome.wrong += place.end()
     return outcome
-
-
-def _quick() -> tuple[str, ...]:
-    return ("--set", "tuner.trials=2", "--set", "tuner.rounds=3", "--set", "tuner.idle_exit_seconds=3")
 
 
 def _kill_one(place: Place, rng: random.Random) -> int:
@@ -225,7 +221,7 @@ def two_daemons(ground: Ground, rng: random.Random) -> Outcome:
     """Many start a daemon at the same time: one serves."""
     place, outcome = ground.place("waiting"), Outcome(faults=8)
     before = place.stored()
-    starts = [place.start("daemon", "start", *_quick()) for _ in range(outcome.faults)]
+    starts = [place.start("daemon", "start", *QUICK) for _ in range(outcome.faults)]
     outcome.wrong += [text for start in starts for text in noise_of(finish(start))]
     serving = [p for p in place.processes() if "serve" in p.cmdline() and not _is_below(p)]
     if len(serving) > 1:

@@ -24,7 +24,8 @@ import psutil
 SCRIPT = Path(__file__).with_name("net.py")
 STEPS = 12
 TOLERANCE = 1e-4  # of losses: kernels differ from eager by some units in the last place, and Adam divides by small ones
-QUICK = ("tuner.trials=2", "tuner.rounds=3", "tuner.idle_exit_seconds=3", "capture.at_once=true")
+_QUICK = ("tuner.trials=2", "tuner.rounds=3", "tuner.idle_exit_seconds=3", "capture.at_once=true")
+QUICK = tuple(word for setting in _QUICK for word in ("--set", setting))
 LONGEST_SECONDS = 240.0  # of a command; beyond it hangs
 GONE_SECONDS = 20.0  # in which all processes end after the daemon was asked to
 KNOWN_LINES = ("autofuse:", "autofuse ")  # beginnings of our lines on stderr
@@ -91,8 +92,7 @@ class Place:
 
     def start_script(self, *options: str, pause: float = 0.0, **environment: str) -> subprocess.Popen[str]:
         """Start the script under ``autofuse run``, with quick tuning."""
-        settings = [word for setting in QUICK for word in ("--set", setting)]
-        return self.start("run", *options, *settings, SCRIPT, STEPS, pause, **environment)
+        return self.start("run", *options, *QUICK, SCRIPT, STEPS, pause, **environment)
 
     def run_script(self, *options: str, pause: float = 0.0, **environment: str) -> Done:
         return finish(self.start_script(*options, pause=pause, **environment))
