@@ -29,6 +29,7 @@ DRAIN_SECONDS = 240.0  # in which a daemon works off the requests of the script
 KILLS_OF_A_QUEUE = 12
 CROWD = 16
 SHORT_RUNS = 250  # of one trial
+HISTORY_RUNS = 25
 HISTORY_BYTES = 200_000
 GROWS = 1.2  # times the most bytes of the first half of the short runs
 
@@ -272,9 +273,10 @@ def two_versions(ground: Ground, rng: random.Random) -> Outcome:
 def short_runs(ground: Ground, rng: random.Random) -> Outcome:
     """Many short runs one after the other: the store stays as large as its settings say."""
     place, outcome = ground.place("tuned"), Outcome(faults=SHORT_RUNS)
+    bounds = ("--set", f"cache.history_bytes={HISTORY_BYTES}", "--set", f"cache.history_runs={HISTORY_RUNS}")
     sizes = []
     for _ in range(SHORT_RUNS):
-        done = place.run_script("--set", f"cache.history_bytes={HISTORY_BYTES}")
+        done = place.run_script(*bounds)
         outcome.wrong += wrong_with(done, ground.expected)
         sizes.append(place.bytes())
     if max(sizes[SHORT_RUNS // 2 :]) > GROWS * max(sizes[: SHORT_RUNS // 2]):

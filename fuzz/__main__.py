@@ -3,6 +3,7 @@
     scripts/fuzz graphs --minutes 60 --corpus ~/fuzz   # random graphs; what failed is kept there, and tried first
     scripts/fuzz samples --minutes 60                  # PyTorch's samples of its operators
     scripts/fuzz samples --only cumsum --seed 7        # one operator, and what repeats a failure
+    scripts/fuzz models --minutes 20                   # whole models that nnsmith draws
     scripts/fuzz graphs --march x86-64-v3              # all C generated for a processor with AVX2
 
 Exit status 1 where something differed or a process died.
@@ -25,7 +26,8 @@ from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
 
 DTYPES = "float32,int64,bfloat16,float64,bool,float16,int32,uint8"
-OPERATORS, GRAPHS = 12, 100  # of one process
+OPERATORS, GRAPHS, MODELS = 12, 100, 20  # of one process
+KINDS = ("graphs", "samples", "models")
 
 
 def main() -> int:
@@ -42,12 +44,13 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("graphs", "samples"))
+    parser.add_argument("what", choices=KINDS)
     parser.add_argument("--minutes", type=float, default=60.0, help="the run ends by itself after this time")
     parser.add_argument("--seed", type=int, default=0, help="draws others; repeats a failure")
-    parser.add_argument("--json", type=Path, help="a file for the counts, which keeps those of the other fuzzer")
+    parser.add_argument("--json", type=Path, help="a file for the counts, which keeps those of the other fuzzers")
     parser.add_argument("--corpus", type=Path, help="graphs: a folder for what fails, which is tried first")
     parser.add_argument("--graphs", type=int, default=GRAPHS, help="graphs: so many in a process")
+    parser.add_argument("--models", type=int, default=MODELS, help="models: so many in a process")
     parser.add_argument("--only", default="", help="samples: beginnings of names of operators, separated by commas")
     parser.add_argument("--dtypes", default=DTYPES, help=f"samples: default {DTYPES}")
     parser.add_argument("--samples", type=int, default=4, help="samples: of an operator in a dtype, at most")
@@ -64,6 +67,10 @@ def _work(options: argparse.Namespace) -> None:
         from fuzz.search import search
 
         counts = search(int(options.part), options.graphs, options.corpus, options.note, _tell)
+    elif options.what == "models":
+        from fuzz.models import try_models
+
+        counts = try_models(int(options.part), options.models, options.note, _tell)
     else:
         from fuzz.samples import try_operators
 
@@ -87,6 +94,9 @@ def parts(options: argparse.Namespace) -> Iterator[str]:
     """What one process after the other is to do: a seed, or numbers of operators."""
     if options.what == "graphs":
         yield from map(str, range(options.seed, options.seed + 1_000_000))
+        return
+    if options.what == "models":
+        yield from map(str, range(options.seed, options.seed + 1_000_000, options.models))
         return
     from fuzz.samples import operators
 
@@ -112,7 +122,7 @@ def run_all(options: argparse.Namespace) -> int:
                     totals.update(said)
                 elif isinstance(said, str):
                     totals["wrong"] += 1
-                    print(f"WRONG {said}  (--seed {part if options.what == 'graphs' else options.seed})", flush=True)
+                    print(f"WRONG {said}  (--seed {options.seed if options.what == 'samples' else part})", flush=True)
             if done.returncode:
                 totals["crashes"] += 1
                 print(f"CRASH with status {done.returncode} in part {part}\n{note.read_text()}", flush=True)
@@ -133,7 +143,7 @@ def _save(options: argparse.Namespace, totals: Counter[str]) -> None:
     command = " ".join(["scripts/fuzz", *sys.argv[1:]])
     row = {"command": command, "commit": commit(), "machine": machine(), "counts": dict(sorted(totals.items()))}
     name = options.what if options.march == NATIVE else f"{options.what} {options.march}"
-    kept = {key: rows for key, rows in before.items() if key.split(" ")[0] in ("graphs", "samples")}
+    kept = {key: rows for key, rows in before.items() if key.split(" ")[0] in KINDS}
     save(options.json, "fuzz", command="scripts/fuzz", **kept | {name: row})
 
 

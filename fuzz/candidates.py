@@ -29,6 +29,7 @@ from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate, product
 from autofuse.ir.writes import is_write
+from autofuse.strategies.enumeration import is_group
 from autofuse.tuner.cases import CheckCase, first_cases, full_cases
 from autofuse.tuner.verify import FAR, GuardedAllocator, Impossible, Inaccurate, MakeCall, Verifier, Wrong
 from autofuse.wrapper.node_call import Entry, expected_outputs, make_launcher
@@ -119,7 +120,9 @@ def problems_of(
     calls = {label: call_of(form, entry, rng.choice(THREADS)) for label, entry in entries.items()}
     same = [case for case in cases if case.values == values]  # the only sizes of a specialised kernel
     for label, make_call in calls.items():
-        yield from _checked(verifier, form, label, make_call, cases if label.startswith("generic") else same)
+        yield from _checked(verifier, form, label, make_call, same if label.startswith("specialised") else cases)
+    if is_group(form):  # whose products in Triton are strategies of a GPU
+        return
     try:
         triton = triton_call(form, values, rng)
     except (LoweringError, ShapeError):  # said where it is planned for a GPU

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -17,15 +17,22 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.errors import CompilerError
+from autofuse.fusion.config import FusionConfig
+from autofuse.fusion.graph import FusionGraph
+from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, TensorSpec
 from autofuse.ir.shape import evaluate
 from autofuse.runtime.choice import Choice
+from autofuse.strategies.enumeration import is_group, strategies_of
+from autofuse.strategies.groups import Group, find_groups
+from autofuse.strategies.strategy import Strategy
 from autofuse.tuner.verify import FAR, Inaccurate
 from autofuse.wrapper.graph_call import Program as GraphProgram
 from autofuse.wrapper.node_call import Entry, node_symbol_values
 from autofuse.wrapper.operation_text import arguments_of, value_name
+from autofuse.wrapper.strategy_call import LoadedStrategy
 from fuzz.candidates import Text, c_texts, compile_together, problems_of
-from fuzz.fused import REFUSED, Kernels, fused_below_dynamo
+from fuzz.fused import REFUSED, Kernels, fused, fused_below_dynamo
 from fuzz.graphs import Program
 from tests.codegen.compare import wrong_outputs
 
@@ -54,17 +61,24 @@ class Verified(Kernels):
         self.rng, self.outcome = random.Random(seed), outcome
         self.fresh: set[NodeForm] = set()  # compiled, and not verified yet
 
+    def groups_of(self, graph: FusionGraph, nodes: Sequence[FusionNode]) -> Sequence[Group]:
+        return find_groups(graph, nodes, FusionConfig())[0]
+
     def prepare(self, program: GraphProgram, hints: Mapping[str, int]) -> None:
+        if len(_KNOWN) > MOST_KNOWN:
+            _KNOWN.clear()
         wanted = {slot.node.form: node_symbol_values(slot.symbols, hints) for slot in program.slots}
+        strategies = {form: _possible(form) for form in wanted if is_group(form) and form not in _KNOWN}
+        for form, found in strategies.items():
+            sizes = dict(zip(form.symbols, wanted[form], strict=True))
+            wanted |= {part: values for strategy in found for part, values in parts_of(strategy, sizes)}
         texts: list[Text] = []
         for form, values in wanted.items():
-            if form not in _KNOWN:
+            if form not in _KNOWN and form not in strategies:
                 try:
                     texts += c_texts(form, values, self.rng)
                 except Exception as error:
                     self.problems.append(f"no C of {form.text()}: {type(error).__name__}: {error}")
-        if len(_KNOWN) > MOST_KNOWN:
-            _KNOWN.clear()
         try:
             entries = compile_together(texts)
         except CompilerError as error:
@@ -74,6 +88,14 @@ class Verified(Kernels):
             pairs = zip(texts, entries, strict=True)
             _KNOWN[form] = {item.label: entry for item, entry in pairs if item.form is form}
             self.fresh.add(form)
+        for form, found in strategies.items():
+            _KNOWN[form] = {f"strategy {strategy.name}": self._loaded(strategy) for strategy in found}
+            self.fresh.add(form)
+
+    def _loaded(self, strategy: Strategy) -> LoadedStrategy:
+        """A strategy, each part with one of its kernels for any sizes."""
+        known = [_KNOWN[kernel.node.form] for kernel in strategy.kernels]
+        return LoadedStrategy(strategy, tuple(self.rng.choice(for_any_sizes(entries)) for entries in known))
 
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
         form = self.nodes[fusion_id].form
@@ -85,7 +107,28 @@ class Verified(Kernels):
             self.problems += [
                 f"{text}\n{row_of(form, values)}" for text in problems_of(form, tuple(values), entries, self.rng)
             ]
-        return Choice(True, next(iter(entries.values())), "generic") if entries else Choice(True)
+        return Choice(True, for_any_sizes(entries)[-1], "generic") if entries else Choice(True)
+
+
+def _possible(form: NodeForm) -> list[Strategy]:
+    """The strategies of a group without those for which this processor lacks instructions."""
+    has = {
+        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    lacks = not all(has.get(item.spec.dtype, True) for item in form.inputs)
+    return [strategy for strategy in strategies_of(form) if not (lacks and strategy.has_extern)]
+
+
+def for_any_sizes(entries: Mapping[str, Entry]) -> list[Entry]:
+    """The candidates that hold for other sizes, too: generic kernels, and strategies."""
+    return [entry for label, entry in entries.items() if not label.startswith("specialised")]
+
+
+def parts_of(strategy: Strategy, sizes: Mapping[str, int]) -> Iterator[tuple[NodeForm, tuple[int, ...]]]:
+    """The generated parts of a node's strategy, each with the values of its symbols at ``sizes`` of the node."""
+    for index, kernel in enumerate(strategy.kernels):
+        yield kernel.node.form, node_symbol_values(strategy.sizes_of(index), sizes)
 
 
 def row_of(form: NodeForm, values: Sequence[int]) -> str:
@@ -133,10 +176,16 @@ def _check(program: Program, outcome: Outcome) -> None:
         return
     kernels = Verified(program.seed, outcome)
     try:
-        call, env = fused_below_dynamo(program.function, kernels, program.make_inputs(), program.is_dynamic)
+        env = None  # of a trace without Dynamo, which asks for another where sizes need one
+        if program.needs_dynamo:
+            torch._dynamo.reset()
+            call: Callable[..., Sequence[T]] = fused(program.function, kernels, dynamic=True)
+        else:
+            inputs = program.make_inputs()
+            call, env = fused_below_dynamo(program.function, kernels, inputs, program.is_dynamic)
         outcome.wrong += _compared(call, program)
         outcome.wrong += kernels.problems
-        if program.is_dynamic and not outcome.wrong and _holds(env, program):
+        if program.is_dynamic and not outcome.wrong and (env is None or _holds(env, program)):
             outcome.wrong += [f"a size plus one: {text}" for text in _compared(call, program, larger=1)]
     except REFUSED as error:
         outcome.skipped = f"refused: {type(error).__name__}"

@@ -26,11 +26,13 @@ from autofuse.capture.random_ops import split_dropout
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.in_place import why_not
 from autofuse.fusion.engine import FusionEngine
+from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.choice import Choice
 from autofuse.runtime.plans import NodeState, Plan
 from autofuse.runtime.router import GraphRouter
+from autofuse.strategies.groups import Group
 from autofuse.wrapper.graph_call import Program
 from autofuse.wrapper.graph_call_builder import build_program
 from autofuse.wrapper.node_call import Entry, NodeCall
@@ -61,6 +63,10 @@ class Kernels:
             self.problems.append(f"no kernel of {fusion_id}: {type(error).__name__}: {error}")
             return Choice(known=True)
 
+    def groups_of(self, graph: FusionGraph, nodes: Sequence[FusionNode]) -> Sequence[Group]:
+        """Products with the nodes around them that may run in another way; by default none."""
+        return ()
+
     def node_failed(self, node: NodeState, problem: str) -> None:
         self.problems.append(f"{node.slot.node.label} failed: {problem}")
 
@@ -80,9 +86,11 @@ class Kernels:
         """A captured graph with its nodes on kernels, as `compile_with` wants it."""
         split_dropout(module)
         imported = import_graph(module)
-        nodes = FusionEngine(lowerable=why_not, check=True).fuse(imported.for_fusion())
-        self.nodes.update({node.fusion_id: node for node in nodes})
-        program = build_program(imported, nodes)
+        graph = imported.for_fusion()
+        nodes = FusionEngine(lowerable=why_not, check=True).fuse(graph)
+        groups = self.groups_of(graph, nodes)
+        self.nodes.update({node.fusion_id: node for node in [*nodes, *(group.node for group in groups)]})
+        program = build_program(imported, nodes, groups)
         self.prepare(program, imported.hints)
         return GraphRouter(program, self, phase, perf_counter)
 

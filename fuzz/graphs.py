@@ -87,6 +87,14 @@ REDUCTIONS = [
         F.layer_norm({a}, {a}.shape[-1:]); F.normalize({a}, dim={d}); F.mse_loss({a}, {b}); F.glu({a}, {d});
         torch.linalg.vector_norm({a}, dim={d})"""),
 ]  # fmt: skip
+PRODUCTS = [
+    *_rows("f", 2, """
+        {a} @ {b}; {a} @ {b}.mT; {a}.mT @ {b}; F.linear({a}, {b}); F.relu(F.linear({a}, {b})); F.gelu({a} @ {b}.mT);
+        torch.softmax({a} @ {b}.mT * {x}, -1) @ {b}; F.silu({a} @ {a}.mT) * {x}; torch.matmul({a}, {b}.mT) + {x};
+        F.layer_norm({a} @ {a}.mT, ({a}.shape[-2],)); torch.einsum('...ij,...kj->...ik', {a}, {b});
+        ({a}.mT @ {b}).sum(-1); F.scaled_dot_product_attention({a}, {b}, {b}); torch.tanh({a} @ {b}.mT)[..., 1:]"""),
+    *_rows("f", 3, "torch.bmm({a}, {b}.mT); F.relu(F.conv1d({a}, {b}, padding={n})); torch.baddbmm({c}, {a}, {b}.mT)"),
+]  # fmt: skip
 WRITES = [
     *_rows("fib", 0, """
         {a}.add_({b}); {a}.mul_({b}); {a}.copy_({b}); {a}.fill_({n}); {a}.zero_(); {a}.masked_fill_({b} > 0, {n})"""),
@@ -114,7 +122,7 @@ def _of_table() -> Iterator[Row]:
             yield Row("fib", 0, f"{target}({', '.join(args)})")
 
 
-STEPS = (POINTWISE, VIEWS, MOVES, REDUCTIONS, WRITES, list(_of_table()))
+STEPS = (POINTWISE, VIEWS, MOVES, REDUCTIONS, WRITES, PRODUCTS, list(_of_table()))
 # A view that changes nothing, of any tensor.
 IDLE = ("{a}.unsqueeze(0).squeeze(0)", "{a}.unsqueeze(-1).squeeze(-1)", "{a}.view({a}.shape)", "{a}.expand({a}.shape)")
 _WRITE = re.compile(r"_\(")
@@ -127,6 +135,7 @@ LAYOUTS: Mapping[str, Callable[[tuple[int, ...], Callable[[tuple[int, ...]], T]]
     "offset": lambda sizes, fresh: fresh((*sizes[:-1], sizes[-1] + 1))[..., 1:] if sizes else fresh(sizes),
     "expanded": lambda sizes, fresh: fresh((1, *sizes[1:])).expand(sizes) if sizes else fresh(sizes),
 }
+SPREAD = ("every second", "offset")  # with strides that do not follow from the sizes
 # In the memory of the first input, where it has room: from its first element on, or up to its last one.
 INSIDE = ("first of i0", "last of i0")
 DTYPES = ("float32", "float32", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "index")
@@ -180,6 +189,11 @@ class Program:
     is_dynamic: bool  # sizes of 2 and more are symbols
     trains: bool  # inputs of floats require gradients
     seed: int  # of the inputs, and of what is drawn while it is checked
+
+    @property
+    def needs_dynamo(self) -> bool:
+        """Whether strides are symbols of their own, which only Dynamo makes inputs of a graph."""
+        return self.is_dynamic and any(item.layout in SPREAD for item in self.inputs)
 
     @functools.cached_property
     def function(self) -> Callable[..., tuple[T, ...]]:
@@ -257,12 +271,14 @@ def programs(draw: st.DrawFn, steps: tuple[int, int] = (3, 15), tables: Sequence
     """A program of so many steps, as far as eager takes them."""
     dims = draw(st.lists(st.sampled_from((2, 3, 4, 5, 6, 8, 17, 33)), min_size=1, max_size=3))
     is_dynamic, trains = draw(st.integers(0, 2)) == 2, draw(st.integers(0, 3)) == 3
-    inputs = tuple(draw(_inputs(dims, is_dynamic)) for _ in range(draw(st.integers(1, 3))))
+    begins_with_product = len(dims) > 1 and draw(st.booleans())
+    like = _matrices(dims) if begins_with_product else _inputs(dims, is_dynamic)
+    inputs = tuple(draw(like) for _ in range(draw(st.integers(1, 3))))
     program = Program(inputs, (), (), is_dynamic, trains, draw(st.integers(0, 1 << 16)))
     values = {f"i{n}": t for n, t in enumerate(program.make_inputs())}
     lines: list[str] = []
     for _ in range(draw(st.integers(*steps))):
-        line = draw(_lines(values, tables, f"v{len(lines)}"))
+        line = draw(_lines(values, tables if lines or not begins_with_product else (PRODUCTS,), f"v{len(lines)}"))
         found = _tried(line, values)
         if found is not None:
             values[f"v{len(lines)}"] = found
@@ -277,9 +293,10 @@ def programs(draw: st.DrawFn, steps: tuple[int, int] = (3, 15), tables: Sequence
 def _inputs(dims: Sequence[int], is_dynamic: bool) -> st.SearchStrategy[Input]:
     """Tensors that can be broadcast with each other: the last ones of these sizes, or 1.
 
-    Where sizes are symbols no stride is a symbol of its own: Dynamo makes such an input of the graph.
+    Where sizes are symbols, few have strides that are: Dynamo makes inputs of the graph of these, and takes its time.
     """
-    layouts = [name for name in LAYOUTS if not is_dynamic or name not in ("every second", "offset")]
+    few = is_dynamic and random.Random(str(dims)).randrange(4) > 0
+    layouts = [name for name in LAYOUTS if not few or name not in SPREAD]
     layouts += INSIDE
 
     @st.composite
@@ -292,6 +309,13 @@ def _inputs(dims: Sequence[int], is_dynamic: bool) -> st.SearchStrategy[Input]:
         return Input(sizes, dtype, draw(st.sampled_from(("contiguous", *layouts))))
 
     return one()
+
+
+def _matrices(dims: Sequence[int]) -> st.SearchStrategy[Input]:
+    """Tensors of floats that can be multiplied with each other, or with each other's transposes."""
+    sizes, square = tuple(dims), (*dims[:-1], dims[-2])
+    dtypes, layouts = ("float32", "float32", "float64", "bfloat16"), ("contiguous", "contiguous", "transposed")
+    return st.builds(Input, st.sampled_from((sizes, sizes, square)), st.sampled_from(dtypes), st.sampled_from(layouts))
 
 
 @st.composite

@@ -152,8 +152,8 @@ def run(function: Callable[..., list[T]], tensors: list[T], seed: int) -> list[T
     return [t.detach() for t in (*results, *grads)]
 
 
-def try_sample(sample: Sample, outcome: Outcome, seed: int = 0) -> None:
-    """Run a sample in eager, in float64 and on kernels, and note what differs."""
+def try_sample(sample: Sample, outcome: Outcome, seed: int = 0, kernels: Kernels | None = None) -> None:
+    """Run a sample in eager, in float64 and on kernels (default: generic ones), and note what differs."""
     if sum(t.numel() for t in sample.tensors) > MOST_ELEMENTS:
         return outcome.skip("large")
     theirs = copies(sample.tensors)
@@ -165,7 +165,7 @@ def try_sample(sample: Sample, outcome: Outcome, seed: int = 0) -> None:
         return outcome.skip("complex or sparse")
     if not all(map(_equal, eager, again)):
         return outcome.skip("eager differs from itself")
-    kernels, ours = Kernels(), copies(sample.tensors)
+    kernels, ours = kernels or Kernels(), copies(sample.tensors)
     torch._dynamo.reset()
     try:
         found = run(fused(sample.function, kernels), ours, seed)

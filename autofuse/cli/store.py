@@ -50,15 +50,17 @@ def reset(store: Path | None) -> None:
 def prune(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
     """Remove the details of old runs now, and give their room back.
 
-    Keeps decisions, kernels and each run's totals, and of its command line the script's name. cache.history_days and
-    cache.history_bytes say what is old; daemons keep to them too, when they begin, and runs when they end.
+    Keeps decisions, kernels and each run's totals, and of its command line the script's name; of runs beyond
+    cache.history_runs it keeps what later runs learn from. cache.history_days and cache.history_bytes say what is old.
+    Daemons keep to all three too, when they begin, and runs when they end.
     """
     from autofuse.db.store import Store
 
     settings = load_settings(assignments, store=store, profile=profile)
     before = settings.run.store.stat().st_size if settings.run.store.exists() else 0
     with Store.open(settings.run.store) as opened:
-        count = opened.history.prune(settings.cache.history_days, settings.cache.history_bytes)
+        cache = settings.cache
+        count = opened.history.prune(cache.history_days, cache.history_bytes, cache.history_runs)
         opened.history.compact()
     after = settings.run.store.stat().st_size
     runs = f"{count} run{'s' if count != 1 else ''}"

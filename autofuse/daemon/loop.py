@@ -89,7 +89,7 @@ class TuningLoop:
         """Work until told to stop, or idle for ``tuner.idle_exit_seconds``. Raises StoreError."""
         requeued = self.queue.take_up()
         cache = self.settings.cache
-        self._store.history.prune(cache.history_days, cache.history_bytes)
+        self._store.history.prune(cache.history_days, cache.history_bytes, cache.history_runs)
         log.info("serving %s as process %d; %d requests taken up again", self._store.path, os.getpid(), requeued)
         idle_since = time.monotonic()
         self._heartbeat.beat("idle", at_once=True)

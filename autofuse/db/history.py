@@ -1,26 +1,27 @@
 """Bounded history: details of old runs are deleted, data that later runs learn from stays.
 
-In: how old, and how many bytes; or the number of a run. Out: of how many runs the details were removed.
-Guarantee: decisions, kernels, roots' verdicts, requests and each run's totals stay; what goes are single steps,
-operators, shapes, refusals and events, which only reports of that very run show. The newest run with steps keeps them,
-and so does any that may still be running. Of a run that a person removes, totals and command line go as well. Details
-go in pieces, each in a transaction of its own: no script beside waits for long, and one that ends may remove some and
-leave the rest to others.
+In: how old, how many bytes and runs; or the number of a run. Out: of how many runs the details were removed.
+Guarantee: decisions, kernels, roots' verdicts and requests stay; what goes are single steps, operators, shapes,
+refusals and events, which only reports of that very run show. The newest run with steps keeps them, and so does any
+that may still be running. Totals stay, but for runs beyond so many (`old_runs`) and those that a person removes, whose
+command line goes as well. Details go in pieces, each in a transaction of its own: no script beside waits for long, and
+one that ends may remove some and leave the rest to others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute
 
-from autofuse.db import kernel_cache, models
+from autofuse.db import kernel_cache, models, old_runs
 from autofuse.db.base import StoreFile, now
 from autofuse.db.run_log import REMOVED
 from autofuse.ir.commands import script_of
 
 LONGEST_RUN_SECONDS = 30 * 86400.0  # an older run without an end was killed
+RUNS = 200  # removed in a transaction
 PIECE = 20_000  # timed steps in a transaction of some 30 ms
 _DETAILS = (
     models.Op, models.DimHistogramRow, models.Capture, models.NodeUseRow, models.RefusalRow, models.StepSeries,
@@ -34,14 +35,15 @@ class StoreHistory:
     def __init__(self, file: StoreFile) -> None:
         self._file = file
 
-    def prune(self, days: float, most_bytes: int, most_pieces: int | None = None) -> int:
+    def prune(self, days: float, most_bytes: int, most_runs: int, most_pieces: int | None = None) -> int:
         """Remove the details of runs older than ``days``, then of the oldest ones until ``most_bytes`` suffice.
 
-        Command lines of runs older than ``days`` are cut to the script's name. Binaries of kernels, which have a bound
-        of their own, do not count. ``most_pieces``: the most transactions. Returns the number of runs whose details are
-        gone.
+        Command lines of runs older than ``days`` are cut to the script's name; of runs before the newest ``most_runs``
+        all goes, but for verdicts that stand. Binaries of kernels, which have a bound of their own, do not count.
+        ``most_pieces``: the most transactions for details. Returns the number of runs whose details are gone.
         """
         self._shorten_commands(days)
+        self._forget_runs(days, most_runs, most_pieces)
         count = pieces = 0
         for run_id, started_at in self._with_details():
             if now() - started_at <= days * 86400.0 and self._has_room(most_bytes):
@@ -74,6 +76,25 @@ class StoreHistory:
     def _remove_some(self, run_id: int) -> bool:
         with self._file.write() as connection:
             return _remove_piece(connection, run_id)
+
+    def _forget_runs(self, days: float, most_runs: int, most_pieces: int | None) -> None:
+        """Remove runs before the newest ``most_runs``, RUNS in a transaction, and old events of no run."""
+        run = models.Run
+        oldest_kept = select(run.id).order_by(run.id.desc()).limit(1).offset(max(most_runs, 1) - 1).scalar_subquery()
+        old = select(run.id).where(_is_over(), run.id < oldest_kept, run.id != func.coalesce(_newest_with_steps(), 0))
+        with self._file.read() as connection:
+            runs = old_runs.removable(connection, old)
+            has_events = old_runs.has_old_events(connection, days)
+        if has_events:
+            with self._file.write() as connection:
+                old_runs.remove_events(connection, days)
+        for first in range(0, len(runs), RUNS)[:most_pieces]:
+            piece = runs[first : first + RUNS]
+            for run_id in piece:
+                while self._remove_some(run_id):
+                    pass
+            with self._file.write() as connection:
+                old_runs.remove(connection, piece)
 
     def _shorten_commands(self, days: float) -> None:
         """Cut old command lines to the script's name, since arguments may be private.
@@ -113,10 +134,14 @@ class StoreHistory:
         """Ids and starts of runs that are over and have details, oldest first, without the newest run with steps."""
         run = models.Run
         has_details = or_(*(exists().where(table.run_id == run.id) for table in _DETAILS))
-        newest = select(func.max(models.StepSeries.run_id)).scalar_subquery()
-        query = select(run.id, run.started_at).where(has_details, _is_over(), run.id != func.coalesce(newest, 0))
+        is_not_newest = run.id != func.coalesce(_newest_with_steps(), 0)
+        query = select(run.id, run.started_at).where(has_details, _is_over(), is_not_newest)
         with self._file.read() as connection:
             return [(row.id, row.started_at) for row in connection.execute(query.order_by(run.id))]
+
+
+def _newest_with_steps() -> ScalarSelect[int]:
+    return select(func.max(models.StepSeries.run_id)).scalar_subquery()
 
 
 def _is_over() -> ColumnElement[bool]:

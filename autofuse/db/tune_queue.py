@@ -42,7 +42,7 @@ NOT_READY = "not possible just now: "  # begins the message of a request whose f
 NOT_READY_SECONDS = 60.0  # before the next try, each of which starts a process that imports torch
 FAILED_SECONDS = 24 * 3600.0  # the same for other failures: a compiler may be mended, a machine less full
 MAX_ATTEMPTS = 3  # daemons that may die over one request before it counts as failed
-_NO_RUN = 0  # a request made outside of a run
+NO_RUN = 0  # of a request made outside of a run, or by one that is removed
 _LOOKED_AT = 256  # requests with the largest expected savings, among which a daemon may prefer one
 
 
@@ -316,7 +316,7 @@ def _merge(connection: Connection, requests: Mapping[str, TuneRequest]) -> dict[
     """Store what each request's run saw so far; the calls of all runs, by digest."""
     table = models.RequestRun
     rows = [
-        {"key": digest, "run_id": r.run_id or _NO_RUN, "calls": r.calls, "shapes": shapes_json(r.shapes)}
+        {"key": digest, "run_id": r.run_id or NO_RUN, "calls": r.calls, "shapes": shapes_json(r.shapes)}
         for digest, r in requests.items()
     ]
     upsert(connection, table, rows, ["key", "run_id"], ["calls", "shapes"])

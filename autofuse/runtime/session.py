@@ -298,7 +298,7 @@ class Session:
         """Delete some old details of runs. Everything new is written by now: failures are left to the next run."""
         cache = self.context.settings.cache
         with contextlib.suppress(AutofuseError):
-            store.history.prune(cache.history_days, cache.history_bytes, PIECES_AT_END)
+            store.history.prune(cache.history_days, cache.history_bytes, cache.history_runs, PIECES_AT_END)
 
     def _collect_uses(self, store: Store, run_id: int, usage: Usage, final: bool) -> None:
         uses = [

@@ -258,3 +258,6 @@ class CacheSettings(Group):
     history_bytes: int = declare(
         1 << 30, "So much history is kept, kernels left out; the oldest runs' details go first.", unit="bytes", low=0
     )
+    history_runs: int = declare(
+        10_000, "So many runs are listed; of older ones only what later runs learn from stays.", unit="runs", low=1
+    )

@@ -10,7 +10,7 @@ import pytest
 from store_records import decision, kernel, request, start, steps, use
 
 from autofuse.cli.app import parse
-from autofuse.db import history, thinning
+from autofuse.db import history, old_runs, thinning
 from autofuse.db.rows import SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
@@ -20,6 +20,7 @@ from autofuse.report.statistics import measure_gain
 from autofuse.startup.script import Target
 
 DAY = 86400.0
+ALL = 1 << 30  # runs
 
 
 @pytest.fixture
@@ -48,15 +49,15 @@ def details(store: Store, run_id: int) -> list[int]:
 def test_details_of_old_runs_go_and_what_was_learnt_stays(
     store: Store, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert store.history.prune(90.0, 1 << 30) == 0
+    assert store.history.prune(90.0, 1 << 30, ALL) == 0
     began = history.now()
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
     monkeypatch.setattr(history, "LONGEST_RUN_SECONDS", 1000 * DAY)
-    assert store.history.prune(90.0, 1 << 30) == 1
+    assert store.history.prune(90.0, 1 << 30, ALL) == 1
     assert [details(store, run_id) for run_id in runs] == [[0, 0, 0], [2000, 1, 1], [2000, 1, 1]]
-    assert store.history.prune(90.0, 1 << 30) == 0, "once is enough"
+    assert store.history.prune(90.0, 1 << 30, ALL) == 0, "once is enough"
     monkeypatch.setattr(history, "LONGEST_RUN_SECONDS", 30 * DAY)
-    assert store.history.prune(90.0, 1 << 30) == 1, "one that was killed"
+    assert store.history.prune(90.0, 1 << 30, ALL) == 1, "one that was killed"
     assert details(store, runs[2]) == [2000, 1, 1], "the newest stays, however old"
     assert [run.totals.steps for run in store.runs.recent()] == [2000, 0, 2000]
     assert store.runs.last_seconds("run0.py") >= 0.0 and set(store.roots.known()) == {"Model"}
@@ -66,11 +67,11 @@ def test_details_of_old_runs_go_and_what_was_learnt_stays(
 
 def test_the_oldest_go_until_the_bytes_are_few_enough(store: Store, runs: list[int]) -> None:
     before = store.history.size_bytes()
-    assert store.history.prune(1e6, before) == 0
-    assert store.history.prune(1e6, before - 1) == 1
+    assert store.history.prune(1e6, before, ALL) == 0
+    assert store.history.prune(1e6, before - 1, ALL) == 1
     assert store.history.size_bytes() < before
     assert details(store, runs[0]) == [0, 0, 0]
-    assert store.history.prune(1e6, 0) == 0, "the others are the newest, and one that runs"
+    assert store.history.prune(1e6, 0, ALL) == 0, "the others are the newest, and one that runs"
 
 
 def test_the_command_gives_the_room_back(
@@ -157,9 +158,9 @@ def test_an_ending_session_removes_a_little_and_leaves_the_rest(
     store: Store, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "PIECE", 900)
-    assert store.history.prune(1e6, 0, most_pieces=2) == 0
+    assert store.history.prune(1e6, 0, ALL, most_pieces=2) == 0
     assert details(store, runs[0]) == [200, 1, 1]
-    assert store.history.prune(1e6, 0, most_pieces=2) == 1
+    assert store.history.prune(1e6, 0, ALL, most_pieces=2) == 1
     assert details(store, runs[0]) == [0, 0, 0] and details(store, runs[2]) == [2000, 1, 1]
 
 
@@ -172,8 +173,8 @@ def test_of_old_command_lines_the_scripts_name_stays(store: Store, monkeypatch: 
     began = history.now()
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
     monkeypatch.setattr(history, "LONGEST_RUN_SECONDS", 1000 * DAY)
-    assert store.history.prune(1e6, 1 << 30) == 0 and store.runs.get(1).command == secret
-    store.history.prune(90.0, 1 << 30, most_pieces=0)
+    assert store.history.prune(1e6, 1 << 30, ALL) == 0 and store.runs.get(1).command == secret
+    store.history.prune(90.0, 1 << 30, ALL, most_pieces=0)
     assert [run.command for run in store.runs.recent()] == [secret, "train.py", "-m pkg.train", "train.py"]
     (trial,) = store.trials.standing()
     assert trial.workload == "train.py" and store.runs.get(running).command == secret
@@ -194,7 +195,7 @@ def test_a_scripts_name_may_hold_blanks_and_quotes(store: Store, monkeypatch: py
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
     names = ["train.py", "'my train.py'", "train.py", "-m pkg.train", "train.py", "my", shlex.quote("'my")]
     for _ in range(2):
-        store.history.prune(90.0, 1 << 30, most_pieces=0)
+        store.history.prune(90.0, 1 << 30, ALL, most_pieces=0)
         assert [run.command for run in reversed(store.runs.recent())] == names
     assert [script_of(target.command) for target in targets] == names[:4], "as long as the arguments are there, too"
 
@@ -205,8 +206,8 @@ def test_a_run_that_was_only_captured_loses_its_details_too(store: Store, monkey
     store.runs.finish(run_id, RunTotals())
     began = history.now()
     monkeypatch.setattr(history, "now", lambda: began + 91 * DAY)
-    assert store.history.prune(90.0, 1 << 30) == 1
-    assert not store.notes.refusals(run_id) and store.history.prune(90.0, 1 << 30) == 0
+    assert store.history.prune(90.0, 1 << 30, ALL) == 1
+    assert not store.notes.refusals(run_id) and store.history.prune(90.0, 1 << 30, ALL) == 0
 
 
 def test_a_removed_run_goes_whole_and_what_later_runs_use_stays(store: Store, runs: list[int]) -> None:
@@ -231,3 +232,58 @@ def test_the_number_of_a_removed_run_is_not_given_again(store: Store, runs: list
     store.history.remove(runs)
     assert store.runs.recent() == [] and store.runs.latest() is None
     assert store.runs.start(start("next.py")) > max(runs)
+
+
+@pytest.fixture
+def many(store: Store) -> list[int]:
+    """Thirty runs of two models, of which the third run alone knows that one is not worth fusing."""
+    found = []
+    for number in range(30):
+        run_id = store.runs.start(start(f"run{number}.py"))
+        store.steps.add(run_id, steps(5))
+        store.roots.put(run_id, RootRecord("Model", "Model", "observing", ""))
+        store.roots.put(run_id, RootRecord("Other", "Other", "eager" if number == 2 else "observing", ""))
+        store.queue.add([request(run_id=run_id)])
+        store.runs.finish(run_id, RunTotals(steps=5))
+        found.append(run_id)
+    return found
+
+
+def test_runs_beyond_so_many_go_and_what_was_learnt_stays(store: Store, many: list[int]) -> None:
+    known, asked = store.roots.known(), store.queue.requests()
+    assert known["Other"].state == "eager" and asked[0].calls > 0
+    store.history.prune(90.0, 1 << 30, 10)
+    assert [run.id for run in store.runs.recent()] == [*many[:-11:-1], many[2]], "the newest, and one that knows more"
+    assert store.roots.known() == known
+    store.history.prune(90.0, 1 << 30, 10)
+    assert len(store.runs.recent()) == 11, "once is enough"
+    assert [row.calls for row in store.queue.requests()] == [row.calls for row in asked]
+    taken = store.queue.take()
+    assert taken is not None and taken.calls == asked[0].calls
+    assert sum(shape.calls for shape in taken.shapes) == 30 * sum(shape.calls for shape in request().shapes)
+
+
+def test_one_call_of_a_run_that_ends_removes_a_piece_only(
+    store: Store, many: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "RUNS", 5)
+    store.history.prune(90.0, 1 << 30, 10, most_pieces=1)
+    assert len(store.runs.recent()) == 25
+
+
+def test_runs_that_may_still_be_running_stay(store: Store, runs: list[int]) -> None:
+    store.history.prune(90.0, 1 << 30, 1)
+    assert [run.id for run in store.runs.recent()] == [runs[2], runs[1]]
+    assert details(store, runs[1]) == [2000, 1, 1]
+
+
+def test_events_of_daemons_go_by_age_and_number(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(old_runs, "MOST_EVENTS", 3)
+    for number in range(5):
+        store.notes.add_event(None, Event("daemon", f"event {number}"))
+    store.history.prune(90.0, 1 << 30, ALL)
+    assert [row.event.message for row in store.notes.events()] == ["event 2", "event 3", "event 4"]
+    began = old_runs.now()
+    monkeypatch.setattr(old_runs, "now", lambda: began + 91 * DAY)
+    store.history.prune(90.0, 1 << 30, ALL)
+    assert not store.notes.events()
