@@ -13,7 +13,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import NodeForm, Operation, TensorSpec, ValueRef
 from autofuse.ir.optable import FUSIBLE, info
 from autofuse.ir.shape import SymbolicShape, contiguous_strides
-from autofuse.strategies.chains import Link, as_shape, is_contiguous, next_link, number, replaced, result_of
+from autofuse.strategies.chains import Link, as_shape, is_contiguous, keep_order, next_link, number, replaced, result_of
 from autofuse.strategies.joined_matmuls import joined_products
 from autofuse.strategies.sdpa_match import attention_rewrites
 from autofuse.strategies.sdpa_training_match import DEVICES, SDPA_TRAINING, training_rewrite
@@ -106,7 +106,7 @@ def _linears(form: NodeForm) -> Iterator[Rewrite]:
 def _onednn_linear(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
     parts = _linear_parts(graph, op)
     link = next_link(graph, op)
-    if parts is None or link is None or op.outputs[0].dtype not in ONEDNN_DTYPES:
+    if parts is None or link is None or op.outputs[0].dtype not in ONEDNN_DTYPES or not keep_order(graph, link.views):
         return None
     bias, x, weight = parts
     name = f"{op.name}_fused"
@@ -178,7 +178,7 @@ def _bias_apart(graph: FusionGraph, op: Operation) -> tuple[list[Operation], lis
 def _addmm_activation(graph: FusionGraph, op: Operation) -> tuple[list[Operation], list[Operation], str] | None:
     parts = _linear_parts(graph, op)
     link = next_link(graph, op)
-    if parts is None or link is None or link.operand != 0:
+    if parts is None or link is None or link.operand != 0 or not keep_order(graph, link.views):
         return None
     unary = activation(link.operation)
     if unary is None or unary[:2] not in (("relu", "none"), ("gelu", "tanh")):

@@ -106,6 +106,25 @@ def test_a_value_that_others_need_keeps_the_product_apart() -> None:
     assert planned.groups == []
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: torch.relu((x @ w).t()),
+        lambda x, w: (x @ w).t() + x,
+        lambda x, w: (x @ w).t() + (w @ x).t(),
+        lambda x, w: torch.tanh((x @ w).view(2, 3, 2, 3).transpose(1, 2)),
+        lambda x, w: torch.relu((x @ w).view(4, 9)),
+    ],
+)
+def test_a_product_is_not_joined_with_what_reads_it_in_another_order(function: Callable[[T, T], T]) -> None:
+    """Square ones: their sizes do not tell."""
+    with torch.no_grad():
+        planned = plan(function, [torch.randn(6, 6), torch.randn(6, 6)])
+    for group in (group for p in planned for group in p.groups):
+        for kind in strategies_of(group.node.form):
+            check(group.node.form, kind, [()])
+
+
 def test_training_keeps_relu_inside_and_gelu_outside() -> None:
     """relu's gradient needs its result, gelu's needs the product itself."""
     w = torch.randn(16, 16, requires_grad=True)
