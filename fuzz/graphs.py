@@ -23,6 +23,7 @@ from autofuse.ir.optable import OPS, OpKind
 
 T = torch.Tensor
 MOST_ELEMENTS = 5000
+_SIGNS = ("aten.signbit.default", "aten.copysign.Tensor", "aten.copysign.Scalar")  # of NaN, nothing is promised
 _SERIES = 60  # operations an element, from which a small error of an argument is a large one of the result
 NAMESPACE: Mapping[str, Any] = {"torch": torch, "F": F, "aten": torch.ops.aten}
 
@@ -110,7 +111,8 @@ WRITES = [
 def _of_table() -> Iterator[Row]:
     """Each element-wise operator of our own table that takes tensors and numbers alone; no long series."""
     for target, facts in OPS.items():
-        is_left_out = facts.flops >= _SERIES or "backward" in target  # a gradient has its tensor's dtype
+        # A gradient has its tensor's dtype.
+        is_left_out = facts.flops >= _SERIES or "backward" in target or target in _SIGNS
         if facts.kind is not OpKind.POINTWISE or is_left_out or not target.startswith("aten."):
             continue
         packet, overload = target.removeprefix("aten.").split(".")

@@ -13,6 +13,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from fuzz import fused
+from fuzz.models import try_models
 from fuzz.samples import Outcome, name_of, samples, try_sample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,3 +60,9 @@ def test_the_command_counts_and_repeats() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in ("0 wrong", "0 crashes", "2 operators", "2 samples"))
+
+
+def test_a_model_is_drawn_and_verified(tmp_path: Path) -> None:
+    pytest.importorskip("nnsmith", reason="scripts/fuzz models installs it")
+    counts = try_models(100, 5, tmp_path / "last", lambda finding: pytest.fail(finding))
+    assert counts["models"] > 0 and counts["candidates"] >= counts["nodes"] > 0
