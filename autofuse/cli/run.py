@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from autofuse.cli.job import RunJob
 from autofuse.cli.options import effort_options, load_settings, script_arguments, store_option
+from autofuse.cli.output import say
 from autofuse.settings.layers import disabled_by_environment
+from autofuse.startup import launchers
 from autofuse.startup.script import Target, check_target
 
 EPILOG = """\
@@ -18,6 +21,7 @@ Examples:
   autofuse run --tune wait --store ./tuned.sqlite3 train.py
   autofuse run -m package.train --epochs 3
   autofuse run --strict train.py
+  autofuse run torchrun --nproc-per-node 2 train.py
 \b
 Each option also has an environment variable, for example AUTOFUSE_TUNE=wait.
 AUTOFUSE_DISABLE=1 switches autofuse off.
@@ -64,9 +68,14 @@ def command(
     SCRIPT is a Python file, or a folder with a __main__.py. It runs exactly as under python: same arguments, same
     output, same exit code. All ARGS after SCRIPT belong to the script.
     """
+    target = launchers.as_module(target)
     check_target(target)
     if disabled_by_environment():
         return RunJob(target, None)
+    if launchers.is_launcher(target):
+        return _launcher_of_ranks(target)
+    if quiet is None and os.environ.get("RANK", "0") != "0":
+        quiet = True  # one rank of a job speaks for all
     given = {"tune": tune, "store": store, "profile": profile, "frozen": frozen, "strict": strict, "quiet": quiet}
     settings = load_settings(assignments, **given)
     if settings.fusion.patterns is not None and not settings.run.disable:
@@ -74,3 +83,18 @@ def command(
 
         read_patterns(settings.fusion.patterns)  # so that its errors are reported before the script runs
     return RunJob(target, None if settings.run.disable else settings)
+
+
+def _launcher_of_ranks(target: Target) -> RunJob:
+    """The launcher without autofuse, which its ranks run under with the options of this command."""
+    options = click.get_current_context().params
+    words: list[str] = []
+    for name in ("tune", "store", "profile"):
+        words += [f"--{name}", str(options[name])] if options[name] is not None else []
+    for assignment in options["assignments"]:
+        words += ["--set", assignment]
+    words += [f"--{name}" for name in ("frozen", "strict", "quiet") if options[name]]
+    ranks, why_not = launchers.with_ranks(target, words)
+    if why_not:
+        say(f"the ranks of {target.name} run without autofuse: {why_not}")
+    return RunJob(ranks, None)
