@@ -37,6 +37,11 @@ class RootReason(Reason):
     TOO_SMALL = "too_small", "too fast per call for capture to gain"
     TOO_EXPENSIVE = "too_expensive", "capture would take longer than allowed"
     NOTHING_TO_RUN = "nothing_to_run", "no kernel is stored for its device, and none can be made"
+    SEVERAL_RANKS = (
+        "several_ranks",
+        "several ranks compute the same values, which kernels that differ in the last bit would let drift apart; "
+        "--strict fuses it",
+    )
     CAPTURE_FAILED = "capture_failed", "could not be captured"
     NO_GRAPH = "no_graph", "no graph of it could be captured"
     BOOKKEEPING_FAILED = "bookkeeping_failed", "autofuse failed to watch it"

@@ -24,6 +24,7 @@ from autofuse.observer.root_tracker import Target
 from autofuse.observer.signatures import call_signature, count_elements
 from autofuse.runtime.graph_trial import Costs, GraphTrial
 from autofuse.runtime.patched_classes import must_be_eager
+from autofuse.runtime.rank_agreement import shares_values
 from autofuse.runtime.root_bypass import Bypass
 from autofuse.runtime.root_captured import CapturedCalls
 from autofuse.runtime.root_device import RootDevice
@@ -197,7 +198,9 @@ class Root:
         device = self._device.find(module, args, kwargs)
         advice = self.policy.advise(module, self.life.failures)
         self.life.note(advice)
-        if advice.capture:
+        if advice.capture and not self._services.context.settings.run.strict and shares_values(module):
+            self.life.keep_equal()
+        elif advice.capture:
             try:
                 self._capture_for(device)
             except Exception as error:

@@ -8,6 +8,7 @@ from       to         by              why
 =========  =========  ==============  ================================================================================
 observing  captured   `capture`       it pays, or was asked for
 observing  eager      `decline`       advice that is final, for all calls or for those of some sizes
+observing  eager      `keep_equal`    ranks that compute the same values must not differ
 captured   eager      `lose`          steps of all sizes lost to held-out ones
 captured   eager      `release`       what was traced is no more what it was
 captured   eager      `find_nothing`  no part of it could be traced
@@ -102,6 +103,11 @@ class RootLife:
     def decline(self) -> None:
         """Stay in eager, as the last advice says."""
         self._move("eager")
+        self._services.observer.decide(self._key)
+
+    def keep_equal(self) -> None:
+        """Stay in eager: other ranks compute the same values, and may not run the same kernels at the same step."""
+        self._move("eager", "several_ranks", "")
         self._services.observer.decide(self._key)
 
     def lose(self, loss: Loss, elements: int, is_all: bool) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -80,8 +82,46 @@ def test_attempts_end() -> None:
     assert not alone.is_due(10**6, "a") and not store.check([f"t/{MOST_ATTEMPTS}/offer"])
 
 
+TENSOR_PARALLEL = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from autofuse.runtime.rank_agreement import shares_values
+from autofuse.runtime.session import running_session
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)  # its collectives do nothing
+layers = lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+plan = {"0": ColwiseParallel(use_local_output=True), "2": RowwiseParallel()}
+plain, mesh = layers(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+sharded = fully_shard(layers(), mesh=mesh["dp"])
+parallel = parallelize_module(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), mesh["tp"], plan)
+both = fully_shard(parallelize_module(layers(), mesh["tp"], {"0": ColwiseParallel()}), mesh=mesh["dp"])
+print([shares_values(module) for module in (plain, sharded, parallel, both, len)])
+for _ in range(40):
+    parallel(torch.randn(64, 8))
+session = running_session()
+print([(root.state, root.reason) for root in session.roots.groups.values() if root.name == "Sequential"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("option", "state"), [((), "eager"), (("--strict",), "captured")])
+def test_modules_of_tensor_parallel_ranks_stay_in_eager(tmp_path: Path, option: tuple[str, ...], state: str) -> None:
+    script, store = tmp_path / "train.py", tmp_path / "kept" / "s.sqlite3"
+    script.write_text(TENSOR_PARALLEL)
+    command = [sys.executable, "-m", "autofuse", "run", "--tune", "wait", "--store", str(store), *option]
+    command += ["--set", "capture.min_root_us=0", "--set", "tuner.budget_seconds=1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shared, roots = done.stdout.splitlines()
+    assert shared == str([False, False, True, True, False])
+    assert f"('{state}', " in roots and ("several_ranks" in roots) == (state == "eager"), roots
+
+
 SCRIPT = """
-import json, pathlib, sys, torch, torch.nn.functional as F, torch.distributed as dist
+import json, os, pathlib, signal, sys, torch, torch.nn.functional as F, torch.distributed as dist
 from torch import nn
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -95,7 +135,10 @@ if rank == 1:  # it learns late of each decision
     decision = OptimizerRouter._decision
     OptimizerRouter._decision = lambda self, group: decision(self, group) if group.steps > 40 else None
 torch.manual_seed(rank)
+killed = sys.argv[1:] == ["killed"] and rank == 1
 for step in range(200):
+    if killed and step == 60:
+        os.kill(os.getpid(), signal.SIGKILL)
     loss = F.mse_loss(net(torch.randn(32, 16)), torch.randn(32, 4))
     optimizer.zero_grad()
     loss.backward()
@@ -112,25 +155,37 @@ dist.destroy_process_group()
 """
 
 
-def launch(folder: Path, *options: str) -> dict[int, list[Any]]:
-    """Two ranks on this machine: whether each has the other's parameters to the bit, and its fused steps."""
+def launch(folder: Path, size: int, *options: str, arguments: Sequence[str] = ()) -> CompletedProcess[str]:
+    """So many ranks on this machine, each of which writes what became of it."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     quick = [word for name in ("tuner.trials=2", "tuner.rounds=5", "tuner.margin=0.0") for word in ("--set", name)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "autofuse", "run", *options, *quick]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     store = ("--store", str(folder / "kept" / "s.sqlite3"))
-    done = subprocess.run(
-        [*command, *store, str(script)], capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment
+    return subprocess.run(
+        [*command, *store, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env=environment,
     )
+
+
+def told(folder: Path, size: int, *options: str) -> list[list[Any]]:
+    """Of each rank: whether it has the others' parameters to the bit, and its fused steps."""
+    done = launch(folder, size, *options)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {rank: json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)}
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(size)]
 
 
 def test_replicas_stay_equal_while_a_kernel_comes_in(tmp_path: Path) -> None:
-    first, again = launch(tmp_path, "--tune", "wait"), launch(tmp_path, "--tune", "wait")
-    for ranks in (first, again):
-        assert all(is_equal for is_equal, _ in ranks.values())
-        assert ranks[0][1] == ranks[1][1]
-    assert again[0][1] > 50
+    for size in (2, 4):
+        ranks = told(tmp_path, size, "--tune", "wait")
+        assert all(is_equal for is_equal, _ in ranks)
+        assert len({fused_steps for _, fused_steps in ranks}) == 1
+    assert ranks[0][1] > 50
+    done = launch(tmp_path, 2, "--tune", "off", arguments=["killed"])
+    assert done.returncode == 1 and "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
