@@ -39,10 +39,20 @@ _MESSAGE_LINES = 5
 
 def compile_source(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
     """Compile all passes of a source under each of the assumptions. Raises CompilerError."""
+    found = compiled_kernels(source, target, assumptions)
+    images = [_image(number, assumed, kernel, resources) for number, assumed, kernel, resources in found]
+    return Artifact(source, target, tuple(images))
+
+
+def compiled_kernels(
+    source: TritonSource, target: str, assumptions: Sequence[Assumptions]
+) -> list[tuple[int, Assumptions, Any, Resources]]:
+    """Of each pass under each of the assumptions: its number, Triton's compiled kernel with the texts of all its
+    stages, and what it takes. Raises CompilerError."""
     parsed = parse_target(target)
     gpu = GPUTarget(parsed.backend, parsed.arch, parsed.warp_size)
     options = options_for(source, target)
-    images = []
+    made = []
     with _settings(), contextlib.ExitStack() as stack:
         try:
             names = stack.enter_context(defined(source))
@@ -54,9 +64,8 @@ def compile_source(source: TritonSource, target: str, assumptions: Sequence[Assu
         for number, (item, function) in enumerate(zip(source.passes, functions, strict=True)):
             for assumed in in_order(assumptions):
                 ast = ASTSource(function, _signature(item), dict(item.constants), _attributes(item, assumed))
-                kernel, resources = _compile(ast, gpu, options)
-                images.append(_image(number, assumed, kernel, resources))
-    return Artifact(source, target, tuple(images))
+                made.append((number, assumed, *_compile(ast, gpu, options)))
+    return made
 
 
 @contextlib.contextmanager
