@@ -17,10 +17,12 @@ import torch
 
 from autofuse.codegen.c.build import compile_source, flags_for
 from autofuse.codegen.c.load import kernel_in, open_library
+from autofuse.codegen.c.templates.registry import C_TEMPLATES
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.knobs import Knob, default_config
 from autofuse.codegen.lowering.lower import lowered
 from autofuse.codegen.reference import run_unfused
+from autofuse.codegen.templates import LOOP, template_of
 from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.errors import LoweringError, ShapeError
@@ -37,6 +39,7 @@ from autofuse.wrapper.node_call import Entry, expected_outputs, make_launcher
 GENERATOR, TRITON = FusionKernelGenerator(), TritonKernelGenerator()
 MOST_POINTS = 2000  # the interpreter takes half a millisecond a program
 THREADS = (1, 2, 3)
+_NOT_MADE_FOR = ("could not create a primitive", "could not construct a memory descriptor")
 NUDGE = 64  # units in the last place: a sum of some numbers is rounded at each of them
 
 
@@ -69,6 +72,14 @@ def drawn(knobs: Sequence[Knob], rng: random.Random) -> Config:
 
 def compile_together(texts: Sequence[Text]) -> list[Entry]:
     """Their entries. Raises CompilerError, of all where the compiler refuses one."""
+    loops = [item for item in texts if template_of(C_TEMPLATES, item.form).name == LOOP]
+    others = [item for item in texts if item not in loops]  # their macros have names of their own
+    pieces = [loops, *([item] for item in others)]
+    found = {id(item): entry for piece in pieces for item, entry in zip(piece, _compiled(piece), strict=True)}
+    return [found[id(item)] for item in texts]
+
+
+def _compiled(texts: Sequence[Text]) -> list[Entry]:
     if not texts:
         return []
     toolchain = GENERATOR.toolchain
@@ -171,5 +182,6 @@ def _checked(
     except Impossible:  # no values were found that eager takes, as where the node computes its own indices
         pass
     except Exception as error:
-        if "ZeroDivisionError" not in str(error):  # which eager raises: such a node stays eager's
+        # Eager raises the first, so such a node stays eager's; with the others oneDNN says what it is not made for.
+        if not any(text in str(error) for text in ("ZeroDivisionError", *_NOT_MADE_FOR)):
             yield f"{label}: {type(error).__name__}: {error}"

@@ -38,6 +38,7 @@ from tests.codegen.compare import wrong_outputs
 
 T = torch.Tensor
 _KNOWN: dict[NodeForm, Mapping[str, Entry]] = {}  # kernels of earlier programs
+_PARTS: dict[NodeForm, Mapping[str, Entry]] = {}  # the same of loops alone, of nodes and of parts of their strategies
 MOST_KNOWN = 2000
 DRAWS = 3
 _TRACES = os.path.join("capture", "backend.py")  # through which all of torch's tracing is called
@@ -65,16 +66,18 @@ class Verified(Kernels):
         return find_groups(graph, nodes, FusionConfig())[0]
 
     def prepare(self, program: GraphProgram, hints: Mapping[str, int]) -> None:
-        if len(_KNOWN) > MOST_KNOWN:
+        if len(_PARTS) > MOST_KNOWN:
             _KNOWN.clear()
-        wanted = {slot.node.form: node_symbol_values(slot.symbols, hints) for slot in program.slots}
-        strategies = {form: _possible(form) for form in wanted if is_group(form) and form not in _KNOWN}
+            _PARTS.clear()
+        slots = {slot.node.form: node_symbol_values(slot.symbols, hints) for slot in program.slots}
+        strategies = {form: _possible(form) for form in slots if is_group(form) and form not in _KNOWN}
+        wanted = {form: values for form, values in slots.items() if not is_group(form)}
         for form, found in strategies.items():
-            sizes = dict(zip(form.symbols, wanted[form], strict=True))
+            sizes = dict(zip(form.symbols, slots[form], strict=True))
             wanted |= {part: values for strategy in found for part, values in parts_of(strategy, sizes)}
         texts: list[Text] = []
         for form, values in wanted.items():
-            if form not in _KNOWN and form not in strategies:
+            if form not in _PARTS:
                 try:
                     texts += c_texts(form, values, self.rng)
                 except Exception as error:
@@ -86,15 +89,17 @@ class Verified(Kernels):
             return
         for form in dict.fromkeys(item.form for item in texts):
             pairs = zip(texts, entries, strict=True)
-            _KNOWN[form] = {item.label: entry for item, entry in pairs if item.form is form}
-            self.fresh.add(form)
+            _PARTS[form] = {item.label: entry for item, entry in pairs if item.form is form}
+        new = [form for form in slots if form not in _KNOWN and form not in strategies]
+        _KNOWN.update({form: _PARTS[form] for form in new if form in _PARTS})
+        self.fresh.update(new)
         for form, found in strategies.items():
             _KNOWN[form] = {f"strategy {strategy.name}": self._loaded(strategy) for strategy in found}
             self.fresh.add(form)
 
     def _loaded(self, strategy: Strategy) -> LoadedStrategy:
         """A strategy, each part with one of its kernels for any sizes."""
-        known = [_KNOWN[kernel.node.form] for kernel in strategy.kernels]
+        known = [_PARTS[kernel.node.form] for kernel in strategy.kernels]
         return LoadedStrategy(strategy, tuple(self.rng.choice(for_any_sizes(entries)) for entries in known))
 
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice:
@@ -189,8 +194,11 @@ def _check(program: Program, outcome: Outcome) -> None:
             outcome.wrong += [f"a size plus one: {text}" for text in _compared(call, program, larger=1)]
     except REFUSED as error:
         outcome.skipped = f"refused: {type(error).__name__}"
-    except Exception as error:
-        if _is_torchs(error):
+    except Exception as wrapped:
+        error = getattr(wrapped, "inner_exception", None) or wrapped  # Dynamo's own hides what a backend raised
+        if isinstance(error, REFUSED):
+            outcome.skipped = f"refused: {type(error).__name__}"
+        elif _is_torchs(error):
             outcome.skipped = f"no graph: {type(error).__name__}"
         else:
             outcome.wrong.append("".join(traceback.format_exception(error)[-6:]))

@@ -253,6 +253,7 @@ _REDUCTIONS: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]], ...
     ("reductions_of_one", lambda x: (aten.max.dim(x.sum(), 0)[0] + 1, aten.argmax.default(x.sum(), 0), aten.std_mean.correction(x.sum(), [0], correction=0)[1]), (_R3,)),
     ("any_float", lambda x: (x > 1).any(-1, keepdim=True), (_X,)),
     ("any_all_of_one", lambda x: (x[None].any(0), x[None].all(0, True)), (_t(5, 7, dtype=torch.uint8),)),
+    ("bools_beside_a_row", lambda m, i: (m.max(), m * m, i * (m * m), torch.stack([m * m, m * m + m.max()], -1)), (_t(7, dtype=torch.bool), _t(7, dtype=torch.int64))),
     ("prod", lambda x: x.prod(-1), (_t(5, 7),)),
     ("variance", lambda x: (x.var(-1), x.std(-1, keepdim=True)), (_R3,)),
     ("var_mean", lambda x: torch.var_mean(x, -1, correction=0, keepdim=True), (_R3,)),

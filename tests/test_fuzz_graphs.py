@@ -53,6 +53,7 @@ PROGRAM = Program(
 def wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that leave results as memory was."""
     monkeypatch.setattr("fuzz.check._KNOWN", {})
+    monkeypatch.setattr("fuzz.check._PARTS", {})
     monkeypatch.setattr("fuzz.check.compile_together", lambda texts: [lambda *pointers: None for _ in texts])
 
 
@@ -83,6 +84,7 @@ def test_all_candidates_of_a_node_go_through_the_verifier(monkeypatch: pytest.Mo
         return iter(())
 
     monkeypatch.setattr("fuzz.check._KNOWN", {})
+    monkeypatch.setattr("fuzz.check._PARTS", {})
     monkeypatch.setattr(candidates, "_checked", noted)
     check(replace(PROGRAM, is_dynamic=True))
     assert labels == ["generic", "generic", "specialised", "Triton"]
@@ -98,6 +100,7 @@ def test_what_rounding_alone_changes_is_not_wrong(monkeypatch: pytest.MonkeyPatc
     assert check(program).wrong == []
     monkeypatch.setattr(candidates, "NUDGE", 0)
     monkeypatch.setattr("fuzz.check._KNOWN", {})
+    monkeypatch.setattr("fuzz.check._PARTS", {})
     assert "largest error" in "".join(check(program).wrong)
 
 
@@ -118,3 +121,30 @@ def test_the_command_counts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["graphs"]
     assert found["counts"]["graphs"] >= 3 and found["counts"]["wrong"] == 0 and found["machine"]["torch"]
+
+
+A, B = Input((6, 3), "float32", "contiguous"), Input((6, 3), "int64", "contiguous")
+WIDE = Input((6, 3, 2), "float64", "contiguous")
+FOUND = {
+    "only the length of places is read": Program(
+        (WIDE,),
+        (
+            "v0 = i0 @ i0.mT", "v1 = v0 == v0", "v2 = i0.float()", "v3 = v2.double()", "v4 = v2.isnan()",
+            "v5 = v2[::2].zero_()", "v6 = torch.arange(v4.shape[-1])", "v7 = torch.arange(v2.shape[1])",
+            "v8 = torch.arange(v7.shape[0])",
+        ),
+        ("v1", "v3", "v5", "v6", "v8"), True, False, 1269,
+    ),
+    "a product by itself beside one that is added up": Program(
+        (A,), ("v0 = (i0 @ i0.mT).sum(-1)", "v1 = torch.tanh(v0)", "v2 = i0 @ i0.mT"), ("v1", "v2"), True, False, 1,
+    ),
+    "integers become floats, for which aten has float32": Program(
+        (A, B), ("v0 = i1 / 3", "v1 = torch.lerp(v0, i0, 0.5)", "v2 = v1.double()"), ("v0", "v2"), True, False, 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name: str) -> None:
+    outcome = check(FOUND[name])
+    assert outcome.wrong == [] and not outcome.skipped and outcome.nodes

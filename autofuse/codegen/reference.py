@@ -22,6 +22,7 @@ from autofuse.ir.optable import OpKind, info, is_librarys
 from autofuse.ir.shape import evaluate
 from autofuse.library_operators import called
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 
 __all__ = ["make_inputs", "run_unfused", "to_float64"]
@@ -52,11 +53,29 @@ def run_unfused(
                 found: Any = (_dropout_scale(values[op.args[0]], mask, 0.0 if p == 1 else 1.0 / (1.0 - p)), mask)
             else:
                 found = run_operation(op, values, symbol_values, device)
+                if _is_too_narrow(op, found):
+                    found = _widened(op, values, symbol_values, device)
                 if op.target == DROPOUT and masks is not None:
                     masks.append(found[1])
             for n, result in enumerate(found if isinstance(found, tuple | list) else (found,)):
                 values[ValueRef(op.name, n)] = result
     return tuple(values[ref] for ref in form.outputs)
+
+
+def _is_too_narrow(op: Operation, found: Any) -> bool:
+    """Whether aten gave float32 for float64: in the wide form, for integers alone, which it makes its default dtype."""
+    return isinstance(found, torch.Tensor) and found.dtype is torch.float32 and op.outputs[0].dtype == "float64"
+
+
+def _widened(
+    op: Operation, values: Mapping[ValueRef, Any], symbols: Mapping[str, int], device: torch.device
+) -> torch.Tensor:
+    """The operation on the integers as float64, which holds them exactly up to 2^53."""
+    integers = {ref: values[ref] for ref in op.inputs if values[ref].dtype not in (torch.bool, *_FLOATS)}
+    wide = {**values, **{ref: tensor.double() for ref, tensor in integers.items()}}
+    found = run_operation(op, wide, symbols, device)
+    assert isinstance(found, torch.Tensor)
+    return found.double()
 
 
 def run_operation(

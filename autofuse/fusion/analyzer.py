@@ -321,7 +321,7 @@ class FusionCandidateAnalyzer:
     def _alone(self, graph: FusionGraph, op: Operation) -> FusionNode | None:
         """The node of an operation, worth a call or not; None where it has no kernel."""
         node = build_node(graph, [op]) if self._single(graph, op) is not None else None
-        return node if node is not None and self._problem(node) is None else None
+        return node if node is not None and node.outputs and self._problem(node) is None else None
 
     def _as_stages(self, graph: FusionGraph, parts: Sequence[FusionNode]) -> FusionNode | None:
         """One node of these; None (and a refusal) where no kernel can be generated."""

@@ -395,6 +395,7 @@ class Body(ValuePrinter):
         """Combine the results of threads or shares in their order and write what depends on them."""
         if not self.plan.post_stores:
             return []
+        self._widened = frozenset()  # buffers of a row are the nest's
         kernel, plan = self.kernel, self.plan
         lines = [*self._parameters(), *self._pointer_lines("entry", "  ")]
         lines += self._declare_all(plan.entry_values, "  ")

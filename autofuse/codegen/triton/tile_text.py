@@ -236,9 +236,12 @@ class TileText:
         """
         dims = {d for d, _ in store.access.strides}
         in_rows, in_cols = bool(dims & set(self.kernel.rows)), bool(dims & set(self.kernel.cols))
+        value, repeats = self.regions[store.value], ""
+        if self.kernel.rows and value.rows and not in_rows:  # what each row finds anew, to one place
+            in_rows, repeats = True, "r * 0"
         mask = self.mask(in_rows, in_cols, extra)
         memory = self.kernel.params[store.access.param].dtype
-        return store_text(self._pointer(store.access), self.text(store.value), memory, mask)
+        return store_text(self._pointer(store.access, repeats), self.text(store.value), memory, mask)
 
     # ---- reductions
 
