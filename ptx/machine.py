@@ -468,7 +468,7 @@ class Machine:
 
     def _do_call(self, item: Instruction, mask: Array) -> None:
         if item.operands[0] != "__assertfail":
-            raise Unsupported(item.text)
+            raise Unsupported(f"a call of {item.operands[1]}")
         raise AssertionError("the kernel's own assertion failed")
 
     def _do_trap(self, item: Instruction, mask: Array) -> None:

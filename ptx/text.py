@@ -95,7 +95,7 @@ def parse(text: str) -> Program:
         if found is None:
             raise Unsupported(f"a parameter: {line}")
         parameters.append(Parameter(found[2], SIZES[found[1]]))
-    body = text[entry.end() :]
+    body = _body(text[entry.end() :])
     registers: dict[str, str] = {}
     for kind, names in _REGISTERS.findall(body):
         for name in map(str.strip, names.split(",")):
@@ -106,7 +106,17 @@ def parse(text: str) -> Program:
     for space, align, kind, name, count, data in _MEMORY.findall(text):
         size = SIZES[kind] * int(count or (0 if "[" in text.split(name, 1)[1][:1] else 1))
         memory[name] = Memory(space, size, int(align or 1), _bytes_of(data, SIZES[kind]))
-    return Program(entry[1], tuple(parameters), registers, memory, _code(body[body.index("{") :]))
+    return Program(entry[1], tuple(parameters), registers, memory, _code(body))
+
+
+def _body(text: str) -> str:
+    """What the first pair of braces holds: other functions may follow."""
+    depth = 0
+    for found in re.finditer(r"[{}]", text):
+        depth += 1 if found[0] == "{" else -1
+        if not depth:
+            return text[text.index("{") + 1 : found.start()]
+    raise Unsupported("expected a kernel that ends, found none")
 
 
 def _bytes_of(data: str, size: int) -> bytes:
