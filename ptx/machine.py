@@ -16,7 +16,7 @@ import networkx
 import numpy as np
 
 from ptx import warps
-from ptx.arithmetic import TYPES, compared, converted, rule_of
+from ptx.arithmetic import TYPES, compared, converted, halves, rule_of
 from ptx.memory import BASE, Conflicts, Fault, Global, Tracked
 from ptx.text import SIZES, Address, Immediate, Instruction, Operand, Program, Unsupported
 
@@ -238,6 +238,12 @@ class Machine:
     def _do_setp(self, item: Instruction, mask: Array) -> None:
         kind = item.opcode[-1]
         *to, a, b = item.operands if item.opcode[2] not in ("and", "or", "xor") else item.operands[:-1]
+        if kind in ("f16x2", "bf16x2"):  # a register for each half
+            pairs = zip(to, halves(self._read(a, "b32")), halves(self._read(b, "b32")), strict=True)
+            for register, *half in pairs:
+                half = [x.view(np.float16) for x in half] if kind == "f16x2" else half
+                self._write(register, compared(item.opcode, kind[:-2], *half), mask)
+            return
         found = compared(item.opcode, kind, self._read(a, kind), self._read(b, kind))
         others = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
         for n, register in enumerate(to):

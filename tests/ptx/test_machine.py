@@ -241,6 +241,14 @@ def test_nan_where_it_is_asked_for() -> None:
     assert results == {"eq": False, "ne": False, "neu": True, "ltu": True, "nan": True}
 
 
+def test_two_halves_are_compared_each() -> None:
+    body = """ld.global.b32 %r10, [%rd3]; mov.b32 %r11, 0x40003c00; setp.gt.f16x2 %p1|%p2, %r10, %r11;
+    selp.b32 %r12, 1, 0, %p1; selp.b32 %r13, 2, 0, %p2; add.s32 %r12, %r12, %r13; st.global.b32 [%rd4], %r12;"""
+    ones, twos, threes = 0x3C00, 0x4000, 0x4200
+    given = [ones | ones << 16, twos | ones << 16, ones | threes << 16, twos | threes << 16, *[0] * 60]
+    assert launch(body, given, 64)[0][:5] == [0, 1, 2, 3, 0]
+
+
 @pytest.mark.parametrize(
     ("opcode", "given", "expected"),
     [
