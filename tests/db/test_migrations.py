@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import Connection, create_engine, text
 from store_records import DEVICE, TRITON_FILES, VERSIONS, decision, gpu_kernel, kernel, use
 
 from autofuse.db import connection as opening
@@ -20,6 +20,7 @@ from autofuse.db.migrate import revisions, upgrade
 from autofuse.db.models import Base
 from autofuse.db.store import Store
 from autofuse.errors import StoreVersionError
+from tests.postgres import Postgres
 
 ASSETS = Path(__file__).with_name("assets")
 
@@ -111,3 +112,23 @@ def test_older_schema_is_upgraded_and_readers_ask_for_it(path: Path, monkeypatch
     monkeypatch.setattr("autofuse.db.migrate.upgrade", lambda connection: called.append(connection))
     Store.open(path).close()
     assert len(called) == 1
+
+
+def test_migrations_make_what_the_models_say_on_a_server(postgres: Postgres) -> None:
+    migrated = create_engine(postgres.url(postgres.new_database("template1")))
+    made = create_engine(postgres.url(postgres.new_database()))
+    with migrated.begin() as connection:
+        upgrade(connection)
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+    with migrated.begin() as left, made.begin() as right:
+        assert described(left) == described(right)
+        assert compare_metadata(MigrationContext.configure(right), Base.metadata) == []
+    for engine in (migrated, made):
+        engine.dispose()
+
+
+def described(connection: Connection) -> list[tuple[object, ...]]:
+    """Tables, columns, types and defaults of a server's database, but for the names of sequences."""
+    columns = "table_name, column_name, data_type, is_nullable, column_default"
+    query = f"SELECT {columns} FROM information_schema.columns WHERE table_schema = 'public' ORDER BY 1, 2"
+    return [tuple(row) for row in connection.execute(text(query))]
