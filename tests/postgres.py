@@ -76,7 +76,17 @@ class Postgres:
         secret = self.folder / "password"
         secret.write_text(PASSWORD)
         secret.chmod(0o644)
-        options = ["--no-sync", "-U", "postgres", "-A", "scram-sha-256", f"--pwfile={secret}", "-E", "UTF8", "--no-locale"]
+        options = [
+            "--no-sync",
+            "-U",
+            "postgres",
+            "-A",
+            "scram-sha-256",
+            f"--pwfile={secret}",
+            "-E",
+            "UTF8",
+            "--no-locale",
+        ]
         done = self._run("initdb", "-D", str(self.data), *options)
         assert done.returncode == 0, done.stdout
         with (self.data / "postgresql.conf").open("a") as file:

@@ -44,7 +44,7 @@ class RequestQueue:
         self._devices = tuple(devices)
         self._prefer = prefer
         self._files = DaemonFiles(settings)
-        self._versions = (versions(), strictly(versions()))
+        self.versions = (versions(), strictly(versions()))
         self._spent: dict[int, float] = {}  # seconds of work, by run
         self._parked: list[TuneRequest] = []  # requests of runs whose budget is spent
         self._parked_at = 0.0
@@ -67,7 +67,7 @@ class RequestQueue:
     def take(self) -> TuneRequest | None:
         """Take the next request, of whichever run; None where there is none."""
         queue, kind = self._store.queue, self._files.kind
-        return queue.take(*self._devices, versions=self._versions, kind=kind, prefer=self._prefer)
+        return queue.take(*self._devices, versions=self.versions, kind=kind, prefer=self._prefer)
 
     def next(self) -> TuneRequest | None:
         """Take the next request whose run has budget left, or None. Cheap while nothing in the store changes."""

@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 
 from autofuse.db import models
 from autofuse.db.base import now, put_keys
-from autofuse.db.fleet_queue import LEASE_SECONDS, FleetQueue
+from autofuse.db.fleet_queue import LEASE_SECONDS, FleetQueue, without_paths
 from autofuse.db.fleet_server import FleetServer
 from autofuse.db.results import TuneResults, insert_decision
 from autofuse.db.run_log import RunLog
@@ -24,7 +24,7 @@ from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Decision, DecisionKey, DeviceInfo, Measurement, RunStart
 
 PIECE = 200  # rows of a kind in one round: a job of this host's is never far behind
-# Reasons of decisions that say something about other hosts of the kind; a crash or a full memory may be this host's own.
+# Reasons that say something about other hosts of the kind; a crash or a full memory may be this host's own.
 MEASURED = ("won", "no_gain", "below_margin", "device_slower", "not_bit_equal")
 MODE = "fleet"  # of the run that stands for a host on the server
 
@@ -76,7 +76,7 @@ class FleetExchange:
         rows = self._store.results.measurements_since(since, PIECE)
         by_key: dict[DecisionKey, list[Measurement]] = {}
         for _, row in rows:
-            sent = replace(row.measurement, compile_key=None, message=_without_paths(row.measurement.message))
+            sent = replace(row.measurement, compile_key=None, message=without_paths(row.measurement.message))
             by_key.setdefault(row.key, []).append(sent)
         for key, measurements in by_key.items():
             self._results.put_measurements(key, measurements)
@@ -135,9 +135,3 @@ class FleetExchange:
             return int(found)
         start = RunStart("a host of the fleet", self._device, self._versions[0], MODE, 0, {}, name)
         return RunLog(self._server).start(start)
-
-
-def _without_paths(message: str) -> str:
-    """A message without its compiler's output, which names folders of this host."""
-    first = message.partition("\n")[0].replace("\0", "")
-    return first if "/" not in first else ""

@@ -60,7 +60,7 @@ class FleetQueue(TuneQueue):
         """End a lease with what became of the request; False, and no change, where it has ended already."""
         values = {
             "status": "queued" if status == "requeued" else status,
-            "message": clean(message).replace("\0", ""),
+            "message": without_paths(message),
             "updated_at": now(),
             "pid": None,
             "host": "",
@@ -98,3 +98,9 @@ def _end_late_leases(connection: Connection) -> None:
         "lease_until": None,
     }
     connection.execute(update(table).where(table.key.in_(digests)).values(**changes))
+
+
+def without_paths(message: str) -> str:
+    """The first line of a message; "" where it may name a folder of this host."""
+    first = clean(message.partition("\n")[0]).replace("\0", "")
+    return "" if "/" in first else first

@@ -15,8 +15,8 @@ from sqlalchemy import func, select
 
 from autofuse.db import models
 from autofuse.db.base import (
-    NodeText,
     Database,
+    NodeText,
     as_tuples,
     key_text,
     put_buckets,

@@ -43,7 +43,11 @@ class Proposals:
     def put(self, decisions: Iterable[Decision]) -> int:
         """Keep other hosts' decisions on keys for which this store has none; how many."""
         by_key = {decision.key.digest: decision for decision in decisions}
-        table, decided, columns = models.ProposalRow, models.DecisionRow, ("variant", "config", "reason", "speedup", "at")
+        table, decided, columns = (
+            models.ProposalRow,
+            models.DecisionRow,
+            ("variant", "config", "reason", "speedup", "at"),
+        )
         with self._file.write() as connection:
             closed = select(table.key).where(table.key.in_(by_key), table.status != "open")
             known = select(decided.key).where(decided.key.in_(by_key))

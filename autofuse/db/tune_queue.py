@@ -19,8 +19,8 @@ from sqlalchemy import Connection, bindparam, func, insert, or_, select, true, u
 
 from autofuse.db import models
 from autofuse.db.base import (
-    NodeText,
     Database,
+    NodeText,
     clean,
     key_of,
     now,

@@ -10,7 +10,6 @@ import pytest
 from autofuse.db.base import StoreFile
 from autofuse.db.fleet_server import FleetServer
 from autofuse.db.store import Store
-from tests.postgres import Postgres, running_postgres
 
 
 @pytest.fixture
@@ -22,12 +21,6 @@ def path(tmp_path: Path) -> Path:
 def store(path: Path) -> Iterator[Store]:
     with Store.open(path) as opened:
         yield opened
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    with running_postgres() as server:
-        yield server
 
 
 @pytest.fixture(params=["file", "server"])
