@@ -137,6 +137,13 @@ class Postgres:
                 rows = cursor.fetchall() if cursor.description else []
         return rows
 
+    def own(self, *paths: Path) -> None:
+        """Give files to the user that the server runs as, and to nobody else."""
+        for path in paths:
+            if self._user is not None:
+                os.chown(path, self._user.pw_uid, self._user.pw_gid)
+            path.chmod(0o600)
+
     def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command: Sequence[str] = [str(self._programs / program), *arguments]
         return subprocess.run(

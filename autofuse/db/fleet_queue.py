@@ -9,9 +9,10 @@ MAX_ATTEMPTS of them the request fails, for it may be what kills daemons. Nobody
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, case, select, update
+from sqlalchemy import Connection, case, func, select, update
 
 from autofuse.db import models
 from autofuse.db.base import clean, now
@@ -68,6 +69,22 @@ class FleetQueue(TuneQueue):
         }
         with self._server.share() as connection:
             return _change(connection, holder, key, values)
+
+
+@dataclass(frozen=True)
+class FleetCounts:
+    """How much a server holds."""
+
+    hosts: int
+    decisions: int
+    measurements: int
+
+
+def counts(server: FleetServer) -> FleetCounts:
+    """How much a server holds. Raises FleetError."""
+    tables = (models.Run, models.DecisionRow, models.MeasurementRow)
+    with server.read() as connection:
+        return FleetCounts(*(connection.execute(select(func.count(table.id))).scalar_one() for table in tables))
 
 
 def _change(connection: Connection, holder: str, key: DecisionKey, values: dict[str, Any]) -> bool:
