@@ -2,9 +2,10 @@
 
 In: `fleet.url`; what the loop tells: that it is idle, that results were stored. Out: proposals in the local store;
 requests of other hosts, leased, for a loop without work of its own.
-Guarantee: no job and no script waits for the server, but for the first answer of a daemon that has just begun, and that
-FIRST_SECONDS at most. Where the server cannot be used, one line says so, and the daemon goes on with its own store; it
-tries again after longer and longer pauses. Without `fleet.url` there is no thread, and psycopg is not imported.
+Guarantee: no job and no script waits for the server. Only a daemon that has just begun waits for its first answer: a
+server that is down is known at once, one that keeps silent after `fleet.connect_seconds`. Where the server cannot be
+used, one line says so, and the daemon goes on with its own store; it tries again after longer and longer pauses.
+Without `fleet.url` there is no thread, and psycopg is not imported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from autofuse.settings.groups import FleetSettings
 
 log = logging.getLogger("autofuse.daemon")
 
-FIRST_SECONDS = 2.0  # that a daemon which has just begun waits for what other hosts have found
+# That a daemon which has just begun waits for what other hosts have found, from a server that has taken its connection.
+# It takes 0.1 s, but on a machine that scripts fill it may take seconds, and a search costs more.
+FIRST_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0  # between tries to reach a server that is down
 CLOSE_SECONDS = 3.0  # for the last results, when a daemon ends
 
