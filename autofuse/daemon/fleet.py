@@ -61,6 +61,8 @@ class Fleet:
         self._wants_work = False
         self._offered: TuneRequest | None = None  # leased, and not yet taken by the loop
         self._held: DecisionKey | None = None  # leased, and in work
+        self._own: DecisionKey | None = None  # in work, of this host
+        self._reserved: DecisionKey | None = None  # the same on the server, so that nobody else begins it
         self._ended: list[tuple[DecisionKey, RequestEnd, str]] = []  # whose leases are to be given back
         self._failures = 0  # rounds in a row
         self._said = ""
@@ -79,14 +81,17 @@ class Fleet:
         if self._thread is not None:
             self._first.wait(FIRST_SECONDS)
 
-    def note_results(self) -> None:
-        """Results were stored, which other hosts may use."""
+    def begin_own(self, key: DecisionKey) -> None:
+        """The loop works on a request of this host; what is leased and not begun goes back."""
+        with self._lock:
+            self._wants_work, self._own = False, key
         self._wake.set()
 
-    def note_own_work(self) -> None:
-        """The loop has work of its own: what is leased and not begun goes back."""
+    def end_own(self) -> None:
+        """It is done, or given up; results, if any, are stored."""
         with self._lock:
-            self._wants_work = False
+            self._own = None
+        self._wake.set()
 
     @property
     def may_help(self) -> bool:
@@ -189,19 +194,29 @@ class Fleet:
         finally:
             with self._lock:
                 self._ended = ended + self._ended
+        self._reserve(exchange, None if is_last else self._own)
         for key in self._leased():
             exchange.queue.renew(self._holder, key)
         if not is_last:
             self._lease(exchange)
 
+    def _reserve(self, exchange: FleetExchange, own: DecisionKey | None) -> None:
+        """Keep helpers from what this host works on; of what was decided, the request has ended with its decision."""
+        if self._reserved is not None and self._reserved != own:
+            exchange.queue.give_back(self._holder, self._reserved, "requeued")
+            self._reserved = None
+        if own is not None and self._reserved is None and exchange.queue.reserve(self._holder, exchange.run_id, own):
+            self._reserved = own
+
     def _leased(self) -> list[DecisionKey]:
         with self._lock:
             offered = self._offered.key if self._offered is not None else None
-            return [key for key in (self._held, offered) if key is not None]
+            return [key for key in (self._held, offered, self._reserved) if key is not None]
 
     def _lease(self, exchange: FleetExchange) -> None:
-        if self._leased() or not self._wants_work:
-            return
+        with self._lock:
+            if not self._wants_work or self._held is not None or self._offered is not None:
+                return
         found = exchange.queue.lease(self._holder, exchange.run_id, [self._device.key], self._versions)
         with self._lock:
             self._offered = found

@@ -171,10 +171,11 @@ class TuningLoop:
 
     def work(self, request: TuneRequest) -> None:
         """Tune a request and store the results. Raises StoreError."""
-        self._fleet.note_own_work()
+        self._fleet.begin_own(request.key)
         try:
             self._work(request, self.queue.finish)
         finally:
+            self._fleet.end_own()
             self._scheduler.end()
 
     def help(self, request: TuneRequest) -> None:
@@ -219,7 +220,6 @@ class TuningLoop:
         self.results.write(request, outcome)
         self._expectations.note(outcome.decisions)
         finish(request.key, "done", "")
-        self._fleet.note_results()
         _log_decisions(job, outcome, seconds)
 
 

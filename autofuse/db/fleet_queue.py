@@ -52,6 +52,14 @@ class FleetQueue(TuneQueue):
                 return None
             return taken(connection, digest, {"pid": run_id, "host": holder, "lease_until": CLOCK + self._seconds})
 
+    def reserve(self, holder: str, run_id: int, key: DecisionKey) -> bool:
+        """Lease this request, which a host works on for itself; False where another daemon has it, or it is done."""
+        table = models.Request
+        values = {"status": "running", "pid": run_id, "host": holder, "lease_until": CLOCK + self._seconds}
+        with self._server.share() as connection:
+            is_free = (table.key == key.digest) & (table.status == "queued")
+            return connection.execute(update(table).where(is_free).values(**values)).rowcount > 0
+
     def renew(self, holder: str, key: DecisionKey) -> bool:
         """Begin the lease anew; False where it has ended meanwhile."""
         with self._server.share() as connection:

@@ -146,6 +146,14 @@ def test_each_request_is_taken_by_one_worker_at_a_time(daemon: Make, count: int,
             connection.exec_driver_sql(f"DELETE FROM {table}")
 
 
+def test_what_a_host_works_on_for_itself_is_reserved(daemon: Make) -> None:
+    one, two = daemon("one"), daemon("two")
+    one.queue.add([request()])
+    assert one.queue.reserve("one", one.run_id, key()) and not two.queue.reserve("two", two.run_id, key())
+    assert two.lease() is None and not one.queue.reserve("one", one.run_id, key("b" * 64))
+    assert one.queue.give_back("one", key(), "requeued") and two.lease() is not None
+
+
 def test_a_lease_ends_unless_it_is_renewed(daemon: Make) -> None:
     one, two = daemon("one", lease_seconds=0.4), daemon("two")
     one.queue.add([request()])

@@ -61,7 +61,8 @@ def test_without_a_server_there_is_no_thread(fleet: Make) -> None:
     one = fleet("")
     assert one._thread is None and not one.may_help
     one.wait()
-    one.note_results()
+    one.begin_own(request(chain_form(), (700,)).key)
+    one.end_own()
     one.close()
 
 
@@ -122,8 +123,28 @@ def test_own_work_goes_first(fleet: Make, postgres: Postgres, tmp_path: Path) ->
         store.queue.add([request(chain_form(), (700,))])
         exchange.push()
     wait_until(lambda: queue.length().running == 1)  # leased ahead
-    one.note_own_work()
+    one.begin_own(request(chain_form(3), (700,)).key)
     wait_until(lambda: queue.length().queued == 1)
+    server.close()
+
+
+def test_helpers_leave_alone_what_a_host_works_on(fleet: Make, postgres: Postgres, tmp_path: Path) -> None:
+    url = postgres.url(postgres.new_database())
+    server, asked = FleetServer(url), request(chain_form(), (700,))
+    queue = FleetQueue(server)
+    one, helper = fleet(url), fleet(url, name="two")
+    with Store.open(tmp_path / "one.db") as store:
+        store.queue.add([asked])
+    one.begin_own(asked.key)
+    wait_until(lambda: queue.length().running == 1)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        assert helper.borrow() is None
+    one.end_own()  # given up: there is no decision
+    found = None
+    while found is None:
+        found = helper.borrow()
+    assert found.key == asked.key
     server.close()
 
 
