@@ -23,7 +23,7 @@ from autofuse.daemon.fleet import Fleet
 from autofuse.daemon.open_runs import OpenRuns
 from autofuse.daemon.peers import Peers, peers_folder
 from autofuse.daemon.request_queue import Heartbeat, RequestQueue
-from autofuse.daemon.request_tuner import RequestTuner
+from autofuse.daemon.request_tuner import RequestTuner, is_genuine
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.tuning_results import TuningResults
 from autofuse.db.rows import RequestEnd
@@ -180,6 +180,10 @@ class TuningLoop:
 
     def help(self, request: TuneRequest) -> None:
         """Tune a request of another host: the results are stored here, and sent from here. Raises StoreError."""
+        if not is_genuine(request):
+            log.warning("a request of another host was refused: it does not name the node that it holds")
+            self._fleet.give_back(request.key, "failed", "it does not name the node that it holds")
+            return
         if self.results.last_decision(request.key, request.bucket) is not None:
             self._fleet.give_back(request.key, "done")
             return

@@ -8,6 +8,7 @@ candidate; only where it cannot run or is wrong, this host searches by itself.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from autofuse.codegen.templates import LOOP
 from autofuse.daemon.devices import Devices
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.tuning_results import TuningResults
+from autofuse.errors import FusionError
 from autofuse.ir.buckets import distance
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import (
@@ -45,6 +47,7 @@ from autofuse.tuner.tune_node import Job
 log = logging.getLogger("autofuse.daemon")
 
 WORKER_START_SECONDS = 3.0  # CPU time of importing torch
+ID_DIGITS = 16  # of a node's name, a SHA-256
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
 CUT_BELOW = 1.15  # a node whose one kernel gains less is also tried as two kernels
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
@@ -198,6 +201,20 @@ class RequestTuner:
             self._devices.memory_bytes(request.key.device),
             GPU_CASE_BYTES if is_gpu else CASE_BYTES,
         )
+
+
+def is_genuine(request: TuneRequest) -> bool:
+    """Whether a request names the node and the bucket that it holds.
+
+    Of another host's request: else its kernel would be stored here under the name of a node of this host's scripts.
+    """
+    try:
+        form = form_of_request(request.node)
+    except (FusionError, ValueError, TypeError, KeyError):
+        return False
+    named = request.key.fusion_id
+    digest = form.fusion_id if isinstance(form, StepForm) else hashlib.sha256(form.text().encode()).hexdigest()
+    return len(named) >= ID_DIGITS and digest.startswith(named) and request.bucket.label == request.key.bucket
 
 
 def _part_request(

@@ -17,7 +17,9 @@ from autofuse.cli.app import parse
 from autofuse.db.connection import HEAD
 from autofuse.db.fleet_queue import FleetQueue
 from autofuse.db.fleet_server import FleetServer
+from autofuse.doctor import Finding, examine
 from autofuse.errors import FleetError
+from autofuse.settings.layers import load
 from tests.postgres import OWNER, PASSWORD, Postgres
 
 
@@ -107,21 +109,29 @@ def test_schemas_that_are_not_ours(postgres: Postgres) -> None:
         server.upgrade()
 
 
+def doctors_view() -> Finding:
+    (found,) = examine(load(), only=("fleet",))
+    return found
+
+
 def test_upgrade_and_status_from_the_command_line(
     postgres: Postgres, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = postgres.url(postgres.new_database("template1"))
     monkeypatch.setenv("AUTOFUSE_FLEET_URL", url)
+    assert not doctors_view().ok and "autofuse fleet upgrade" in doctors_view().found
     assert parse(["fleet", "status"]) == 1 and "autofuse fleet upgrade" in capfd.readouterr().err
     assert parse(["fleet", "upgrade"]) == 0 and parse(["fleet", "upgrade"]) == 0
     assert capfd.readouterr().out.count(f"{OWNER}:***@") == 2
     with contextlib.closing(FleetServer(url)) as server:
         FleetQueue(server).add([request()])
+    assert doctors_view().ok and "owner:***@127.0.0.1" in doctors_view().found
     assert parse(["fleet", "status"]) == 0
     assert "requests: 1 wait, 0 in work, 0 done, 0 failed" in capfd.readouterr().out
     assert parse(["config", "fleet"]) == 0 and parse(["config", "--json"]) == 0 and parse(["config"]) == 0
     assert PASSWORD not in capfd.readouterr().out
     monkeypatch.setenv("AUTOFUSE_FLEET_URL", "")
+    assert doctors_view().ok and doctors_view().found.startswith("none;")
     assert parse(["fleet", "status"]) == 2 and "fleet.url" in capfd.readouterr().err
 
 

@@ -19,7 +19,7 @@ from autofuse.db.fleet_server import FleetServer
 from autofuse.db.store import Store
 from autofuse.errors import DaemonError
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import Decision, TuneRequest
+from autofuse.ir.records import Candidate, Decision, TuneRequest
 from autofuse.settings.layers import Settings, load
 from tests.postgres import PASSWORD, Postgres, running_postgres
 from tests.tuner.nodes import chain_form, request
@@ -173,6 +173,18 @@ def test_a_worker_that_is_stopped_gives_the_request_back(hosts: Make, url: str, 
         worker.stop()  # in the middle: its worker imports torch now
         assert exchange.queue.length().queued == 1
         assert on_server(url, "SELECT attempts FROM requests") == [(0,)]
+
+
+def test_tuning_in_the_foreground_takes_part(hosts: Make, url: str) -> None:
+    asked = request(FORM, (700,), calls=1)
+    first, second = hosts(url), hosts(url)
+    with Store.open(first.settings.run.store) as store:
+        store.results.put_decision(Decision.of(None, asked, Candidate("eager"), "no_gain", ""))
+    assert control.drain(first.settings).done == 0  # what it has found is sent at its end
+    second.ask(asked)
+    assert control.drain(second.settings).done == 1
+    found = second.decision(asked)
+    assert found is not None and found.detail == "as another host of the fleet found"
 
 
 def test_a_server_that_is_killed_in_the_middle(hosts: Make, tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from autofuse.daemon.loop import TuningLoop
 from autofuse.db.store import Store
-from autofuse.ir.records import EAGER, Candidate, Decision, TuneRequest, make_config
+from autofuse.ir.records import EAGER, Bucket, Candidate, Decision, TuneRequest, make_config
+from autofuse.optim.form import StepForm
 from autofuse.settings.layers import load
 from autofuse.tuner.benchmark_provider import Built, NodeBenchmarks
 from autofuse.tuner.cases import CheckCase
@@ -166,6 +168,38 @@ def test_what_this_host_does_not_know_is_refused_in_one_line(
     assert searches and found.candidate.config != strange.config
     lines = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
     assert len(lines) == 1 and next(iter(change)) in lines[0] and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"node": chain_form(11).to_json()},
+        {"bucket": Bucket(((1, 10**6),))},
+        {"node": {"operations": "none"}},
+        {"node": StepForm("sgd", (), "float32", (8,)).node()},
+    ],
+    ids=["another node", "another bucket", "no node", "a step"],
+)
+def test_a_request_that_names_another_node_is_not_worked_on(
+    loop: TuningLoop, store: Store, searches: list[int], change: dict[str, Any]
+) -> None:
+    """Else a kernel for it would be stored under the name of a node of this host's scripts."""
+    asked = ask(10)
+    before = len(store.results.decisions())
+    loop.help(replace(asked, **change))
+    assert loop._fleet._ended.pop() == (asked.key, "failed", "it does not name the node that it holds")
+    assert searches == [] and len(store.results.decisions()) == before
+
+
+def test_a_request_of_another_host_is_tuned_and_counts_for_no_run_here(loop: TuningLoop, store: Store) -> None:
+    asked = replace(ask(12), run_id=77)  # a number on the server
+    loop.help(asked)
+    assert loop._fleet._ended.pop() == (asked.key, "done", "")
+    (found,) = [d for d in store.results.history() if d.decision.key == asked.key]
+    assert found.run_id is None
+    loop.help(asked)
+    assert loop._fleet._ended.pop() == (asked.key, "done", "")
+    assert len([d for d in store.results.history() if d.decision.key == asked.key]) == 1, "known already"
 
 
 def test_a_strategy_that_is_not_there_is_refused(work: Work, store: Store, searches: list[int]) -> None:
