@@ -120,6 +120,10 @@ class Postgres:
     def url(self, database: str, user: str = OWNER, password: str = PASSWORD) -> str:
         return f"postgresql+psycopg://{user}:{password}@127.0.0.1:{self.port}/{database}"
 
+    def socket_url(self, database: str) -> str:
+        """The same over a socket in a folder, which a process without any network reaches too."""
+        return f"postgresql+psycopg://{OWNER}:{PASSWORD}@/{database}?host={self.folder}&port={self.port}"
+
     def new_database(self, template: str = "made") -> str:
         """A database of its own; its name."""
         self._databases += 1
