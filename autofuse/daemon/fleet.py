@@ -20,7 +20,7 @@ from pathlib import Path
 
 from autofuse.db.fleet_exchange import FleetExchange
 from autofuse.db.fleet_queue import LEASE_SECONDS
-from autofuse.db.fleet_server import FleetServer
+from autofuse.db.fleet_server import NO_ANSWER, FleetServer
 from autofuse.db.rows import RequestEnd
 from autofuse.db.store import Store
 from autofuse.errors import FleetError, StoreError
@@ -149,6 +149,7 @@ class Fleet:
                     exchange = FleetExchange(store, server, self._device, self._versions, self._lease_seconds)
                 self._round(exchange, is_last)
             except StoreError as error:
+                exchange = None  # what answers next may be another server
                 self._failures += 1
                 self._say_down(error)
                 if isinstance(error, FleetError) and error.is_lasting:
@@ -222,7 +223,8 @@ class Fleet:
             self._offered = found
 
     def _say_down(self, error: StoreError) -> None:
-        """One line for each kind of trouble, not one for each try."""
-        if str(error) != self._said:
-            log.warning("%s", error)
-        self._said = str(error)
+        """One line for each kind of trouble, not one for each try: a server that goes away does so in several ways."""
+        text = str(error)
+        if not (text == self._said or (NO_ANSWER in text and NO_ANSWER in self._said)):
+            log.warning("%s", text)
+        self._said = text

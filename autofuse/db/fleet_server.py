@@ -36,7 +36,7 @@ _ABOUT_ITSELF = ""  # in the place of a server's name in `FleetMark`
 _NAME = "name"
 _GUIDE = "docs/guides/fleet.md"
 _UPGRADE = "autofuse fleet upgrade"
-_NO_ANSWER = "expected the fleet's server {} to answer, found"
+NO_ANSWER = "to answer, found"  # in the message where the server was not reached
 
 # Part of a message of libpq or of the server, and what to do about it.
 _ADVICE = (
@@ -139,7 +139,11 @@ def fleet_error(server: str, error: BaseException) -> FleetError:
     found = " ".join(str(original).split())[:300]
     advice = next((advice for part, advice in _ADVICE if part in found), "")
     is_reached = isinstance(error, DBAPIError) and not isinstance(error, OperationalError | InterfaceError)
-    what = f"the fleet's server {server} refused a request" if is_reached else _NO_ANSWER.format(server)
+    what = (
+        f"the fleet's server {server} refused a request"
+        if is_reached
+        else f"expected the fleet's server {server} {NO_ANSWER}"
+    )
     return FleetError(f"{what}: {found}; {advice + '; ' if advice else ''}{LOCAL}")
 
 
