@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, extract, func, insert, make_url, select, text
+from sqlalchemy import URL, Connection, Engine, create_engine, extract, func, make_url, select, text
 from sqlalchemy.exc import (
     ArgumentError,
     DBAPIError,
@@ -24,6 +24,7 @@ from sqlalchemy.exc import (
 )
 
 from autofuse.db import models
+from autofuse.db.base import upsert
 from autofuse.db.connection import APPLICATION_ID, HEAD, REVISIONS
 from autofuse.errors import FleetError
 from autofuse.settings.secrets import masked
@@ -105,6 +106,8 @@ class FleetServer:
                 upgrade(connection)
             else:
                 raise self._schema_error(found)
+            mark = {"server": _ABOUT_ITSELF, "name": _NAME, "value": secrets.token_hex(16)}
+            upsert(connection, models.FleetMark, [mark], ["server", "name"], [])
             return True
 
     def close(self) -> None:
@@ -203,9 +206,7 @@ def _found_revision(connection: Connection) -> str | None:
 
 
 def _create_schema(connection: Connection) -> None:
-    """Make what all migrations together make (a test compares the two), and give the server its name."""
+    """Make what all migrations together make (a test compares the two)."""
     models.Base.metadata.create_all(connection)
     connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
     connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": HEAD})
-    mark = {"server": _ABOUT_ITSELF, "name": _NAME, "value": secrets.token_hex(16)}
-    connection.execute(insert(models.FleetMark).values(**mark))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from sqlalchemy import Connection, create_engine, text
 from store_records import DEVICE, TRITON_FILES, VERSIONS, decision, gpu_kernel, kernel, use
 
 from autofuse.db import connection as opening
+from autofuse.db.fleet_server import FleetServer
 from autofuse.db.migrate import revisions, upgrade
 from autofuse.db.models import Base
 from autofuse.db.store import Store
-from autofuse.errors import StoreVersionError
+from autofuse.errors import FleetError, StoreVersionError
 from tests.postgres import Postgres
 
 ASSETS = Path(__file__).with_name("assets")
@@ -125,6 +127,19 @@ def test_migrations_make_what_the_models_say_on_a_server(postgres: Postgres) -> 
         assert compare_metadata(MigrationContext.configure(right), Base.metadata) == []
     for engine in (migrated, made):
         engine.dispose()
+
+
+def test_a_server_of_an_older_schema_is_upgraded_by_its_owner_alone(postgres: Postgres) -> None:
+    url = postgres.url(postgres.new_database("template1"))
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        upgrade(connection, opening.REVISIONS[-2])
+    engine.dispose()
+    with contextlib.closing(FleetServer(url)) as server:
+        with pytest.raises(FleetError, match=f"found {opening.REVISIONS[-2]}; as the owner .* autofuse fleet upgrade"):
+            server.check()
+        assert server.upgrade() and not server.upgrade()
+        assert server.check() == server.check() != ""
 
 
 def described(connection: Connection) -> list[tuple[object, ...]]:

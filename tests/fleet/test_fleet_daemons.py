@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import psutil
 import pytest
 import sqlalchemy
 
+from autofuse.cli.app import parse
 from autofuse.codegen.version import versions
 from autofuse.daemon import control
 from autofuse.daemon.files import DaemonFiles
@@ -51,10 +52,10 @@ class Host:
     def start(self) -> None:
         assert control.ensure_running(self.settings) is not None
 
-    def start_apart(self) -> None:
+    def start_apart(self, *options: str, apart: Sequence[str] = APART) -> None:
         """Start the daemon in a network of its own, where that is allowed: it reaches no other process by TCP."""
         command, environment = python_module("autofuse")
-        command = [*APART, *command, "daemon", "serve", *self.settings.as_arguments()]
+        command = [*apart, *command, "daemon", "serve", *options, *self.settings.as_arguments()]
         with DaemonFiles(self.settings).open_log(1 << 20) as output:
             subprocess.Popen(command, env=environment | self.settings.as_variables(), stderr=output, stdout=output)
         wait_until(lambda: control.running_pid(self.settings))
@@ -161,37 +162,31 @@ def test_what_one_host_has_tuned_another_takes_over_without_a_search(hosts: Make
     assert count(url, "kernels") == 0 and not first.complaints() and not second.complaints()
 
 
-def test_an_idle_host_tunes_what_another_one_asks_for(hosts: Make, url: str, tmp_path: Path) -> None:
+def test_a_worker_tunes_what_other_hosts_ask_for(hosts: Make, url: str, tmp_path: Path) -> None:
+    """Stopped in the middle it gives the request back; the next one ends it."""
     asked = request(FORM, (700,), calls=1)
-    worker = hosts(url, **{"tuner.idle_exit_seconds": 0.5, "fleet.worker": True})
-    worker.start()
-    with (
-        Store.open(tmp_path / "asking.db") as store,
-        contextlib.closing(FleetServer(url)) as server,
-    ):
+    worker = hosts(url, **{"tuner.idle_exit_seconds": 0.5})
+    with Store.open(tmp_path / "asking.db") as store, contextlib.closing(FleetServer(url)) as server:
         exchange = FleetExchange(store, server, cpu_device(), [versions()])
         store.queue.add([asked])
         exchange.push()
-        wait_until(lambda: exchange.queue.length().done == 1)
+        worker.start_apart("--fleet-worker", apart=())
+        wait_until(lambda: exchange.queue.length().running == 1)
+        worker.stop()  # while its worker imports torch
+        assert exchange.queue.length().queued == 1
+        assert on_server(url, "SELECT attempts FROM requests") == [(0,)]
+        worker.start_apart("--fleet-worker", apart=())
+        wait_until(lambda: worker.decision(asked) and exchange.queue.length().done == 1)
         assert exchange.pull() == 1
-        found = store.proposals.get(asked.key)
-        theirs = worker.decision(asked)
+        found, theirs = store.proposals.get(asked.key), worker.decision(asked)
         assert found is not None and theirs is not None and found.candidate == theirs.candidate
     time.sleep(1.0)  # longer than it may be idle
     assert control.running_pid(worker.settings) is not None, "it stays"
 
 
-def test_a_worker_that_is_stopped_gives_the_request_back(hosts: Make, url: str, tmp_path: Path) -> None:
-    worker = hosts(url, **{"fleet.worker": True})
-    with Store.open(tmp_path / "asking.db") as store, contextlib.closing(FleetServer(url)) as server:
-        exchange = FleetExchange(store, server, cpu_device(), [versions()])
-        store.queue.add([request(FORM, (700,), calls=1)])
-        exchange.push()
-        worker.start()
-        wait_until(lambda: exchange.queue.length().running == 1)
-        worker.stop()  # in the middle: its worker imports torch now
-        assert exchange.queue.length().queued == 1
-        assert on_server(url, "SELECT attempts FROM requests") == [(0,)]
+def test_a_worker_without_a_server_is_a_mistake(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert parse(["daemon", "serve", "--fleet-worker", "--store", str(tmp_path / "store.db")]) == 2
+    assert "expected a server in fleet.url for --fleet-worker" in capfd.readouterr().err
 
 
 def test_tuning_in_the_foreground_takes_part(hosts: Make, url: str) -> None:
@@ -211,19 +206,17 @@ def test_a_server_that_is_killed_in_the_middle(hosts: Make, tmp_path: Path) -> N
     with running_postgres() as own:
         url = own.url(own.new_database())
         host = hosts(url)
-        first, second = (request(chain_form(length), (700,), calls=1) for length in (5, 7))
-        host.ask(first)
+        asked = request(FORM, (700,), calls=1)
+        host.ask(asked)
         host.start()
         wait_until(lambda: count(url, "requests") == 1)
         own.kill()
-        wait_until(lambda: host.decision(first))
-        host.ask(second)
-        wait_until(lambda: host.decision(second))
+        wait_until(lambda: host.decision(asked))
         time.sleep(1.0)  # several tries
         assert len(host.complaints()) == 1
         assert all(PASSWORD not in line for line in host.log.splitlines())
         own.start()
-        wait_until(lambda: count(url, "decisions") == 2)
+        wait_until(lambda: count(url, "decisions") == 1)
         wait_until(lambda: "answers again" in host.log)
 
 
