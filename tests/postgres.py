@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 
@@ -116,6 +117,20 @@ class Postgres:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait()
             self._process = None
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """All of its processes stand still; the machine goes on answering for its sockets."""
+        assert self._process is not None
+        main = psutil.Process(self._process.pid)
+        processes = [main, *main.children(recursive=True)]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
 
     def url(self, database: str, user: str = OWNER, password: str = PASSWORD) -> str:
         return f"postgresql+psycopg://{user}:{password}@127.0.0.1:{self.port}/{database}"

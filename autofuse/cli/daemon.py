@@ -92,6 +92,8 @@ def _print_state(console: Console, state: DaemonState, work: str) -> None:
     if state.heartbeat_at:
         age = max(0.0, time.time() - state.heartbeat_at)
         console.print(f"started {_ago(time.time() - state.started_at)}, last sign of life {_ago(age)}")
+    if state.data.get("fleet"):
+        console.print(plain(f"fleet: {state.data['fleet']}"), soft_wrap=True, markup=False, highlight=False)
 
 
 @command.command("logs", epilog="\b\nExample:\n  autofuse daemon logs -n 50\n")

@@ -94,6 +94,13 @@ class Fleet:
         self._wake.set()
 
     @property
+    def state(self) -> str:
+        """For people: whether the server answers, or why not; "" without a server."""
+        if self._thread is None:
+            return ""
+        return self._said or ("the server answers" if self._first.is_set() else "not connected yet")
+
+    @property
     def may_help(self) -> bool:
         """Whether requests of other hosts may be borrowed."""
         return self._thread is not None and self._settings.help

@@ -88,8 +88,8 @@ class TuningLoop:
         prefer = self._expectations.saving_a_second
         self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys, prefer)
         self._tuner = RequestTuner(settings.tuner, self._devices, self._scheduler, self.results)
-        self._heartbeat = Heartbeat(self._store.daemon, self.queue)
         self._fleet = Fleet(settings.fleet, settings.run.store, cpu_device(), self.queue.versions)
+        self._heartbeat = Heartbeat(self._store.daemon, self.queue, lambda: self._fleet.state)
 
     # ---- loops ----------------------------------------------------------------------------------
 

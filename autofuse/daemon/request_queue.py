@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -110,8 +110,10 @@ class RequestQueue:
 class Heartbeat:
     """Writes regularly to the store what this daemon does."""
 
-    def __init__(self, log: DaemonLog, queue: RequestQueue) -> None:
+    def __init__(self, log: DaemonLog, queue: RequestQueue, fleet: Callable[[], str] = lambda: "") -> None:
+        """``fleet``: in words, whether a fleet's server answers."""
         self.job = ""  # the request in work, for people
+        self._fleet = fleet
         self._log = log
         self._queue = queue
         self._started_at = time.time()
@@ -138,6 +140,6 @@ class Heartbeat:
                 queued=self._queue.queued,
                 done=self._queue.done,
                 failed=self._queue.failed,
-                data={"rss_bytes": psutil.Process().memory_info().rss},
+                data={"rss_bytes": psutil.Process().memory_info().rss, "fleet": self._fleet()},
             )
         )

@@ -2,8 +2,8 @@
 
 In: a job's `Outcome`. Out: rows in the store; winners of the other buckets of a node, kernels of a node's parts; what
 another host of the fleet proposes.
-Guarantee: a kernel is stored before the decision that names it, and that before its proposal counts as closed. What a
-node's past says is read from the store once.
+Guarantee: a kernel is stored before the decision that names it, and what became of a proposal before the decision that
+follows from it, which is not sent to others. What a node's past says is read from the store once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class TuningResults:
         for kernel in outcome.kernels:
             self._kernels.put(kernel)
         self._results.put_measurements(request.key, outcome.measurements)
+        if request.key.digest in self._verdicts:
+            self._proposals.close(request.key, *self._verdicts.pop(request.key.digest))
         for decision in outcome.decisions:
             self._results.put_decision(decision, request.run_id)
             if decision.reason == "won":
                 self._runs.note(decision)
             _note_winner(self._winners.setdefault(request.key.family, {}), decision)
-        if request.key.digest in self._verdicts:
-            self._proposals.close(request.key, *self._verdicts.pop(request.key.digest))
 
     def proposal(self, key: DecisionKey) -> Proposal | None:
         """What another host of the fleet has chosen for a key that this one has not decided on."""

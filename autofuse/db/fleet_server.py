@@ -1,9 +1,10 @@
 """A fleet's server: a PostgreSQL database with the tables of a store, to which many hosts' daemons speak.
 
 In: `fleet.url`. Out: a `FleetServer`, on which the parts of a store work as they do on a file.
-Guarantee: nothing here waits for longer than the timeouts: connecting, a statement and a lock each have one. Writers
-take turns, so ids of rows become visible in their order, and a reader that asks for what is newer misses none. Whatever
-goes wrong is a `FleetError` of one line, without a password, that says what to do. Only `upgrade` changes the schema.
+Guarantee: connecting, a statement and a lock each have a timeout. Only a server that is halted while its machine goes
+on keeps a caller waiting, so callers have a thread of their own. Writers take turns, so ids of rows become visible in
+their order, and a reader that asks for what is newer misses none. Whatever goes wrong is a `FleetError` of one line,
+without a password, that says what to do. Only `upgrade` changes the schema.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from autofuse.codegen.version import versions
 from autofuse.daemon import fleet as fleet_module
-from autofuse.daemon.fleet import FIRST_SECONDS, Fleet
+from autofuse.daemon.fleet import CLOSE_SECONDS, FIRST_SECONDS, Fleet
 from autofuse.db.fleet_exchange import FleetExchange
 from autofuse.db.fleet_queue import FleetQueue
 from autofuse.db.fleet_server import FleetServer
@@ -87,7 +87,7 @@ def test_trouble_is_said_once_and_nobody_waits_for_long(
                 wait_until(lambda: [r for r in caplog.records if "its own store" in r.getMessage()])
                 time.sleep(0.5)  # several more tries
             (line,) = [r.getMessage() for r in caplog.records if "its own store" in r.getMessage()]
-            assert words in line and "\n" not in line and PASSWORD not in line
+            assert words in line and "\n" not in line and PASSWORD not in line and one.state == line
 
 
 def test_a_request_is_borrowed_by_an_idle_loop_alone(fleet: Make, postgres: Postgres, tmp_path: Path) -> None:
@@ -146,6 +146,22 @@ def test_helpers_leave_alone_what_a_host_works_on(fleet: Make, postgres: Postgre
         found = helper.borrow()
     assert found.key == asked.key
     server.close()
+
+
+def test_a_server_that_is_halted_holds_up_nobody(fleet: Make, postgres: Postgres, tmp_path: Path) -> None:
+    url = postgres.url(postgres.new_database())
+    one, asked = fleet(url), request(chain_form(), (700,))
+    one.wait()
+    assert one.state == "the server answers"
+    with postgres.halted():
+        began = time.monotonic()
+        one.begin_own(asked.key)
+        one.end_own()
+        assert one.borrow() is None
+        assert time.monotonic() - began < 1.0
+        one.close()
+        assert time.monotonic() - began < CLOSE_SECONDS + 5.0
+    assert one.state == ""
 
 
 def test_results_are_sent_before_a_daemon_ends(fleet: Make, postgres: Postgres, tmp_path: Path) -> None:

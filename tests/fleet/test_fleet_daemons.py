@@ -220,7 +220,14 @@ def test_a_server_that_is_killed_in_the_middle(hosts: Make, tmp_path: Path) -> N
         wait_until(lambda: "answers again" in host.log)
 
 
-def test_the_password_is_in_no_argument_and_in_no_record(hosts: Make, url: str) -> None:
+def status_of(host: Host, capfd: pytest.CaptureFixture[str]) -> str:
+    assert parse(["daemon", "status", "--store", str(host.settings.run.store)]) == 0
+    return capfd.readouterr().out
+
+
+def test_the_password_is_in_no_argument_and_in_no_record(
+    hosts: Make, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     host = hosts(url)
     host.start()
     pid = control.running_pid(host.settings)
@@ -228,5 +235,7 @@ def test_the_password_is_in_no_argument_and_in_no_record(hosts: Make, url: str) 
     assert PASSWORD not in " ".join(psutil.Process(pid).cmdline())
     assert PASSWORD in psutil.Process(pid).environ()["AUTOFUSE_FLEET_URL"]
     wait_until(lambda: count(url, "runs") == 1)
+    capfd.readouterr()
+    wait_until(lambda: "fleet: the server answers" in status_of(host, capfd))
     assert PASSWORD not in str(host.settings.for_records()) + str(host.settings.as_dict()) + repr(host.settings)
     assert PASSWORD not in host.log
