@@ -89,7 +89,7 @@ class FleetExchange:
         rows = self._store.results.decisions(since_id=since, most=PIECE)
         if not rows:
             return 0
-        verdicts = self._store.proposals.verdicts()
+        verdicts = self._store.proposals.verdicts(decision.key for _, decision in rows)
         own = [d for _, d in rows if verdicts.get(d.key.digest) not in ("adopted", "overridden")]
         for decision in own:
             if decision.reason in MEASURED:

@@ -86,11 +86,12 @@ class Proposals:
         with self._file.write() as connection:
             connection.execute(update(table).where(table.key == key.digest).values(**values))
 
-    def verdicts(self) -> dict[str, str]:
-        """The status of each proposal, by its key's digest."""
+    def verdicts(self, keys: Iterable[DecisionKey]) -> dict[str, str]:
+        """The status of the proposals for some keys, by digest."""
         table = models.ProposalRow
+        query = select(table.key, table.status).where(table.key.in_([key.digest for key in keys]))
         with self._file.read() as connection:
-            return {row.key: row.status for row in connection.execute(select(table.key, table.status))}
+            return {row.key: row.status for row in connection.execute(query)}
 
     def line(self, key: DecisionKey) -> str:
         """What became of the proposal for a key, in words; "" where nothing has yet."""

@@ -84,10 +84,18 @@ def test_wrong_passwords_databases_and_roles(postgres: Postgres) -> None:
     assert "mend the password" in refusal(postgres.url(made, user="nobody"))
 
 
-def test_the_password_may_come_from_the_environment(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_may_come_from_where_postgresql_looks(
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     url = postgres.url(postgres.new_database()).replace(f":{PASSWORD}@", "@")
     assert "no password supplied" in refusal(url)
-    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    with monkeypatch.context() as environment, contextlib.closing(FleetServer(url)) as server:
+        environment.setenv("PGPASSWORD", PASSWORD)
+        assert len(server.check()) == 32
+    own = tmp_path / "pgpass"
+    own.write_text(f"127.0.0.1:{postgres.port}:*:{OWNER}:{PASSWORD}\n")
+    own.chmod(0o600)
+    monkeypatch.setenv("PGPASSFILE", str(own))
     with contextlib.closing(FleetServer(url)) as server:
         assert len(server.check()) == 32
 

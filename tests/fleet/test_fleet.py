@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import tests.postgres
 from autofuse.codegen.version import versions
 from autofuse.daemon import fleet as fleet_module
 from autofuse.daemon.fleet import CLOSE_SECONDS, FIRST_SECONDS, Fleet
@@ -64,6 +67,21 @@ def test_without_a_server_there_is_no_thread(fleet: Make) -> None:
     one.begin_own(request(chain_form(), (700,)).key)
     one.end_own()
     one.close()
+
+
+def test_a_daemon_without_a_server_imports_no_psycopg() -> None:
+    code = "import sys, autofuse.daemon.loop; assert not {'psycopg', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("in_ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_without_postgresql_tests_are_skipped_but_not_in_continuous_integration(
+    monkeypatch: pytest.MonkeyPatch, in_ci: str, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setattr(tests.postgres, "programs", lambda: None)
+    monkeypatch.setenv("CI", in_ci)
+    with pytest.raises(outcome, match="PostgreSQL is not installed; type: apt-get install postgresql"):
+        tests.postgres.need_postgres()
 
 
 def test_trouble_is_said_once_and_nobody_waits_for_long(

@@ -98,14 +98,14 @@ def test_what_wins_here_too_is_adopted_without_a_search(
     assert searches == [] and found.trials == 1 and found.candidate == usual and found.reason == "won"
     assert found.detail.startswith("as another host of the fleet found, where it gained 2.00x; ")
     assert found.compile_key is not None and store.kernels.get(found.compile_key) is not None, "compiled here"
-    assert store.proposals.verdicts()[asked.key.digest] == "adopted"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "adopted"
 
 
 def test_eager_is_adopted_as_it_is(work: Work, store: Store, searches: list[int]) -> None:
     asked = ask(6)
     found = work(asked, proposal(asked, Candidate(EAGER), "no_gain", 0.9))
     assert searches == [] and found.candidate.variant == EAGER and found.reason == "no_gain" and found.trials == 0
-    assert store.proposals.verdicts()[asked.key.digest] == "adopted"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "adopted"
 
 
 def test_what_loses_here_is_overridden_and_leaves_a_measurement(
@@ -122,7 +122,7 @@ def test_what_loses_here_is_overridden_and_leaves_a_measurement(
     asked = ask(5)
     found = work(asked, proposal(asked, usual))
     assert searches == [] and found.candidate.variant == EAGER and found.reason == "no_gain"
-    assert store.proposals.verdicts()[asked.key.digest] == "overridden"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "overridden"
     rows = [row for row in store.results.measurements(asked.key.fusion_id) if row.key == asked.key]
     assert [row.measurement.speedup is not None and row.measurement.speedup < 1.0 for row in rows] == [True]
 
@@ -144,7 +144,7 @@ def test_what_is_wrong_here_is_not_adopted(
     found = work(asked, proposal(asked, Candidate("c_generic", odd)))
     assert refused == [usual] and searches == [1], "this host has searched by itself"
     assert found.trials > 1 or found.reason != "won"
-    assert store.proposals.verdicts()[asked.key.digest] == "refused"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "refused"
     assert "error of 3.1" in store.proposals.line(asked.key)
     rows = [row.measurement.status for row in store.results.measurements(asked.key.fusion_id)]
     assert rows[0] == "wrong", "what it disagrees about is measured"
@@ -205,4 +205,4 @@ def test_a_request_of_another_host_is_tuned_and_counts_for_no_run_here(loop: Tun
 def test_a_strategy_that_is_not_there_is_refused(work: Work, store: Store, searches: list[int]) -> None:
     asked = ask(9)
     found = work(asked, proposal(asked, Candidate(STRATEGY, ((STRATEGY, "magic"),))))
-    assert searches and store.proposals.verdicts()[asked.key.digest] == "refused" and found.trials >= 1
+    assert searches and store.proposals.verdicts([asked.key])[asked.key.digest] == "refused" and found.trials >= 1
