@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from autofuse.cli.options import effort_options, load_settings
+from autofuse.cli.options import effort_options, load_settings, open_store, store_option
 from autofuse.errors import SettingsError
+from autofuse.settings.layers import Settings
 
 if TYPE_CHECKING:
     from autofuse.db.fleet_server import FleetServer
@@ -31,17 +33,24 @@ def command() -> None:
 
 
 @command.command("status", epilog="\b\nExample:\n  autofuse fleet status\n")
+@store_option
 @effort_options
-def status(profile: str | None, assignments: tuple[str, ...]) -> None:
-    """Tell whether the server answers, and what it holds."""
+def status(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
+    """Tell whether the server answers, what it holds, and what became of proposals in this host's store."""
     from autofuse.db.fleet_queue import FleetQueue, counts
 
-    with _server(profile, assignments) as server:
+    settings = load_settings(assignments, store=store, profile=profile)
+    with _server(settings) as server:
         server.check()
         found, queue = counts(server), FleetQueue(server).length()
     click.echo(f"{server.path} answers.")
     click.echo(f"{found.hosts} hosts, {found.decisions} decisions, {found.measurements} measurements")
     click.echo(f"requests: {queue.queued} wait, {queue.running} in work, {queue.done} done, {queue.failed} failed")
+    if settings.run.store.exists():
+        with open_store(settings) as opened:
+            made = opened.proposals.counts()
+        verdicts = ", ".join(f"{made.get(name, 0)} {name}" for name in ("adopted", "overridden", "refused"))
+        click.echo(f"proposals here: {verdicts}, {made.get('open', 0)} not asked for yet")
 
 
 @command.command(
@@ -51,15 +60,14 @@ def status(profile: str | None, assignments: tuple[str, ...]) -> None:
 @effort_options
 def upgrade(profile: str | None, assignments: tuple[str, ...]) -> None:
     """Make the server's tables, or bring those of an older autofuse up to date. Needs the role that owns them."""
-    with _server(profile, assignments) as server:
+    with _server(load_settings(assignments, profile=profile)) as server:
         is_changed = server.upgrade()
     click.echo(f"{server.path} {'is ready' if is_changed else 'was up to date'}.")
 
 
-def _server(profile: str | None, assignments: tuple[str, ...]) -> contextlib.closing[FleetServer]:
+def _server(settings: Settings) -> contextlib.closing[FleetServer]:
     from autofuse.db.fleet_server import FleetServer  # imported when the command runs, not for its help
 
-    settings = load_settings(assignments, profile=profile)
     if not settings.fleet.url:
         raise SettingsError(
             "expected a server in fleet.url, found none; type for example: "

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, func, select, update
 
 from autofuse.db import models
 from autofuse.db.base import Database, as_tuples, clean, now, put_keys, upsert
@@ -92,6 +92,13 @@ class Proposals:
         query = select(table.key, table.status).where(table.key.in_([key.digest for key in keys]))
         with self._file.read() as connection:
             return {row.key: row.status for row in connection.execute(query)}
+
+    def counts(self) -> dict[str, int]:
+        """How many proposals there are of each status."""
+        table = models.ProposalRow
+        with self._file.read() as connection:
+            rows = connection.execute(select(table.status, func.count()).group_by(table.status))
+            return {row[0]: row[1] for row in rows}
 
     def line(self, key: DecisionKey) -> str:
         """What became of the proposal for a key, in words; "" where nothing has yet."""

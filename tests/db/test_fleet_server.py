@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_records import request
+from store_records import decision, key, request
 
 from autofuse.cli.app import parse
 from autofuse.db.connection import HEAD
 from autofuse.db.fleet_queue import FleetQueue
 from autofuse.db.fleet_server import FleetServer
+from autofuse.db.store import Store
 from autofuse.doctor import Finding, examine
 from autofuse.errors import FleetError
 from autofuse.settings.layers import load
@@ -123,7 +124,7 @@ def doctors_view() -> Finding:
 
 
 def test_upgrade_and_status_from_the_command_line(
-    postgres: Postgres, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     url = postgres.url(postgres.new_database("template1"))
     monkeypatch.setenv("AUTOFUSE_FLEET_URL", url)
@@ -133,9 +134,15 @@ def test_upgrade_and_status_from_the_command_line(
     assert capfd.readouterr().out.count(f"{OWNER}:***@") == 2
     with contextlib.closing(FleetServer(url)) as server:
         FleetQueue(server).add([request()])
+    monkeypatch.setenv("AUTOFUSE_STORE", str(tmp_path / "store.db"))
+    with Store.open(tmp_path / "store.db") as store:
+        store.proposals.put([decision(), decision("b" * 64), decision("c" * 64)])
+        store.proposals.close(key(), "overridden", "")
     assert doctors_view().ok and "owner:***@127.0.0.1" in doctors_view().found
     assert parse(["fleet", "status"]) == 0
-    assert "requests: 1 wait, 0 in work, 0 done, 0 failed" in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert "requests: 1 wait, 0 in work, 0 done, 0 failed" in told
+    assert "proposals here: 0 adopted, 1 overridden, 0 refused, 2 not asked for yet" in told
     assert parse(["config", "fleet"]) == 0 and parse(["config", "--json"]) == 0 and parse(["config"]) == 0
     assert PASSWORD not in capfd.readouterr().out
     monkeypatch.setenv("AUTOFUSE_FLEET_URL", "")
