@@ -6,6 +6,7 @@ raises becomes a finding of its own, the others still run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -25,8 +26,9 @@ from autofuse.codegen.c.build import compile_source, find_toolchain
 from autofuse.codegen.triton.key import find_triton
 from autofuse.codegen.triton.targets import LIMITS, target_of
 from autofuse.db.file_systems import network_type
+from autofuse.db.fleet_server import FleetServer
 from autofuse.db.store import Store
-from autofuse.errors import AutofuseError, CompilerError, StoreVersionError
+from autofuse.errors import AutofuseError, CompilerError, FleetError, StoreVersionError
 from autofuse.private_files import check_above, check_beside
 from autofuse.settings.layers import Settings
 
@@ -134,6 +136,7 @@ def examine(settings: Settings, only: Collection[str] = ()) -> Iterator[Finding]
         ("store", _check_store),
         ("disk", _check_disk),
         ("daemon", _check_daemon),
+        ("fleet", _check_fleet),
     ]
     for name, check in checks:
         if only and name not in only:
@@ -431,6 +434,17 @@ def _check_daemon(settings: Settings) -> Finding:
     option = f" --store {settings.run.store}" if settings.origin("run.store") == "command line" else ""
     remedy = f"autofuse daemon stop{option}; autofuse daemon logs{option} says what it did last"
     return Finding("daemon", False, f"{found}, no sign of life for {silent:.0f} s", remedy)
+
+
+def _check_fleet(settings: Settings) -> Finding:
+    if not settings.fleet.url:
+        return Finding("fleet", True, "none; docs/guides/fleet.md tells how hosts share what is tuned")
+    try:
+        with contextlib.closing(FleetServer(settings.fleet.url, settings.fleet.connect_seconds)) as server:
+            server.check()
+    except FleetError as error:
+        return Finding("fleet", False, str(error), "autofuse fleet status, once this is mended", False)
+    return Finding("fleet", True, f"{server.path} answers")
 
 
 def install_command(package: str) -> str:

@@ -64,5 +64,16 @@ class StoreVersionError(StoreError, UsageError):
     """The store was written by a newer autofuse."""
 
 
+class FleetError(StoreError):
+    """A fleet's server cannot be used; the host goes on with its own store.
+
+    ``is_lasting``: trying again later would not help, a person has to change something on this host.
+    """
+
+    def __init__(self, message: str, is_lasting: bool = False) -> None:
+        super().__init__(message)
+        self.is_lasting = is_lasting
+
+
 class DaemonError(AutofuseError):
     """The daemon cannot be started, stopped or reached."""

@@ -12,7 +12,9 @@ import logging
 import os
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
@@ -26,6 +28,9 @@ import_interpreted()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.postgres import Postgres
 
 _shared = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
@@ -41,6 +46,15 @@ logging.getLogger("torch.__trace").propagate = True
 # A machine that others keep busy says nothing about a test's strategy.
 settings.register_profile("busy", settings.default, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> "Iterator[Postgres]":
+    """A PostgreSQL server of this session's."""
+    from tests.postgres import running_postgres  # imports the store, which few tests need
+
+    with running_postgres() as server:
+        yield server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

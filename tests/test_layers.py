@@ -55,6 +55,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 HOMES: dict[str, tuple[str, ...]] = {
     "sqlalchemy": ("db/",),
     "alembic": ("db/",),
+    "psycopg": (),
     "optuna": ("tuner/search.py",),
     "rich": ("report/", "cli/", "api.py", "integrations/"),
     "jinja2": ("report/html/",),
@@ -65,7 +66,16 @@ HOMES: dict[str, tuple[str, ...]] = {
 WITHOUT_TORCH = (
     *("daemon/control.py", "daemon/loop.py", "daemon/files.py", "daemon/peers.py", "daemon/scheduler.py"),
     *("daemon/devices.py", "daemon/open_runs.py", "daemon/request_queue.py", "daemon/request_tuner.py"),
-    *("daemon/throttle.py", "daemon/tuning_results.py", "daemon/process_id.py", "report/", "db/", "settings/", "ir/"),
+    *(
+        "daemon/throttle.py",
+        "daemon/tuning_results.py",
+        "daemon/process_id.py",
+        "daemon/fleet.py",
+        "report/",
+        "db/",
+        "settings/",
+        "ir/",
+    ),
 )
 
 

@@ -9,7 +9,7 @@ import click
 from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import out_console
 from autofuse.errors import SettingsError
-from autofuse.settings.layers import GROUPS, SPECS, Settings, as_text, group_help, nearest_names
+from autofuse.settings.layers import GROUPS, SPECS, Settings, group_help, nearest_names
 
 VALUE_WIDTH = 16  # "2147483648 bytes"
 
@@ -109,5 +109,5 @@ def _print_group(settings: Settings, group: str) -> None:
 
 
 def _value(settings: Settings, name: str) -> str:
-    text = as_text(settings.value(name)) or '""'
+    text = settings.shown(name) or '""'
     return text if text == "none" else f"{text} {SPECS[name].unit}".rstrip()

@@ -10,6 +10,7 @@ import click
 
 from autofuse.cli.options import effort_options, load_settings, store_option
 from autofuse.cli.output import out_console
+from autofuse.errors import SettingsError
 from autofuse.stderr import plain
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def _print_state(console: Console, state: DaemonState, work: str) -> None:
     if state.heartbeat_at:
         age = max(0.0, time.time() - state.heartbeat_at)
         console.print(f"started {_ago(time.time() - state.started_at)}, last sign of life {_ago(age)}")
+    if state.data.get("fleet"):
+        console.print(plain(f"fleet: {state.data['fleet']}"), soft_wrap=True, markup=False, highlight=False)
 
 
 @command.command("logs", epilog="\b\nExample:\n  autofuse daemon logs -n 50\n")
@@ -110,14 +113,23 @@ def logs(lines: int, store: Path | None) -> int:
     return 0
 
 
-@command.command("serve", hidden=True)
+@command.command("serve", epilog="\b\nExample:\n  autofuse daemon serve --fleet-worker\n")
+@click.option("--fleet-worker", is_flag=True, help="Stay, and tune what other hosts of the fleet ask for.")
 @store_option
 @effort_options
-def serve(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
-    """Be the daemon; 'autofuse daemon start' runs this in a process of its own."""
+def serve(store: Path | None, profile: str | None, assignments: tuple[str, ...], fleet_worker: bool) -> None:
+    """Be the daemon, in the foreground; 'autofuse daemon start' runs this in a process of its own.
+
+    With --fleet-worker it does not end when it has nothing to do: for a host to spare. docs/guides/fleet.md.
+    """
     from autofuse.daemon import control
 
-    control.serve(load_settings(assignments, store=store, profile=profile))
+    settings = load_settings(assignments, store=store, profile=profile)
+    if fleet_worker:
+        if not settings.fleet.url:
+            raise SettingsError("expected a server in fleet.url for --fleet-worker, found none; docs/guides/fleet.md")
+        settings = settings.with_values({"fleet.worker": True}, "command line")
+    control.serve(settings)
 
 
 def _ago(seconds: float) -> str:

@@ -180,6 +180,7 @@ def spawn_daemon(settings: Settings) -> int:
     """Start a daemon process; its process number. Raises OSError and Untrusted."""
     command, environment = python_module("autofuse")
     with DaemonFiles(settings).open_log(LOG_BYTES) as output:
+        environment |= settings.as_variables()
         pid = spawn([*command, "daemon", "serve", *settings.as_arguments()], environment, output)
     lower_priority(settings.tuner.nice, pid)  # at once: the daemon's imports take a core for seconds
     with contextlib.suppress(OSError):

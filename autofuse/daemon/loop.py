@@ -14,21 +14,25 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import IO, NamedTuple
 
 from autofuse.daemon.devices import Devices
 from autofuse.daemon.expectations import Expectations
+from autofuse.daemon.fleet import Fleet
 from autofuse.daemon.open_runs import OpenRuns
 from autofuse.daemon.peers import Peers, peers_folder
 from autofuse.daemon.request_queue import Heartbeat, RequestQueue
-from autofuse.daemon.request_tuner import RequestTuner
+from autofuse.daemon.request_tuner import RequestTuner, is_genuine
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.tuning_results import TuningResults
+from autofuse.db.rows import RequestEnd
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY
 from autofuse.errors import CompilerNotReady, StoreError
+from autofuse.ir.device import cpu_device
 from autofuse.ir.reasons import decision_words
-from autofuse.ir.records import TuneRequest
+from autofuse.ir.records import DecisionKey, TuneRequest
 from autofuse.settings.layers import Settings
 from autofuse.tuner.ipc import Interrupted
 from autofuse.tuner.outcome import Outcome
@@ -41,6 +45,9 @@ POLL_SECONDS = 0.05  # shortly after work, when more may follow
 IDLE_POLL_SECONDS = 0.2  # 0.3 % of a core
 IDLE_AFTER_SECONDS = 2.0
 WORKER_IDLE_SECONDS = 60.0  # without work; then the workers end, which frees their memory
+
+
+Finish = Callable[[DecisionKey, RequestEnd, str], None]  # stores how a request has ended
 
 
 class Drained(NamedTuple):
@@ -76,12 +83,13 @@ class TuningLoop:
             saved=self.runs.saved,
         )
         self._devices = Devices(settings, self._store.kernels, self._scheduler, self.runs, worker_log)
-        self.results = TuningResults(self._store.results, self._store.kernels, self._devices, self.runs)
+        self.results = TuningResults(self._store, self._devices, self.runs)
         self._expectations = Expectations(self._store.results)
         prefer = self._expectations.saving_a_second
         self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys, prefer)
         self._tuner = RequestTuner(settings.tuner, self._devices, self._scheduler, self.results)
-        self._heartbeat = Heartbeat(self._store.daemon, self.queue)
+        self._fleet = Fleet(settings.fleet, settings.run.store, cpu_device(), self.queue.versions)
+        self._heartbeat = Heartbeat(self._store.daemon, self.queue, lambda: self._fleet.state)
 
     # ---- loops ----------------------------------------------------------------------------------
 
@@ -91,12 +99,11 @@ class TuningLoop:
         cache = self.settings.cache
         self._store.history.prune(cache.history_days, cache.history_bytes, cache.history_runs)
         log.info("serving %s as process %d; %d requests taken up again", self._store.path, os.getpid(), requeued)
-        idle_since = time.monotonic()
         self._heartbeat.beat("idle", at_once=True)
+        self._begin_exchange()
+        idle_since = time.monotonic()
         while not self.is_stopping:
-            request = self.queue.next()
-            if request is not None:
-                self.work(request)
+            if self._has_worked():
                 idle_since = time.monotonic()
                 continue
             if not self._scheduler.may_begin():
@@ -106,7 +113,7 @@ class TuningLoop:
                 log.info("the store was put aside, ending")
                 return
             idle_seconds = time.monotonic() - idle_since
-            if idle_seconds >= self.settings.tuner.idle_exit_seconds:
+            if idle_seconds >= self.settings.tuner.idle_exit_seconds and not self.settings.fleet.worker:
                 log.info("nothing to do for %.0f s, ending", idle_seconds)
                 return
             if idle_seconds >= WORKER_IDLE_SECONDS:
@@ -119,6 +126,7 @@ class TuningLoop:
         self.queue.take_up()
         if again:
             self._store.queue.requeue_failed()
+        self._begin_exchange()
         deadline = time.monotonic() + self.settings.tuner.budget_seconds
         while not self.is_stopping and time.monotonic() < deadline:
             request = self.queue.take()
@@ -133,6 +141,7 @@ class TuningLoop:
         """End the workers, queue parked requests again, and close the store."""
         self._devices.kill_workers()
         self._scheduler.end()
+        self._fleet.close()
         try:
             self.queue.unpark()
             self._heartbeat.beat("stopped", at_once=True)
@@ -140,18 +149,52 @@ class TuningLoop:
             log.error("%s", error)
         self._store.close()
 
+    def _begin_exchange(self) -> None:
+        """Ask the fleet's server, if there is one, what other hosts have found."""
+        self._fleet.start()
+        self._fleet.wait()
+
     # ---- one request ----------------------------------------------------------------------------
+
+    def _has_worked(self) -> bool:
+        """Work on a request: of this host, or where there is none and no script runs, of another one."""
+        request = self.queue.next()
+        if request is not None:
+            self.work(request)
+            return True
+        if not self._fleet.may_help or self._scheduler.scripts() or self._store.was_moved:
+            return False
+        request = self._fleet.borrow()
+        if request is not None:
+            self.help(request)
+        return request is not None
 
     def work(self, request: TuneRequest) -> None:
         """Tune a request and store the results. Raises StoreError."""
+        self._fleet.begin_own(request.key)
         try:
-            self._work(request)
+            self._work(request, self.queue.finish)
+        finally:
+            self._fleet.end_own()
+            self._scheduler.end()
+
+    def help(self, request: TuneRequest) -> None:
+        """Tune a request of another host: the results are stored here, and sent from here. Raises StoreError."""
+        if not is_genuine(request):
+            log.warning("a request of another host was refused: it does not name the node that it holds")
+            self._fleet.give_back(request.key, "failed", "it does not name the node that it holds")
+            return
+        if self.results.last_decision(request.key, request.bucket) is not None:
+            self._fleet.give_back(request.key, "done")
+            return
+        try:
+            self._work(replace(request, run_id=None), self._fleet.give_back)
         finally:
             self._scheduler.end()
 
-    def _work(self, request: TuneRequest) -> None:
+    def _work(self, request: TuneRequest, finish: Finish) -> None:
         if self._tuner.was_answered(request.key):
-            self.queue.finish(request.key, "done")
+            finish(request.key, "done", "")
             return
         job = self._heartbeat.job = f"{request.key.fusion_id[:12]} [{request.bucket.label}]"
         self._heartbeat.beat("tuning", at_once=not self._scheduler.is_urgent())
@@ -161,7 +204,7 @@ class TuningLoop:
             self._devices.check_ready(request.key.device)
             outcome = self._tuner.tune(request)
         except Interrupted:
-            self.queue.finish(request.key, "requeued", "the daemon was stopped")
+            finish(request.key, "requeued", "the daemon was stopped")
             return
         except StoreError:
             raise
@@ -169,18 +212,18 @@ class TuningLoop:
             problem = str(error) or type(error).__name__
             self._devices.note_not_ready(request.key.device, problem)
             log.warning("%s: %s", job, problem)
-            self.queue.finish(request.key, "failed", f"{NOT_READY}{problem}")
+            finish(request.key, "failed", f"{NOT_READY}{problem}")
             return
         except Exception as error:
             log.exception("%s failed", job)
             problem = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
-            self.queue.finish(request.key, "failed", problem)
+            finish(request.key, "failed", problem)
             return
         seconds = self._scheduler.clock() - began
         self.queue.charge(request.run_id, seconds)
         self.results.write(request, outcome)
         self._expectations.note(outcome.decisions)
-        self.queue.finish(request.key, "done")
+        finish(request.key, "done", "")
         _log_decisions(job, outcome, seconds)
 
 

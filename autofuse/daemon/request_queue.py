@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -44,7 +44,7 @@ class RequestQueue:
         self._devices = tuple(devices)
         self._prefer = prefer
         self._files = DaemonFiles(settings)
-        self._versions = (versions(), strictly(versions()))
+        self.versions = (versions(), strictly(versions()))
         self._spent: dict[int, float] = {}  # seconds of work, by run
         self._parked: list[TuneRequest] = []  # requests of runs whose budget is spent
         self._parked_at = 0.0
@@ -67,7 +67,7 @@ class RequestQueue:
     def take(self) -> TuneRequest | None:
         """Take the next request, of whichever run; None where there is none."""
         queue, kind = self._store.queue, self._files.kind
-        return queue.take(*self._devices, versions=self._versions, kind=kind, prefer=self._prefer)
+        return queue.take(*self._devices, versions=self.versions, kind=kind, prefer=self._prefer)
 
     def next(self) -> TuneRequest | None:
         """Take the next request whose run has budget left, or None. Cheap while nothing in the store changes."""
@@ -110,8 +110,10 @@ class RequestQueue:
 class Heartbeat:
     """Writes regularly to the store what this daemon does."""
 
-    def __init__(self, log: DaemonLog, queue: RequestQueue) -> None:
+    def __init__(self, log: DaemonLog, queue: RequestQueue, fleet: Callable[[], str] = lambda: "") -> None:
+        """``fleet``: in words, whether a fleet's server answers."""
         self.job = ""  # the request in work, for people
+        self._fleet = fleet
         self._log = log
         self._queue = queue
         self._started_at = time.time()
@@ -138,6 +140,6 @@ class Heartbeat:
                 queued=self._queue.queued,
                 done=self._queue.done,
                 failed=self._queue.failed,
-                data={"rss_bytes": psutil.Process().memory_info().rss},
+                data={"rss_bytes": psutil.Process().memory_info().rss, "fleet": self._fleet()},
             )
         )

@@ -1,12 +1,15 @@
 """The tuner of one request: a node as one kernel, a node as programs of several kernels, an optimizer step.
 
-In: a `TuneRequest`. Out: its `Outcome`, not stored yet.
+In: a `TuneRequest`; what another host of the fleet proposes for it. Out: its `Outcome`, not stored yet.
 Guarantee: parts of a node are tuned before the node, in the request's bucket; what they found is stored at once, and a
-request for a part that waits in the queue is known as answered.
+request for a part that waits in the queue is known as answered. A proposal is built, checked and raced like any
+candidate; only where it cannot run or is wrong, this host searches by itself.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,9 +17,11 @@ from autofuse.codegen.templates import LOOP
 from autofuse.daemon.devices import Devices
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.tuning_results import TuningResults
+from autofuse.errors import FusionError
 from autofuse.ir.buckets import distance
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import (
+    DETAIL_CHARACTERS,
     EAGER,
     IN_ONE,
     Bucket,
@@ -35,10 +40,14 @@ from autofuse.strategies.enumeration import PARTS, WHOLE, cut_strategies, is_gro
 from autofuse.strategies.strategy import Strategy, kernel_id
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
 from autofuse.tuner.outcome import JobLimits, Outcome
+from autofuse.tuner.proposed import RACED, has_run, is_eager
 from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
 from autofuse.tuner.tune_node import Job
 
+log = logging.getLogger("autofuse.daemon")
+
 WORKER_START_SECONDS = 3.0  # CPU time of importing torch
+ID_DIGITS = 16  # of a node's name, a SHA-256
 NEIGHBOURS = 3  # winners of other buckets that a search starts from
 CUT_BELOW = 1.15  # a node whose one kernel gains less is also tried as two kernels
 PATIENT = 4.0  # beside a running script, a job may take this many times as long
@@ -71,10 +80,11 @@ class RequestTuner:
             self._scheduler.rest(WORKER_START_SECONDS)
         provider.worker.start()  # the worker imports torch while the first kernels compile
         form = form_of_request(request.node)
+        found = self._try_proposal(request, form)
+        if found is not None:
+            return found
         if isinstance(form, StepForm):
-            limits, compilers = self._limits(request), provider.compilers()
-            rest = self._scheduler.rest
-            return StepTuning(request, form, provider.backend, provider.worker, limits, rest, compilers).run()
+            return self._tune_step(request, form)
         if is_group(form):
             strategies = strategies_of(form, request.key.device != self._devices.cpu)
             large = [strategy for strategy in strategies if is_large(strategy, form, request.bucket)]
@@ -86,15 +96,55 @@ class RequestTuner:
                 outcome = _with_cuts(outcome, self._tune_strategies(request, form, strategies, outcome))
         return outcome
 
-    def _tune_kernel(self, request: TuneRequest, form: NodeForm, printer: str = LOOP) -> Outcome:
-        """Tune a node as one kernel; ``printer``: the name of the kernel's template."""
+    def _try_proposal(self, request: TuneRequest, form: NodeForm | StepForm, printer: str = LOOP) -> Outcome | None:
+        """The outcome of the candidate that another host has chosen, without a search; None where there is none."""
+        proposal = self._results.proposal(request.key)
+        if proposal is None:
+            return None
+        candidate, words = proposal.candidate, "as another host of the fleet found"
+        if is_eager(candidate) and proposal.reason in RACED:
+            self._results.judge(request.key, "adopted", f"{words}, eager stays")
+            return Outcome([Decision.of(None, request, candidate, proposal.reason, words)])
+        if isinstance(form, StepForm):
+            outcome = self._tune_step(request, form, candidate)
+        elif candidate.variant == STRATEGY:
+            outcome = self._tune_strategies(request, form, self._strategies_named(request, form, candidate))
+        else:
+            outcome = self._tune_kernel(request, form, printer, candidate)
+        decision = outcome.decisions[0]
+        if not has_run(outcome):
+            log.info("a proposal of the fleet was refused: %s", decision.detail or decision.reason)
+            self._results.note_failures(request.key, outcome)
+            self._results.judge(request.key, "refused", decision.detail or decision.reason)
+            return None
+        is_won = decision.reason == "won"
+        self._results.judge(request.key, "adopted" if is_won else "overridden", decision.detail)
+        there = f"{words}, where it gained {proposal.speedup:.2f}x"
+        outcome.decisions[0] = replace(decision, detail=f"{there}; {decision.detail}"[:DETAIL_CHARACTERS])
+        return outcome
+
+    def _strategies_named(self, request: TuneRequest, form: NodeForm, candidate: Candidate) -> list[Strategy]:
+        has_tiles = request.key.device != self._devices.cpu
+        known = strategies_of(form, has_tiles) if is_group(form) else cut_strategies(form)
+        return [strategy for strategy in known if candidate.config == ((STRATEGY, strategy.name),)]
+
+    def _tune_step(self, request: TuneRequest, form: StepForm, proposed: Candidate | None = None) -> Outcome:
+        provider = self._devices.provider(request.key.device)
+        limits, compilers = self._limits(request), provider.compilers()
+        rest = self._scheduler.rest
+        return StepTuning(request, form, provider.backend, provider.worker, limits, rest, compilers, proposed).run()
+
+    def _tune_kernel(
+        self, request: TuneRequest, form: NodeForm, printer: str = LOOP, proposed: Candidate | None = None
+    ) -> Outcome:
+        """Tune a node as one kernel; ``printer``: the name of the kernel's template; ``proposed``: only this one."""
         provider = self._devices.provider(request.key.device)
         winners = self._results.winners(request.key)
         key, bucket = request.key, request.bucket
         bench = provider.bench(key.fusion_id, form, key.threads, bucket, printer, key.is_strict)
         nearest = sorted(winners, key=lambda bucket: distance(bucket, request.bucket))
         seeds = list(dict.fromkeys(winners[bucket] for bucket in nearest))[:NEIGHBOURS]
-        return Job(request, bench, self._limits(request), seeds, self._scheduler.clock).run()
+        return Job(request, bench, self._limits(request), seeds, self._scheduler.clock, proposed).run()
 
     def _tune_strategies(
         self, request: TuneRequest, form: NodeForm, strategies: Sequence[Strategy], whole: Outcome | None = None
@@ -131,7 +181,7 @@ class RequestTuner:
         known = self._results.last_decision(own.key, own.bucket)
         kernel = self._results.kernel_of(known) if known is not None else None
         if known is None or (known.compile_key and kernel is None):
-            outcome = self._tune_kernel(own, part, printer)
+            outcome = self._try_proposal(own, part, printer) or self._tune_kernel(own, part, printer)
             self._results.write(own, outcome)
             self._answered.add(own.key.digest)
             found = [d for d in outcome.decisions if d.bucket == own.bucket]
@@ -151,6 +201,20 @@ class RequestTuner:
             self._devices.memory_bytes(request.key.device),
             GPU_CASE_BYTES if is_gpu else CASE_BYTES,
         )
+
+
+def is_genuine(request: TuneRequest) -> bool:
+    """Whether a request names the node and the bucket that it holds.
+
+    Of another host's request: else its kernel would be stored here under the name of a node of this host's scripts.
+    """
+    try:
+        form = form_of_request(request.node)
+    except (FusionError, ValueError, TypeError, KeyError):
+        return False
+    named = request.key.fusion_id
+    digest = form.fusion_id if isinstance(form, StepForm) else hashlib.sha256(form.text().encode()).hexdigest()
+    return len(named) >= ID_DIGITS and digest.startswith(named) and request.bucket.label == request.key.bucket
 
 
 def _part_request(

@@ -1,15 +1,17 @@
 """What tuning has found so far: written to the store, and looked up before more is tried.
 
-In: a job's `Outcome`. Out: rows in the store; winners of the other buckets of a node, kernels of a node's parts.
-Guarantee: a kernel is stored before the decision that names it. What a node's past says is read from the store once.
+In: a job's `Outcome`. Out: rows in the store; winners of the other buckets of a node, kernels of a node's parts; what
+another host of the fleet proposes.
+Guarantee: a kernel is stored before the decision that names it, and what became of a proposal before the decision that
+follows from it, which is not sent to others. What a node's past says is read from the store once.
 """
 
 from __future__ import annotations
 
 from autofuse.daemon.devices import Devices
 from autofuse.daemon.open_runs import OpenRuns
-from autofuse.db.kernels import Kernels
-from autofuse.db.results import TuneResults
+from autofuse.db.proposals import Proposal, Verdict
+from autofuse.db.store import Store
 from autofuse.ir.records import Bucket, Config, Decision, DecisionKey, KernelRecord, TuneRequest
 from autofuse.tuner.benchmark_provider import LETHAL
 from autofuse.tuner.outcome import Outcome
@@ -19,9 +21,11 @@ from autofuse.tuner.strategy_provider import STRATEGY
 class TuningResults:
     """Results of one store."""
 
-    def __init__(self, results: TuneResults, kernels: Kernels, devices: Devices, runs: OpenRuns) -> None:
-        self._results = results
-        self._kernels = kernels
+    def __init__(self, store: Store, devices: Devices, runs: OpenRuns) -> None:
+        self._results = store.results
+        self._kernels = store.kernels
+        self._proposals = store.proposals
+        self._verdicts: dict[str, tuple[Verdict, str]] = {}  # on proposals, by keys' digests, until they are written
         self._devices = devices
         self._runs = runs
         self._winners: dict[str, dict[Bucket, Config]] = {}  # by family of keys
@@ -31,11 +35,25 @@ class TuningResults:
         for kernel in outcome.kernels:
             self._kernels.put(kernel)
         self._results.put_measurements(request.key, outcome.measurements)
+        if request.key.digest in self._verdicts:
+            self._proposals.close(request.key, *self._verdicts.pop(request.key.digest))
         for decision in outcome.decisions:
             self._results.put_decision(decision, request.run_id)
             if decision.reason == "won":
                 self._runs.note(decision)
             _note_winner(self._winners.setdefault(request.key.family, {}), decision)
+
+    def proposal(self, key: DecisionKey) -> Proposal | None:
+        """What another host of the fleet has chosen for a key that this one has not decided on."""
+        return self._proposals.get(key)
+
+    def note_failures(self, key: DecisionKey, outcome: Outcome) -> None:
+        """Store what became of a proposed candidate that could not be used, before this host searches by itself."""
+        self._results.put_measurements(key, outcome.measurements)
+
+    def judge(self, key: DecisionKey, verdict: Verdict, message: str) -> None:
+        """Note what has become of a proposal; it is stored with the results of its request."""
+        self._verdicts[key.digest] = (verdict, message)
 
     def winners(self, key: DecisionKey) -> dict[Bucket, Config]:
         """The winner of each bucket of the node so far. The first call also notes kernels that have killed a worker."""

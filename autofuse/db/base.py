@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
-from sqlalchemy import Connection, Engine, select
-from sqlalchemy.dialects.sqlite import Insert, insert
+from sqlalchemy import Connection, Engine, insert, select
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from autofuse.db import models
@@ -32,6 +32,7 @@ from autofuse.ir.validation import stored_number
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from sqlalchemy.dialects import postgresql
 
 Record = TypeVar("Record", bound="DataclassInstance")
 
@@ -39,6 +40,23 @@ Record = TypeVar("Record", bound="DataclassInstance")
 def now() -> float:
     """UTC epoch seconds."""
     return time.time()
+
+
+class Database(Protocol):
+    """What the parts of a store stand on: a file of this machine, or a fleet's server (`fleet_server`)."""
+
+    @property
+    def path(self) -> Path | str:
+        """The file, or the server without its password."""
+
+    @property
+    def readonly(self) -> bool: ...
+
+    def read(self) -> contextlib.AbstractContextManager[Connection]:
+        """A transaction that sees one consistent state."""
+
+    def write(self) -> contextlib.AbstractContextManager[Connection]:
+        """A transaction that commits at its end, or changes nothing if it fails; one at a time."""
 
 
 class StoreFile:
@@ -149,13 +167,19 @@ def upsert(
     """Insert ``rows``; where a row with the same ``keys`` exists, replace its columns ``update``."""
     values = [dict(row) for row in rows]
     if values:
-        connection.execute(_upsert(model, tuple(keys), tuple(update)), values)
+        connection.execute(_upsert(connection.dialect.name, model, tuple(keys), tuple(update)), values)
 
 
 @functools.cache
-def _upsert(model: type[models.Base], keys: tuple[str, ...], update: tuple[str, ...]) -> Insert:
+def _upsert(
+    dialect: str, model: type[models.Base], keys: tuple[str, ...], update: tuple[str, ...]
+) -> sqlite.Insert | postgresql.Insert:
     """The statement of `upsert`, cached: making a statement takes longer than running it."""
-    statement = insert(model)
+    statement: sqlite.Insert | postgresql.Insert = sqlite.insert(model)
+    if dialect == "postgresql":
+        from sqlalchemy.dialects import postgresql  # 0.03 s, which no script should take
+
+        statement = postgresql.insert(model)
     if not update:
         return statement.on_conflict_do_nothing(index_elements=list(keys))
     return statement.on_conflict_do_update(

@@ -32,6 +32,7 @@ REVISIONS = (
     "0002",
     "0003",
     "0004",
+    "0005",
 )  # schemas this version reads or upgrades, oldest first, as Alembic lists them
 HEAD = REVISIONS[-1]
 SMALLEST_PAGE_BYTES = 512  # of a database of SQLite

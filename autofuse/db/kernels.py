@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofuse.db import kernel_cache, triton_files
-from autofuse.db.base import StoreFile, now
+from autofuse.db.base import Database, now
 from autofuse.db.rows import KernelSource
 from autofuse.ir.records import KernelRecord
 
@@ -18,7 +18,7 @@ from autofuse.ir.records import KernelRecord
 class Kernels:
     """Generated kernels, and the files of Triton's own cache."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self.limit_bytes = kernel_cache.DEFAULT_LIMIT_BYTES  # of all binaries together
         self._file = file
         self._refused = 0

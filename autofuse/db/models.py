@@ -11,7 +11,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, Float, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 JsonList = list[Any]
@@ -24,6 +36,7 @@ class Base(DeclarativeBase):
         JsonObject: JSON,
         str: Text,
         float: Float,
+        int: BigInteger().with_variant(Integer, "sqlite"),  # whose integers have 64 bits anyway
     }
 
 
@@ -213,9 +226,10 @@ class Request(Base):
     expected_saving_us: Mapped[float]
     run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))  # the run that asked last
     status: Mapped[str]  # "queued", "running", "done", "failed"
-    pid: Mapped[int | None]  # of the daemon that works on it
+    pid: Mapped[int | None]  # of the daemon that works on it; on a fleet's server the host's run
     host: Mapped[str]  # the kind of that daemon, see `DaemonFiles.kind`
     attempts: Mapped[int]  # how many daemons died over it
+    lease_until: Mapped[float | None]  # on a fleet's server: when it is given to another host, by the server's clock
     message: Mapped[str]
     created_at: Mapped[float]
     updated_at: Mapped[float]
@@ -340,6 +354,34 @@ class SettingTrialRow(Base):
     high: Mapped[float]
     decision: Mapped[str]
     reason: Mapped[str]
+    at: Mapped[float]
+
+
+# ---- fleet --------------------------------------------------------------------------------------
+
+
+class FleetMark(Base):
+    """A database's own name, and how far it has exchanged rows with a fleet's server."""
+
+    __tablename__ = "fleet_marks"
+
+    server: Mapped[str] = mapped_column(String, primary_key=True)  # the server's name; "": about this database
+    name: Mapped[str] = mapped_column(String, primary_key=True)
+    value: Mapped[str]
+
+
+class ProposalRow(Base):
+    """What another host of the fleet has decided: to be built, checked and raced here before it counts."""
+
+    __tablename__ = "proposals"
+
+    key: Mapped[str] = mapped_column(ForeignKey("decision_keys.digest"), primary_key=True)
+    variant: Mapped[str]
+    config: Mapped[JsonList]
+    reason: Mapped[str]
+    speedup: Mapped[float]
+    status: Mapped[str]  # "open", "adopted", "overridden", "refused"
+    message: Mapped[str]
     at: Mapped[float]
 
 

@@ -15,8 +15,8 @@ from sqlalchemy import func, select
 
 from autofuse.db import models
 from autofuse.db.base import (
+    Database,
     NodeText,
-    StoreFile,
     as_tuples,
     key_text,
     put_buckets,
@@ -33,7 +33,7 @@ from autofuse.ir.records import DimHistogram, NodeUse, OpProfile
 class NodeLog:
     """Nodes, and how runs used them."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
         # Row ids by node, bucket's label and source: a script counts nodes every second, and no such row is deleted.
         self._buckets: Mapping[tuple[str, str, str], int] = MappingProxyType({})
@@ -126,7 +126,7 @@ class NodeLog:
 class ProfileLog:
     """What the observer saw in runs: operators and sizes of dims."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
 
     def put_ops(self, run_id: int, profiles: Iterable[OpProfile]) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from sqlalchemy import Row, func, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import Connection, Row, func, insert, select
 
 from autofuse.db import models
 from autofuse.db.base import (
-    StoreFile,
+    Database,
     as_tuples,
     clean,
     key_of,
@@ -37,7 +36,7 @@ _PLAIN_DECIDED = [item.name for item in fields(Decision) if item.name not in ("k
 class TuneResults:
     """Measurements and decisions, which the daemon writes and scripts read."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
 
     # ---- measurements ---------------------------------------------------------------------------
@@ -72,27 +71,16 @@ class TuneResults:
 
     def measurements(self, fusion_id: str) -> list[StoredMeasurement]:
         """All measurements of a node in all buckets, on all devices, in the order in which they were made."""
-        table, candidate, key = models.MeasurementRow, models.CandidateRow, models.DecisionKeyRow
-        query = (
-            select(table, candidate.variant, candidate.config, key)
-            .join(candidate, table.candidate_id == candidate.id)
-            .join(key, candidate.key == key.digest)
-            .where(key.fusion_id == fusion_id)
-            .order_by(table.id)
-        )
         with self._file.read() as connection:
-            return [
-                StoredMeasurement(
-                    key=key_of(row),
-                    measurement=Measurement(
-                        candidate=Candidate(row.variant, as_tuples(json.loads(row.config))),
-                        symbol_values=tuple(row.symbol_values),
-                        **{name: getattr(row, name) for name in _PLAIN_MEASURED},
-                    ),
-                    at=row.at,
-                )
-                for row in connection.execute(query)
-            ]
+            rows = connection.execute(_measurements().where(models.DecisionKeyRow.fusion_id == fusion_id))
+            return [_measurement_of(row) for row in rows]
+
+    def measurements_since(self, since_id: int, most: int) -> list[tuple[int, StoredMeasurement]]:
+        """Measurements of all nodes with ids above ``since_id``, at most so many, by growing id."""
+        table = models.MeasurementRow
+        with self._file.read() as connection:
+            rows = connection.execute(_measurements().where(table.id > since_id).limit(most))
+            return [(row.id, _measurement_of(row)) for row in rows]
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -108,29 +96,23 @@ class TuneResults:
             asked = select(models.Request.run_id).where(models.Request.key == digest)
             if run_id is not None:
                 asked = select(models.Run.id).where(models.Run.id == run_id)  # nothing, if it was deleted meanwhile
-            values = {
-                "key": digest,
-                "run_id": connection.execute(asked).scalar_one_or_none(),
-                "ranges": ranges_json(decision.bucket),
-                "variant": decision.candidate.variant,
-                "config": [list(pair) for pair in decision.candidate.config],
-                **{name: getattr(decision, name) for name in _PLAIN_DECIDED},
-                "detail": clean(decision.detail),
-                "at": now(),
-            }
-            statement = insert(models.DecisionRow).values(**values).returning(models.DecisionRow.id)
-            return connection.execute(statement).scalar_one()
+            return insert_decision(connection, decision, connection.execute(asked).scalar_one_or_none())
 
     def decisions(
-        self, device_key: str | None = None, versions: str | None = None, since_id: int = 0
+        self, device_key: str | None = None, versions: str | None = None, since_id: int = 0, most: int | None = None
     ) -> list[tuple[int, Decision]]:
-        """The standing decisions with ids above ``since_id``, by growing id: so a reader asks only for what is new."""
+        """The standing decisions with ids above ``since_id``, by growing id: so a reader asks only for what is new.
+
+        ``most``: so many, the others when asked again.
+        """
         query = _decisions().where(models.DecisionRow.id > since_id)
         query = query.where(models.DecisionRow.id.in_(_standing(query_since=since_id)))
         if device_key is not None:
             query = query.where(models.DecisionKeyRow.device == device_key)
         if versions is not None:
             query = query.where(models.DecisionKeyRow.versions == versions)
+        if most is not None:
+            query = query.limit(most)
         with self._file.read() as connection:
             return [(row.id, _decision_of(row)) for row in connection.execute(query)]
 
@@ -152,6 +134,41 @@ class TuneResults:
 
 
 # ---- rows -------------------------------------------------------------------------------------------
+
+
+def insert_decision(connection: Connection, decision: Decision, run_id: int | None) -> int:
+    """Append a decision whose key is stored; its id."""
+    values = {
+        "key": decision.key.digest,
+        "run_id": run_id,
+        "ranges": ranges_json(decision.bucket),
+        "variant": decision.candidate.variant,
+        "config": [list(pair) for pair in decision.candidate.config],
+        **{name: getattr(decision, name) for name in _PLAIN_DECIDED},
+        "detail": clean(decision.detail),
+        "at": now(),
+    }
+    statement = insert(models.DecisionRow).values(**values).returning(models.DecisionRow.id)
+    return connection.execute(statement).scalar_one()
+
+
+def _measurements() -> Any:
+    table, candidate, key = models.MeasurementRow, models.CandidateRow, models.DecisionKeyRow
+    return (
+        select(table, candidate.variant, candidate.config, key)
+        .join(candidate, table.candidate_id == candidate.id)
+        .join(key, candidate.key == key.digest)
+        .order_by(table.id)
+    )
+
+
+def _measurement_of(row: Row[Any]) -> StoredMeasurement:
+    measurement = Measurement(
+        candidate=Candidate(row.variant, as_tuples(json.loads(row.config))),
+        symbol_values=tuple(row.symbol_values),
+        **{name: getattr(row, name) for name in _PLAIN_MEASURED},
+    )
+    return StoredMeasurement(key=key_of(row), measurement=measurement, at=row.at)
 
 
 def _standing(query_since: int) -> Any:

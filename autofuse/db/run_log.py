@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, update
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import Connection, Row, insert, select, update
 
 from autofuse.db import models
-from autofuse.db.base import StoreFile, clean, now, record_of, upsert
+from autofuse.db.base import Database, clean, now, record_of, upsert
 from autofuse.db.rows import RunRow
 from autofuse.db.thinning import Thinning
 from autofuse.errors import StoreError
@@ -26,7 +25,7 @@ REMOVED = ""  # the command of a run that a person has removed; every other run 
 class RunLog:
     """Runs, with their totals."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self.started: RunStart | None = None  # the last run that this object has begun
         self._file = file
 
@@ -112,7 +111,7 @@ class RunLog:
 class StepLog:
     """Timed steps of runs."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
         self._thinning: tuple[int, Thinning] | None = None  # id and thinning of the run that got samples last
 

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
-from sqlalchemy import Connection, func, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import Connection, func, insert, select
 
 from autofuse.db import models
-from autofuse.db.base import StoreFile, add_event_row, clean, now, record_of, upsert
+from autofuse.db.base import Database, add_event_row, clean, now, record_of, upsert
 from autofuse.db.rows import EventRow, RootChange, SettingTrial
 from autofuse.db.run_log import RunLog
 from autofuse.ir.records import Event, Refusal, RootRecord
@@ -23,7 +22,7 @@ from autofuse.ir.records import Event, Refusal, RootRecord
 class RootLog:
     """The states of roots, and their history."""
 
-    def __init__(self, file: StoreFile, runs: RunLog) -> None:
+    def __init__(self, file: Database, runs: RunLog) -> None:
         self._file = file
         self._runs = runs
 
@@ -83,7 +82,7 @@ class RootLog:
 class RunNotes:
     """Refusals and events of runs."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
 
     def add_refusals(self, run_id: int, refusals: Iterable[Refusal]) -> None:
@@ -121,7 +120,7 @@ class RunNotes:
 class TrialLog:
     """Trials of process settings."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
 
     def put(self, trial: SettingTrial, run_id: int | None = None) -> None:

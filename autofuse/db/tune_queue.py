@@ -15,13 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, or_, select, true, update
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import Connection, bindparam, func, insert, or_, select, true, update
 
 from autofuse.db import models
 from autofuse.db.base import (
+    Database,
     NodeText,
-    StoreFile,
     clean,
     key_of,
     now,
@@ -62,7 +61,7 @@ Prefer = Callable[[WaitingRequest], float]
 class TuneQueue:
     """The requests of scripts, for daemons."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
 
     def add(self, requests: Iterable[TuneRequest], *, force: bool = False) -> int:
@@ -116,7 +115,7 @@ class TuneQueue:
                 return None
             best = rows[0] if prefer is None else max(rows, key=lambda row: prefer(_waiting_of(row)))
             with self._file.write() as connection:
-                request = _taken(connection, best.key, {"pid": pid or os.getpid(), "host": kind})
+                request = taken(connection, best.key, {"pid": pid or os.getpid(), "host": kind})
             if request is not None:
                 return request
 
@@ -183,6 +182,23 @@ class TuneQueue:
             counts = {row[0]: row[1] for row in connection.execute(query)}
         return QueueStatus(**counts)
 
+    def open_requests(self, known: Mapping[str, float], most: int) -> list[tuple[float, TuneRequest]]:
+        """Open requests with the time of their last change, but for those that are ``known`` with it, by digest."""
+        table = models.Request
+        is_open = table.status.in_(("queued", "running"))
+        with self._file.read() as connection:
+            times = connection.execute(select(table.key, table.updated_at).where(is_open).order_by(table.updated_at))
+            fresh = [row.key for row in times if known.get(row.key) != row.updated_at][:most]
+            rows = connection.execute(_whole_requests().where(table.key.in_(fresh))).all()
+            return [(row.updated_at, _request_of(connection, row)) for row in rows]
+
+    def devices(self) -> list[str]:
+        """The keys of all devices for which there are requests."""
+        key = models.DecisionKeyRow
+        query = select(key.device).join(models.Request, models.Request.key == key.digest).distinct()
+        with self._file.read() as connection:
+            return sorted(connection.execute(query).scalars())
+
     def requests(self, fusion_id: str | None = None) -> list[RequestRow]:
         """All requests, or those of one node, in the order of the queue."""
         table, key = models.Request, models.DecisionKeyRow
@@ -203,7 +219,7 @@ class TuneQueue:
 class DaemonLog:
     """What the daemons of a store report about themselves."""
 
-    def __init__(self, file: StoreFile) -> None:
+    def __init__(self, file: Database) -> None:
         self._file = file
 
     def heartbeat(self, state: DaemonState) -> None:
@@ -230,7 +246,9 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
     """
     table = models.Request
     put_keys(connection, (request.key for request in requests.values()))
-    old = {row.key: row for row in connection.execute(select(table).where(table.key.in_(requests)))}
+    # On a fleet's server others lease rows meanwhile; SQLite, with one writer at a time, has no locks of rows.
+    before = select(table).where(table.key.in_(requests)).order_by(table.key).with_for_update()
+    old = {row.key: row for row in connection.execute(before)}
     decided = _decided(connection, requests)
     waiting = {digest for digest, row in old.items() if row.status in ("queued", "running")}
     closed = decided | {digest for digest, row in old.items() if row.status == "failed" and not _may_pass_now(row)}
@@ -242,11 +260,11 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
     calls = _merge(connection, requests)
     rows = []
     for digest, request in requests.items():
-        before = old.get(digest)
-        unfused_us = request.unfused_us or (before.unfused_us if before else 0.0)
+        known = old.get(digest)
+        unfused_us = request.unfused_us or (known.unfused_us if known else 0.0)
         merged = replace(request, calls=calls[digest], unfused_us=unfused_us)
         again = {} if digest in waiting else {"status": "queued", "attempts": 0, "message": ""}
-        kept = {name: getattr(before, name) for name in ("status", "attempts", "message")} if before else {}
+        kept = {name: getattr(known, name) for name in ("status", "attempts", "message")} if known else {}
         rows.append(
             {
                 "digest": digest,
@@ -254,7 +272,7 @@ def _add_requests(connection: Connection, requests: Mapping[str, TuneRequest], f
                 "unfused_us": merged.unfused_us,
                 "estimated_speedup": merged.estimated_speedup,
                 "expected_saving_us": merged.expected_saving_us,
-                "run_id": request.run_id or (before.run_id if before else None),
+                "run_id": request.run_id or (known.run_id if known else None),
                 "updated_at": now(),
                 **(again or kept),
             }
@@ -321,7 +339,7 @@ def _merge(connection: Connection, requests: Mapping[str, TuneRequest]) -> dict[
     ]
     upsert(connection, table, rows, ["key", "run_id"], ["calls", "shapes"])
     query = select(table.key, func.sum(table.calls)).where(table.key.in_(requests)).group_by(table.key)
-    return {row[0]: row[1] for row in connection.execute(query)}
+    return {row[0]: int(row[1]) for row in connection.execute(query)}  # PostgreSQL's sums are decimals
 
 
 def _merged_shapes(connection: Connection, digest: str) -> tuple[ObservedShape, ...]:
@@ -337,17 +355,10 @@ def _waiting_of(row: Any) -> WaitingRequest:
     return WaitingRequest(key_of(row), row.calls, row.unfused_us, row.estimated_speedup)
 
 
-def _taken(connection: Connection, digest: str, by: Mapping[str, Any]) -> TuneRequest | None:
+def taken(connection: Connection, digest: str, by: Mapping[str, Any]) -> TuneRequest | None:
     """Mark a queued request as in work and return it; None if it is no longer queued, or is damaged and so fails."""
-    table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
-    query = (
-        select(table, key, bucket.ranges, node.form)
-        .join(key, table.key == key.digest)
-        .join(bucket, table.bucket_id == bucket.id)
-        .join(node, bucket.fusion_id == node.fusion_id)
-        .where(table.key == digest, table.status == "queued")
-    )
-    row = connection.execute(query).first()
+    table = models.Request
+    row = connection.execute(_whole_requests().where(table.key == digest, table.status == "queued")).first()
     if row is None:
         return None
     changes: Mapping[str, Any]
@@ -359,6 +370,16 @@ def _taken(connection: Connection, digest: str, by: Mapping[str, Any]) -> TuneRe
         changes = {"status": "failed", "message": clean(f"not a request: {error}")}
     connection.execute(update(table).where(table.key == digest).values(**changes, updated_at=now()))
     return request
+
+
+def _whole_requests() -> Any:
+    table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
+    return (
+        select(table, key, bucket.ranges, node.form)
+        .join(key, table.key == key.digest)
+        .join(bucket, table.bucket_id == bucket.id)
+        .join(node, bucket.fusion_id == node.fusion_id)
+    )
 
 
 def _request_of(connection: Connection, row: Any) -> TuneRequest:

@@ -77,9 +77,10 @@ class StepTuning:
         limits: JobLimits,
         rest: Callable[[], None] = lambda: None,
         compilers: int = 1,
+        proposed: Candidate | None = None,
     ) -> None:
         """``form``: the step to tune. ``rest`` is called before each piece of work, to yield the machine;
-        ``compilers``: how many may run at a time."""
+        ``compilers``: how many may run at a time; ``proposed``: try this candidate and no other."""
         self._request = request
         self._form = form
         self._tried = self._form  # the step that is timed: cut if the whole takes too much memory
@@ -89,6 +90,7 @@ class StepTuning:
         self._limits = limits
         self._rest = rest
         self._compilers = compilers
+        self._proposed = proposed
         self._threads = 0  # of the last race; 0: not known
         self._outcome = Outcome()
         self._began = time.monotonic()
@@ -143,7 +145,7 @@ class StepTuning:
         return self._decide(seen, best.candidate, "won", words, best.digest)
 
     def _candidates(self) -> list[_Entrant]:
-        found = [_Entrant(Candidate(name)) for name in self._form.vendors]
+        found = [_Entrant(Candidate(name)) for name in self._form.vendors if self._is_tried(Candidate(name))]
         variant, knobs = (C_MULTI, KNOBS) if isinstance(self._backend, CBackend) else (TRITON_MULTI, TRITON_KNOBS)
         configs = [
             make_config({knob.name: choice for knob, choice in zip(knobs, choices, strict=True)})
@@ -151,6 +153,7 @@ class StepTuning:
         ]
         if self._request.key.is_strict:
             configs = [make_config({**dict(c), CONTRACT.name: choice}) for choice in CONTRACT.choices for c in configs]
+        configs = [config for config in configs if self._is_tried(Candidate(variant, config))]
         for config, made in zip(configs, self._compile_all(configs), strict=True):
             candidate = Candidate(variant, config)
             if isinstance(made, KernelRecord):
@@ -158,6 +161,9 @@ class StepTuning:
             else:
                 self._outcome.fail(candidate, made.status, str(made))
         return found
+
+    def _is_tried(self, candidate: Candidate) -> bool:
+        return self._proposed is None or candidate == self._proposed
 
     def _compile_all(self, configs: list[Config]) -> list[KernelRecord | CandidateProblem]:
         """Compile each configuration; kernels or problems, in order."""

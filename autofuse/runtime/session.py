@@ -94,7 +94,7 @@ class Session:
         self._draws: RngKernels | None = None
         self._replay: MakeReplay | None = None
         self._own_kernels: OwnKernels | None = None
-        changed = {name: str(value) for name, value in settings.changed().items()}
+        changed = settings.for_records()
         which = strictly(versions()) if settings.run.strict else versions()
         start = RunStart(command, cpu_device(), which, settings.run.tune, self._pid, changed, this_machine())
         self._written_calls: dict[tuple[str, Bucket], int] = {}

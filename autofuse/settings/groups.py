@@ -14,9 +14,19 @@ from autofuse.errors import SettingsError
 from autofuse.private_files import default_store
 
 
-def declare(default: Any, doc: str, *, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
-    """One setting: default, help, unit, and the inclusive range of a number."""
-    return Field(default=default, description=doc, ge=low, le=high, json_schema_extra={"unit": unit})
+def declare(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    is_secret: bool = False,
+) -> Any:
+    """One setting: default, help, unit, and the inclusive range of a number. ``is_secret``: see `secrets`."""
+    return Field(
+        default=default, description=doc, ge=low, le=high, json_schema_extra={"unit": unit}, repr=not is_secret
+    )
 
 
 # Settings of earlier versions. A file or variable that still names one is warned about, not refused.
@@ -260,4 +270,23 @@ class CacheSettings(Group):
     )
     history_runs: int = declare(
         10_000, "So many runs are listed; of older ones only what later runs learn from stays.", unit="runs", low=1
+    )
+
+
+class FleetSettings(Group):
+    """What hosts share by a PostgreSQL server; docs/guides/fleet.md."""
+
+    url: str = declare(
+        "",
+        "Server by which hosts share what they have tuned: postgresql+psycopg://USER@HOST/DATABASE; empty: none. "
+        "Only the daemon speaks to it.",
+        is_secret=True,
+    )
+    help: bool = declare(True, "A daemon without work of its own tunes what other hosts ask for.")
+    worker: bool = declare(
+        False, "The daemon stays to tune for other hosts, as 'autofuse daemon serve --fleet-worker' says."
+    )
+    poll_seconds: float = declare(5.0, "The daemon exchanges with the server this often.", unit="s", low=0.05)
+    connect_seconds: int = declare(
+        2, "The server is taken to be down where it does not answer for so long.", unit="s", low=2, high=60
     )

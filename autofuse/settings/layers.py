@@ -31,6 +31,7 @@ from autofuse.settings.groups import (
     GONE,
     CacheSettings,
     CaptureSettings,
+    FleetSettings,
     FusionSettings,
     Group,
     ObserveSettings,
@@ -39,11 +40,13 @@ from autofuse.settings.groups import (
     RunSettings,
     TunerSettings,
 )
+from autofuse.settings.secrets import SECRETS, has_password, masked
 
 PROFILE_FOLDER = Path(__file__).with_name("profiles")
 PROJECT_FILE = "autofuse.toml"
 _IS_GONE = "is a setting of an earlier version and does nothing; remove it"
-OWN_CHOICE = ("run.cc", "run.store")  # a project must not choose which programs run and which store is trusted
+# A project must not choose which programs run, which store is trusted and which server learns what is tuned.
+OWN_CHOICE = ("run.cc", "run.store", "fleet.url")
 
 
 def as_text(value: Any) -> str:
@@ -85,6 +88,7 @@ class Settings(BaseModel):
     replay: ReplaySettings = Field(default_factory=ReplaySettings)
     process: ProcessSettings = Field(default_factory=ProcessSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    fleet: FleetSettings = Field(default_factory=FleetSettings)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _warnings: tuple[str, ...] = PrivateAttr(default=())
@@ -103,9 +107,18 @@ class Settings(BaseModel):
         """Lines a person should see once, such as a misspelt variable."""
         return self._warnings
 
+    def shown(self, name: str) -> str:
+        """The value as text for people and for records, without passwords."""
+        text = as_text(self.value(name))
+        return masked(text) if name in SECRETS else text
+
     def as_dict(self) -> dict[str, Any]:
-        """Nested dictionary of plain JSON values."""
-        return self.model_dump(mode="json")
+        """Nested dictionary of plain JSON values, for people: without passwords."""
+        found = self.model_dump(mode="json")
+        for name in SECRETS:
+            group, _, key = name.partition(".")
+            found[group][key] = masked(found[group][key])
+        return found
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> Settings:
         """A copy with these values, checked, and with their origin."""
@@ -122,14 +135,23 @@ class Settings(BaseModel):
         """Settings that are not at their default: exactly what another process needs as ``cli`` to agree with us."""
         return {spec.name: self.value(spec.name) for spec in SPECS.values() if self.value(spec.name) != spec.default}
 
+    def for_records(self) -> dict[str, str]:
+        """Settings that are not at their default, as a run's record holds them: without passwords."""
+        return {n: masked(str(value)) if n in SECRETS else str(value) for n, value in self.changed().items()}
+
     def as_arguments(self) -> list[str]:
         """``--set NAME=VALUE`` arguments that give a child process these settings.
 
         Whatever some layer has set is named even where it is the default, for the child reads the same layers.
+        Passwords are in `as_variables`: every user of the machine can read a process's arguments.
         """
         names = [n for n in SPECS if n in self._origins or n in ("run.profile", "run.store") or n in self.changed()]
-        values = {name: self.value(name) for name in names}
+        values = {name: self.value(name) for name in names if SPECS[name].variables[0] not in self.as_variables()}
         return [text for name, value in values.items() for text in ("--set", f"{name}={as_text(value)}")]
+
+    def as_variables(self) -> dict[str, str]:
+        """What `as_arguments` leaves out: variables that a child process needs for settings with passwords."""
+        return {SPECS[name].variables[0]: self.value(name) for name in SECRETS if has_password(self.value(name))}
 
 
 def _groups() -> dict[str, type[Group]]:

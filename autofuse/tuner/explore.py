@@ -71,6 +71,14 @@ class Explorer:
         self.tried = search.tried
         return list(entrants.values())
 
+    def try_one(self, candidate: Candidate, values: tuple[int, ...]) -> list[Entrant]:
+        """Try one candidate and no other; the entrant, if it ran."""
+        self.tried = 1
+        made = [built for built in self._contest.build([candidate], values) if built is not None]
+        checked = self._checked(made, values, False)
+        self._screen(checked, values)
+        return [entrant for entrant in checked if entrant.comparison is not None]
+
     def _checked(self, fresh: Iterable[Built], values: tuple[int, ...], has_entrants: bool) -> list[Entrant]:
         checked: list[Entrant] = []
         for built in fresh:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.reasons import REFUSED
-from autofuse.ir.records import Config, TuneRequest
+from autofuse.ir.records import Candidate, Config, TuneRequest
 from autofuse.tuner.benchmark_provider import Bench
 from autofuse.tuner.cases import call_bytes, is_empty
 from autofuse.tuner.decide_node import NodeDecider
 from autofuse.tuner.entrants import Contest
 from autofuse.tuner.explore import Explorer
 from autofuse.tuner.outcome import Clock, JobLimits, Outcome, Verdicts
+from autofuse.tuner.proposed import misfit
 from autofuse.tuner.specialise import specialise
 
 
@@ -34,13 +35,15 @@ class Job:
         limits: JobLimits,
         seeds: Iterable[Config] = (),
         clock: Callable[[], float] = time.monotonic,
+        proposed: Candidate | None = None,
     ) -> None:
         """``seeds``: winners of other buckets, nearest first; ``clock``: the seconds by which the job's time is
-        counted."""
+        counted; ``proposed``: try this candidate and no other."""
         self.request = request
         self.form = NodeForm.from_json(dict(request.node))
         self.limits = limits
         self._bench = bench
+        self._proposed = proposed
         self._outcome = Outcome()
         used = Clock(clock, limits.job_seconds)
         self._contest = Contest(request, self.form, bench, limits, self._outcome, used)
@@ -55,10 +58,15 @@ class Job:
         if call_bytes(self.form, values) > self.limits.memory_bytes:
             return self._give_up("out_of_memory", "one call needs more memory than tuner.memory_bytes allows")
         try:
-            self._bench.knobs(values)
+            knobs = self._bench.knobs(values)
         except LoweringError as error:
             return self._give_up(f"{REFUSED}{error.code}", str(error))
-        entrants = self._explorer.explore(values)
+        if self._proposed is None:
+            entrants = self._explorer.explore(values)
+        elif problem := misfit(self._proposed, self._bench.variants, knobs):
+            return self._give_up("refused", problem)
+        else:
+            entrants = self._explorer.try_one(self._proposed, values)
         self._verdicts.tried = self._explorer.tried
         if not entrants:
             return self._give_up(*self._verdicts.why_nothing_ran())

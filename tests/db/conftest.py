@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from autofuse.db.base import StoreFile
+from autofuse.db.fleet_server import FleetServer
 from autofuse.db.store import Store
 
 
@@ -17,3 +21,15 @@ def path(tmp_path: Path) -> Path:
 def store(path: Path) -> Iterator[Store]:
     with Store.open(path) as opened:
         yield opened
+
+
+@pytest.fixture(params=["file", "server"])
+def both(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """The parts of a store, on a file and on a fleet's server."""
+    if request.param == "file":
+        yield request.getfixturevalue("store")
+        return
+    server = request.getfixturevalue("postgres")
+    with contextlib.closing(FleetServer(server.url(server.new_database()))) as opened:
+        opened.check()
+        yield Store(cast(StoreFile, opened))

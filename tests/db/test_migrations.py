@@ -6,20 +6,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import Connection, create_engine, text
 from store_records import DEVICE, TRITON_FILES, VERSIONS, decision, gpu_kernel, kernel, use
 
 from autofuse.db import connection as opening
+from autofuse.db.fleet_server import FleetServer
 from autofuse.db.migrate import revisions, upgrade
 from autofuse.db.models import Base
 from autofuse.db.store import Store
-from autofuse.errors import StoreVersionError
+from autofuse.errors import FleetError, StoreVersionError
+from tests.postgres import Postgres
 
 ASSETS = Path(__file__).with_name("assets")
 
@@ -111,3 +114,36 @@ def test_older_schema_is_upgraded_and_readers_ask_for_it(path: Path, monkeypatch
     monkeypatch.setattr("autofuse.db.migrate.upgrade", lambda connection: called.append(connection))
     Store.open(path).close()
     assert len(called) == 1
+
+
+def test_migrations_make_what_the_models_say_on_a_server(postgres: Postgres) -> None:
+    migrated = create_engine(postgres.url(postgres.new_database("template1")))
+    made = create_engine(postgres.url(postgres.new_database()))
+    with migrated.begin() as connection:
+        upgrade(connection)
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+    with migrated.begin() as left, made.begin() as right:
+        assert described(left) == described(right)
+        assert compare_metadata(MigrationContext.configure(right), Base.metadata) == []
+    for engine in (migrated, made):
+        engine.dispose()
+
+
+def test_a_server_of_an_older_schema_is_upgraded_by_its_owner_alone(postgres: Postgres) -> None:
+    url = postgres.url(postgres.new_database("template1"))
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        upgrade(connection, opening.REVISIONS[-2])
+    engine.dispose()
+    with contextlib.closing(FleetServer(url)) as server:
+        with pytest.raises(FleetError, match=f"found {opening.REVISIONS[-2]}; as the owner .* autofuse fleet upgrade"):
+            server.check()
+        assert server.upgrade() and not server.upgrade()
+        assert server.check() == server.check() != ""
+
+
+def described(connection: Connection) -> list[tuple[object, ...]]:
+    """Tables, columns, types and defaults of a server's database, but for the names of sequences."""
+    columns = "table_name, column_name, data_type, is_nullable, column_default"
+    query = f"SELECT {columns} FROM information_schema.columns WHERE table_schema = 'public' ORDER BY 1, 2"
+    return [tuple(row) for row in connection.execute(text(query))]

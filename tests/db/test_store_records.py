@@ -47,18 +47,18 @@ def test_run_and_totals(store: Store, path: Path) -> None:
             reader.runs.get(9)
 
 
-def test_latest_run_with_steps_skips_runs_that_timed_none(store: Store) -> None:
-    assert store.runs.latest() is None
-    timed, _ = store.runs.start(start()), store.runs.start(start())
-    store.steps.add(timed, steps(2))
-    latest, latest_timed = store.runs.latest(), store.runs.latest(with_steps=True)
+def test_latest_run_with_steps_skips_runs_that_timed_none(both: Store) -> None:
+    assert both.runs.latest() is None
+    timed, _ = both.runs.start(start()), both.runs.start(start())
+    both.steps.add(timed, steps(2))
+    latest, latest_timed = both.runs.latest(), both.runs.latest(with_steps=True)
     assert latest is not None and latest.id == 2
     assert latest_timed is not None and latest_timed.id == timed
 
 
-def test_command_with_bytes_that_are_not_utf8(store: Store) -> None:
-    run_id = store.runs.start(start(os.fsdecode(b"caf\xe9.py")))
-    assert store.runs.get(run_id).command == "caf\\udce9.py"
+def test_command_with_bytes_that_are_not_utf8(both: Store) -> None:
+    run_id = both.runs.start(start(os.fsdecode(b"caf\xe9.py")))
+    assert both.runs.get(run_id).command == "caf\\udce9.py"
 
 
 @given(
@@ -72,11 +72,11 @@ def test_command_with_bytes_that_are_not_utf8(store: Store) -> None:
     )
 )  # fmt: skip
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_steps_come_back_equal_and_in_order(store: Store, samples: list[StepSample]) -> None:
-    run_id = store.runs.start(start())
-    store.steps.add(run_id, samples[:5])
-    store.steps.add(run_id, samples[5:])
-    assert store.steps.of_run(run_id) == samples
+def test_steps_come_back_equal_and_in_order(both: Store, samples: list[StepSample]) -> None:
+    run_id = both.runs.start(start())
+    both.steps.add(run_id, samples[:5])
+    both.steps.add(run_id, samples[5:])
+    assert both.steps.of_run(run_id) == samples
 
 
 configs = st.dictionaries(st.sampled_from(["unroll", "threads", "omp"]), st.integers(-9, 9) | st.booleans() | st.text())
@@ -84,43 +84,43 @@ configs = st.dictionaries(st.sampled_from(["unroll", "threads", "omp"]), st.inte
 
 @given(st.lists(configs, min_size=1, max_size=5))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_measurements_come_back_equal(store: Store, points: list[dict[str, int | str | bool]]) -> None:
-    before = len(store.results.measurements("a" * 64))
+def test_measurements_come_back_equal(both: Store, points: list[dict[str, int | str | bool]]) -> None:
+    before = len(both.results.measurements("a" * 64))
     made = [
         Measurement(Candidate("c_specialised", make_config(point)), "crash", (3, 4), message="SIGSEGV")
         for point in points
     ]
-    store.results.put_measurements(key(), made)
-    stored = store.results.measurements("a" * 64)[before:]
+    both.results.put_measurements(key(), made)
+    stored = both.results.measurements("a" * 64)[before:]
     assert [(row.key, row.measurement) for row in stored] == [(key(), item) for item in made]
 
 
-def test_node_uses_keep_the_last_counters_of_a_run(store: Store) -> None:
-    run_id, other = store.runs.start(start()), store.runs.start(start())
-    store.nodes.put_uses(run_id, [use(calls=1), use("b" * 64, share=0.5)])
-    store.nodes.put_uses(run_id, [use(calls=9)])
-    store.nodes.put_uses(other, [use(calls=5)])
-    assert store.nodes.uses(run_id) == [use("b" * 64, share=0.5), use(calls=9)]
-    assert store.nodes.uses(other) == [use(calls=5)]
-    assert len(store.nodes.uses(fusion_id="a" * 64)) == 2
-    assert [node.fusion_id[0] for node in store.nodes.known()] == ["a", "b"]
+def test_node_uses_keep_the_last_counters_of_a_run(both: Store) -> None:
+    run_id, other = both.runs.start(start()), both.runs.start(start())
+    both.nodes.put_uses(run_id, [use(calls=1), use("b" * 64, share=0.5)])
+    both.nodes.put_uses(run_id, [use(calls=9)])
+    both.nodes.put_uses(other, [use(calls=5)])
+    assert both.nodes.uses(run_id) == [use("b" * 64, share=0.5), use(calls=9)]
+    assert both.nodes.uses(other) == [use(calls=5)]
+    assert len(both.nodes.uses(fusion_id="a" * 64)) == 2
+    assert [node.fusion_id[0] for node in both.nodes.known()] == ["a", "b"]
 
 
-def test_profiles_keep_the_last_counters_of_a_run(store: Store) -> None:
-    run_id = store.runs.start(start())
+def test_profiles_keep_the_last_counters_of_a_run(both: Store) -> None:
+    run_id = both.runs.start(start())
     small = OpProfile(
         "aten.add.Tensor", "blocks.0", "forward", ((4, 8), (8,)), ("float32",) * 2, ((8, 1), (1,)), "cpu", 3, 9.0
     )
     large = replace(small, shapes=((4, 16), (16,)), calls=1, time_us=4.0, producers=("aten.mm.default",))
     backward = replace(small, phase="backward", time_us=1.0)
-    store.profiles.put_ops(run_id, [small, large, backward])
-    store.profiles.put_ops(run_id, [replace(small, calls=6, time_us=18.0)])
-    assert store.profiles.ops(run_id) == [replace(small, calls=6, time_us=18.0), large, backward]
+    both.profiles.put_ops(run_id, [small, large, backward])
+    both.profiles.put_ops(run_id, [replace(small, calls=6, time_us=18.0)])
+    assert both.profiles.ops(run_id) == [replace(small, calls=6, time_us=18.0), large, backward]
 
     histogram = DimHistogram("Model", "args[0]", 1, ((64, 9), (128, 3)), 1)
-    store.profiles.put_dims(run_id, [histogram, replace(histogram, dim=0)])
-    store.profiles.put_dims(run_id, [replace(histogram, tail_calls=2)])
-    assert store.profiles.dims(run_id) == [replace(histogram, tail_calls=2), replace(histogram, dim=0)]
+    both.profiles.put_dims(run_id, [histogram, replace(histogram, dim=0)])
+    both.profiles.put_dims(run_id, [replace(histogram, tail_calls=2)])
+    assert both.profiles.dims(run_id) == [replace(histogram, tail_calls=2), replace(histogram, dim=0)]
 
 
 def test_roots_are_known_across_runs_of_the_same_device(store: Store, path: Path) -> None:
@@ -148,60 +148,60 @@ def test_roots_are_known_across_runs_of_the_same_device(store: Store, path: Path
         assert reader.roots.of_run(first) == [captured]
 
 
-def test_logs_only_grow(store: Store) -> None:
-    run_id = store.runs.start(start())
+def test_logs_only_grow(both: Store) -> None:
+    run_id = both.runs.start(start())
     refusal = Refusal("random_op", False, "bernoulli", "eager's stream is kept", 0, "train.py:3")
-    store.notes.add_refusals(run_id, [refusal])
-    store.notes.add_refusals(run_id, [refusal, replace(refusal, accepted=True)])
-    assert len(store.notes.refusals(run_id)) == 3 and store.notes.refusals(run_id)[0] == refusal
-    store.notes.add_event(run_id, Event("fallback", "x", {"node": "af_1"}))
-    store.notes.add_event(None, Event("daemon_start", "y"))
-    assert [row.event.kind for row in store.notes.events()] == ["fallback", "daemon_start"]
-    assert [row.event for row in store.notes.events(run_id)] == [Event("fallback", "x", {"node": "af_1"})]
-    assert [row.event.kind for row in store.notes.events(limit=1)] == ["daemon_start"]
+    both.notes.add_refusals(run_id, [refusal])
+    both.notes.add_refusals(run_id, [refusal, replace(refusal, accepted=True)])
+    assert len(both.notes.refusals(run_id)) == 3 and both.notes.refusals(run_id)[0] == refusal
+    both.notes.add_event(run_id, Event("fallback", "x", {"node": "af_1"}))
+    both.notes.add_event(None, Event("daemon_start", "y"))
+    assert [row.event.kind for row in both.notes.events()] == ["fallback", "daemon_start"]
+    assert [row.event for row in both.notes.events(run_id)] == [Event("fallback", "x", {"node": "af_1"})]
+    assert [row.event.kind for row in both.notes.events(limit=1)] == ["daemon_start"]
 
 
-def test_setting_trials_the_newest_stands(store: Store) -> None:
-    run_id = store.runs.start(start())
+def test_setting_trials_the_newest_stands(both: Store) -> None:
+    run_id = both.runs.start(start())
     trial = SettingTrial("malloc", "1GiB", 80.0, 70.0, 1.14, 1.1, 1.2, "on", "won", DEVICE.key, "train.py")
-    store.trials.put(replace(trial, ratio=1.0, decision="off"), run_id)
-    store.trials.put(trial)
-    store.trials.put(replace(trial, workload="other.py"))
-    assert store.trials.standing(DEVICE.key, workload="train.py") == [trial]
-    assert len(store.trials.standing()) == 2
-    assert [row.decision for row in store.trials.standing(run_id=run_id)] == ["off"]
+    both.trials.put(replace(trial, ratio=1.0, decision="off"), run_id)
+    both.trials.put(trial)
+    both.trials.put(replace(trial, workload="other.py"))
+    assert both.trials.standing(DEVICE.key, workload="train.py") == [trial]
+    assert len(both.trials.standing()) == 2
+    assert [row.decision for row in both.trials.standing(run_id=run_id)] == ["off"]
 
 
-def test_decisions_keep_history_and_the_newest_stands(store: Store) -> None:
-    first = store.results.put_decision(decision(speedup=1.2))
-    second = store.results.put_decision(decision("b" * 64))
-    third = store.results.put_decision(decision(speedup=1.8))
-    assert store.results.decisions(DEVICE.key, VERSIONS) == [
+def test_decisions_keep_history_and_the_newest_stands(both: Store) -> None:
+    first = both.results.put_decision(decision(speedup=1.2))
+    second = both.results.put_decision(decision("b" * 64))
+    third = both.results.put_decision(decision(speedup=1.8))
+    assert both.results.decisions(DEVICE.key, VERSIONS) == [
         (second, decision("b" * 64)),
         (third, decision(speedup=1.8)),
     ]
-    assert store.results.decisions(DEVICE.key, VERSIONS, since_id=second) == [(third, decision(speedup=1.8))]
-    assert store.results.decisions(DEVICE.key, VERSIONS, since_id=third) == []
-    assert store.results.decisions("cpu:other", VERSIONS) == []
-    assert [row.id for row in store.results.history("a" * 64)] == [first, third]
+    assert both.results.decisions(DEVICE.key, VERSIONS, since_id=second) == [(third, decision(speedup=1.8))]
+    assert both.results.decisions(DEVICE.key, VERSIONS, since_id=third) == []
+    assert both.results.decisions("cpu:other", VERSIONS) == []
+    assert [row.id for row in both.results.history("a" * 64)] == [first, third]
 
 
-def test_a_decision_on_a_part_counts_for_the_run_that_asked_for_the_group(store: Store) -> None:
-    run_id, other = store.runs.start(start()), store.runs.start(start())
-    store.queue.add([request("a" * 64, run_id=run_id)])
-    asked = store.results.put_decision(decision("a" * 64))
-    part = store.results.put_decision(decision("b" * 64), run_id)
-    nobodys = store.results.put_decision(decision("c" * 64), 77)  # a run that is deleted
-    assert [row.id for row in store.results.history(run_id=run_id)] == [asked, part]
-    assert store.results.history(run_id=other) == []
-    assert [row.run_id for row in store.results.history() if row.id == nobodys] == [None]
+def test_a_decision_on_a_part_counts_for_the_run_that_asked_for_the_group(both: Store) -> None:
+    run_id, other = both.runs.start(start()), both.runs.start(start())
+    both.queue.add([request("a" * 64, run_id=run_id)])
+    asked = both.results.put_decision(decision("a" * 64))
+    part = both.results.put_decision(decision("b" * 64), run_id)
+    nobodys = both.results.put_decision(decision("c" * 64), 77)  # a run that is deleted
+    assert [row.id for row in both.results.history(run_id=run_id)] == [asked, part]
+    assert both.results.history(run_id=other) == []
+    assert [row.run_id for row in both.results.history() if row.id == nobodys] == [None]
 
 
-def test_daemon_state(store: Store) -> None:
-    assert store.daemon.state() is None
-    store.daemon.heartbeat(DaemonState(1, "host", 5.0, "idle"))
-    store.daemon.heartbeat(DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9}))
-    state = store.daemon.state()
+def test_daemon_state(both: Store) -> None:
+    assert both.daemon.state() is None
+    both.daemon.heartbeat(DaemonState(1, "host", 5.0, "idle"))
+    both.daemon.heartbeat(DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9}))
+    state = both.daemon.state()
     assert state is not None and state.heartbeat_at > 0
     assert replace(state, heartbeat_at=0.0) == DaemonState(1, "host", 5.0, "tuning", "af_1 s0=4", 3, 2, 1, {"rss": 9})
 
@@ -215,13 +215,13 @@ def test_data_version_tells_of_others_writes(store: Store, path: Path) -> None:
     assert store.data_version() != version
 
 
-def test_refused_rows_change_nothing(store: Store) -> None:
+def test_refused_rows_change_nothing(both: Store) -> None:
     with pytest.raises(StoreError, match="refused a request"):
-        store.steps.add(77, steps(1))  # no such run
-    run_id = store.runs.start(start())
+        both.steps.add(77, steps(1))  # no such run
+    run_id = both.runs.start(start())
     with pytest.raises(StoreError):
-        store.notes.add_refusals(run_id, [Refusal("a", True, "b", "c"), Refusal("a", True, "b", "c", 1 << 70)])
-    assert store.notes.refusals(run_id) == []
+        both.notes.add_refusals(run_id, [Refusal("a", True, "b", "c"), Refusal("a", True, "b", "c", 1 << 70)])
+    assert both.notes.refusals(run_id) == []
 
 
 def test_closed_and_readonly_stores_say_so(store: Store, path: Path) -> None:
@@ -244,11 +244,11 @@ def test_store_imports_neither_torch_nor_alembic(path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_bucket_and_form_survive(store: Store) -> None:
+def test_bucket_and_form_survive(both: Store) -> None:
     exact = Bucket(((4, 4), (65, 128)))
-    store.results.put_decision(decision(of=exact))
-    assert store.results.decisions()[0][1].bucket == exact
-    store.results.put_measurements(key(), [measurement(unroll=2)])
-    run_id = store.runs.start(start())
-    store.nodes.put_uses(run_id, [use()])
-    assert store.nodes.known("a" * 64)[0].form == FORM
+    both.results.put_decision(decision(of=exact))
+    assert both.results.decisions()[0][1].bucket == exact
+    both.results.put_measurements(key(), [measurement(unroll=2)])
+    run_id = both.runs.start(start())
+    both.nodes.put_uses(run_id, [use()])
+    assert both.nodes.known("a" * 64)[0].form == FORM

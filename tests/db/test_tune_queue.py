@@ -18,12 +18,12 @@ from autofuse.errors import StoreError
 from autofuse.ir.records import Candidate, Decision, DeviceInfo, ObservedShape
 
 
-def test_largest_expected_saving_first(store: Store) -> None:
+def test_largest_expected_saving_first(both: Store) -> None:
     small, large, unknown = request("a" * 64, calls=10), request("b" * 64, calls=99), request("c" * 64, unfused_us=0.0)
-    assert store.queue.add([small, unknown, large]) == 3
-    taken = [store.queue.take(DEVICE.key) for _ in range(4)]
+    assert both.queue.add([small, unknown, large]) == 3
+    taken = [both.queue.take(DEVICE.key) for _ in range(4)]
     assert taken == [large, small, unknown, None]
-    assert store.queue.length(DEVICE.key) == QueueStatus(running=3)
+    assert both.queue.length(DEVICE.key) == QueueStatus(running=3)
 
 
 def test_a_damaged_request_fails_and_the_others_go_on(store: Store) -> None:
@@ -52,20 +52,20 @@ def test_a_request_whose_rows_are_lost_does_not_keep_others_waiting(
     assert store.queue.take(DEVICE.key, prefer=prefer) is None
 
 
-def test_requests_of_other_devices_and_versions_wait(store: Store) -> None:
+def test_requests_of_other_devices_and_versions_wait(both: Store) -> None:
     other = DeviceInfo("cpu", "Other", 8, "avx2")
-    store.queue.add([replace(request(), key=key(device=other))])
-    assert store.queue.take(DEVICE.key) is None
-    assert store.queue.take(other.key, versions=["torch 9"]) is None
-    assert store.queue.take(other.key, versions=["torch 9", VERSIONS]) is not None
+    both.queue.add([replace(request(), key=key(device=other))])
+    assert both.queue.take(DEVICE.key) is None
+    assert both.queue.take(other.key, versions=["torch 9"]) is None
+    assert both.queue.take(other.key, versions=["torch 9", VERSIONS]) is not None
 
 
-def test_a_run_replaces_its_own_counters_and_runs_add_up(store: Store) -> None:
-    first, second = store.runs.start(start()), store.runs.start(start())
-    assert store.queue.add([request(calls=10, run_id=first, shapes=((100, 10),))]) == 1
-    assert store.queue.add([request(calls=30, run_id=first, shapes=((100, 20), (70, 10)))]) == 0
-    assert store.queue.add([request(calls=5, run_id=second, shapes=((70, 5),), unfused_us=0.0)]) == 0
-    taken = store.queue.take(DEVICE.key)
+def test_a_run_replaces_its_own_counters_and_runs_add_up(both: Store) -> None:
+    first, second = both.runs.start(start()), both.runs.start(start())
+    assert both.queue.add([request(calls=10, run_id=first, shapes=((100, 10),))]) == 1
+    assert both.queue.add([request(calls=30, run_id=first, shapes=((100, 20), (70, 10)))]) == 0
+    assert both.queue.add([request(calls=5, run_id=second, shapes=((70, 5),), unfused_us=0.0)]) == 0
+    taken = both.queue.take(DEVICE.key)
     assert taken is not None
     assert (taken.calls, taken.unfused_us, taken.run_id) == (35, 50.0, second)
     assert taken.shapes == (ObservedShape((100,), 20), ObservedShape((70,), 15))
@@ -73,80 +73,80 @@ def test_a_run_replaces_its_own_counters_and_runs_add_up(store: Store) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(64, 67), st.integers(1, 9)), min_size=1, max_size=12))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_merging_loses_no_shape(store: Store, sent: list[tuple[int, int, int]]) -> None:
+def test_merging_loses_no_shape(both: Store, sent: list[tuple[int, int, int]]) -> None:
     """Each run sends its histogram so far again and again; the sum of the last ones must come out."""
-    runs = {number: store.runs.start(start()) for number in (1, 2, 3)}
+    runs = {number: both.runs.start(start()) for number in (1, 2, 3)}
     fusion_id = f"{runs[1]:064d}"  # a key of its own for each example
     counts: dict[int, dict[int, int]] = {number: {} for number in runs}
     for number, size, calls in sent:
         counts[number][size] = counts[number].get(size, 0) + calls
         shapes = tuple(counts[number].items())
-        store.queue.add([request(fusion_id, sum(counts[number].values()), run_id=runs[number], shapes=shapes)])
+        both.queue.add([request(fusion_id, sum(counts[number].values()), run_id=runs[number], shapes=shapes)])
     expected: dict[int, int] = {}
     for histogram in counts.values():
         for size, calls in histogram.items():
             expected[size] = expected.get(size, 0) + calls
-    taken = store.queue.take(DEVICE.key)
+    taken = both.queue.take(DEVICE.key)
     assert taken is not None and taken.key.fusion_id == fusion_id
     assert {shape.symbol_values[0]: shape.calls for shape in taken.shapes} == expected
     assert taken.calls == sum(expected.values())
     assert [shape.calls for shape in taken.shapes] == sorted(expected.values(), reverse=True)
 
 
-def test_what_is_running_keeps_running(store: Store) -> None:
-    store.queue.add([request()])
-    assert store.queue.take(DEVICE.key) is not None
-    assert store.queue.add([request(calls=500)]) == 0
-    assert store.queue.add([request(calls=500)], force=True) == 0
-    assert store.queue.length() == QueueStatus(running=1)
+def test_what_is_running_keeps_running(both: Store) -> None:
+    both.queue.add([request()])
+    assert both.queue.take(DEVICE.key) is not None
+    assert both.queue.add([request(calls=500)]) == 0
+    assert both.queue.add([request(calls=500)], force=True) == 0
+    assert both.queue.length() == QueueStatus(running=1)
 
 
 def without_kernel(won: Decision) -> Decision:
     return replace(won, candidate=Candidate("eager"), compile_key=None)
 
 
-def test_decided_and_failed_requests_are_not_asked_again_unless_forced(store: Store) -> None:
-    store.queue.add([request(), request("b" * 64)])
-    store.results.put_decision(without_kernel(decision()))
-    store.queue.finish(key(), "done")
-    store.queue.finish(key("b" * 64), "failed", "gcc died")
-    assert store.queue.add([request(), request("b" * 64)]) == 0
-    assert store.queue.take(DEVICE.key) is None
-    assert [row.message for row in store.queue.requests("b" * 64)] == ["gcc died"]
-    assert store.queue.add([request(), request("b" * 64)], force=True) == 2
-    assert store.queue.length() == QueueStatus(queued=2)
+def test_decided_and_failed_requests_are_not_asked_again_unless_forced(both: Store) -> None:
+    both.queue.add([request(), request("b" * 64)])
+    both.results.put_decision(without_kernel(decision()))
+    both.queue.finish(key(), "done")
+    both.queue.finish(key("b" * 64), "failed", "gcc died")
+    assert both.queue.add([request(), request("b" * 64)]) == 0
+    assert both.queue.take(DEVICE.key) is None
+    assert [row.message for row in both.queue.requests("b" * 64)] == ["gcc died"]
+    assert both.queue.add([request(), request("b" * 64)], force=True) == 2
+    assert both.queue.length() == QueueStatus(queued=2)
 
 
-def test_a_decision_without_a_request_is_enough(store: Store) -> None:
-    store.results.put_decision(without_kernel(decision()))
-    assert store.queue.add([request(), request(of=bucket(129, 256))]) == 1
+def test_a_decision_without_a_request_is_enough(both: Store) -> None:
+    both.results.put_decision(without_kernel(decision()))
+    assert both.queue.add([request(), request(of=bucket(129, 256))]) == 1
 
 
-def test_finish_can_put_back(store: Store) -> None:
-    store.queue.add([request()])
-    store.queue.take(DEVICE.key)
-    store.queue.finish(key(), "requeued", "budget spent")
-    assert store.queue.length() == QueueStatus(queued=1)
+def test_finish_can_put_back(both: Store) -> None:
+    both.queue.add([request()])
+    both.queue.take(DEVICE.key)
+    both.queue.finish(key(), "requeued", "budget spent")
+    assert both.queue.length() == QueueStatus(queued=1)
     with pytest.raises(StoreError, match="expected a request for"):
-        store.queue.finish(key("d" * 64), "done")
+        both.queue.finish(key("d" * 64), "done")
 
 
-def test_queue_of_one_run(store: Store) -> None:
-    first, second = store.runs.start(start()), store.runs.start(start())
-    store.queue.add([request(run_id=first), request("b" * 64, run_id=second)])
-    store.queue.add([request("b" * 64, run_id=first)])
-    assert store.queue.length(DEVICE.key, run_id=first) == QueueStatus(queued=2)
-    assert store.queue.length(DEVICE.key, run_id=second) == QueueStatus(queued=1)
-    assert store.queue.length(DEVICE.key, run_id=99) == QueueStatus()
+def test_queue_of_one_run(both: Store) -> None:
+    first, second = both.runs.start(start()), both.runs.start(start())
+    both.queue.add([request(run_id=first), request("b" * 64, run_id=second)])
+    both.queue.add([request("b" * 64, run_id=first)])
+    assert both.queue.length(DEVICE.key, run_id=first) == QueueStatus(queued=2)
+    assert both.queue.length(DEVICE.key, run_id=second) == QueueStatus(queued=1)
+    assert both.queue.length(DEVICE.key, run_id=99) == QueueStatus()
 
 
-def test_requests_of_a_dead_daemon_wait_again_until_they_look_guilty(store: Store) -> None:
-    store.queue.add([request()])
+def test_requests_of_a_dead_daemon_wait_again_until_they_look_guilty(both: Store) -> None:
+    both.queue.add([request()])
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        assert store.queue.take(DEVICE.key, pid=12345) is not None
-        assert store.queue.requeue_stale() == (1 if attempt < MAX_ATTEMPTS else 0)
-    assert store.queue.length() == QueueStatus(failed=1)
-    assert "daemons ended" in store.queue.requests()[0].message
+        assert both.queue.take(DEVICE.key, pid=12345) is not None
+        assert both.queue.requeue_stale() == (1 if attempt < MAX_ATTEMPTS else 0)
+    assert both.queue.length() == QueueStatus(failed=1)
+    assert "daemons ended" in both.queue.requests()[0].message
 
 
 def test_a_request_that_a_container_took_with_it_waits_again(store: Store) -> None:
@@ -160,28 +160,28 @@ def test_a_request_that_a_container_took_with_it_waits_again(store: Store) -> No
 
 
 @pytest.mark.parametrize(("message", "seconds"), [("KeyError: 'x'", FAILED_SECONDS), (f"{NOT_READY}no room", 60.0)])
-def test_a_failure_is_not_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch, message: str, seconds: float) -> None:
-    store.queue.add([request()])
-    store.queue.finish(key(), "failed", message)
+def test_a_failure_is_not_for_ever(both: Store, monkeypatch: pytest.MonkeyPatch, message: str, seconds: float) -> None:
+    both.queue.add([request()])
+    both.queue.finish(key(), "failed", message)
     began = tune_queue.now()
     for later, added in ((seconds - 1.0, 0), (seconds + 1.0, 1)):
         monkeypatch.setattr(tune_queue, "now", lambda later=later: began + later)
-        assert store.queue.add([request()]) == added
-    assert store.queue.length() == QueueStatus(queued=1)
+        assert both.queue.add([request()]) == added
+    assert both.queue.length() == QueueStatus(queued=1)
 
 
-def test_what_has_failed_is_queued_again_when_asked_for(store: Store) -> None:
-    store.queue.add([request(), request("b" * 64)])
-    store.queue.finish(key(), "failed", f"{NOT_READY}no room")
-    store.queue.finish(key("b" * 64), "failed", "KeyError")
-    assert store.queue.requeue_failed(NOT_READY) == 1 and store.queue.length() == QueueStatus(queued=1, failed=1)
-    assert store.queue.requeue_failed() == 1 and store.queue.length() == QueueStatus(queued=2)
+def test_what_has_failed_is_queued_again_when_asked_for(both: Store) -> None:
+    both.queue.add([request(), request("b" * 64)])
+    both.queue.finish(key(), "failed", f"{NOT_READY}no room")
+    both.queue.finish(key("b" * 64), "failed", "KeyError")
+    assert both.queue.requeue_failed(NOT_READY) == 1 and both.queue.length() == QueueStatus(queued=1, failed=1)
+    assert both.queue.requeue_failed() == 1 and both.queue.length() == QueueStatus(queued=2)
 
 
-def test_a_decision_is_charged_to_the_run_that_asked_last(store: Store) -> None:
-    first, second = store.runs.start(start()), store.runs.start(start())
-    store.queue.add([request(run_id=first)])
-    store.results.put_decision(decision())
-    store.queue.add([request(run_id=second)])  # decided already: not this run's work
-    assert [row.run_id for row in store.results.history()] == [first]
-    assert store.results.history(run_id=second) == []
+def test_a_decision_is_charged_to_the_run_that_asked_last(both: Store) -> None:
+    first, second = both.runs.start(start()), both.runs.start(start())
+    both.queue.add([request(run_id=first)])
+    both.results.put_decision(decision())
+    both.queue.add([request(run_id=second)])  # decided already: not this run's work
+    assert [row.run_id for row in both.results.history()] == [first]
+    assert both.results.history(run_id=second) == []

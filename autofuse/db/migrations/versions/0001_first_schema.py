@@ -14,7 +14,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    if op.get_bind().dialect.name == "sqlite":  # else a fleet's server
+        op.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     op.create_table(
         "daemon",
         sa.Column("id", sa.Integer(), nullable=False),

@@ -1,0 +1,137 @@
+"""What a host's store and a fleet's server tell each other.
+
+In: a store of this host and a server. Out: rows of each in the other: requests, measurements and decisions go up,
+other hosts' decisions come down as proposals.
+Guarantee: rows go up once, in pieces, each after the one before; a piece that was lost with the connection is sent
+again. Names of hosts, scripts and files stay here, and so do kernels: no host runs what another one has built. Of two
+hosts that disagree, the one that stays in eager is believed; else the first decision stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from sqlalchemy import select, update
+
+from autofuse.db import models
+from autofuse.db.base import now, put_keys
+from autofuse.db.fleet_queue import LEASE_SECONDS, FleetQueue, without_paths
+from autofuse.db.fleet_server import FleetServer
+from autofuse.db.results import TuneResults, insert_decision
+from autofuse.db.run_log import RunLog
+from autofuse.db.store import Store
+from autofuse.ir.records import EAGER, Decision, DecisionKey, DeviceInfo, Measurement, RunStart
+
+PIECE = 200  # rows of a kind in one round: a job of this host's is never far behind
+# Reasons that say something about other hosts of the kind; a crash or a full memory may be this host's own.
+MEASURED = ("won", "no_gain", "below_margin", "device_slower", "not_bit_equal")
+MODE = "fleet"  # of the run that stands for a host on the server
+
+
+class FleetExchange:
+    """The exchange between one store and one server."""
+
+    def __init__(
+        self,
+        store: Store,
+        server: FleetServer,
+        device: DeviceInfo,
+        versions: Collection[str],
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        """``device``, ``versions``: of this host's decisions. Raises FleetError."""
+        self._store = store
+        self._server = server
+        self._results = TuneResults(server)
+        self._device = device
+        self._versions = tuple(versions)
+        self._name = server.check()
+        self._sent: dict[str, float] = {}  # requests by digest, as of their last change: sending one twice does nothing
+        self.queue = FleetQueue(server, lease_seconds)
+        self.run_id = self._host_run()
+
+    def push(self) -> int:
+        """Send what is new here; how many rows. Decisions follow their measurements, and end their requests."""
+        return self._push_requests() + self._push_measurements() + self._push_decisions()
+
+    def pull(self) -> int:
+        """Fetch what other hosts have decided for devices like ours; how many proposals are new."""
+        kept = 0
+        for device in {self._device.key, *self._store.queue.devices()}:
+            for versions in self._versions:
+                kept += self._pull(device, versions)
+        return kept
+
+    # ---- up -------------------------------------------------------------------------------------
+
+    def _push_requests(self) -> int:
+        rows = self._store.queue.open_requests(self._sent, PIECE)
+        self.queue.add(replace(request, run_id=self.run_id) for _, request in rows)
+        self._sent |= {request.key.digest: at for at, request in rows}
+        return len(rows)
+
+    def _push_measurements(self) -> int:
+        since = self._store.marks.get(self._name, "measurements")
+        rows = self._store.results.measurements_since(since, PIECE)
+        by_key: dict[DecisionKey, list[Measurement]] = {}
+        for _, row in rows:
+            sent = replace(row.measurement, compile_key=None, message=without_paths(row.measurement.message))
+            by_key.setdefault(row.key, []).append(sent)
+        for key, measurements in by_key.items():
+            self._results.put_measurements(key, measurements)
+        if rows:
+            self._store.marks.put(self._name, "measurements", rows[-1][0])
+        return len(rows)
+
+    def _push_decisions(self) -> int:
+        since = self._store.marks.get(self._name, "decisions")
+        rows = self._store.results.decisions(since_id=since, most=PIECE)
+        if not rows:
+            return 0
+        verdicts = self._store.proposals.verdicts(decision.key for _, decision in rows)
+        own = [d for _, d in rows if verdicts.get(d.key.digest) not in ("adopted", "overridden")]
+        for decision in own:
+            if decision.reason in MEASURED:
+                self._settle(replace(decision, compile_key=None, detail=""))
+        self._store.marks.put(self._name, "decisions", rows[-1][0])
+        return len(own)
+
+    def _settle(self, decision: Decision) -> None:
+        """Put a decision on the server, unless an earlier one stands against it, and end its request."""
+        table, request, digest = models.DecisionRow, models.Request, decision.key.digest
+        with self._server.write() as connection:
+            newest = select(table.variant).where(table.key == digest).order_by(table.id.desc()).limit(1)
+            standing = connection.execute(newest).scalar_one_or_none()
+            if standing is None or (standing != EAGER and decision.candidate.variant == EAGER):
+                put_keys(connection, [decision.key])
+                insert_decision(connection, decision, None)
+            is_open = (request.key == digest) & request.status.in_(("queued", "running"))
+            done = {"status": "done", "pid": None, "host": "", "lease_until": None, "updated_at": now()}
+            connection.execute(update(request).where(is_open).values(**done))
+
+    # ---- down -----------------------------------------------------------------------------------
+
+    def _pull(self, device: str, versions: str) -> int:
+        mark, kept = f"decisions of {device}, {versions}", 0
+        while True:
+            since = self._store.marks.get(self._name, mark)
+            rows = self._results.decisions(device, versions, since_id=since, most=PIECE)
+            if rows:
+                kept += self._store.proposals.put(decision for _, decision in rows if decision.reason in MEASURED)
+                self._store.marks.put(self._name, mark, rows[-1][0])
+            if len(rows) < PIECE:
+                return kept
+
+    # ---- who we are -----------------------------------------------------------------------------
+
+    def _host_run(self) -> int:
+        """The run on the server that stands for this store, whose counters replace its older ones."""
+        name, table = self._store.marks.own_name(), models.Run
+        with self._server.read() as connection:
+            query = select(table.id).where(table.machine == name, table.mode == MODE).order_by(table.id).limit(1)
+            found = connection.execute(query).scalar_one_or_none()
+        if found is not None:
+            return int(found)
+        start = RunStart("a host of the fleet", self._device, self._versions[0], MODE, 0, {}, name)
+        return RunLog(self._server).start(start)

@@ -1,0 +1,144 @@
+"""What other hosts of a fleet have decided, in this host's store until a request asks for it; and how far rows went.
+
+In: decisions of a fleet's server. Out: the proposal for a key, once a script here asks for that key.
+Guarantee: a proposal never replaces a decision of this host, and counts for nothing until it was built, checked and
+raced here. What became of it stands beside it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import Connection, func, select, update
+
+from autofuse.db import models
+from autofuse.db.base import Database, as_tuples, clean, now, put_keys, upsert
+from autofuse.ir.records import Candidate, Decision, DecisionKey
+
+# "adopted": it won here too; "overridden": it lost here, so eager stays; "refused": it could not run here or gave wrong
+# results, so this host searched by itself
+Verdict = Literal["adopted", "overridden", "refused"]
+_OF_THIS_STORE = ""
+_NAME = "name"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A candidate that another host has chosen for a key."""
+
+    candidate: Candidate
+    reason: str  # of that host's decision
+    speedup: float  # there
+
+
+class Proposals:
+    """The proposals in one store."""
+
+    def __init__(self, file: Database) -> None:
+        self._file = file
+
+    def put(self, decisions: Iterable[Decision]) -> int:
+        """Keep other hosts' decisions on keys for which this store has none; how many."""
+        by_key = {decision.key.digest: decision for decision in decisions}
+        table, decided, columns = (
+            models.ProposalRow,
+            models.DecisionRow,
+            ("variant", "config", "reason", "speedup", "at"),
+        )
+        with self._file.write() as connection:
+            closed = select(table.key).where(table.key.in_(by_key), table.status != "open")
+            known = select(decided.key).where(decided.key.in_(by_key))
+            for digest in connection.execute(closed.union(known)).scalars().all():
+                del by_key[digest]
+            put_keys(connection, (decision.key for decision in by_key.values()))
+            rows = [
+                {
+                    "key": digest,
+                    "variant": decision.candidate.variant,
+                    "config": [list(pair) for pair in decision.candidate.config],
+                    "reason": decision.reason,
+                    "speedup": decision.speedup,
+                    "status": "open",
+                    "message": "",
+                    "at": now(),
+                }
+                for digest, decision in by_key.items()
+            ]
+            upsert(connection, table, rows, ["key"], columns)
+        return len(by_key)
+
+    def get(self, key: DecisionKey) -> Proposal | None:
+        """The open proposal for a key."""
+        table = models.ProposalRow
+        with self._file.read() as connection:
+            row = connection.execute(select(table).where(table.key == key.digest, table.status == "open")).first()
+        if row is None:
+            return None
+        return Proposal(Candidate(row.variant, as_tuples(row.config)), row.reason, row.speedup)
+
+    def close(self, key: DecisionKey, verdict: Verdict, message: str) -> None:
+        """Note what became of a proposal, with a line for people."""
+        table = models.ProposalRow
+        values = {"status": verdict, "message": clean(message), "at": now()}
+        with self._file.write() as connection:
+            connection.execute(update(table).where(table.key == key.digest).values(**values))
+
+    def verdicts(self, keys: Iterable[DecisionKey]) -> dict[str, str]:
+        """The status of the proposals for some keys, by digest."""
+        table = models.ProposalRow
+        query = select(table.key, table.status).where(table.key.in_([key.digest for key in keys]))
+        with self._file.read() as connection:
+            return {row.key: row.status for row in connection.execute(query)}
+
+    def counts(self) -> dict[str, int]:
+        """How many proposals there are of each status."""
+        table = models.ProposalRow
+        with self._file.read() as connection:
+            rows = connection.execute(select(table.status, func.count()).group_by(table.status))
+            return {row[0]: row[1] for row in rows}
+
+    def line(self, key: DecisionKey) -> str:
+        """What became of the proposal for a key, in words; "" where nothing has yet."""
+        table = models.ProposalRow
+        with self._file.read() as connection:
+            found = connection.execute(select(table.message).where(table.key == key.digest)).scalar_one_or_none()
+        return found or ""
+
+
+class FleetMarks:
+    """This store's name among others, and how far it has exchanged rows with each server."""
+
+    def __init__(self, file: Database) -> None:
+        self._file = file
+
+    def own_name(self) -> str:
+        """A name that no other store has; it says nothing of the host."""
+        with self._file.write() as connection:
+            found = _value(connection, _OF_THIS_STORE, _NAME)
+            if not found:
+                found = secrets.token_hex(16)
+                _put(connection, _OF_THIS_STORE, {_NAME: found})
+        return found
+
+    def get(self, server: str, name: str) -> int:
+        """The id of the last row of a kind that was exchanged with a server; 0 where none was."""
+        with self._file.read() as connection:
+            return int(_value(connection, server, name) or 0)
+
+    def put(self, server: str, name: str, value: int) -> None:
+        with self._file.write() as connection:
+            _put(connection, server, {name: str(value)})
+
+
+def _value(connection: Connection, server: str, name: str) -> str:
+    table = models.FleetMark
+    query = select(table.value).where(table.server == server, table.name == name)
+    return connection.execute(query).scalar_one_or_none() or ""
+
+
+def _put(connection: Connection, server: str, values: dict[str, str]) -> None:
+    rows = [{"server": server, "name": name, "value": value} for name, value in values.items()]
+    upsert(connection, models.FleetMark, rows, ["server", "name"], ["value"])

@@ -1,0 +1,208 @@
+"""What a daemon makes of another host's decision: adopted, overridden, or refused and searched for by itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autofuse.daemon.loop import TuningLoop
+from autofuse.db.store import Store
+from autofuse.ir.records import EAGER, Bucket, Candidate, Decision, TuneRequest, make_config
+from autofuse.optim.form import StepForm
+from autofuse.settings.layers import load
+from autofuse.tuner.benchmark_provider import Built, NodeBenchmarks
+from autofuse.tuner.cases import CheckCase
+from autofuse.tuner.search import ConfigSearch
+from autofuse.tuner.strategy_provider import STRATEGY
+from autofuse.tuner.worker_process import CandidateProblem
+from tests.tuner.nodes import chain_form, request
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TuningLoop]:
+    """One loop for all: its worker imports torch once."""
+    folder = tmp_path_factory.mktemp("host")
+    cli = {"run.store": folder / "store.sqlite3", "run.profile": "quick", "tuner.trials": 4}
+    cli["tuner.shared_folder"] = folder / "shared"
+    made = TuningLoop(load(cli, environ={}, cwd=folder), is_urgent=lambda: True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(loop: TuningLoop) -> Iterator[Store]:
+    with Store.open(loop.settings.run.store) as opened:
+        yield opened
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each search that was begun."""
+    found: list[int] = []
+    begin = ConfigSearch.__init__
+
+    def note(self: ConfigSearch, *arguments: object, **named: object) -> None:
+        found.append(1)
+        begin(self, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ConfigSearch, "__init__", note)
+    return found
+
+
+Work = Callable[[TuneRequest, Decision], Decision]
+
+
+@pytest.fixture
+def work(loop: TuningLoop, store: Store) -> Work:
+    def work(asked: TuneRequest, proposed: Decision) -> Decision:
+        """The decision of this host on a request for which there is a proposal."""
+        assert store.proposals.put([proposed]) == 1
+        store.queue.add([asked])
+        assert loop.drain(lambda done, total: None).failed == 0
+        return next(d for _, d in store.results.decisions() if d.key == asked.key)
+
+    return work
+
+
+def ask(length: int, width: int = 512) -> TuneRequest:
+    return request(chain_form(length, width), (700,), calls=1)
+
+
+def proposal(asked: TuneRequest, candidate: Candidate, reason: str = "won", speedup: float = 2.0) -> Decision:
+    """A decision that another host has made."""
+    made = Decision.of(None, asked, candidate, reason, "on another host")
+    return replace(made, speedup=speedup)
+
+
+@pytest.fixture(scope="module")
+def usual(loop: TuningLoop) -> Candidate:
+    """What a search finds for such chains."""
+    asked = ask(8, 256)
+    with Store.open(loop.settings.run.store) as store:
+        store.queue.add([asked])
+        loop.drain(lambda done, total: None)
+        found = next(d for _, d in store.results.decisions() if d.key == asked.key)
+    assert found.reason == "won" and found.candidate.variant == "c_generic"
+    return found.candidate
+
+
+def test_what_wins_here_too_is_adopted_without_a_search(
+    work: Work, store: Store, usual: Candidate, searches: list[int]
+) -> None:
+    asked = ask(7)
+    found = work(asked, proposal(asked, usual))
+    assert searches == [] and found.trials == 1 and found.candidate == usual and found.reason == "won"
+    assert found.detail.startswith("as another host of the fleet found, where it gained 2.00x; ")
+    assert found.compile_key is not None and store.kernels.get(found.compile_key) is not None, "compiled here"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "adopted"
+
+
+def test_eager_is_adopted_as_it_is(work: Work, store: Store, searches: list[int]) -> None:
+    asked = ask(6)
+    found = work(asked, proposal(asked, Candidate(EAGER), "no_gain", 0.9))
+    assert searches == [] and found.candidate.variant == EAGER and found.reason == "no_gain" and found.trials == 0
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "adopted"
+
+
+def test_what_loses_here_is_overridden_and_leaves_a_measurement(
+    work: Work, store: Store, usual: Candidate, searches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = NodeBenchmarks.race
+
+    def slowed(self: NodeBenchmarks, *arguments: object) -> object:
+        result = race(self, *arguments)  # type: ignore[arg-type]
+        samples = [result.samples[0], *([9.0 * s for s in own] for own in result.samples[1:])]
+        return replace(result, samples=samples)
+
+    monkeypatch.setattr(NodeBenchmarks, "race", slowed)
+    asked = ask(5)
+    found = work(asked, proposal(asked, usual))
+    assert searches == [] and found.candidate.variant == EAGER and found.reason == "no_gain"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "overridden"
+    rows = [row for row in store.results.measurements(asked.key.fusion_id) if row.key == asked.key]
+    assert [row.measurement.speedup is not None and row.measurement.speedup < 1.0 for row in rows] == [True]
+
+
+def test_what_is_wrong_here_is_not_adopted(
+    work: Work, store: Store, usual: Candidate, searches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, refused = NodeBenchmarks.check, []
+
+    def judge(self: NodeBenchmarks, built: Built, cases: list[CheckCase], budget: float, least: int) -> float:
+        if not refused:  # the proposal comes first
+            refused.append(built.candidate)
+            raise CandidateProblem("wrong", "an error of 3.1 times eager's")
+        return check(self, built, cases, budget, least)
+
+    monkeypatch.setattr(NodeBenchmarks, "check", judge)
+    asked = ask(4)
+    odd = make_config(dict(usual.config))
+    found = work(asked, proposal(asked, Candidate("c_generic", odd)))
+    assert refused == [usual] and searches == [1], "this host has searched by itself"
+    assert found.trials > 1 or found.reason != "won"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "refused"
+    assert "error of 3.1" in store.proposals.line(asked.key)
+    rows = [row.measurement.status for row in store.results.measurements(asked.key.fusion_id)]
+    assert rows[0] == "wrong", "what it disagrees about is measured"
+
+
+@pytest.mark.parametrize(
+    ("length", "change"), [(3, {"warp_speed": 9}), (2, {"threads": 10_000})], ids=["unknown knob", "unknown value"]
+)
+def test_what_this_host_does_not_know_is_refused_in_one_line(
+    work: Work,
+    usual: Candidate,
+    searches: list[int],
+    length: int,
+    change: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = ask(length)
+    strange = Candidate(usual.variant, make_config({**dict(usual.config), **change}))
+    with caplog.at_level(logging.INFO, "autofuse.daemon"):
+        found = work(asked, proposal(asked, strange))
+    assert searches and found.candidate.config != strange.config
+    lines = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
+    assert len(lines) == 1 and next(iter(change)) in lines[0] and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"node": chain_form(11).to_json()},
+        {"bucket": Bucket(((1, 10**6),))},
+        {"node": {"operations": "none"}},
+        {"node": StepForm("sgd", (), "float32", (8,)).node()},
+    ],
+    ids=["another node", "another bucket", "no node", "a step"],
+)
+def test_a_request_that_names_another_node_is_not_worked_on(
+    loop: TuningLoop, store: Store, searches: list[int], change: dict[str, Any]
+) -> None:
+    """Else a kernel for it would be stored under the name of a node of this host's scripts."""
+    asked = ask(10)
+    before = len(store.results.decisions())
+    loop.help(replace(asked, **change))
+    assert loop._fleet._ended.pop() == (asked.key, "failed", "it does not name the node that it holds")
+    assert searches == [] and len(store.results.decisions()) == before
+
+
+def test_a_request_of_another_host_is_tuned_and_counts_for_no_run_here(loop: TuningLoop, store: Store) -> None:
+    asked = replace(ask(12), run_id=77)  # a number on the server
+    loop.help(asked)
+    assert loop._fleet._ended.pop() == (asked.key, "done", "")
+    (found,) = [d for d in store.results.history() if d.decision.key == asked.key]
+    assert found.run_id is None
+    loop.help(asked)
+    assert loop._fleet._ended.pop() == (asked.key, "done", "")
+    assert len([d for d in store.results.history() if d.decision.key == asked.key]) == 1, "known already"
+
+
+def test_a_strategy_that_is_not_there_is_refused(work: Work, store: Store, searches: list[int]) -> None:
+    asked = ask(9)
+    found = work(asked, proposal(asked, Candidate(STRATEGY, ((STRATEGY, "magic"),))))
+    assert searches and store.proposals.verdicts([asked.key])[asked.key.digest] == "refused" and found.trials >= 1
