@@ -39,9 +39,9 @@ class PtxKernel:
         """For fresh tensors of all these sizes, and for tensors of which nothing is known. Raises CompilerError."""
         assumptions = {NOTHING_ASSUMED, *(natural_assumptions(source.symbols, values) for values in sizes)}
         made = cls(source)
-        for number, assumed, kernel, resources in compiled_kernels(source, target, sorted(assumptions, key=str)):
-            program = parse(kernel.asm["ptx"])
-            made.programs[number, assumed] = program, resources.threads, resources.shared_bytes
+        for found in compiled_kernels(source, target, sorted(assumptions, key=str)):
+            program, resources = parse(found.kernel.asm["ptx"]), found.resources
+            made.programs[found.number, found.assumptions] = program, resources.threads, resources.shared_bytes
             made.opcodes |= {".".join(item.opcode) for item in program.code}
         return made
 

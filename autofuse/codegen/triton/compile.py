@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import triton
 from triton import knobs
@@ -37,18 +37,23 @@ _NOTE = "resources.json"  # beside Triton's own files of a kernel
 _MESSAGE_LINES = 5
 
 
+class Compiled(NamedTuple):
+    """One pass of a source under some assumptions."""
+
+    number: int  # of the pass
+    assumptions: Assumptions
+    kernel: Any  # Triton's, with the texts of all its stages
+    resources: Resources
+
+
 def compile_source(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
     """Compile all passes of a source under each of the assumptions. Raises CompilerError."""
     found = compiled_kernels(source, target, assumptions)
-    images = [_image(number, assumed, kernel, resources) for number, assumed, kernel, resources in found]
-    return Artifact(source, target, tuple(images))
+    return Artifact(source, target, tuple(_image(*item) for item in found))
 
 
-def compiled_kernels(
-    source: TritonSource, target: str, assumptions: Sequence[Assumptions]
-) -> list[tuple[int, Assumptions, Any, Resources]]:
-    """Of each pass under each of the assumptions: its number, Triton's compiled kernel with the texts of all its
-    stages, and what it takes. Raises CompilerError."""
+def compiled_kernels(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> list[Compiled]:
+    """Each pass under each of the assumptions. Raises CompilerError."""
     parsed = parse_target(target)
     gpu = GPUTarget(parsed.backend, parsed.arch, parsed.warp_size)
     options = options_for(source, target)
@@ -64,7 +69,7 @@ def compiled_kernels(
         for number, (item, function) in enumerate(zip(source.passes, functions, strict=True)):
             for assumed in in_order(assumptions):
                 ast = ASTSource(function, _signature(item), dict(item.constants), _attributes(item, assumed))
-                made.append((number, assumed, *_compile(ast, gpu, options)))
+                made.append(Compiled(number, assumed, *_compile(ast, gpu, options)))
     return made
 
 
