@@ -41,6 +41,8 @@ COMMANDS = {
     "tune": _Entry("autofuse.cli.tune", "Work off the tuning queue now, in the foreground."),
     "daemon": _Entry("autofuse.cli.daemon", "Start, stop or look at the background tuner."),
     "store": _Entry("autofuse.cli.store", "Put the store aside, or shorten its history."),
+    "export": _Entry("autofuse.cli.export", "Write decisions to a file that other machines can import."),
+    "import": _Entry("autofuse.cli.import_file", "Take decisions of other machines, to be checked here before use."),
     "fleet": _Entry("autofuse.cli.fleet", "Prepare or look at the server by which hosts share what they have tuned."),
     "config": _Entry("autofuse.cli.config", "List all settings with their values and where those come from."),
     "completion": _Entry("autofuse.cli.completion", "Print what lets a shell complete commands, options and names."),
