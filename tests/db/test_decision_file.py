@@ -94,10 +94,10 @@ def test_from_one_store_to_another(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1 to be tried; 1 known or decided here already" in capsys.readouterr().out
 
 
-def test_of_a_file_with_one_wrong_line_nothing_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_file_with_one_wrong_line_nothing_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "s.sqlite3"
     (tmp_path / "a.jsonl").write_text("\n".join([*row(), row(device=7)[1]]))
     assert parse(["import", str(tmp_path / "a.jsonl"), "--store", str(store)])
-    assert "a.jsonl, line 3: expected device" in capsys.readouterr().err and not store.exists()
+    assert "a.jsonl, line 3: expected device" in capfd.readouterr().err and not store.exists()
     assert parse(["import", str(tmp_path / "nothing"), "--store", str(store)])
-    assert "expected a file of 'autofuse export', found" in capsys.readouterr().err and not store.exists()
+    assert "expected a file of 'autofuse export', found" in capfd.readouterr().err and not store.exists()
