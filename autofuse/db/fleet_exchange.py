@@ -9,19 +9,22 @@ hosts that disagree, the one that stays in eager is believed; else the first dec
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sqlalchemy import select, update
 
 from autofuse.db import models
-from autofuse.db.base import now, put_keys
+from autofuse.db.base import as_tuples, key_of, now, put_keys
 from autofuse.db.fleet_queue import LEASE_SECONDS, FleetQueue, without_paths
 from autofuse.db.fleet_server import FleetServer
+from autofuse.db.proposals import Proposal
 from autofuse.db.results import TuneResults, insert_decision
 from autofuse.db.run_log import RunLog
 from autofuse.db.store import Store
-from autofuse.ir.records import EAGER, Decision, DecisionKey, DeviceInfo, Measurement, RunStart
+from autofuse.ir.records import EAGER, Candidate, Decision, DecisionKey, DeviceInfo, Measurement, RunStart
 
 PIECE = 200  # rows of a kind in one round: a job of this host's is never far behind
 # Reasons that say something about other hosts of the kind; a crash or a full memory may be this host's own.
@@ -115,13 +118,26 @@ class FleetExchange:
     def _pull(self, device: str, versions: str) -> int:
         mark, kept = f"decisions of {device}, {versions}", 0
         while True:
-            since = self._store.marks.get(self._name, mark)
-            rows = self._results.decisions(device, versions, since_id=since, most=PIECE)
+            rows = self._decided(device, versions, self._store.marks.get(self._name, mark))
+            found = {key_of(row): proposal for row in rows if (proposal := _proposal_of(row)) is not None}
+            kept += self._store.proposals.put(found)
             if rows:
-                kept += self._store.proposals.put(decision for _, decision in rows if decision.reason in MEASURED)
-                self._store.marks.put(self._name, mark, rows[-1][0])
+                self._store.marks.put(self._name, mark, rows[-1].id)
             if len(rows) < PIECE:
                 return kept
+
+    def _decided(self, device: str, versions: str, since_id: int) -> Sequence[Any]:
+        """Decisions after a row, by growing id, as they stand on the server."""
+        table, key = models.DecisionRow, models.DecisionKeyRow
+        query = (
+            select(table.id, table.variant, table.config, table.reason, table.speedup, key)
+            .join(key, table.key == key.digest)
+            .where(table.id > since_id, key.device == device, key.versions == versions)
+            .order_by(table.id)
+            .limit(PIECE)
+        )
+        with self._server.read() as connection:
+            return connection.execute(query).all()
 
     # ---- who we are -----------------------------------------------------------------------------
 
@@ -135,3 +151,14 @@ class FleetExchange:
             return int(found)
         start = RunStart("a host of the fleet", self._device, self._versions[0], MODE, 0, {}, name)
         return RunLog(self._server).start(start)
+
+
+def _proposal_of(row: Any) -> Proposal | None:
+    """What a row of the server proposes; None where it is nothing that can be proposed, whoever has written it."""
+    pairs: list[Any] = row.config if isinstance(row.config, list) else [None]
+    is_config = all(isinstance(pair, list) and len(pair) == 2 for pair in pairs) and all(
+        isinstance(name, str) and isinstance(value, int | str) for name, value in pairs
+    )
+    if row.reason not in MEASURED or not is_config or not math.isfinite(row.speedup):
+        return None
+    return Proposal(Candidate(row.variant, as_tuples(pairs)), row.reason, row.speedup)

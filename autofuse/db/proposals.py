@@ -8,9 +8,9 @@ raced here. What became of it stands beside it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from sqlalchemy import Connection, func, select, update
 
@@ -33,6 +33,10 @@ class Proposal:
     reason: str  # of that host's decision
     speedup: float  # there
 
+    @classmethod
+    def of(cls, decision: Decision) -> Self:
+        return cls(decision.candidate, decision.reason, decision.speedup)
+
 
 class Proposals:
     """The proposals in one store."""
@@ -40,34 +44,30 @@ class Proposals:
     def __init__(self, file: Database) -> None:
         self._file = file
 
-    def put(self, decisions: Iterable[Decision]) -> int:
-        """Keep other hosts' decisions on keys for which this store has none; how many."""
-        by_key = {decision.key.digest: decision for decision in decisions}
-        table, decided, columns = (
-            models.ProposalRow,
-            models.DecisionRow,
-            ("variant", "config", "reason", "speedup", "at"),
-        )
+    def put(self, proposals: Mapping[DecisionKey, Proposal]) -> int:
+        """Keep proposals for keys on which this store has no decision; how many."""
+        by_key = {key.digest: (key, proposal) for key, proposal in proposals.items()}
+        table, decided = models.ProposalRow, models.DecisionRow
         with self._file.write() as connection:
             closed = select(table.key).where(table.key.in_(by_key), table.status != "open")
             known = select(decided.key).where(decided.key.in_(by_key))
             for digest in connection.execute(closed.union(known)).scalars().all():
                 del by_key[digest]
-            put_keys(connection, (decision.key for decision in by_key.values()))
+            put_keys(connection, (key for key, _ in by_key.values()))
             rows = [
                 {
                     "key": digest,
-                    "variant": decision.candidate.variant,
-                    "config": [list(pair) for pair in decision.candidate.config],
-                    "reason": decision.reason,
-                    "speedup": decision.speedup,
+                    "variant": proposal.candidate.variant,
+                    "config": [list(pair) for pair in proposal.candidate.config],
+                    "reason": proposal.reason,
+                    "speedup": proposal.speedup,
                     "status": "open",
                     "message": "",
                     "at": now(),
                 }
-                for digest, decision in by_key.items()
+                for digest, (_, proposal) in by_key.items()
             ]
-            upsert(connection, table, rows, ["key"], columns)
+            upsert(connection, table, rows, ["key"], ["variant", "config", "reason", "speedup", "at"])
         return len(by_key)
 
     def get(self, key: DecisionKey) -> Proposal | None:

@@ -153,6 +153,29 @@ def test_a_newer_decision_replaces_an_open_proposal(fleet: Fleet) -> None:
     assert found is not None and found.candidate.variant == EAGER
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        """config = '["a"]'""",
+        """config = '{"a": 1}'""",
+        """config = '[["a", [1]]]'""",
+        """config = '[[1, 1]]'""",
+        """config = '7'""",
+        """speedup = 'NaN'""",
+        """reason = 'told'""",
+    ],
+)
+def test_a_row_that_says_nothing_costs_itself_alone(fleet: Fleet, postgres: Postgres, damage: str) -> None:
+    for name in "abc":
+        fleet.one.store.results.put_decision(decision(name * 64))
+    push_all(fleet.one)
+    with fleet.server.write() as connection:
+        connection.exec_driver_sql(f"UPDATE decisions SET {damage} WHERE key = '{key('b' * 64).digest}'")
+        connection.exec_driver_sql("UPDATE decisions SET ranges = '{}'")  # those of the request count here
+    assert fleet.two.exchange.pull() == 2
+    assert [fleet.two.store.proposals.get(key(name * 64)) is not None for name in "abc"] == [True, False, True]
+
+
 def test_nothing_that_names_the_host_goes_up(fleet: Fleet, postgres: Postgres, tmp_path: Path) -> None:
     store, run_id = fleet.one.store, fleet.one.store.runs.start(start("/home/someone/secret.py --token s3cret"))
     store.nodes.put_uses(run_id, [use()])

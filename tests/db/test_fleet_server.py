@@ -17,6 +17,7 @@ from autofuse.cli.app import parse
 from autofuse.db.connection import HEAD
 from autofuse.db.fleet_queue import FleetQueue
 from autofuse.db.fleet_server import FleetServer
+from autofuse.db.proposals import Proposal
 from autofuse.db.store import Store
 from autofuse.doctor import Finding, examine
 from autofuse.errors import FleetError
@@ -136,7 +137,7 @@ def test_upgrade_and_status_from_the_command_line(
         FleetQueue(server).add([request()])
     monkeypatch.setenv("AUTOFUSE_STORE", str(tmp_path / "store.db"))
     with Store.open(tmp_path / "store.db") as store:
-        store.proposals.put([decision(), decision("b" * 64), decision("c" * 64)])
+        store.proposals.put({key(name * 64): Proposal.of(decision(name * 64)) for name in "abc"})
         store.proposals.close(key(), "overridden", "")
     assert doctors_view().ok and "owner:***@127.0.0.1" in doctors_view().found
     assert parse(["fleet", "status"]) == 0

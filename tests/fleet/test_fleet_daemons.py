@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +33,14 @@ FORM = chain_form()
 PATIENCE_SECONDS = 60.0
 
 
-APART = ["unshare", "--net"]
-if subprocess.run([*APART, "true"], capture_output=True, check=False).returncode:
-    APART = []
+@functools.cache
+def apart() -> tuple[str, ...]:
+    """The beginning of a command that runs in a network of its own, where that is allowed."""
+    command = ("unshare", "--net")
+    try:
+        return () if subprocess.run([*command, "true"], capture_output=True, check=False).returncode else command
+    except OSError:
+        return ()
 
 
 class Host:
@@ -52,10 +58,10 @@ class Host:
     def start(self) -> None:
         assert control.ensure_running(self.settings) is not None
 
-    def start_apart(self, *options: str, apart: Sequence[str] = APART) -> None:
-        """Start the daemon in a network of its own, where that is allowed: it reaches no other process by TCP."""
+    def serve(self, *options: str, prefix: Sequence[str] = ()) -> None:
+        """Start the daemon by its command; ``prefix``: the beginning of that."""
         command, environment = python_module("autofuse")
-        command = [*apart, *command, "daemon", "serve", *options, *self.settings.as_arguments()]
+        command = [*prefix, *command, "daemon", "serve", *options, *self.settings.as_arguments()]
         with DaemonFiles(self.settings).open_log(1 << 20) as output:
             subprocess.Popen(command, env=environment | self.settings.as_variables(), stderr=output, stdout=output)
         wait_until(lambda: control.running_pid(self.settings))
@@ -135,7 +141,7 @@ def test_what_one_host_has_tuned_another_takes_over_without_a_search(hosts: Make
     first, second = (hosts(url, **{"tuner.trials": 4, "tuner.job_seconds": 60.0}) for _ in range(2))
     for host in (first, second):
         host.ask(*asked)
-        host.start_apart()
+        host.serve(prefix=apart())
         wait_until(lambda host=host: all(map(host.decision, asked)))
         if host is first:
             wait_until(lambda: count(url, "decisions") == 3)
@@ -170,12 +176,12 @@ def test_a_worker_tunes_what_other_hosts_ask_for(hosts: Make, url: str, tmp_path
         exchange = FleetExchange(store, server, cpu_device(), [versions()])
         store.queue.add([asked])
         exchange.push()
-        worker.start_apart("--fleet-worker", apart=())
+        worker.serve("--fleet-worker")
         wait_until(lambda: exchange.queue.length().running == 1)
         worker.stop()  # while its worker imports torch
         assert exchange.queue.length().queued == 1
         assert on_server(url, "SELECT attempts FROM requests") == [(0,)]
-        worker.start_apart("--fleet-worker", apart=())
+        worker.serve("--fleet-worker")
         wait_until(lambda: worker.decision(asked) and exchange.queue.length().done == 1)
         assert exchange.pull() == 1
         found, theirs = store.proposals.get(asked.key), worker.decision(asked)

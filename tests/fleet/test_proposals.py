@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autofuse.daemon.loop import TuningLoop
+from autofuse.db.proposals import Proposal
 from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Bucket, Candidate, Decision, TuneRequest, make_config
 from autofuse.optim.form import StepForm
@@ -60,7 +61,7 @@ Work = Callable[[TuneRequest, Decision], Decision]
 def work(loop: TuningLoop, store: Store) -> Work:
     def work(asked: TuneRequest, proposed: Decision) -> Decision:
         """The decision of this host on a request for which there is a proposal."""
-        assert store.proposals.put([proposed]) == 1
+        assert store.proposals.put({asked.key: Proposal.of(proposed)}) == 1
         store.queue.add([asked])
         assert loop.drain(lambda done, total: None).failed == 0
         return next(d for _, d in store.results.decisions() if d.key == asked.key)
