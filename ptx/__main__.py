@@ -60,7 +60,7 @@ def _save(options: argparse.Namespace, counts: dict[str, int], outcome: object) 
 
     assert isinstance(outcome, Outcome)
     row = {
-        "command": " ".join(["scripts/ptx", *sys.argv[1:]]),
+        "command": f"scripts/ptx --share {options.share} --sizes {options.sizes}",
         "commit": commit(),
         "machine": machine(),
         "triton": triton.__version__,
