@@ -27,7 +27,7 @@ from tests.tuner.nodes import chain_form, request
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TuningLoop]:
     """One loop for all: its worker imports torch once."""
     folder = tmp_path_factory.mktemp("host")
-    cli = {"run.store": folder / "store.sqlite3", "run.profile": "quick", "tuner.trials": 4}
+    cli = {"run.store": folder / "store.sqlite3", "run.profile": "quick", "tuner.trials": 4, "tuner.job_seconds": 60.0}
     cli["tuner.shared_folder"] = folder / "shared"
     made = TuningLoop(load(cli, environ={}, cwd=folder), is_urgent=lambda: True)
     yield made
@@ -116,7 +116,7 @@ def test_what_loses_here_is_overridden_and_leaves_a_measurement(
 
     def slowed(self: NodeBenchmarks, *arguments: object) -> object:
         result = race(self, *arguments)  # type: ignore[arg-type]
-        samples = [result.samples[0], *([9.0 * s for s in own] for own in result.samples[1:])]
+        samples = [result.samples[0], *([99.0 * s for s in own] for own in result.samples[1:])]
         return replace(result, samples=samples)
 
     monkeypatch.setattr(NodeBenchmarks, "race", slowed)
