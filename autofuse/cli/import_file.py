@@ -31,6 +31,7 @@ def command(sources: Sequence[Path], store: Path | None) -> None:
     """
     from autofuse.codegen.version import versions
     from autofuse.db.decision_file import decisions_of, fits_of
+    from autofuse.db.proposals import Proposal
     from autofuse.db.store import Store
     from autofuse.ir.device import cpu_device
     from autofuse.ir.strict import strictly
@@ -38,7 +39,7 @@ def command(sources: Sequence[Path], store: Path | None) -> None:
     read = [decisions_of(text.splitlines(), name) for name, text in _texts(sources)]
     decisions = [decision for found in read for decision in found]
     with Store.open(load_settings(store=store).run.store) as opened:
-        kept = opened.proposals.put(decisions)
+        kept = opened.proposals.put({d.key: Proposal(d.candidate, d.reason, d.speedup) for d in decisions})
     known = len(decisions) - kept
     decided = f"; {known} known or decided here already" if known else ""
     click.echo(f"{len(decisions)} decisions read, {kept} to be tried{decided}")
