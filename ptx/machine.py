@@ -405,9 +405,6 @@ class Machine:
         to, source, _ = item.operands
         self._write(to, warps.reduced(self._read(source, item.opcode[-1]), item.opcode[2], mask), mask)
 
-    def _do_elect(self, item: Instruction, mask: Array) -> None:
-        raise Unsupported(item.text)
-
     def _do_ldmatrix(self, item: Instruction, mask: Array) -> None:
         to, source = item.operands
         assert isinstance(to, tuple)
