@@ -26,7 +26,7 @@ def statements(block: str) -> list[str]:
     return [statement.strip() for statement in block.split(";") if statement.strip()]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as the server: a worker may come back to this module
 def url(postgres: Postgres) -> str:
     """The fleet's database as a host sees it, set up as the guide says."""
     make, rights, *_ = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
