@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from autofuse.codegen.c.target import NATIVE, OTHERS, can_run, generated_for
 from autofuse.codegen.triton.interpret import import_interpreted
-from tests import compiled_once, forked
+from tests import compiled_once, compiled_statements, forked
 
 # torch, Triton and nine thousand tests are some million objects that live as long as the process. Collections looked
 # through them all again and again: a tenth of the CPU time of tests that trace.
@@ -36,6 +36,7 @@ _shared = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ.setdefault("AUTOFUSE_TUNER_SHARED_FOLDER", _shared.name)
 _compiled = tempfile.TemporaryDirectory(prefix="autofuse-compiled-")
 compiled_once.install(Path(_compiled.name))
+compiled_statements.install()
 _forms = tempfile.TemporaryDirectory(prefix="autofuse-forms-")
 os.environ.setdefault("AUTOFUSE_TUNER_NICE", "0")  # beside another test, a daemon at 19 would take minutes to start
 os.environ.setdefault("TEST_FORMS", _forms.name)  # the processes of one session share it
