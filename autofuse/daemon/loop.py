@@ -19,13 +19,16 @@ from typing import IO, NamedTuple
 
 from autofuse.daemon.devices import Devices
 from autofuse.daemon.expectations import Expectations
+from autofuse.daemon.files import DaemonFiles
 from autofuse.daemon.fleet import Fleet
 from autofuse.daemon.open_runs import OpenRuns
 from autofuse.daemon.peers import Peers, peers_folder
+from autofuse.daemon.recheck import Rechecks
 from autofuse.daemon.request_queue import Heartbeat, RequestQueue
 from autofuse.daemon.request_tuner import RequestTuner, is_genuine
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.tuning_results import TuningResults
+from autofuse.db.old_decisions import OldDecision
 from autofuse.db.rows import RequestEnd
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import NOT_READY
@@ -89,6 +92,8 @@ class TuningLoop:
         self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys, prefer)
         self._tuner = RequestTuner(settings.tuner, self._devices, self._scheduler, self.results)
         self._fleet = Fleet(settings.fleet, settings.run.store, cpu_device(), self.queue.versions)
+        days, kind = settings.tuner.recheck_days, DaemonFiles(settings).kind
+        self._rechecks = Rechecks(self._store, days, self._devices.keys, self.queue.versions, kind)
         self._heartbeat = Heartbeat(self._store.daemon, self.queue, lambda: self._fleet.state)
 
     # ---- loops ----------------------------------------------------------------------------------
@@ -157,23 +162,27 @@ class TuningLoop:
     # ---- one request ----------------------------------------------------------------------------
 
     def _has_worked(self) -> bool:
-        """Work on a request: of this host, or where there is none and no script runs, of another one."""
+        """Work on a request of this host; where there is none and no script runs, on another's, or an old decision."""
         request = self.queue.next()
         if request is not None:
             self.work(request)
             return True
-        if not self._fleet.may_help or self._scheduler.scripts() or self._store.was_moved:
+        if self._scheduler.scripts() or self._store.was_moved:
             return False
-        request = self._fleet.borrow()
+        request = self._fleet.borrow() if self._fleet.may_help else None
         if request is not None:
             self.help(request)
-        return request is not None
+            return True
+        old = self._rechecks.next()
+        if old is not None:
+            self.race_again(old)
+        return old is not None
 
     def work(self, request: TuneRequest) -> None:
         """Tune a request and store the results. Raises StoreError."""
         self._fleet.begin_own(request.key)
         try:
-            self._work(request, self.queue.finish)
+            self._work(request, self.queue.finish, self._tuner.tune)
         finally:
             self._fleet.end_own()
             self._scheduler.end()
@@ -188,11 +197,24 @@ class TuningLoop:
             self._fleet.give_back(request.key, "done")
             return
         try:
-            self._work(replace(request, run_id=None), self._fleet.give_back)
+            self._work(replace(request, run_id=None), self._fleet.give_back, self._tuner.tune)
         finally:
             self._scheduler.end()
 
-    def _work(self, request: TuneRequest, finish: Finish) -> None:
+    def race_again(self, old: OldDecision) -> None:
+        """Race an old decision again and store what comes of it; it stands until then. Raises StoreError."""
+
+        def finish(key: DecisionKey, status: RequestEnd, message: str) -> None:
+            self.queue.finish(key, "done", message)
+
+        began = self._scheduler.clock()
+        try:
+            self._work(old.request, finish, lambda _: self._tuner.race_again(old))
+        finally:
+            self._rechecks.charge(self._scheduler.clock() - began)
+            self._scheduler.end()
+
+    def _work(self, request: TuneRequest, finish: Finish, tune: Callable[[TuneRequest], Outcome]) -> None:
         if self._tuner.was_answered(request.key):
             finish(request.key, "done", "")
             return
@@ -202,7 +224,7 @@ class TuningLoop:
         self.runs.asking = request.run_id
         try:
             self._devices.check_ready(request.key.device)
-            outcome = self._tuner.tune(request)
+            outcome = tune(request)
         except Interrupted:
             finish(request.key, "requeued", "the daemon was stopped")
             return

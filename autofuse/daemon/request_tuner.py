@@ -1,6 +1,7 @@
 """The tuner of one request: a node as one kernel, a node as programs of several kernels, an optimizer step.
 
-In: a `TuneRequest`; what another host of the fleet proposes for it. Out: its `Outcome`, not stored yet.
+In: a `TuneRequest`; what another host of the fleet proposes for it, or what was decided on it long ago. Out: its
+`Outcome`, not stored yet.
 Guarantee: parts of a node are tuned before the node, in the request's bucket; what they found is stored at once, and a
 request for a part that waits in the queue is known as answered. A proposal is built, checked and raced like any
 candidate; only where it cannot run or is wrong, this host searches by itself.
@@ -15,8 +16,10 @@ from dataclasses import replace
 
 from autofuse.codegen.templates import LOOP
 from autofuse.daemon.devices import Devices
+from autofuse.daemon.recheck import DAY_SECONDS
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.tuning_results import TuningResults
+from autofuse.db.old_decisions import OldDecision
 from autofuse.errors import FusionError
 from autofuse.ir.buckets import distance
 from autofuse.ir.operation import NodeForm
@@ -75,14 +78,37 @@ class RequestTuner:
         Raises Interrupted where the daemon is to end; NotReady, CompilerNotReady, OSError and MemoryError for problems
         that may pass; StoreError. Any other exception is the request's fault.
         """
+        form = self._begin(request)
+        return self._try_proposal(request, form) or self._search(request, form)
+
+    def race_again(self, old: OldDecision) -> Outcome:
+        """Race an old decision's winner alone. Where it no longer wins, or eager had won, search as `tune` does.
+
+        Raises what `tune` raises.
+        """
+        request, before = old.request, old.decision
+        form = self._begin(request)
+        outcome = None
+        if before.reason == "won":
+            outcome = self._race_alone(request, form, LOOP, before.candidate)
+            if outcome.decisions[0].reason != "won":
+                self._results.note_failures(request.key, outcome)
+                outcome = None
+        outcome = outcome or self._search(request, form)
+        found = f"it gained {before.speedup:.2f}x" if before.reason == "won" else "eager stayed"
+        words = f"raced again after {old.age_seconds / DAY_SECONDS:.0f} days; before, {found}"
+        outcome.decisions[0] = _with_words(outcome.decisions[0], words)
+        return outcome
+
+    def _begin(self, request: TuneRequest) -> NodeForm | StepForm:
+        """Start the worker that a request needs, and read what it asks for."""
         provider = self._devices.provider(request.key.device)
         if provider.worker.pid is None:
             self._scheduler.rest(WORKER_START_SECONDS)
         provider.worker.start()  # the worker imports torch while the first kernels compile
-        form = form_of_request(request.node)
-        found = self._try_proposal(request, form)
-        if found is not None:
-            return found
+        return form_of_request(request.node)
+
+    def _search(self, request: TuneRequest, form: NodeForm | StepForm) -> Outcome:
         if isinstance(form, StepForm):
             return self._tune_step(request, form)
         if is_group(form):
@@ -105,12 +131,7 @@ class RequestTuner:
         if is_eager(candidate) and proposal.reason in RACED:
             self._results.judge(request.key, "adopted", f"{words}, eager stays")
             return Outcome([Decision.of(None, request, candidate, proposal.reason, words)])
-        if isinstance(form, StepForm):
-            outcome = self._tune_step(request, form, candidate)
-        elif candidate.variant == STRATEGY:
-            outcome = self._tune_strategies(request, form, self._strategies_named(request, form, candidate))
-        else:
-            outcome = self._tune_kernel(request, form, printer, candidate)
+        outcome = self._race_alone(request, form, printer, candidate)
         decision = outcome.decisions[0]
         if not has_run(outcome):
             log.info("a proposal of the fleet was refused: %s", decision.detail or decision.reason)
@@ -119,9 +140,18 @@ class RequestTuner:
             return None
         is_won = decision.reason == "won"
         self._results.judge(request.key, "adopted" if is_won else "overridden", decision.detail)
-        there = f"{words}, where it gained {proposal.speedup:.2f}x"
-        outcome.decisions[0] = replace(decision, detail=f"{there}; {decision.detail}"[:DETAIL_CHARACTERS])
+        outcome.decisions[0] = _with_words(decision, f"{words}, where it gained {proposal.speedup:.2f}x")
         return outcome
+
+    def _race_alone(
+        self, request: TuneRequest, form: NodeForm | StepForm, printer: str, candidate: Candidate
+    ) -> Outcome:
+        """The outcome of one candidate against eager, without a search."""
+        if isinstance(form, StepForm):
+            return self._tune_step(request, form, candidate)
+        if candidate.variant == STRATEGY:
+            return self._tune_strategies(request, form, self._strategies_named(request, form, candidate))
+        return self._tune_kernel(request, form, printer, candidate)
 
     def _strategies_named(self, request: TuneRequest, form: NodeForm, candidate: Candidate) -> list[Strategy]:
         has_tiles = request.key.device != self._devices.cpu
@@ -215,6 +245,10 @@ def is_genuine(request: TuneRequest) -> bool:
     named = request.key.fusion_id
     digest = form.fusion_id if isinstance(form, StepForm) else hashlib.sha256(form.text().encode()).hexdigest()
     return len(named) >= ID_DIGITS and digest.startswith(named) and request.bucket.label == request.key.bucket
+
+
+def _with_words(decision: Decision, words: str) -> Decision:
+    return replace(decision, detail=f"{words}; {decision.detail}"[:DETAIL_CHARACTERS])
 
 
 def _part_request(

@@ -105,7 +105,7 @@ class TuneResults:
 
         ``most``: so many, the others when asked again.
         """
-        query = _decisions().where(models.DecisionRow.id > since_id)
+        query = decision_rows().where(models.DecisionRow.id > since_id)
         query = query.where(models.DecisionRow.id.in_(_standing(query_since=since_id)))
         if device_key is not None:
             query = query.where(models.DecisionKeyRow.device == device_key)
@@ -114,13 +114,13 @@ class TuneResults:
         if most is not None:
             query = query.limit(most)
         with self._file.read() as connection:
-            return [(row.id, _decision_of(row)) for row in connection.execute(query)]
+            return [(row.id, decision_of(row)) for row in connection.execute(query)]
 
     def history(
         self, fusion_id: str | None = None, run_id: int | None = None, newest: int | None = None
     ) -> list[StoredDecision]:
         """Decisions ever made, oldest first: of a node, of a run's requests, the ``newest`` so many."""
-        query = _decisions()
+        query = decision_rows()
         if fusion_id is not None:
             query = query.where(models.DecisionKeyRow.fusion_id == fusion_id)
         if run_id is not None:
@@ -130,7 +130,7 @@ class TuneResults:
             query = query.where(models.DecisionRow.id.in_(last))
         with self._file.read() as connection:
             rows = connection.execute(query)
-            return [StoredDecision(row.id, _decision_of(row), row.run_id, row.at) for row in rows]
+            return [StoredDecision(row.id, decision_of(row), row.run_id, row.at) for row in rows]
 
 
 # ---- rows -------------------------------------------------------------------------------------------
@@ -176,12 +176,14 @@ def _standing(query_since: int) -> Any:
     return select(func.max(table.id)).where(table.id > query_since).group_by(table.key)
 
 
-def _decisions() -> Any:
+def decision_rows() -> Any:
+    """A query for decisions with the fields of their keys, in the order in which they were made."""
     table, key = models.DecisionRow, models.DecisionKeyRow
     return select(table, key).join(key, table.key == key.digest).order_by(table.id)
 
 
-def _decision_of(row: Row[Any]) -> Decision:
+def decision_of(row: Row[Any]) -> Decision:
+    """The decision in a row of `decision_rows`."""
     return Decision(
         key=key_of(row),
         bucket=stored_bucket(row.ranges),

@@ -27,6 +27,7 @@ from autofuse.db.connection import BUSY_TIMEOUT_SECONDS
 from autofuse.db.history import StoreHistory
 from autofuse.db.kernels import Kernels
 from autofuse.db.node_log import NodeLog, ProfileLog
+from autofuse.db.old_decisions import OldDecisions
 from autofuse.db.proposals import FleetMarks, Proposals
 from autofuse.db.results import TuneResults
 from autofuse.db.run_log import RunLog, StepLog
@@ -52,6 +53,7 @@ class Store:
         self.queue = TuneQueue(file)
         self.daemon = DaemonLog(file)
         self.results = TuneResults(file)
+        self.old_decisions = OldDecisions(file)
         self.kernels = Kernels(file)
         # what a fleet's other hosts have found
         self.proposals = Proposals(file)

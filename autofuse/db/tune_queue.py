@@ -102,7 +102,7 @@ class TuneQueue:
             .join(key, table.key == key.digest)
             .join(bucket, table.bucket_id == bucket.id)
             .join(node, bucket.fusion_id == node.fusion_id)
-            .where(table.status == "queued", _is_one_of(key.device, devices))
+            .where(table.status == "queued", is_one_of(key.device, devices))
             .order_by(table.expected_saving_us.desc(), table.calls.desc(), table.created_at, table.key)
             .limit(1 if prefer is None else _LOOKED_AT)
         )
@@ -175,7 +175,7 @@ class TuneQueue:
         table, key = models.Request, models.DecisionKeyRow
         query = select(table.status, func.count()).join(key, table.key == key.digest).group_by(table.status)
         if devices:
-            query = query.where(_is_one_of(key.device, devices))
+            query = query.where(is_one_of(key.device, devices))
         if run_id is not None:
             query = query.where(table.key.in_(select(models.RequestRun.key).where(models.RequestRun.run_id == run_id)))
         with self._file.read() as connection:
@@ -401,7 +401,8 @@ def _operations(node: Mapping[str, Any]) -> str:
     return " + ".join(target.split(".")[1] if target.count(".") else target for target in targets)
 
 
-def _is_one_of(column: Any, devices: Sequence[str]) -> Any:
+def is_one_of(column: Any, devices: Sequence[str]) -> Any:
+    """Whether a column is one of these keys, or begins with one that ends with a colon; any where there are none."""
     if not devices:
         return true()
     return or_(*(column.startswith(d, autoescape=True) if d.endswith(":") else column == d for d in devices))

@@ -215,6 +215,10 @@ class TunerSettings(Group):
         15, "Interleaved timing rounds for the candidates that survive screening.", unit="rounds", low=3
     )
     idle_exit_seconds: float = declare(300.0, "The daemon ends after this long without work.", unit="s", low=0.0)
+    recheck_days: float = declare(
+        30.0, "Decisions older than this that are still used are raced again while no script runs; 0: never.",
+        unit="days", low=0.0,
+    )  # fmt: skip
     compile_timeout_seconds: float = declare(
         60.0, "A compiler run that takes longer counts as failed.", unit="s", low=0.1
     )

@@ -1,0 +1,64 @@
+"""Old decisions that this daemon races again while no script runs: machines and what runs on them change.
+
+In: the store. Out: the next old decision, if it is time for one.
+Guarantee: one daemon spends RECHECK_SECONDS on this at most, takes each key once, and asks the store seldom.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from autofuse.db.old_decisions import OldDecision
+from autofuse.db.store import Store
+from autofuse.tuner.proposed import RACED
+
+RECHECK_SECONDS = 300.0  # of work of one daemon, so that an old store with thousands of decisions does not keep it up
+LOOK_SECONDS = 600.0  # from a look that found none to the next
+DAY_SECONDS = 86_400.0
+
+
+class Rechecks:
+    """What one daemon races again."""
+
+    def __init__(
+        self,
+        store: Store,
+        days: float,
+        devices: Sequence[str],
+        versions: Sequence[str],
+        kind: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``days``: the age from which on a decision is old, 0 for never; ``kind``: the daemon's."""
+        self._old = store.old_decisions
+        self._days = days
+        self._devices = devices
+        self._versions = versions
+        self._kind = kind
+        self._clock = clock
+        self._taken: set[str] = set()  # digests of keys
+        self._spent = 0.0
+        self._look_at = float("-inf")
+
+    def next(self) -> OldDecision | None:
+        """Take the next old decision into work; None where there is none, or enough was done."""
+        if not self._days or self._spent >= RECHECK_SECONDS or self._clock() < self._look_at:
+            return None
+        found = self._old.take(
+            *self._devices,
+            versions=self._versions,
+            age_seconds=self._days * DAY_SECONDS,
+            reasons=("won", *RACED),
+            known=self._taken,
+            kind=self._kind,
+        )
+        if found is None:
+            self._look_at = self._clock() + LOOK_SECONDS
+        else:
+            self._taken.add(found.request.key.digest)
+        return found
+
+    def charge(self, seconds: float) -> None:
+        """Count the time that one of them has taken."""
+        self._spent += seconds

@@ -1,0 +1,131 @@
+"""Old decisions are raced again while no script runs: kept, changed, and never more of it than is allowed."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autofuse.daemon import recheck
+from autofuse.daemon.loop import TuningLoop
+from autofuse.daemon.recheck import LOOK_SECONDS, RECHECK_SECONDS, Rechecks
+from autofuse.db.store import Store
+from autofuse.ir.device import cpu_device
+from autofuse.ir.records import EAGER, Decision, NodeUse, RunStart, TuneRequest
+from autofuse.settings.layers import load
+from autofuse.tuner.benchmark_provider import NodeBenchmarks
+from autofuse.tuner.search import ConfigSearch
+from tests.tuner.nodes import chain_form, request
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TuningLoop]:
+    folder = tmp_path_factory.mktemp("host")
+    cli = {"run.store": folder / "store.sqlite3", "run.profile": "quick", "tuner.trials": 4, "tuner.job_seconds": 60.0}
+    cli["tuner.shared_folder"] = folder / "shared"
+    made = TuningLoop(load(cli, environ={}, cwd=folder), is_urgent=lambda: False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(loop: TuningLoop) -> Iterator[Store]:
+    with Store.open(loop.settings.run.store) as opened:
+        yield opened
+
+
+def tuned_long_ago(loop: TuningLoop, store: Store, asked: TuneRequest) -> Decision:
+    """What was decided forty days ago, on a node that a script has used today."""
+    store.queue.add([asked])
+    assert loop.drain(lambda done, total: None).left == 0
+    forty_days = 40 * recheck.DAY_SECONDS
+    with sqlite3.connect(store.path) as raw:
+        raw.execute("UPDATE decisions SET at = at - ?", (forty_days,))
+    raw.close()
+    run = store.runs.start(RunStart("train.py", cpu_device(), asked.key.versions, "off", 1, {}))
+    use = NodeUse(asked.key.fusion_id, asked.node, "a", "b", asked.bucket, 9, 9, 1.0, 0.5, asked.shapes, "")
+    store.nodes.put_uses(run, [use])
+    return history(store, asked)[-1]
+
+
+def begin_rechecks(loop: TuningLoop) -> None:
+    """As a daemon that has just started."""
+    loop._rechecks = Rechecks(loop._store, 30.0, loop._devices.keys, loop.queue.versions, "")
+
+
+def history(store: Store, asked: TuneRequest) -> list[Decision]:
+    return [row.decision for row in store.results.history() if row.decision.key == asked.key]
+
+
+def test_a_winner_that_wins_again_is_kept_without_a_search(
+    loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(chain_form(8, 256), (700,), calls=1)
+    before = tuned_long_ago(loop, store, asked)
+    assert before.reason == "won"
+    monkeypatch.setattr(ConfigSearch, "__init__", lambda *_, **__: pytest.fail("a search was begun"))
+    begin_rechecks(loop)
+    assert loop._has_worked() and not loop._has_worked(), "it is of today now"
+    first, again = history(store, asked)
+    assert first == before and again.candidate == before.candidate and again.trials == 1
+    assert again.detail.startswith(f"raced again after 40 days; before, it gained {before.speedup:.2f}x; ")
+    assert store.queue.length().done == 1
+
+
+def test_a_winner_that_no_longer_wins_gives_way(
+    loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(chain_form(7, 256), (700,), calls=1)
+    assert tuned_long_ago(loop, store, asked).reason == "won"
+    race = NodeBenchmarks.race
+    searches: list[int] = []
+    begin = ConfigSearch.__init__
+
+    def slowed(self: NodeBenchmarks, *arguments: object) -> object:
+        result = race(self, *arguments)  # type: ignore[arg-type]
+        samples = [result.samples[0], *([99.0 * s for s in own] for own in result.samples[1:])]
+        return replace(result, samples=samples)
+
+    def note(self: ConfigSearch, *arguments: object, **named: object) -> None:
+        searches.append(1)
+        begin(self, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(NodeBenchmarks, "race", slowed)
+    monkeypatch.setattr(ConfigSearch, "__init__", note)
+    begin_rechecks(loop)
+    while loop._has_worked():
+        pass
+    found = history(store, asked)[-1]
+    assert searches and found.candidate.variant == EAGER and found.reason == "no_gain"
+    assert found.detail.startswith("raced again after 40 days; before, it gained ")
+
+
+def test_what_fails_leaves_the_decision_as_it_was(
+    loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(chain_form(6, 256), (700,), calls=1)
+    before = tuned_long_ago(loop, store, asked)
+    monkeypatch.setattr(NodeBenchmarks, "race", lambda *_: 1 / 0)
+    begin_rechecks(loop)
+    while loop._has_worked():
+        pass
+    assert history(store, asked) == [before] and store.queue.length().failed == 0
+
+
+def test_never_beyond_its_time_and_seldom_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now: list[float] = [0.0]
+    asked: list[float] = []
+    with Store.open(tmp_path / "store.sqlite3") as store:
+        monkeypatch.setattr(store.old_decisions, "take", lambda *_, **__: asked.append(now[0]))
+        rechecks = Rechecks(store, 30.0, ["cpu:"], ["v"], "", clock=lambda: now[0])
+        for at in (0.0, 1.0, LOOK_SECONDS - 1.0, LOOK_SECONDS, LOOK_SECONDS + 1.0):
+            now[0] = at
+            assert rechecks.next() is None
+        assert asked == [0.0, LOOK_SECONDS]
+        rechecks.charge(RECHECK_SECONDS)
+        now[0] = 9 * LOOK_SECONDS
+        assert rechecks.next() is None and len(asked) == 2
+        assert Rechecks(store, 0.0, ["cpu:"], ["v"], "").next() is None and len(asked) == 2
