@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("private_files.py",),
     ("ir/", "debug.py"),
     ("__init__.py",),
-    ("dynamo_skip.py", "preserve_rng.py", "stderr.py", "detached.py", "torch_compat.py"),
+    ("dynamo_skip.py", "preserve_rng.py", "stderr.py", "detached.py", "job_ranks.py", "torch_compat.py"),
     ("hidden_thread.py",),
     ("library_operators.py", "locks.py"),
     ("errors.py",),

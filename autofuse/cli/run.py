@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ import click
 from autofuse.cli.job import RunJob
 from autofuse.cli.options import effort_options, load_settings, script_arguments, store_option
 from autofuse.cli.output import say
+from autofuse.job_ranks import told_ranks
 from autofuse.settings.layers import disabled_by_environment
 from autofuse.startup import launchers
 from autofuse.startup.script import Target, check_target
@@ -74,7 +74,8 @@ def command(
         return RunJob(target, None)
     if launchers.is_launcher(target):
         return _launcher_of_ranks(target)
-    if quiet is None and os.environ.get("RANK", "0") != "0":
+    ranks = told_ranks()
+    if quiet is None and ranks is not None and ranks.rank > 0:
         quiet = True  # one rank of a job speaks for all
     given = {"tune": tune, "store": store, "profile": profile, "frozen": frozen, "strict": strict, "quiet": quiet}
     settings = load_settings(assignments, **given)

@@ -3,8 +3,8 @@
 In: a call of a functional optimizer of torch, one per parameter group, from `optim_hook`. Out: the same update, by the
 winner. Guarantee: states are torch's own, so ``state_dict`` is unchanged. Calls that kernels cannot run (sparse or
 complex tensors, tensor learning rates, gradient scalers, tensors with different layouts or devices) go to torch
-unchanged, and so does everything after a failure. Ranks of a job change to a winner at the same step. Version counters
-move as torch moves them. CUDA graph capture records torch's own functions.
+unchanged, and so does everything after a failure. Ranks of a job change to a winner at the same step, or never. Version
+counters move as torch moves them. CUDA graph capture records torch's own functions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from autofuse.gpu.capturing import is_capturing
 from autofuse.gpu.devices import CPU
 from autofuse.ir.records import EAGER, Bucket, Decision, DecisionKey, Event, NodeUse, ObservedShape, TuneRequest
+from autofuse.ir.strict import is_strict
+from autofuse.job_ranks import told_ranks
 from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.form import DTYPES, StepForm, flags_of
 from autofuse.optim.tensors import NOT_MADE, written
@@ -69,6 +71,7 @@ class OptimizerRouter:
         self._let_go: dict[StepForm, tuple[int, int]] = {}  # steps, and fused steps, of evicted groups
         self._made: Counter[StepForm] = Counter()  # groups so far: by it ranks know each other's groups
         self._ranks: Ranks | None = None
+        self._has_told = False  # that the ranks of this job cannot agree
 
     def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
         """Make the step; False where torch must make it."""
@@ -171,8 +174,25 @@ class OptimizerRouter:
             group.agreement = group.agreement or Agreement(self._ranks, f"{group.form.fusion_id}/{group.number}")
             if not group.agreement.is_due(group.steps, _name(group.ready[0]) if group.ready is not None else ""):
                 return
+        elif group.ready is not None and self._cannot_agree():
+            return
         if group.ready is not None:
             group.decision, group.call = group.ready
+
+    def _cannot_agree(self) -> bool:
+        """Whether other ranks step replicas of their own, and there is no store by which all could change at one step.
+
+        Strict runs need none: their kernels' results are torch's to the bit.
+        """
+        told = None if is_strict(self._context.versions) else told_ranks()
+        if told is not None and not self._has_told:
+            self._has_told = True
+            text = (
+                f"optimizers' steps stay torch's own: {told.variable} tells of {told.size} ranks, and without a "
+                "process group of torch.distributed they cannot agree on a step at which to change"
+            )
+            self._context.store_thread.post_event(Event("optimizer_left", text))
+        return told is not None
 
     def _decision(self, group: Group) -> Decision | None:
         table, fusion_id = self._kernels.catalogue.table, group.form.fusion_id

@@ -19,6 +19,7 @@ from autofuse.codegen.c.load import load_kernel
 from autofuse.codegen.triton.source import TritonSource
 from autofuse.daemon.workers.interpreter import Interpreted
 from autofuse.ir.operation import NodeForm
+from autofuse.ir.strict import strictly
 from autofuse.optim.c_printer import print_step
 from autofuse.optim.form import StepForm
 from autofuse.optim.triton_printer import print_triton_step
@@ -40,6 +41,7 @@ class Calls:
         self.events: list[str] = []
         self.store_thread = SimpleNamespace(post_event=lambda event: self.events.append(event.message), usable=True)
         self.mode, self.threads, self.capture_seconds = "background", 2, 0.0
+        self.versions = "torch 2.13 codegen 1"
         self.is_loaded = True
         candidate = SimpleNamespace(variant=variant)
         decision = SimpleNamespace(candidate=candidate, compile_key="key" if variant.endswith("_multi") else None)
@@ -202,6 +204,20 @@ def test_gradients_laid_out_otherwise_are_torchs_own(calls: Calls, change: str) 
 
 
 @KERNELS
+def test_ranks_that_cannot_agree_step_as_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each steps a replica of its own: one that changes to a kernel earlier than another would drift away from it."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    trained("Adam", parameters(5, 7))
+    assert calls.kernels == 0
+    assert calls.events == [
+        "optimizers' steps stay torch's own: OMPI_COMM_WORLD_SIZE tells of 2 ranks, and without a process group of "
+        "torch.distributed they cannot agree on a step at which to change"
+    ]
+    calls.versions = strictly(calls.versions)
+    trained("Adam", parameters(5, 7))
+    assert calls.kernels == 4, "a strict run's kernels are torch's to the bit"
+
+
 def test_a_dropped_model_is_freed(calls: Calls) -> None:
     params = parameters(9, 11)
     optimizer = trained("AdamW", params)
