@@ -101,6 +101,9 @@ def _imported(module: fx.GraphModule, dims_of: GraphSizes, with_libraries: bool 
             parent = node.args[0]
             if parent in refs and isinstance(value, torch.Tensor):
                 refs[node] = ValueRef(refs[parent].name, node.args[1])
+            elif parent in refs and isinstance(value, list | tuple):  # several values in one output: higher-order ones
+                operations.append(_opaque(node, value, refs, dims_of))
+                refs[node] = ValueRef(node.name)
         elif node.op == "call_function":
             found = _devices_of(node)
             if len(found) == 1:

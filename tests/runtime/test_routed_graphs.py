@@ -286,6 +286,31 @@ def test_autocast_checkpointing_accumulation():
     check_training(Mixed(), lambda n: (torch.randn(n, 16),), [4, 4, 8])
 
 
+def test_random_numbers_of_checkpoints_between_residuals():
+    """A checkpoint's dropout is an operator of torch's that holds two values in one of its outputs. What a node reads
+    of them depends on what the operator reads: else one node of all residuals would have to run before itself."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.1))
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    check_training(Blocks(), lambda n: (torch.randn(n, 16),), [4, 4, 8])
+
+
 def test_inference_modes():
     torch._dynamo.reset()
     catalogue = Undecided()
