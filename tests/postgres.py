@@ -59,8 +59,9 @@ def need_postgres() -> Path:
 class Postgres:
     """A server and its databases."""
 
-    def __init__(self, folder: Path, programs: Path) -> None:
+    def __init__(self, folder: Path, programs: Path, settings: str = SETTINGS) -> None:
         self.folder = folder
+        self._settings = settings
         self.data = folder / "data"
         self._programs = programs
         self._user = _unprivileged()
@@ -91,11 +92,17 @@ class Postgres:
         done = self._run("initdb", "-D", str(self.data), *options)
         assert done.returncode == 0, done.stdout
         with (self.data / "postgresql.conf").open("a") as file:
-            file.write(f"{SETTINGS}port = {self.port}\nunix_socket_directories = '{self.folder}'\n")
+            file.write(f"{self._settings}port = {self.port}\nunix_socket_directories = '{self.folder}'\n")
         self.start()
         self.sql(f"CREATE ROLE {OWNER} LOGIN PASSWORD '{PASSWORD}'", f"CREATE DATABASE made OWNER {OWNER}")
         with contextlib.closing(FleetServer(self.url("made"))) as server:
             assert server.upgrade() and not server.upgrade()
+
+    @property
+    def process(self) -> psutil.Process:
+        """The one that starts all others of the server."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
 
     def start(self) -> None:
         self._process = subprocess.Popen(
@@ -121,9 +128,7 @@ class Postgres:
     @contextlib.contextmanager
     def halted(self) -> Iterator[None]:
         """All of its processes stand still; the machine goes on answering for its sockets."""
-        assert self._process is not None
-        main = psutil.Process(self._process.pid)
-        processes = [main, *main.children(recursive=True)]
+        processes = [self.process, *self.process.children(recursive=True)]
         for process in processes:
             process.suspend()
         try:
@@ -187,12 +192,12 @@ def _unprivileged() -> pwd.struct_passwd | None:
 
 
 @contextlib.contextmanager
-def running_postgres() -> Iterator[Postgres]:
-    """A server for the time of a test session."""
+def running_postgres(settings: str = SETTINGS) -> Iterator[Postgres]:
+    """A server for the time of a test session. ``settings``: lines of its configuration."""
     found = need_postgres()
     with tempfile.TemporaryDirectory(prefix="autofuse-postgres-") as folder:
         Path(folder).chmod(0o755)
-        server = Postgres(Path(folder), found)
+        server = Postgres(Path(folder), found, settings)
         try:
             server.make()
             yield server

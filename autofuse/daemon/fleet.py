@@ -154,7 +154,7 @@ class Fleet:
             try:
                 if exchange is None:
                     exchange = FleetExchange(store, server, self._device, self._versions, self._lease_seconds)
-                self._round(exchange, is_last)
+                self.exchange_once(exchange, is_last)
             except StoreError as error:
                 exchange = None  # what answers next may be another server
                 self._failures += 1
@@ -178,7 +178,7 @@ class Fleet:
         pause = min(self._settings.poll_seconds * 2.0**self._failures, LONGEST_PAUSE_SECONDS)
         return not self._closing.wait(pause)
 
-    def _round(self, exchange: FleetExchange, is_last: bool) -> None:
+    def exchange_once(self, exchange: FleetExchange, is_last: bool = False) -> None:
         """Fetch proposals, send what is new, end and renew leases, and take a new one where the loop is idle."""
         began = time.monotonic()
         if not is_last:
