@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import random
+import signal
 import statistics
 import sys
 import threading
@@ -300,6 +301,7 @@ def main() -> int:
     keys = options.keys or (200 if options.quick else 100_000)
     crowds = numbers(options.crowds) if options.crowds is not None else ([10] if options.quick else list(CROWDS))
     seconds = 2.0 if options.quick else CROWD_SECONDS
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or the server would go on
     began, found = time.monotonic(), {"fleets": list[Any](), "crowds": list[Any]()}
 
     def keep(postgres: Postgres) -> None:

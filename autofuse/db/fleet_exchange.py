@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 
 from autofuse.db import models
 from autofuse.db.base import as_tuples, key_of, now, put_keys
@@ -27,6 +27,7 @@ from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Candidate, Decision, DecisionKey, DeviceInfo, Measurement, RunStart
 
 PIECE = 200  # rows of a kind in one round: a job of this host's is never far behind
+SPAN = 2000  # ids that one statement looks through, most of which may be of other devices
 # Reasons that say something about other hosts of the kind; a crash or a full memory may be this host's own.
 MEASURED = ("won", "no_gain", "below_margin", "device_slower", "not_bit_equal")
 MODE = "fleet"  # of the run that stands for a host on the server
@@ -60,10 +61,9 @@ class FleetExchange:
 
     def pull(self) -> int:
         """Fetch what other hosts have decided for devices like ours; how many proposals are new."""
-        kept = 0
+        kept, newest = 0, self._newest()
         for device in {self._device.key, *self._store.queue.devices()}:
-            for versions in self._versions:
-                kept += self._pull(device, versions)
+            kept += self._pull(device, newest)
         return kept
 
     # ---- up -------------------------------------------------------------------------------------
@@ -115,26 +115,34 @@ class FleetExchange:
 
     # ---- down -----------------------------------------------------------------------------------
 
-    def _pull(self, device: str, versions: str) -> int:
-        mark, kept = f"decisions of {device}, {versions}", 0
-        while True:
-            rows = self._decided(device, versions, self._store.marks.get(self._name, mark))
+    def _newest(self) -> int:
+        """The id of the newest decision of all; 0 where there is none. All up to it can be seen."""
+        with self._server.read() as connection:
+            return connection.execute(select(func.max(models.DecisionRow.id))).scalar() or 0
+
+    def _pull(self, device: str, newest: int) -> int:
+        mark, kept = f"decisions of {device}, {', '.join(self._versions)}", 0
+        since = self._store.marks.get(self._name, mark)
+        while since < newest:
+            until = min(newest, since + SPAN)
+            rows = self._decided(device, since, until)
             found = {key_of(row): proposal for row in rows if (proposal := _proposal_of(row)) is not None}
             kept += self._store.proposals.put(found)
-            if rows:
-                self._store.marks.put(self._name, mark, rows[-1].id)
-            if len(rows) < PIECE:
-                return kept
+            # Of what is of no use here too, or it would be looked through again each time; but not for every row of it.
+            if rows or until - since >= PIECE:
+                self._store.marks.put(self._name, mark, until)
+            since = until
+        return kept
 
-    def _decided(self, device: str, versions: str, since_id: int) -> Sequence[Any]:
-        """Decisions after a row, by growing id, as they stand on the server."""
+    def _decided(self, device: str, since_id: int, until_id: int) -> Sequence[Any]:
+        """Decisions after a row and up to another one, by growing id, as they stand on the server."""
         table, key = models.DecisionRow, models.DecisionKeyRow
+        is_for_us = (key.device == device) & key.versions.in_(self._versions)
         query = (
             select(table.id, table.variant, table.config, table.reason, table.speedup, key)
             .join(key, table.key == key.digest)
-            .where(table.id > since_id, key.device == device, key.versions == versions)
+            .where(table.id > since_id, table.id <= until_id, is_for_us)
             .order_by(table.id)
-            .limit(PIECE)
         )
         with self._server.read() as connection:
             return connection.execute(query).all()

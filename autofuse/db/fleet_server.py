@@ -33,7 +33,8 @@ from autofuse.settings.secrets import masked
 DRIVER = "postgresql+psycopg"
 STATEMENT_SECONDS = 5.0  # for one statement, the wait for a lock included
 LOCAL = "this host goes on with its own store"
-CLOCK = extract("epoch", func.clock_timestamp())  # the server's: clocks of hosts may differ
+# The server's, since clocks of hosts may differ; when a statement began: an index can serve what does not change in it.
+CLOCK = extract("epoch", func.statement_timestamp())
 _ABOUT_ITSELF = ""  # in the place of a server's name in `FleetMark`
 _NAME = "name"
 _GUIDE = "docs/guides/fleet.md"

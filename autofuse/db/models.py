@@ -216,9 +216,21 @@ class Request(Base):
     """A tuning request: queued, in work, or answered."""
 
     __tablename__ = "requests"
-    __table_args__ = (Index("ix_requests_queue", "status", "expected_saving_us"),)
+    __table_args__ = (
+        # On a fleet's server: the largest request of a kind, however many there are of others; and leases that end. One
+        # without device and versions would mislead the planner: where all of a kind is done, it would look through the rest.
+        Index("ix_requests_queue", "status", "device", "versions", "expected_saving_us"),
+        Index(
+            "ix_requests_lease",
+            "lease_until",
+            sqlite_where=text("lease_until IS NOT NULL"),
+            postgresql_where=text("lease_until IS NOT NULL"),
+        ),
+    )
 
     key: Mapped[str] = mapped_column(ForeignKey("decision_keys.digest"), primary_key=True)
+    device: Mapped[str] = mapped_column(server_default=text("''"))  # of the key, as in its own row; so are the versions
+    versions: Mapped[str] = mapped_column(server_default=text("''"))
     bucket_id: Mapped[int] = mapped_column(ForeignKey("buckets.id"))
     calls: Mapped[int]  # of all runs
     unfused_us: Mapped[float]

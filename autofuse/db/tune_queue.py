@@ -98,7 +98,7 @@ class TuneQueue:
         """
         table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
         waiting = (  # joined with bucket and node: a row without them can never be taken
-            select(table, key)
+            select(key, table)
             .join(key, table.key == key.digest)
             .join(bucket, table.bucket_id == bucket.id)
             .join(node, bucket.fusion_id == node.fusion_id)
@@ -313,6 +313,8 @@ def _insert(connection: Connection, requests: Mapping[str, TuneRequest]) -> None
     rows = [
         {
             "key": digest,
+            "device": request.key.device,
+            "versions": request.key.versions,
             "bucket_id": buckets[request.key.fusion_id, request.bucket.label],
             "calls": 0,
             "unfused_us": 0.0,
@@ -375,7 +377,7 @@ def taken(connection: Connection, digest: str, by: Mapping[str, Any]) -> TuneReq
 def _whole_requests() -> Any:
     table, key, bucket, node = models.Request, models.DecisionKeyRow, models.BucketRow, models.Node
     return (
-        select(table, key, bucket.ranges, node.form)
+        select(key, table, bucket.ranges, node.form)  # the key first: both have a device and versions
         .join(key, table.key == key.digest)
         .join(bucket, table.bucket_id == bucket.id)
         .join(node, bucket.fusion_id == node.fusion_id)

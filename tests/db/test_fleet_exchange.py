@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from store_records import DEVICE, VERSIONS, decision, kernel, key, measurement, request, start, use
@@ -242,3 +242,31 @@ def test_many_decisions_come_in_pieces(fleet: Fleet, monkeypatch: pytest.MonkeyP
         fleet.one.store.results.put_decision(decision(f"{number:064d}"))
     assert push_all(fleet.one) == 8
     assert fleet.two.exchange.pull() == 8
+
+
+def test_what_is_of_no_use_here_is_looked_through_once_and_in_parts(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_exchange, "SPAN", 2)
+    monkeypatch.setattr(fleet_exchange, "PIECE", 2)
+    for number in range(5):
+        fleet.one.store.results.put_decision(decision(f"{number:064d}"))
+    push_all(fleet.one)
+    looked: list[tuple[Any, ...]] = []
+    decided = FleetExchange._decided
+
+    def look(exchange: FleetExchange, *arguments: Any) -> Any:
+        looked.append(arguments)
+        return decided(exchange, *arguments)
+
+    monkeypatch.setattr(FleetExchange, "_decided", look)
+    stranger = FleetExchange(fleet.two.store, fleet.two.server, DEVICE, ["torch 9"])
+    assert stranger.pull() == 0
+    assert [ids for *_, since, until in looked for ids in [(since, until)]] == [(0, 2), (2, 4), (4, 5)]
+    looked.clear()
+    assert stranger.pull() == 0 and [ids for *_, ids, _ in looked] == [4], "fewer than PIECE are not worth a mark"
+    fleet.one.store.results.put_decision(decision("9" * 64))
+    push_all(fleet.one)
+    assert stranger.pull() == 0 and stranger.pull() == 0
+    assert len(looked) == 2, "then they are"
+    assert fleet.two.exchange.pull() == 6

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_records import DEVICE, VERSIONS, key, request, start
 
-from autofuse.db import models, tune_queue
+from autofuse.db import fleet_queue, models, tune_queue
 from autofuse.db.fleet_queue import FleetQueue
 from autofuse.db.fleet_server import FleetServer
 from autofuse.db.rows import QueueStatus
@@ -195,3 +196,40 @@ def test_what_is_given_back_says_nothing_of_the_host(daemon: Make) -> None:
     assert one.lease() is not None
     assert one.queue.give_back("one", key(), "failed", "gcc died\n/home/someone/secret.c:1: error")
     assert [row.message for row in one.queue.requests()] == ["gcc died"]
+
+
+def plan_of(daemon: Daemon, statement: Any) -> dict[str, Any]:
+    """The innermost step of how the server carries out a statement, with what it met on the way."""
+    with daemon.server.share() as connection:
+        text = statement.compile(connection, compile_kwargs={"literal_binds": True})
+        (step,) = connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {text}").scalar_one()
+    step = step["Plan"]
+    while "Plans" in step:
+        (step,) = step["Plans"]
+    return step
+
+
+def test_requests_of_other_kinds_and_leases_that_go_on_are_not_looked_through(daemon: Make, postgres: Postgres) -> None:
+    one = daemon("one", lease_seconds=600.0)
+    other, rare = DeviceInfo("cpu", "Other", 8, "avx2"), DeviceInfo("cpu", "Rare", 8, "avx2")
+    asked = [request(f"{number:064d}", calls=number + 1) for number in range(1000)]
+    one.queue.add(asked)
+    one.queue.add(replace(item, key=replace(item.key, device=other.key), calls=9999) for item in asked)
+    for _ in range(100):
+        assert one.lease() is not None
+    with one.server.write() as connection:
+        connection.exec_driver_sql("ANALYZE requests")
+    for device, versions, most in ((rare.key, VERSIONS, 0), (DEVICE.key, "torch 9", 0), (DEVICE.key, VERSIONS, 40)):
+        step = plan_of(one, fleet_queue.largest_waiting(device, versions))
+        assert step["Index Name"] == "ix_requests_queue" and step["Actual Rows"] <= most
+        assert not step.get("Rows Removed by Filter")
+    step = plan_of(one, fleet_queue.late_leases())
+    assert step["Index Name"] == "ix_requests_lease" and step["Actual Rows"] == 0
+
+
+def test_of_several_versions_the_largest_saving_goes_first(daemon: Make) -> None:
+    one = daemon("one")
+    asked = [replace(request(calls=n), key=replace(key(), versions=name)) for n, name in ((5, "a"), (7, "b"), (6, "c"))]
+    one.queue.add(asked)
+    taken = [one.queue.lease("one", one.run_id, [DEVICE.key], ["a", "b"]) for _ in range(3)]
+    assert [found and found.calls for found in taken] == [7, 5, None]
