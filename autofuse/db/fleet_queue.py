@@ -42,7 +42,7 @@ class FleetQueue(TuneQueue):
             waiting = [row for kind in kinds if (row := connection.execute(kind).first()) is not None]
             if not waiting:
                 return None
-            best = min(waiting, key=lambda row: (-row.expected_saving_us, -row.calls, row.created_at, row.key))
+            best = max(waiting, key=lambda row: (row.expected_saving_us, row.calls))
             return taken(connection, best.key, {"pid": run_id, "host": holder, "lease_until": CLOCK + self._seconds})
 
     def reserve(self, holder: str, run_id: int, key: DecisionKey) -> bool:
@@ -97,13 +97,13 @@ def _change(connection: Connection, holder: str, key: DecisionKey, values: dict[
 def largest_waiting(device: str, versions: str) -> Any:
     """The statement that locks the queued request of a kind with the largest expected saving.
 
-    One kind at a time, since an index gives their order within a kind alone.
+    One kind at a time, and in the index's own order: also where the server has no statistics yet, it reads one row.
     """
     table = models.Request
     return (
-        select(table.key, table.expected_saving_us, table.calls, table.created_at)
+        select(table.key, table.expected_saving_us, table.calls)
         .where(table.status == "queued", table.device == device, table.versions == versions)
-        .order_by(table.expected_saving_us.desc(), table.calls.desc(), table.created_at, table.key)
+        .order_by(table.expected_saving_us.desc(), table.calls.desc())
         .limit(1)
         .with_for_update(skip_locked=True)
     )

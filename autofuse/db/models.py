@@ -219,7 +219,7 @@ class Request(Base):
     __table_args__ = (
         # On a fleet's server: the largest request of a kind, however many there are of others; and leases that end. One
         # without device and versions would mislead the planner: where all of a kind is done, it would look through the rest.
-        Index("ix_requests_queue", "status", "device", "versions", "expected_saving_us"),
+        Index("ix_requests_queue", "status", "device", "versions", "expected_saving_us", "calls"),
         Index(
             "ix_requests_lease",
             "lease_until",

@@ -217,12 +217,12 @@ def test_requests_of_other_kinds_and_leases_that_go_on_are_not_looked_through(da
     one.queue.add(replace(item, key=replace(item.key, device=other.key), calls=9999) for item in asked)
     for _ in range(100):
         assert one.lease() is not None
-    with one.server.write() as connection:
-        connection.exec_driver_sql("ANALYZE requests")
-    for device, versions, most in ((rare.key, VERSIONS, 0), (DEVICE.key, "torch 9", 0), (DEVICE.key, VERSIONS, 40)):
+    for device, versions, most in ((rare.key, VERSIONS, 0), (DEVICE.key, "torch 9", 0), (DEVICE.key, VERSIONS, 1)):
         step = plan_of(one, fleet_queue.largest_waiting(device, versions))
         assert step["Index Name"] == "ix_requests_queue" and step["Actual Rows"] <= most
         assert not step.get("Rows Removed by Filter")
+    with one.server.write() as connection:
+        connection.exec_driver_sql("ANALYZE requests")
     step = plan_of(one, fleet_queue.late_leases())
     assert step["Index Name"] == "ix_requests_lease" and step["Actual Rows"] == 0
 

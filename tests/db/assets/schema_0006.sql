@@ -71,7 +71,7 @@ CREATE TABLE decisions (
 	FOREIGN KEY("key") REFERENCES decision_keys (digest), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "decisions" VALUES(1,'be26b0bf535c88612fdf1a592295d3fa',1,'[[65, 128]]','c_generic','[["unroll", 4]]','c0ffee',30.0,20.0,1.5,1.4,1.6,'won','',12,3.5,1.79579538036092185978e+09);
+INSERT INTO "decisions" VALUES(1,'be26b0bf535c88612fdf1a592295d3fa',1,'[[65, 128]]','c_generic','[["unroll", 4]]','c0ffee',30.0,20.0,1.5,1.4,1.6,'won','',12,3.5,1.79579586435742664333e+09);
 CREATE TABLE devices (
 	id INTEGER NOT NULL, 
 	"key" TEXT NOT NULL, 
@@ -105,7 +105,7 @@ CREATE TABLE events (
 	PRIMARY KEY (id), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "events" VALUES(1,1,'fallback','an event','{}',1.79579538037615919114e+09);
+INSERT INTO "events" VALUES(1,1,'fallback','an event','{}',1.79579586436420583729e+09);
 CREATE TABLE fleet_marks (
 	server VARCHAR NOT NULL, 
 	name VARCHAR NOT NULL, 
@@ -128,8 +128,8 @@ CREATE TABLE kernels (
 	resources JSON, 
 	PRIMARY KEY (digest)
 );
-INSERT INTO "kernels" VALUES('b982fe4d1d357f339039054beb5a48f2','void af_add_relu(void) {}','gcc 12','-O3','avx512','af_pointwise_add_relu','void af_add_relu(void) {}',X'7F454C46000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000','seal:547bacf913b1890784896f719e8fa52be0a0cccfedc17a0a44bca1299bae3e5b',64,1.79579538033596348761e+09,1.79579538033596348761e+09,NULL);
-INSERT INTO "kernels" VALUES('1ab2f105782a58550117b611bd1e6487','def af_softmax(): ...','triton 3.7.1','{}','cuda:90','af_softmax','def af_softmax(): ...',X'6175746F667573652D747269746F6E2D310A','seal:26fb71d3deaa728ba880ca1e7f8a6e6fb1ec8572c0f6e0a10a374cbdaccb2de2',18,1.79579538035280656814e+09,1.79579538035280656814e+09,'{"registers": 28, "spill_bytes": 0, "shared_bytes": 128, "threads": 64}');
+INSERT INTO "kernels" VALUES('b982fe4d1d357f339039054beb5a48f2','void af_add_relu(void) {}','gcc 12','-O3','avx512','af_pointwise_add_relu','void af_add_relu(void) {}',X'7F454C46000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000','seal:547bacf913b1890784896f719e8fa52be0a0cccfedc17a0a44bca1299bae3e5b',64,1.79579586434983444215e+09,1.79579586434983444215e+09,NULL);
+INSERT INTO "kernels" VALUES('1ab2f105782a58550117b611bd1e6487','def af_softmax(): ...','triton 3.7.1','{}','cuda:90','af_softmax','def af_softmax(): ...',X'6175746F667573652D747269746F6E2D310A','seal:26fb71d3deaa728ba880ca1e7f8a6e6fb1ec8572c0f6e0a10a374cbdaccb2de2',18,1.79579586435382676122e+09,1.79579586435382676122e+09,'{"registers": 28, "spill_bytes": 0, "shared_bytes": 128, "threads": 64}');
 CREATE TABLE measurements (
 	id INTEGER NOT NULL, 
 	candidate_id INTEGER NOT NULL, 
@@ -151,7 +151,7 @@ CREATE TABLE measurements (
 	PRIMARY KEY (id), 
 	FOREIGN KEY(candidate_id) REFERENCES candidates (id)
 );
-INSERT INTO "measurements" VALUES(1,1,'ok','[128]',20.0,30.0,1.5,1.4,1.6,0.9,NULL,NULL,'c0ffee',0.1,0.5,'',1.79579538033256602292e+09);
+INSERT INTO "measurements" VALUES(1,1,'ok','[128]',20.0,30.0,1.5,1.4,1.6,0.9,NULL,NULL,'c0ffee',0.1,0.5,'',1.79579586434701585773e+09);
 CREATE TABLE node_uses (
 	id INTEGER NOT NULL, 
 	run_id INTEGER NOT NULL, 
@@ -177,7 +177,7 @@ CREATE TABLE nodes (
 	first_seen_at FLOAT NOT NULL, 
 	PRIMARY KEY (fusion_id)
 );
-INSERT INTO "nodes" VALUES('aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa','af_pointwise_add_relu_aaaaaa','add + relu','{"inputs": [], "outputs": [], "symbols": ["s0"], "operations": [{"target": "aten.add.Tensor"}, {"target": "aten.relu.default"}]}','train.py:7 x = relu(x + y)',1.7957953802702901363e+09);
+INSERT INTO "nodes" VALUES('aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa','af_pointwise_add_relu_aaaaaa','add + relu','{"inputs": [], "outputs": [], "symbols": ["s0"], "operations": [{"target": "aten.add.Tensor"}, {"target": "aten.relu.default"}]}','train.py:7 x = relu(x + y)',1.7957958643302979469e+09);
 CREATE TABLE op_shapes (
 	id INTEGER NOT NULL, 
 	op_id INTEGER NOT NULL, 
@@ -259,7 +259,7 @@ CREATE TABLE requests (
 	FOREIGN KEY(bucket_id) REFERENCES buckets (id), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "requests" VALUES('be26b0bf535c88612fdf1a592295d3fa','cpu:Test CPU:2:avx512','torch 2.13 codegen 1',1,100,50.0,2.0,2500.0,1,'queued',NULL,'',0,NULL,'',1.79579538030994629855e+09,1.79579538032365131376e+09);
+INSERT INTO "requests" VALUES('be26b0bf535c88612fdf1a592295d3fa','cpu:Test CPU:2:avx512','torch 2.13 codegen 1',1,100,50.0,2.0,2500.0,1,'queued',NULL,'',0,NULL,'',1.79579586434129858012e+09,1.795795864345524311e+09);
 CREATE TABLE roots (
 	id INTEGER NOT NULL, 
 	run_id INTEGER NOT NULL, 
@@ -278,7 +278,7 @@ CREATE TABLE run_totals (
 	PRIMARY KEY (run_id), 
 	FOREIGN KEY(run_id) REFERENCES runs (id)
 );
-INSERT INTO "run_totals" VALUES(1,'{"steps": 4, "fused_calls": 0, "unfused_calls": 0, "observer_seconds": 0.0, "run_seconds": 0.0, "capture_seconds": 0.0, "paused_seconds": 0.0, "held_out_calls": 0, "exit_code": null}',1.79579538038050508502e+09);
+INSERT INTO "run_totals" VALUES(1,'{"steps": 4, "fused_calls": 0, "unfused_calls": 0, "observer_seconds": 0.0, "run_seconds": 0.0, "capture_seconds": 0.0, "paused_seconds": 0.0, "held_out_calls": 0, "exit_code": null}',1.79579586436526775355e+09);
 CREATE TABLE runs (
 	id INTEGER NOT NULL, 
 	device_id INTEGER NOT NULL, 
@@ -294,7 +294,7 @@ CREATE TABLE runs (
 	PRIMARY KEY (id), 
 	FOREIGN KEY(device_id) REFERENCES devices (id)
 );
-INSERT INTO "runs" VALUES(1,1,'train.py','torch 2.13 codegen 1','wait',4242,'{"tune": "wait"}',1.7957953802632417679e+09,1.79579538038169813154e+09,'',1);
+INSERT INTO "runs" VALUES(1,1,'train.py','torch 2.13 codegen 1','wait',4242,'{"tune": "wait"}',1.79579586432855486865e+09,1.79579586436637949949e+09,'',1);
 CREATE TABLE setting_trials (
 	id INTEGER NOT NULL, 
 	run_id INTEGER, 
@@ -347,15 +347,15 @@ CREATE TABLE triton_files (
 	used_at FLOAT NOT NULL, 
 	PRIMARY KEY ("key", name)
 );
-INSERT INTO "triton_files" VALUES('KEY','af_softmax.cubin',X'7F454C4600000000000000000000000000000000000000000000000000000000000000000000000000000000','seal:5a7bf8abdae3acba1d1ced04fd4d5d0d26c629e14fde63328280c0bbc24e4112',44,1795795380.35422);
-INSERT INTO "triton_files" VALUES('KEY','af_softmax.json',X'7B7D','seal:54b016b3bfce920f23d399cabc66154bc49d30f9c54dece2763578186555144f',2,1795795380.35422);
+INSERT INTO "triton_files" VALUES('KEY','af_softmax.cubin',X'7F454C4600000000000000000000000000000000000000000000000000000000000000000000000000000000','seal:5a7bf8abdae3acba1d1ced04fd4d5d0d26c629e14fde63328280c0bbc24e4112',44,1.79579586435480093951e+09);
+INSERT INTO "triton_files" VALUES('KEY','af_softmax.json',X'7B7D','seal:54b016b3bfce920f23d399cabc66154bc49d30f9c54dece2763578186555144f',2,1.79579586435480093951e+09);
 CREATE INDEX ix_decision_keys_fusion_id ON decision_keys (fusion_id);
 CREATE INDEX ix_kernels_used_at ON kernels (used_at);
 CREATE INDEX ix_triton_files_used_at ON triton_files (used_at);
 CREATE INDEX ix_roots_root ON roots (root);
 CREATE INDEX ix_captures_run_id ON captures (run_id);
+CREATE INDEX ix_requests_queue ON requests (status, device, versions, expected_saving_us, calls);
 CREATE INDEX ix_requests_lease ON requests (lease_until) WHERE lease_until IS NOT NULL;
-CREATE INDEX ix_requests_queue ON requests (status, device, versions, expected_saving_us);
 CREATE INDEX ix_measurements_candidate_id ON measurements (candidate_id);
 CREATE INDEX ix_decisions_key ON decisions ("key");
 CREATE INDEX ix_refusals_run_id ON refusals (run_id);

@@ -19,7 +19,7 @@ def upgrade() -> None:
         "versions = (SELECT versions FROM decision_keys WHERE digest = requests.key)"
     )
     op.drop_index("ix_requests_queue", "requests")
-    op.create_index("ix_requests_queue", "requests", ["status", "device", "versions", "expected_saving_us"])
+    op.create_index("ix_requests_queue", "requests", ["status", "device", "versions", "expected_saving_us", "calls"])
     is_leased = sa.text("lease_until IS NOT NULL")
     op.create_index(
         "ix_requests_lease", "requests", ["lease_until"], sqlite_where=is_leased, postgresql_where=is_leased
