@@ -13,11 +13,12 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from autofuse.daemon.fleet import LONGEST_PAUSE_SECONDS, Fleet
-from autofuse.db.fleet_exchange import FleetExchange
+from autofuse.db.fleet_exchange import NEXT, FleetExchange
 from autofuse.db.fleet_queue import LEASE_SECONDS
 from autofuse.db.fleet_server import FleetServer
 from autofuse.db.proposals import Proposal
@@ -103,9 +104,10 @@ def _key(kind: int, device: DeviceInfo, rank: int) -> tuple[DecisionKey, Bucket]
 
 
 class Requests:
-    """As `TuneQueue` of a store, for the exchange: the requests that were not sent yet."""
+    """As `TuneQueue` of a store, for the exchange."""
 
     def __init__(self, requests: Sequence[TuneRequest], device: str) -> None:
+        self.own = deque(requests)  # that wait, largest saving first
         self._unsent = deque((request.key.digest, request) for request in requests)
         self._device = device
 
@@ -113,6 +115,9 @@ class Requests:
         while self._unsent and self._unsent[0][0] in known:
             self._unsent.popleft()
         return [(0.0, self._unsent[number][1]) for number in range(min(most, len(self._unsent)))]
+
+    def largest(self, most: int) -> list[str]:
+        return [request.key.digest for request in islice(self.own, most)]
 
     def devices(self) -> list[str]:
         return [self._device]
@@ -223,7 +228,6 @@ class Host:
         self.is_in_job = False
         self._scene, self._tally, self._server, self._draw = scene, scene.tally, server, draw
         self._store = MemoryStore(own, device.key)
-        self._own = deque(own)
         self._device = device
         self._fleet = Fleet(FleetSettings(), Path(), device, VERSIONS, scene.lease_seconds)
         self._exchange: FleetExchange | None = None
@@ -254,15 +258,19 @@ class Host:
             else:
                 self._fleet.give_back(request.key, "done")
                 self._tally.helped += 1
-            if not self._own:  # else the round that begins the next job sends these results too
+            if not self._store.queue.own:  # else the round that begins the next job sends these results too
                 self._round()
 
     def _next_own(self) -> TuneRequest | None:
-        while self._own:
-            request = self._own.popleft()
-            if request.key.digest not in self._store.results.decided:
-                return request
-        return None
+        """As the daemon's loop: what other hosts work on goes last."""
+        own = self._store.queue.own
+        while own and own[0].key.digest in self._store.results.decided:
+            own.popleft()
+        free = (request for request in islice(own, NEXT) if not self._fleet.is_elsewhere(request.key))
+        best = next(free, own[0] if own else None)
+        if best is not None:
+            own.remove(best)
+        return best
 
     def _borrow(self) -> TuneRequest | None:
         found = self._fleet.borrow()

@@ -63,6 +63,7 @@ class Fleet:
         self._held: DecisionKey | None = None  # leased, and in work
         self._own: DecisionKey | None = None  # in work, of this host
         self._reserved: DecisionKey | None = None  # the same on the server, so that nobody else begins it
+        self._elsewhere: frozenset[str] = frozenset()  # what this host would work on next, and others do now
         self._ended: list[tuple[DecisionKey, RequestEnd, str]] = []  # whose leases are to be given back
         self._failures = 0  # rounds in a row
         self._said = ""
@@ -99,6 +100,10 @@ class Fleet:
         if self._thread is None:
             return ""
         return self._said or ("the server answers" if self._first.is_set() else "not connected yet")
+
+    def is_elsewhere(self, key: DecisionKey) -> bool:
+        """Whether another daemon was at work on it when the server was asked last: soon it may be a proposal."""
+        return key.digest in self._elsewhere
 
     @property
     def may_help(self) -> bool:
@@ -157,6 +162,7 @@ class Fleet:
                 self.exchange_once(exchange, is_last)
             except StoreError as error:
                 exchange = None  # what answers next may be another server
+                self._elsewhere = frozenset()
                 self._failures += 1
                 self._say_down(error)
                 if isinstance(error, FleetError) and error.is_lasting:
@@ -202,11 +208,12 @@ class Fleet:
         finally:
             with self._lock:
                 self._ended = ended + self._ended
-        self._reserve(exchange, None if is_last else self._own)
-        for key in self._leased():
+        for key in self._leased():  # before new ones, which need no renewal yet
             exchange.queue.renew(self._holder, key)
+        self._reserve(exchange, None if is_last else self._own)
         if not is_last:
             self._lease(exchange)
+            self._elsewhere = exchange.in_work_elsewhere(self._holder)
 
     def _reserve(self, exchange: FleetExchange, own: DecisionKey | None) -> None:
         """Keep helpers from what this host works on; of what was decided, the request has ended with its decision."""
@@ -219,7 +226,8 @@ class Fleet:
     def _leased(self) -> list[DecisionKey]:
         with self._lock:
             offered = self._offered.key if self._offered is not None else None
-            return [key for key in (self._held, offered, self._reserved) if key is not None]
+            reserved = self._reserved if self._reserved == self._own else None
+            return [key for key in (self._held, offered, reserved) if key is not None]
 
     def _lease(self, exchange: FleetExchange) -> None:
         with self._lock:

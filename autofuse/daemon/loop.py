@@ -31,7 +31,7 @@ from autofuse.daemon.tuning_results import TuningResults
 from autofuse.db.old_decisions import OldDecision
 from autofuse.db.rows import RequestEnd
 from autofuse.db.store import Store
-from autofuse.db.tune_queue import NOT_READY
+from autofuse.db.tune_queue import NOT_READY, WaitingRequest
 from autofuse.errors import CompilerNotReady, StoreError
 from autofuse.ir.device import cpu_device
 from autofuse.ir.reasons import decision_words
@@ -88,8 +88,7 @@ class TuningLoop:
         self._devices = Devices(settings, self._store.kernels, self._scheduler, self.runs, worker_log)
         self.results = TuningResults(self._store, self._devices, self.runs)
         self._expectations = Expectations(self._store.results)
-        prefer = self._expectations.saving_a_second
-        self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys, prefer)
+        self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys, self._preference)
         self._tuner = RequestTuner(settings.tuner, self._devices, self._scheduler, self.results)
         self._fleet = Fleet(settings.fleet, settings.run.store, cpu_device(), self.queue.versions)
         days, kind = settings.tuner.recheck_days, DaemonFiles(settings).kind
@@ -160,6 +159,10 @@ class TuningLoop:
         self._fleet.wait()
 
     # ---- one request ----------------------------------------------------------------------------
+
+    def _preference(self, waiting: WaitingRequest) -> float:
+        """What saves most for its time goes first; what another host works on goes last: it may be a proposal by then."""
+        return -1.0 if self._fleet.is_elsewhere(waiting.key) else self._expectations.saving_a_second(waiting)
 
     def _has_worked(self) -> bool:
         """Work on a request of this host; where there is none and no script runs, on another's, or an old decision."""

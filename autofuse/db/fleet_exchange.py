@@ -27,6 +27,7 @@ from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Candidate, Decision, DecisionKey, DeviceInfo, Measurement, RunStart
 
 PIECE = 200  # rows of a kind in one round: a job of this host's is never far behind
+NEXT = 32  # requests of this host's, among which is what it works on next
 SPAN = 2000  # ids that one statement looks through, most of which may be of other devices
 # Reasons that say something about other hosts of the kind; a crash or a full memory may be this host's own.
 MEASURED = ("won", "no_gain", "below_margin", "device_slower", "not_bit_equal")
@@ -65,6 +66,11 @@ class FleetExchange:
         for device in {self._device.key, *self._store.queue.devices()}:
             kept += self._pull(device, newest)
         return kept
+
+    def in_work_elsewhere(self, holder: str) -> frozenset[str]:
+        """Digests of what this host would work on next, and other daemons work on now."""
+        digests = self._store.queue.largest(NEXT)
+        return self.queue.held_by_others(holder, digests) if digests else frozenset()
 
     # ---- up -------------------------------------------------------------------------------------
 

@@ -53,6 +53,14 @@ class FleetQueue(TuneQueue):
             is_free = (table.key == key.digest) & (table.status == "queued")
             return connection.execute(update(table).where(is_free).values(**values)).rowcount > 0
 
+    def held_by_others(self, holder: str, digests: Collection[str]) -> frozenset[str]:
+        """Of these requests, the ones that other daemons work on."""
+        table = models.Request
+        is_theirs = (table.status == "running") & (table.host != holder)
+        with self._server.read() as connection:
+            found = connection.execute(select(table.key).where(table.key.in_(digests), is_theirs))
+            return frozenset(found.scalars())
+
     def renew(self, holder: str, key: DecisionKey) -> bool:
         """Begin the lease anew; False where it has ended meanwhile."""
         with self._server.share() as connection:

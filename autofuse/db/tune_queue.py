@@ -192,6 +192,13 @@ class TuneQueue:
             rows = connection.execute(_whole_requests().where(table.key.in_(fresh))).all()
             return [(row.updated_at, _request_of(connection, row)) for row in rows]
 
+    def largest(self, most: int) -> list[str]:
+        """Digests of the queued requests with the largest expected savings."""
+        table = models.Request
+        query = select(table.key).where(table.status == "queued").order_by(table.expected_saving_us.desc()).limit(most)
+        with self._file.read() as connection:
+            return list(connection.execute(query).scalars())
+
     def devices(self) -> list[str]:
         """The keys of all devices for which there are requests."""
         key = models.DecisionKeyRow

@@ -21,8 +21,9 @@ from autofuse.ir.records import Candidate, Decision, DeviceInfo, ObservedShape
 def test_largest_expected_saving_first(both: Store) -> None:
     small, large, unknown = request("a" * 64, calls=10), request("b" * 64, calls=99), request("c" * 64, unfused_us=0.0)
     assert both.queue.add([small, unknown, large]) == 3
+    assert both.queue.largest(2) == [large.key.digest, small.key.digest]
     taken = [both.queue.take(DEVICE.key) for _ in range(4)]
-    assert taken == [large, small, unknown, None]
+    assert taken == [large, small, unknown, None] and both.queue.largest(2) == []
     assert both.queue.length(DEVICE.key) == QueueStatus(running=3)
 
 

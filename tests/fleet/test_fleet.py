@@ -166,6 +166,30 @@ def test_helpers_leave_alone_what_a_host_works_on(fleet: Make, postgres: Postgre
     server.close()
 
 
+def test_a_host_knows_what_others_work_on_of_what_it_would_do_next(
+    fleet: Make, postgres: Postgres, tmp_path: Path
+) -> None:
+    url = postgres.url(postgres.new_database())
+    asked, unasked = request(chain_form(), (700,)), request(chain_form(3), (700,))
+    one, two = fleet(url), fleet(url, name="two")
+    for name in ("one", "two"):
+        with Store.open(tmp_path / f"{name}.db") as store:
+            store.queue.add([asked])
+    one.begin_own(asked.key)
+    wait_until(lambda: two.is_elsewhere(asked.key))
+    assert not two.is_elsewhere(unasked.key) and not one.is_elsewhere(asked.key)
+    one.end_own()
+    wait_until(lambda: not two.is_elsewhere(asked.key))
+    one.begin_own(asked.key)
+    wait_until(lambda: two.is_elsewhere(asked.key))
+    database = url.rpartition("/")[2]
+    postgres.sql(
+        f"ALTER DATABASE {database} ALLOW_CONNECTIONS false",
+        f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database}'",
+    )
+    wait_until(lambda: not two.is_elsewhere(asked.key))  # without a server nothing is known
+
+
 def test_a_server_that_is_halted_holds_up_nobody(fleet: Make, postgres: Postgres, tmp_path: Path) -> None:
     url = postgres.url(postgres.new_database())
     one, asked = fleet(url), request(chain_form(), (700,))
