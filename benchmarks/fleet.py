@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import psutil
@@ -30,7 +30,7 @@ from common import arguments, commit, parse, print_end, save
 from fleet_hosts import Demand, Host, Scene, Tally, make_demand
 
 from autofuse.db.fleet_server import FleetServer
-from tests.postgres import Postgres, running_postgres
+from tests.postgres import Postgres, programs, running_postgres
 
 WANTED = 0.95  # of the demanded savings
 LOST = 0.1  # of the hosts vanish on the way
@@ -47,11 +47,11 @@ shared_preload_libraries = 'pg_stat_statements'
 pg_stat_statements.max = 1000
 log_min_messages = fatal
 """
-# The server's clock_timestamp() is the hosts' time: schemas before pg_catalog go first.
+# The server's clock, as `fleet_server.CLOCK` asks for it, is the hosts': schemas before pg_catalog go first.
 CLOCK = (
     "CREATE SCHEMA virtual",
     "GRANT USAGE ON SCHEMA virtual TO PUBLIC",
-    "CREATE FUNCTION virtual.{name}() RETURNS timestamptz LANGUAGE sql STABLE AS "
+    "CREATE FUNCTION virtual.statement_timestamp() RETURNS timestamptz LANGUAGE sql STABLE AS "
     "$$ SELECT to_timestamp(current_setting('fleet.now')::float8) $$",
     "ALTER DATABASE {database} SET search_path = virtual, pg_catalog, public",
 )
@@ -124,8 +124,7 @@ class VirtualClock:
     def __init__(self, postgres: Postgres, database: str, server: FleetServer) -> None:
         self.now = 0.0
         self._server = server
-        statements = [CLOCK[0], CLOCK[1], *(CLOCK[2].format(name=n) for n in ("clock_timestamp", "statement_timestamp"))]
-        postgres.sql(*statements, CLOCK[3].format(database=database), database=database)
+        postgres.sql(*(statement.format(database=database) for statement in CLOCK), database=database)
 
     def advance(self, now: float) -> None:
         self.now = now
@@ -297,10 +296,12 @@ def main() -> int:
     parser.add_argument("--crowds", help="numbers of hosts in real time, separated by commas; empty: none")
     parser.add_argument("--seed", type=int, default=1)
     options = parse(parser)
+    if programs() is None:
+        sys.exit("expected PostgreSQL, found none; type: apt-get install postgresql")
     hosts = numbers(options.hosts) or ([10] if options.quick else [10, 100, 1000])
-    keys = options.keys or (200 if options.quick else 100_000)
+    keys = options.keys or (100 if options.quick else 100_000)
     crowds = numbers(options.crowds) if options.crowds is not None else ([10] if options.quick else list(CROWDS))
-    seconds = 2.0 if options.quick else CROWD_SECONDS
+    seconds = 1.0 if options.quick else CROWD_SECONDS
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or the server would go on
     began, found = time.monotonic(), {"fleets": list[Any](), "crowds": list[Any]()}
 

@@ -212,6 +212,46 @@ def coverage_table(found: dict[str, Any]) -> list[str]:
     return table(("operator", "kind", "graph", "outside", "why", "kernels of torch.compile, forward"), rows)
 
 
+def fleet_table(found: dict[str, Any]) -> list[str]:
+    """A row for each size of fleet, in the hosts' time; then for each number of hosts at once, in real time."""
+    rows = []
+    for row in found["fleets"]:
+        spent, first, decided = row["then"], row["first_contact"], max(1, row["keys_decided"])
+        rows.append(
+            [
+                f"{row['hosts']:,}",
+                f"{row.get('seconds_to_95%', float('nan')):,.0f}",
+                f"{decided:,} of {row['keys']:,}",
+                f"{row['duplicate_searches'] / max(1, row['searches']):.1%}",
+                f"{row['hosts_lost']}, {row['jobs_lost']}, {row['requests_failed']}",
+                f"{1000 * first['cpu_seconds'] / row['requests']:.2f}",
+                f"{1000 * spent['cpu_seconds'] / decided:.1f}",
+                f"{spent['statements'] / decided:.0f}",
+                f"{spent['wal_bytes'] / decided / 1024:.1f}",
+            ]
+        )
+    heads = (
+        "hosts",
+        "s to 95 %",
+        "keys decided by then",
+        "searches in vain",
+        "hosts lost, their jobs, requests failed",
+        "server's CPU ms a request",
+        "a decision",
+        "statements a decision",
+        "KiB of log a decision",
+    )
+    crowds = []
+    for row in found["crowds"]:
+        errors = ", ".join(f"{count} {what}" for what, count in row["errors"].items()) or "none"
+        ms, cores = row["round_ms"], f"{row['server_cores']:.2f}, {row['hosts_cores']:.2f}"
+        rates = (f"{row['rounds_a_second']:.0f}", f"{row['keys_a_second']:.0f}")
+        memory = f"{row['server_memory_mib']:.0f}"
+        crowds.append([f"{row['hosts']:,}", *rates, f"{ms['p50']:.0f}, {ms['p99']:.0f}", cores, memory, errors])
+    at_once = ("hosts at once", "rounds/s", "decisions/s", "round ms: median, p99", "cores: server, hosts", "MiB")
+    return [*table(heads, rows), "", *table((*at_once, "errors"), crowds)]
+
+
 @dataclass(frozen=True)
 class Part:
     """A script, what it asks, and how its rows are shown."""
@@ -256,6 +296,8 @@ PARTS: tuple[Part, ...] = (
     Part("calls", "What calling a graph from C gains over its generated Python, beside eager.",
          table=calls_table),
     Part("background", "What the tuning daemon costs a script that runs beside it.", quick=None),
+    Part("fleet", "Fleets of hosts that only pretend to tune, on the real queue and a real PostgreSQL.", (),
+         ("--quick",), fleet_table),
     Part("launch", "Host time of a routed GPU launch, up to the driver.", quick=None),
 )  # fmt: skip
 

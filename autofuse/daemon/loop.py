@@ -161,7 +161,7 @@ class TuningLoop:
     # ---- one request ----------------------------------------------------------------------------
 
     def _preference(self, waiting: WaitingRequest) -> float:
-        """What saves most for its time goes first; what another host works on goes last: it may be a proposal by then."""
+        """What saves most for its time goes first; what another host works on last: it may be a proposal by then."""
         return -1.0 if self._fleet.is_elsewhere(waiting.key) else self._expectations.saving_a_second(waiting)
 
     def _has_worked(self) -> bool:

@@ -217,8 +217,8 @@ class Request(Base):
 
     __tablename__ = "requests"
     __table_args__ = (
-        # On a fleet's server: the largest request of a kind, however many there are of others; and leases that end. One
-        # without device and versions would mislead the planner: where all of a kind is done, it would look through the rest.
+        # On a fleet's server: the largest request of a kind, however many there are of others; and leases that end. An
+        # index without device and versions would mislead the planner, where only requests of other kinds are queued.
         Index("ix_requests_queue", "status", "device", "versions", "expected_saving_us", "calls"),
         Index(
             "ix_requests_lease",

@@ -209,9 +209,7 @@ def test_a_strategy_that_is_not_there_is_refused(work: Work, store: Store, searc
     assert searches and store.proposals.verdicts([asked.key])[asked.key.digest] == "refused" and found.trials >= 1
 
 
-def test_what_another_host_works_on_goes_last(
-    loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_host_works_on_goes_last(loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {calls: request(chain_form(n, 96), (900,), calls=calls) for n, calls in ((2, 10), (3, 30), (4, 20))}
     store.queue.add(asked.values())
     monkeypatch.setattr(loop._fleet, "is_elsewhere", lambda key: key == asked[30].key)
