@@ -43,7 +43,7 @@ POLL_SECONDS = FleetSettings().poll_seconds
 # As decision 110 has them: 19 decisions took 73.5 s, 13.8 s of them imports; a proposal half of what its search took.
 SEARCH_SECONDS, CHECK_SECONDS, SPREAD = 3.0, 0.5, 0.5  # medians of a lognormal, and its sigma
 MEASURED = 4  # candidates of a search
-SKEW = 1.2  # of Zipf's law: the saving of the key at rank r falls as r ** -SKEW
+SKEW = 1.3  # of Zipf's law: the saving of the key at rank r falls as r ** -SKEW
 SHARED = 0.7  # and the share of hosts that ask for it as r ** -SHARED; at least one does
 UNFUSED_US, SPEEDUP = 100.0, 2.0
 SMALLEST_CALLS = 10.0
