@@ -2,6 +2,7 @@
 
     python benchmarks/fleet.py                           # 10, 100 and 1,000 hosts, 100,000 keys
     python benchmarks/fleet.py --hosts 100 --keys 20000
+    python benchmarks/fleet.py --only crowds             # rows of the other part are kept
     python benchmarks/fleet.py --quick                   # a few hosts, seconds
 
 First in the hosts' own time: one process plays all hosts, one after the other, and jumps from one event to the next;
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import json
 import random
 import signal
 import statistics
@@ -23,18 +25,21 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import psutil
-from common import arguments, commit, parse, print_end, save
-from fleet_hosts import Demand, Host, Scene, Tally, make_demand
+from common import arguments, chosen, commit, parse, print_end, save
+from fleet_hosts import Demand, Host, Scene, Tally, idle_rounds, make_demand
 
 from autofuse.db.fleet_server import FleetServer
 from tests.postgres import Postgres, programs, running_postgres
 
 WANTED = 0.95  # of the demanded savings
 LOST = 0.1  # of the hosts vanish on the way
+IDLE_ROUNDS = 500
 LIMIT_SECONDS = 50_000.0  # of the hosts' time
+PARTS = ("fleets", "crowds")
 CROWDS = (20, 90, 120, 200, 400, 800)  # multiples of ten, so that all kinds of hosts are there
 CROWD_SECONDS = 30.0
 CROWD_KEYS = 100  # for each host
@@ -148,6 +153,8 @@ def simulate(postgres: Postgres, hosts: int, keys: int, seed: int) -> dict[str, 
         first = load(postgres, database, tally)
         _run(events, clock, tally, marks, _lost(everyone, demand, draw))
         after = load(postgres, database, tally)
+        idle_rounds(server, IDLE_ROUNDS)
+        idle_seconds = cpu_seconds(postgres) - after.cpu_seconds
     return {
         "hosts": hosts,
         "keys": len(demand.savings),
@@ -165,6 +172,7 @@ def simulate(postgres: Postgres, hosts: int, keys: int, seed: int) -> dict[str, 
         "errors": dict(tally.errors),
         "first_contact": first.since(before),
         "then": after.since(first),
+        "idle_round_cpu_ms": 1000 * idle_seconds / IDLE_ROUNDS,
         "round_ms": _spread([1000 * seconds for seconds in tally.round_seconds[hosts:]]),
         "statements": top_statements(postgres, database),
         "sizes": sizes(postgres, database),
@@ -290,7 +298,7 @@ def server_of(postgres: Postgres) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "fleet", quick="a few hosts and keys, seconds")
+    parser = arguments(__doc__, "fleet", quick="a few hosts and keys, seconds", only="parts")
     parser.add_argument("--hosts", default="", help="sizes of fleets, separated by commas")
     parser.add_argument("--keys", type=int, help="keys that they ask for together")
     parser.add_argument("--crowds", help="numbers of hosts in real time, separated by commas; empty: none")
@@ -303,11 +311,12 @@ def main() -> int:
     crowds = numbers(options.crowds) if options.crowds is not None else ([10] if options.quick else list(CROWDS))
     seconds = 1.0 if options.quick else CROWD_SECONDS
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or the server would go on
-    began, found = time.monotonic(), {"fleets": list[Any](), "crowds": list[Any]()}
+    began, parts = time.monotonic(), chosen(options.only, PARTS)
+    found = {part: [] if part in parts else earlier(options.out, part) for part in PARTS}
+    hosts, crowds = (hosts if "fleets" in parts else []), (crowds if "crowds" in parts else [])
 
     def keep(postgres: Postgres) -> None:
-        found["server"] = server_of(postgres)
-        save(options.out, "fleet", commit=commit(), bars=bars_of(found), **found)
+        save(options.out, "fleet", commit=commit(), server=server_of(postgres), bars=bars_of(found), **found)
 
     groups = {DEFAULT_CONNECTIONS: [n for n in crowds if n <= 120], 1200: [n for n in crowds if n > 120]}
     for connections, sizes_of_crowds in groups.items():
@@ -315,16 +324,28 @@ def main() -> int:
             continue
         with running_postgres(SETTINGS.format(connections=connections)) as postgres:
             for number in hosts if connections == DEFAULT_CONNECTIONS else []:
-                found["fleets"].append(simulate(postgres, number, keys, options.seed))
+                found["fleets"].append({"commit": commit(), **simulate(postgres, number, keys, options.seed)})
                 print(told(found["fleets"][-1]), flush=True)
                 keep(postgres)
             for number in sizes_of_crowds:
-                row = {"max_connections": connections, **crowd(postgres, number, seconds, options.seed)}
+                row = {
+                    "commit": commit(),
+                    "max_connections": connections,
+                    **crowd(postgres, number, seconds, options.seed),
+                }
                 found["crowds"].append(row)
                 print({name: value for name, value in row.items() if name != "statements"}, flush=True)
                 keep(postgres)
     print_end(bars_of(found), [], options.out, began)
     return 0
+
+
+def earlier(path: Path, part: str) -> list[Any]:
+    """The rows of a part that is not run now."""
+    if not path.exists():
+        return []
+    kept = json.loads(path.read_text())
+    return [{"commit": kept["commit"], **row} for row in kept[part]]
 
 
 def numbers(text: str) -> list[int]:

@@ -326,11 +326,22 @@ class Host:
         self._unsaid.clear()
 
 
+def idle_rounds(server: FleetServer, count: int) -> None:
+    """The exchanges of a worker for whose kind of processor nobody asks."""
+    device = DeviceInfo("cpu", "None", 8, "avx512-1f9a0c")
+    store = cast(Store, MemoryStore([], device.key))
+    fleet, exchange = Fleet(FleetSettings(), Path(), device, VERSIONS), FleetExchange(store, server, device, VERSIONS)
+    assert fleet.borrow() is None
+    for _ in range(count):
+        fleet.exchange_once(exchange)
+
+
 def _short(error: FleetError) -> str:
     """What kind of failure it is."""
     text = str(error)
-    kinds = ("too many clients", "statement timeout", "timeout", "starting up")
-    return next((kind for kind in kinds if kind in text), text[:200])
+    kinds = {"too many clients": "no connection left", "remaining connection slots": "no connection left"}
+    kinds |= {kind: kind for kind in ("statement timeout", "timeout", "starting up")}
+    return next((name for kind, name in kinds.items() if kind in text), text[:200])
 
 
 def _decision(request: TuneRequest) -> Decision:

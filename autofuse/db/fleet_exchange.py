@@ -19,7 +19,7 @@ from sqlalchemy import func, select, update
 from autofuse.db import models
 from autofuse.db.base import as_tuples, key_of, now, put_keys
 from autofuse.db.fleet_queue import LEASE_SECONDS, FleetQueue, without_paths
-from autofuse.db.fleet_server import FleetServer
+from autofuse.db.fleet_server import FleetServer, SharedServer
 from autofuse.db.proposals import Proposal
 from autofuse.db.results import TuneResults, insert_decision
 from autofuse.db.run_log import RunLog
@@ -48,7 +48,7 @@ class FleetExchange:
         """``device``, ``versions``: of this host's decisions. Raises FleetError."""
         self._store = store
         self._server = server
-        self._results = TuneResults(server)
+        self._results = TuneResults(SharedServer(server))  # measurements are sent, and read by nobody's mark
         self._device = device
         self._versions = tuple(versions)
         self._name = server.check()

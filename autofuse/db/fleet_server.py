@@ -3,8 +3,8 @@
 In: `fleet.url`. Out: a `FleetServer`, on which the parts of a store work as they do on a file.
 Guarantee: connecting, a statement and a lock each have a timeout. Only a server that is halted while its machine goes
 on keeps a caller waiting, so callers have a thread of their own. Writers take turns, so ids of rows become visible in
-their order, and a reader that asks for what is newer misses none. Whatever goes wrong is a `FleetError` of one line,
-without a password, that says what to do. Only `upgrade` changes the schema.
+their order, and a reader that asks for what is newer misses none; only `share` is beside them. Whatever goes wrong is a
+`FleetError` of one line, without a password, that says what to do. Only `upgrade` changes the schema.
 """
 
 from __future__ import annotations
@@ -136,6 +136,17 @@ class FleetServer:
             f"expected schema {HEAD} or older on the fleet's server {self.path}, found schema {found}, of a newer "
             f"autofuse; upgrade with: pip install --upgrade autofuse; {LOCAL}"
         )
+
+
+class SharedServer:
+    """The same server for writers of rows whose order nobody asks for: they take no turns, and wait for nobody's."""
+
+    readonly = False
+
+    def __init__(self, server: FleetServer) -> None:
+        self.path = server.path
+        self.read = server.read
+        self.write = server.share
 
 
 def fleet_error(server: str, error: BaseException) -> FleetError:

@@ -54,7 +54,9 @@ class TuneResults:
                 {"key": digest, "variant": item.candidate.variant, "config": key_text(item.candidate.config)}
                 for item in measurements
             ]
-            upsert(connection, table, candidates, ["key", "variant", "config"], [])
+            # In one order: on a fleet's server two writers could wait for each other.
+            ordered = sorted(candidates, key=lambda row: (row["variant"], row["config"]))
+            upsert(connection, table, ordered, ["key", "variant", "config"], [])
             found = connection.execute(select(table.variant, table.config, table.id).where(table.key == digest))
             ids = {(variant, config): candidate_id for variant, config, candidate_id in found}
             rows = [

@@ -270,3 +270,11 @@ def test_what_is_of_no_use_here_is_looked_through_once_and_in_parts(
     assert stranger.pull() == 0 and stranger.pull() == 0
     assert len(looked) == 2, "then they are"
     assert fleet.two.exchange.pull() == 6
+
+
+def test_measurements_wait_for_no_other_writer(fleet: Fleet) -> None:
+    fleet.one.store.results.put_measurements(decision().key, [measurement(unroll=n) for n in (4, 2, 8)])
+    with fleet.server.write():  # in which all others that take turns wait
+        assert fleet.one.exchange._push_measurements() == 3
+    found = TuneResults(fleet.server).measurements("a" * 64)
+    assert [dict(row.measurement.candidate.config)["unroll"] for row in found] == [4, 2, 8]
