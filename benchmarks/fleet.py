@@ -30,6 +30,9 @@ from typing import Any
 
 import psutil
 from common import arguments, chosen, commit, parse, print_end, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the tests' server is
+
 from fleet_hosts import Demand, Host, Scene, Tally, idle_rounds, make_demand
 
 from autofuse.db.fleet_server import FleetServer
