@@ -4,6 +4,7 @@
     scripts/ptx --only softmax,product --sizes 1  # by the beginnings of their names; the largest sizes of each
     scripts/ptx --share 3/10                      # the fourth tenth of all
     scripts/ptx --json out.json
+    scripts/ptx train --only gpt --steps 20       # models, on a CUDA device whose driver executes PTX
 
 Exit status 1 where a result is wrong, an access is outside of its memory, or accesses are not ordered.
 """
@@ -11,18 +12,21 @@ Exit status 1 where a result is wrong, an access is outside of its memory, or ac
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
-import triton
+import triton  # noqa: F401
 
 DTYPES = "float32,bfloat16,float16,float64"
 WRONG = ("wrong", "faults", "races")
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["train"]:
+        from ptx import train  # gives this process a device
+
+        return train.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="scripts/ptx", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
     parser.add_argument("--dtypes", default=DTYPES, help=f"default {DTYPES}")
@@ -32,6 +36,7 @@ def main() -> int:
     options = parser.parse_args()
     import torch  # behind Triton, which is not to be interpreted here
 
+    from ptx.results import keep
     from ptx.work import Outcome, all_work, execute
 
     torch.set_num_threads(1)
@@ -49,29 +54,10 @@ def main() -> int:
     counts = {**outcome.counts, "opcodes": len(outcome.opcodes), "seconds": round(time.monotonic() - began)}
     print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
     if options.json is not None:
-        _save(options, counts, outcome)
+        findings = {"findings": sorted(outcome.findings), "opcodes": sorted(outcome.opcodes)}
+        row = {"command": f"scripts/ptx --share {options.share} --sizes {options.sizes}"}
+        keep(options.json, f"share {options.share}", {**row, "counts": dict(sorted(counts.items())), **findings})
     return int(any(outcome.counts[name] for name in WRONG))
-
-
-def _save(options: argparse.Namespace, counts: dict[str, int], outcome: object) -> None:
-    from benchmarks.common import commit, machine, save
-    from ptx.kernels import ARCHITECTURE
-    from ptx.work import Outcome
-
-    assert isinstance(outcome, Outcome)
-    row = {
-        "command": f"scripts/ptx --share {options.share} --sizes {options.sizes}",
-        "commit": commit(),
-        "machine": machine(),
-        "triton": triton.__version__,
-        "target": ARCHITECTURE,
-        "counts": dict(sorted(counts.items())),
-        "findings": sorted(outcome.findings),
-        "opcodes": sorted(outcome.opcodes),
-    }
-    before = json.loads(options.json.read_text()) if options.json.exists() else {}
-    kept = {key: value for key, value in before.items() if key.startswith("share")}
-    save(options.json, "ptx", command="scripts/ptx", **kept | {f"share {options.share}": row})
 
 
 if __name__ == "__main__":

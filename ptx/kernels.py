@@ -74,7 +74,6 @@ class PtxKernel:
             arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own memory: none
             if launch.grid * threads > MOST_LANES:
                 raise MemoryError(f"expected at most {MOST_LANES} threads, found {launch.grid * threads}")
-            memory.tracked.forget()
             run(program, Launch(launch.grid, threads, shared, tuple(arguments)), memory, self.conflicts, own)
         for place, tensor, span in zip(places, tensors, spans, strict=True):
             _set_span(tensor, memory.read(place, len(span)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from ptx import warps
 from ptx.arithmetic import TYPES, compared, converted, halves, rule_of
-from ptx.memory import BASE, Conflicts, Fault, Global, Tracked
+from ptx.memory import Conflicts, Fault, Global, Tracked
 from ptx.text import SIZES, Address, Immediate, Instruction, Operand, Program, Unsupported
 
 WARP = 32
@@ -369,7 +369,7 @@ class Machine:
         """The memory, places in it, who touches it, and in which stretch between two barriers."""
         block = self._block[mask]
         if space == "global":
-            return self._global.tracked, at - BASE, block, np.zeros(len(at), np.int32)
+            return self._global.tracked, at - self._global.base, block, np.full(len(at), self._global.launches, np.int32)
         if len(at) and (at.min() < 0 or at.max() >= self._shared_size):
             raise Fault(f"shared memory has {self._shared_size} bytes: {text}")
         return self.shared, at + block * self._shared_size, self._warp[mask], self._epoch[block]
@@ -508,6 +508,7 @@ def _as(register: Array, dtype: np.dtype[Any] | None) -> Array:
 
 def run(program: Program, launch: Launch, memory: Global, conflicts: Conflicts, named: dict[str, int]) -> None:
     """Run a launch. Raises Fault, Unsupported, and AssertionError where the kernel's own assertion fails."""
+    memory.launches += 1
     Machine(program, launch, memory, conflicts, named).run()
 
 

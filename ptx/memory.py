@@ -45,18 +45,15 @@ class Conflicts:
 class Tracked:
     """Bytes of which it is known who touched them last, and when."""
 
-    def __init__(self, size: int, conflicts: Conflicts, label: str) -> None:
-        self.data = np.full(size, POISON, np.uint8)
+    def __init__(self, size: int, conflicts: Conflicts, label: str, data: npt.NDArray[np.uint8] | None = None) -> None:
+        """``data``: memory to use in place of its own."""
+        self.data = np.full(size, POISON, np.uint8) if data is None else data
         self.valid = np.zeros(size, np.bool_)
         self._conflicts, self._label = conflicts, label
         self._writer = np.full(size, _NOBODY, np.int32)
         self._written = np.full(size, -1, np.int32)
         self._reader = np.full(size, _NOBODY, np.int32)
         self._read = np.full(size, -1, np.int32)
-
-    def forget(self) -> None:
-        """From here on, all that was done before is ordered."""
-        self._writer[:], self._reader[:] = _NOBODY, _NOBODY
 
     def load(self, at: npt.NDArray[np.int64], size: int, who: Array, when: Array, text: str) -> Array:
         self._check(at, size, text)
@@ -128,6 +125,8 @@ class Global:
         self._conflicts = conflicts
         self._places: list[tuple[int, int]] = []  # begin and size of each
         self._end = GAP
+        self.base = BASE
+        self.launches = 0  # accesses of two launches are ordered
         self.tracked = Tracked(0, conflicts, "global memory")
 
     def reserve(self, size: int, shift: int = 0) -> int:
@@ -137,15 +136,20 @@ class Global:
         self._end = begin + size + GAP
         return BASE + begin
 
+    def hold(self, data: npt.NDArray[np.uint8]) -> None:
+        """Use memory of others, in which nothing has been allocated."""
+        self.tracked = Tracked(len(data), self._conflicts, "global memory", data)
+
     def allocate(self) -> None:
         """Make room for all that was reserved."""
-        self.tracked = Tracked(-(-self._end // 256) * 256 + 256, self._conflicts, "global memory")
+        self.hold(np.full(-(-self._end // 256) * 256 + 256, POISON, np.uint8))
         for begin, size in self._places:
             self.tracked.valid[begin : begin + size] = True
 
     def write(self, address: int, data: bytes | npt.NDArray[np.uint8]) -> None:
-        begin = address - BASE
+        begin = address - self.base
         self.tracked.data[begin : begin + len(data)] = np.frombuffer(bytes(data), np.uint8)
 
     def read(self, address: int, size: int) -> npt.NDArray[np.uint8]:
-        return self.tracked.data[address - BASE : address - BASE + size].copy()
+        begin = address - self.base
+        return self.tracked.data[begin : begin + size].copy()

@@ -207,7 +207,7 @@ class RequestTuner:
         self, request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
     ) -> KernelRecord | None:
         """The kernel of a part in the request's bucket, from a stored decision or tuned now; None where eager wins."""
-        own = _part_request(request, form, part, printer, sizes)
+        own = part_request(request, form, part, printer, sizes)
         known = self._results.last_decision(own.key, own.bucket)
         kernel = self._results.kernel_of(known) if known is not None else None
         if known is None or (known.compile_key and kernel is None):
@@ -251,7 +251,7 @@ def _with_words(decision: Decision, words: str) -> Decision:
     return replace(decision, detail=f"{words}; {decision.detail}"[:DETAIL_CHARACTERS])
 
 
-def _part_request(
+def part_request(
     request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
 ) -> TuneRequest:
     """The request of a part, whose bucket and shapes follow from the node's by the part's ``sizes``."""

@@ -1,7 +1,8 @@
 """A GPU driver that launches nothing and remembers everything, compiled from C: the seam at which GPU code is tested.
 
 A function's name ends in ``__N``, the number of its parameters with the two hidden ones. Its parameters are recorded
-as 8 bytes each, so a 32-bit number is in the lower half.
+as 8 bytes each, so a 32-bit number is in the lower half. Where the driver has been given functions of Python that load
+an image and execute a launch, those are called, names are free, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,8 @@ typedef struct { char name[200]; long module; int shared_limit; } Function;
 typedef struct { Function* function; unsigned grid[3], block[3], shared; void* stream; uint64_t params[64];
   int count; } Launch;
 Launch fake_launches[1024];
+int (*fake_on_load)(long module, const char* image);
+int (*fake_on_launch)(long module, unsigned blocks, unsigned threads, unsigned shared, void** params);
 int fake_count, fake_error, fake_modules, fake_unloaded, fake_retained, fake_modes;
 static __thread long context;
 static __thread int mode;
@@ -50,11 +54,11 @@ int cuModuleLoadData(long* module, const char* image) {
   if (mode != 2) return 900;
   if (!strncmp(image, "bad", 3)) return 209;
   *module = ++fake_modules;
-  return 0;
+  return fake_on_load ? fake_on_load(*module, image) : 0;
 }
 int cuModuleUnload(long module) { ++fake_unloaded; return 0; }
 int cuModuleGetFunction(Function** found, long module, const char* name) {
-  if (!strstr(name, "__")) return 500;
+  if (!fake_on_launch && !strstr(name, "__")) return 500;
   *found = calloc(1, sizeof(Function));
   strncpy((*found)->name, name, 199);
   (*found)->module = module;
@@ -65,13 +69,15 @@ int cuFuncSetAttribute(Function* f, int what, int value) { if (what == 8) f->sha
 int cuFuncGetAttribute(int* value, int what, Function* f) { *value = what == 4 ? 32 : what == 3 ? 16 : 0; return 0; }
 int cuGetErrorName(int code, const char** name) {
   *name = code == 201 ? "CUDA_ERROR_INVALID_CONTEXT" : code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU" :
-          code == 1 ? "CUDA_ERROR_INVALID_VALUE" : code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OTHER";
+          code == 1 ? "CUDA_ERROR_INVALID_VALUE" : code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" :
+          code == 710 ? "CUDA_ERROR_ASSERT" : code == 801 ? "CUDA_ERROR_NOT_SUPPORTED" : "CUDA_ERROR_OTHER";
   return 0;
 }
 static int record(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                   unsigned shared, void* stream, void** params) {
   if (fake_error) return fake_error;
   if ((int)shared > f->shared_limit) return 1;
+  if (fake_on_launch) return gy * gz * by * bz == 1 ? fake_on_launch(f->module, gx, bx, shared, params) : 1;
   Launch* l = &fake_launches[fake_count++ % 1024];
   l->function = f;
   l->grid[0] = gx; l->grid[1] = gy; l->grid[2] = gz;
@@ -137,9 +143,10 @@ class Launched:
 class FakeDriver:
     """The compiled library, as a `Driver` and as what it has seen."""
 
-    def __init__(self, vendor: str) -> None:
+    def __init__(self, vendor: str, soname: str = "libfake.so") -> None:
+        """``soname``: a library that is loaded from now on by this name is this one."""
         toolchain = find_toolchain()
-        flags = ("-O1", "-fPIC", "-shared", "-std=gnu11", "-w")
+        flags = ("-O1", "-fPIC", "-shared", "-std=gnu11", "-w", f"-Wl,-soname,{soname}")
         folder = tempfile.mkdtemp(prefix="autofuse-test-")
         path = Path(folder) / "libfake.so"
         path.write_bytes(compile_source(SOURCE, toolchain, flags))
@@ -155,6 +162,17 @@ class FakeDriver:
 
     def forget(self) -> None:
         self.library.fake_reset()
+
+    def execute_by(self, load: Callable[[int, bytes], int], launch: Callable[..., int]) -> None:
+        """Call ``load(module, image)`` and ``launch(module, blocks, threads, shared bytes, address of parameters)``;
+        each answers with the driver's error code."""
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._callbacks = (
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_long, ctypes.c_char_p)(load),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_long, number, number, number, pointer)(launch),
+        )
+        for name, callback in zip(("fake_on_load", "fake_on_launch"), self._callbacks, strict=True):
+            pointer.in_dll(self.library, name).value = ctypes.cast(callback, pointer).value
 
     @property
     def launches(self) -> list[Launched]:
